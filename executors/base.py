@@ -1,0 +1,108 @@
+"""A trial and its result: the only things that cross between the search and the processes that run trials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+Status = Literal["ok", "oom", "timeout", "crash", "unfit"]
+
+
+class Trial(BaseModel):
+    """One candidate to be built and measured for real, as plain data."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    number: int
+    workload: str
+    """`path/to/model.py` or `path/to/model.py:name`."""
+    config: dict[str, Any]
+    """A whole TunedConfig document: `settings`, and `plan` where a technique needs one."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    ranks: int = 1
+    budget_bytes: int | None = None
+    """Device bytes per rank; overrun ends the trial as `oom`."""
+    warmup_steps: int = 1
+    steps: int = 3
+    """Measured steps after the warm-up."""
+    seed: int = 0
+    global_batch: int | None = None
+    """Samples per optimizer step over all ranks; the workload's own when None."""
+    deadline_s: float = 300.0
+    fingerprint: bool = True
+    """Hash the gradients of the first step."""
+    env: dict[str, str] = {}
+    """Environment of the trial's processes beyond the parent's (what `Technique.env` asks for)."""
+
+
+class TrialResult(BaseModel):
+    """What came of a trial. Out of memory, a crash and a hang are results like any other."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    number: int
+    status: Status
+    reason: str = ""
+    """One line for people: what ran out, which rank failed with what, how long it hung."""
+    log_tail: str = ""
+    """Last lines of the failing rank's output."""
+    peak_allocated_bytes: int | None = None
+    """Largest over ranks, over all steps."""
+    peak_reserved_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    step_s: float | None = None
+    """Median over the measured steps of the slowest rank's time."""
+    step_s_all: list[float] = []
+    samples_per_s: float | None = None
+    losses: list[float] = []
+    """Global loss of each step, warm-up included."""
+    gradients_sha256: str | None = None
+    memory_by_kind: dict[str, int] = {}
+    """Device bytes of the heaviest rank at its peak: parameters, gradients, optimizer, buffers, activations and temporaries."""
+    audit: dict[str, Any] = {}
+    link_bytes: dict[str, int] = {}
+    """Bytes moved per step and rank by link: host_to_device, device_to_host, collective."""
+    wall_s: float = 0.0
+    retried: bool = False
+
+    @property
+    def spread_s(self) -> float:
+        """Half the range of the measured steps: what `step_s` can be trusted to."""
+        return (max(self.step_s_all) - min(self.step_s_all)) / 2 if self.step_s_all else 0.0
+
+
+class Progress(BaseModel):
+    """A sign of life from a running trial."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    number: int
+    stage: str
+    """`starting`, `building`, `step 3/8`."""
+    device_bytes: int | None = None
+
+
+class Executor(Protocol):
+    """Runs trials in fresh processes; `submit` returns at once, `wait` yields what happens until something finishes."""
+
+    name: str
+    slots: int
+    """How many trials run at the same time."""
+
+    def submit(self, trial: Trial) -> None:
+        """Start `trial`; never raises for what the trial does."""
+        ...
+
+    def wait(self, timeout_s: float) -> Iterator[Progress | TrialResult]:
+        """What has happened since the last call, waiting up to `timeout_s` for the first event."""
+        ...
+
+    def cancel(self, number: int) -> None:
+        """End a running trial and all its processes; it yields no result."""
+        ...
+
+    def close(self) -> None:
+        """End everything that still runs; no process survives."""
+        ...

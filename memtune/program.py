@@ -1,0 +1,279 @@
+"""A training step as plain data: operations, storages, and who holds what until when.
+
+Legend: n = ops, m = storages, u = uses, v = saves. All columns are numpy arrays; nothing here knows torch.
+
+Time is the op index. A storage is allocated by its `producer` (-1: it was there before the step) and is freed right
+after the *last* of: the last op that uses it, the op after which Python lets go (`held_until`), the op after which
+autograd lets go (its `saves`). Bytes are counted while an op runs: after its outputs exist, before anything it frees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+FOREVER = np.int32(2**31 - 1)
+"""`held_until` of what outlives the step: parameters, buffers, optimizer state."""
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+F64 = npt.NDArray[np.float64]
+
+
+class Phase(IntEnum):
+    """Which part of the step an op belongs to; prologue, boundary and optimizer run once, the rest per micro-batch."""
+
+    PROLOGUE = 0
+    FORWARD = 1
+    RECOMPUTE = 2
+    BACKWARD = 3
+    BOUNDARY = 4
+    OPTIMIZER = 5
+
+
+class Resource(IntEnum):
+    """What an op occupies while it runs; each serves its ops in program order."""
+
+    COMPUTE = 0
+    HOST_TO_DEVICE = 1
+    DEVICE_TO_HOST = 2
+    INTRA_LINK = 3
+    INTER_LINK = 4
+    SSD_READ = 5
+    SSD_WRITE = 6
+    HOST_THREADS = 7
+    NOTHING = 8  # allocation only
+
+
+class Tier(IntEnum):
+    """Where a storage lives."""
+
+    DEVICE = 0
+    HOST = 1
+    SSD = 2
+
+
+class Kind(IntEnum):
+    """What a storage is for. A saved activation is a TEMPORARY that autograd holds; reports tell them apart."""
+
+    PARAMETER = 0
+    GRADIENT = 1
+    OPTIMIZER = 2
+    BUFFER = 3
+    BATCH = 4
+    TEMPORARY = 5
+    WORKSPACE = 6
+    COMMUNICATION = 7
+
+
+class Parameter(NamedTuple):
+    """One parameter of the model and the storages that belong to it (-1: none)."""
+
+    name: str
+    storage: int
+    gradient: int
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    block: int
+    """Index of the block that holds it, -1 outside every block."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One training step of one rank in SSA form; see the module docstring for how lifetimes follow from it."""
+
+    names: tuple[str, ...]
+    """Op names by id: `aten.addmm.default`, `memtune.to_host.default`."""
+    modules: tuple[str, ...]
+    """Qualified module names by id; id 0 is the root, written ''."""
+    blocks: tuple[str, ...]
+    """Qualified names of the repeated blocks, in forward order."""
+    parameters: tuple[Parameter, ...]
+
+    # ops, one row each
+    op_name: I32  # (n,) index into names
+    op_module: I32  # (n,) index into modules
+    op_block: I32  # (n,) index into blocks, -1 outside
+    op_phase: U8  # (n,) Phase
+    op_resource: U8  # (n,) Resource
+    op_flops: F64  # (n,)
+    op_traffic_bytes: I64  # (n,) read + written by the kernel; for copies and collectives, bytes on the link
+    op_rng: U8  # (n,) 1 where the op draws random numbers
+    op_group: I32  # (n,) ranks in the collective, 0 for none
+
+    # storages, one row each
+    bytes: I64  # (m,)
+    tier: U8  # (m,) Tier
+    kind: U8  # (m,) Kind
+    producer: I32  # (m,) op that allocates it, -1 before the step
+    held_until: I32  # (m,) op after which Python or a module lets go, -1 nobody holds it
+    owner: I32  # (m,) index into parameters of what this gradient, state or optimizer temporary belongs to, -1 none
+
+    # uses: which op reads or mutates which storage, sorted by op
+    use_op: I32  # (u,)
+    use_storage: I32  # (u,)
+    use_mutates: U8  # (u,) 1 where the op writes into it
+
+    # saves: what autograd keeps for backward, in the order in which it packed them
+    save_storage: I32  # (v,)
+    save_before: I32  # (v,) the pack call came just before this op of the forward
+    save_until: I32  # (v,) op after which autograd lets go
+    save_block: I32  # (v,) block whose forward was running, -1 outside
+
+    @property
+    def n_ops(self) -> int:
+        """Number of ops, n."""
+        return len(self.op_name)
+
+    @property
+    def n_storages(self) -> int:
+        """Number of storages, m."""
+        return len(self.bytes)
+
+    @cached_property
+    def end(self) -> I32:
+        """(m,) op after which each storage is freed; FOREVER for what outlives the step."""
+        end = np.maximum(self.held_until, self.producer)
+        np.maximum.at(end, self.use_storage, self.use_op)
+        np.maximum.at(end, self.save_storage, self.save_until)
+        return end
+
+    @cached_property
+    def parameter_of(self) -> I32:
+        """(m,) index of the parameter whose weights a storage holds, -1 for all others."""
+        index = np.full(self.n_storages, -1, np.int32)
+        for i, parameter in enumerate(self.parameters):
+            index[parameter.storage] = i
+        return index
+
+    def live_bytes(self, tier: Tier = Tier.DEVICE) -> I64:
+        """(n,) bytes of `tier` that are live while each op runs."""
+        mine = self.tier == tier
+        start = np.maximum(self.producer[mine], 0)
+        stop = np.minimum(self.end[mine], self.n_ops - 1)
+        delta = np.zeros(self.n_ops + 1, np.int64)
+        np.add.at(delta, start, self.bytes[mine])
+        np.add.at(delta, stop + 1, -self.bytes[mine])
+        return np.cumsum(delta[:-1])
+
+    def peak_bytes(self, tier: Tier = Tier.DEVICE) -> int:
+        """Largest value of `live_bytes`, 0 for a step without ops."""
+        return int(self.live_bytes(tier).max(initial=0))
+
+    def saved_bytes(self, block: int | None = None) -> int:
+        """Bytes that autograd holds after forward, each storage once, parameters and what outlives the step left out."""
+        rows = slice(None) if block is None else self.save_block == block
+        storages = np.unique(self.save_storage[rows])
+        return int(self.bytes[storages][self.held_until[storages] != FOREVER].sum())
+
+    def saved_by_autograd(self) -> npt.NDArray[np.bool_]:
+        """(m,) True where autograd holds the storage for backward."""
+        saved = np.zeros(self.n_storages, bool)
+        saved[self.save_storage] = True
+        return saved
+
+    def validate(self) -> None:
+        """Check every invariant of the form.
+
+        Raises:
+            ValueError: naming the first invariant that is broken and the rows that break it.
+        """
+        n, m = self.n_ops, self.n_storages
+        _check("use_op within the ops", (self.use_op >= 0) & (self.use_op < n))
+        _check("use_storage within the storages", (self.use_storage >= 0) & (self.use_storage < m))
+        _check("save_storage within the storages", (self.save_storage >= 0) & (self.save_storage < m))
+        _check("uses sorted by op", np.diff(self.use_op) >= 0)
+        _check("producer within the ops", (self.producer >= -1) & (self.producer < n))
+        _check("bytes not negative", self.bytes >= 0)
+        _check("no use before its producer", self.use_op >= self.producer[self.use_storage])
+        _check("autograd lets go after it saved", self.save_until >= self.producer[self.save_storage])
+        _check("names cover op_name", (self.op_name >= 0) & (self.op_name < len(self.names)))
+        _check("blocks cover op_block", (self.op_block >= -1) & (self.op_block < len(self.blocks)))
+        for parameter in self.parameters:
+            if not 0 <= parameter.storage < m or parameter.gradient >= m:
+                raise ValueError(f"parameter {parameter.name} points outside the {m} storages")
+
+
+def _check(invariant: str, holds: npt.NDArray[np.bool_]) -> None:
+    if not holds.all():
+        raise ValueError(f"step breaks '{invariant}' at rows {np.flatnonzero(~holds)[:5].tolist()}")
+
+
+@dataclass(frozen=True, eq=False)
+class RankClass:
+    """Ranks that run the same step."""
+
+    count: int
+    step: Step
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What one optimizer step does on every rank: prologue, body × `accumulate`, boundary, optimizer (`Step.op_phase`).
+
+    With `accumulate` > 1 the step is a *later* micro-batch, whose gradients are added to those already there: the
+    first one needs no more memory, so peaks are the same, and `accumulate` times the body is the step's time.
+    """
+
+    rank_classes: tuple[RankClass, ...]
+    micro_batch: int
+    accumulate: int = 1
+    notes: tuple[str, ...] = ()
+    """What was assumed on the way, for people to read."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks over all classes."""
+        return sum(each.count for each in self.rank_classes)
+
+    @property
+    def step(self) -> Step:
+        """The step of the first rank class, the heaviest rank."""
+        return self.rank_classes[0].step
+
+    def with_step(self, step: Step, **changes: Any) -> Program:
+        """This program with `step` on every rank (for passes that treat all ranks alike)."""
+        return replace(self, rank_classes=(RankClass(self.ranks, step),), **changes)
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A step recorded at two micro-batches, so that every size is known as a function of the micro-batch.
+
+    Sizes are affine in the micro-batch: value(b) = value(small) + (b - small) * slope.
+    """
+
+    small: int
+    step: Step
+    """The step at micro-batch `small`."""
+    bytes_slope: I64  # (m,) bytes per sample
+    flops_slope: F64  # (n,) FLOPs per sample
+    traffic_slope: I64  # (n,) bytes per sample
+    rung: str
+    """Which rung of the ladder recorded it: fake, meta, real-init, real-step."""
+    notes: tuple[str, ...] = ()
+    record_s: float = 0.0
+    checked: frozenset[int] = field(default_factory=frozenset)
+    """Micro-batches at which a third recording confirmed the sizes to the byte."""
+
+    def at(self, micro_batch: int) -> Step:
+        """The step with all sizes evaluated at `micro_batch` samples."""
+        return at_micro_batch(self, micro_batch)
+
+
+def at_micro_batch(recording: Recording, micro_batch: int) -> Step:
+    """Evaluate the affine sizes of `recording` at `micro_batch` samples."""
+    more, step = micro_batch - recording.small, recording.step
+    return replace(
+        step,
+        bytes=np.maximum(step.bytes + more * recording.bytes_slope, 0),
+        op_flops=np.maximum(step.op_flops + more * recording.flops_slope, 0.0),
+        op_traffic_bytes=np.maximum(step.op_traffic_bytes + more * recording.traffic_slope, 0),
+    )

@@ -1,0 +1,124 @@
+"""What a technique is: one published way to save memory, as a frozen record of knobs with five verbs.
+
+`fits` says whether it may be used, `plan` decides what must be decided, `rewrite` does it to a Program, `env` says what
+must be set before the device starts, `apply` does it to the live model. Neither `rewrite` nor `apply` ever solves
+anything: what they need to know is in the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from memtune.hardware import Hardware
+    from memtune.program import Program
+    from memtune.runtime.context import Context
+
+
+class Exactness(StrEnum):
+    """How the results of a technique relate to those of the plain model (design rule 1)."""
+
+    BITWISE = "bitwise"
+    """Same ops, same order, same random numbers: every gradient is equal to the bit."""
+    REORDERED = "reordered"
+    """Equal up to the order of summation."""
+    LOSSY = "lossy"
+    """Not equal; only used when the user allows it."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a technique may not be used here; data for the user, not an exception."""
+
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        """`text`, and the fix where there is one."""
+        return f"{self.text} ({self.fix})" if self.fix else self.text
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a program is to run on: the machine, the ranks, the budget, and what the other axes have chosen."""
+
+    hardware: Hardware
+    ranks: int = 1
+    budget_bytes: int | None = None
+    chosen: Mapping[str, Technique] = field(default_factory=dict)
+    """Techniques by slot (`sharding.states`), as chosen in the candidate at hand."""
+    compiled: bool = False
+
+    @property
+    def device(self) -> str:
+        """`cpu` or `cuda`."""
+        return self.hardware.device
+
+
+class Plan(BaseModel):
+    """What a technique decided for one program and target: plain data, stored with the config."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    decisions: dict[str, Any] = {}
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the decisions, compared by all ranks before training."""
+        return hashlib.sha256(json.dumps(self.decisions, sort_keys=True).encode()).hexdigest()
+
+
+NO_PLAN = Plan()
+
+
+class Technique(BaseModel):
+    """Base of every technique. The stem of the file is the `kind`; the folder is the slot; the fields are the knobs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    kind: str
+    slot: ClassVar[str]
+    """Where it goes in a config: `recompute`, `sharding.states`, `offload.activations`, …"""
+    title: ClassVar[str]
+    source: ClassVar[str]
+    """Paper or project it comes from; for memtune's own, what it stands on."""
+    exactness: ClassVar[Exactness]
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """None, or why it may not be used on `program` with `target` (which holds what the other axes chose)."""
+        return None
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """Decide what must be decided; solved once, in the search."""
+        return NO_PLAN
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """The pass: `program` as it is under this technique."""
+        return program
+
+    def env(self) -> dict[str, str]:
+        """Environment variables that must be set before the device starts."""
+        return {}
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Do it to the live model in `context`, through a mechanism of `memtune.runtime`."""
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """The mechanism settings this expands to; techniques with equal records are one candidate."""
+        raise TypeError(f"{type(self).__name__} must say which mechanism settings it stands for")
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """Values worth trying for each knob, first the default; the search may add others that `fits` allows."""
+        return {}
+
+    def knobs(self) -> Iterator[tuple[str, Any]]:
+        """Name and value of every field but `kind`."""
+        for name in type(self).model_fields:
+            if name != "kind":
+                yield name, getattr(self, name)

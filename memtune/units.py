@@ -1,0 +1,56 @@
+"""Bytes and seconds: parsed from what people type, printed as what people read. Inside memtune only bytes and seconds exist."""
+
+from __future__ import annotations
+
+import re
+
+from memtune.errors import UsageError
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+_BYTE_UNITS = {
+    "": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": KIB, "m": MIB, "g": GIB, "t": 2**40,
+}  # fmt: skip
+_SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _parse(text: str, units: dict[str, float] | dict[str, int], example: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in units:
+        raise UsageError(f"'{text}' is not a quantity I can read.", fix=f"write it like {example}", code="MT203")
+    return float(match[1]) * units[match[2].lower()]
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from text like `24GiB`, `600MiB`, `1.5g` (binary) or `80GB` (decimal); raises UsageError otherwise."""
+    return int(_parse(text, _BYTE_UNITS, "24GiB or 600MiB"))
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from text like `90`, `30s`, `15m`, `1.5h`; raises UsageError otherwise."""
+    return _parse(text, _SECOND_UNITS, "30m or 1.5h")
+
+
+def format_bytes(n_bytes: float) -> str:
+    """`n_bytes` with three significant digits in the largest binary unit that leaves at least one: `1.50 GiB`."""
+    sign, size = ("-" if n_bytes < 0 else ""), abs(float(n_bytes))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size /= 1024
+    else:
+        unit = "TiB"
+    digits = 0 if unit == "B" or size >= 100 else 1 if size >= 10 else 2
+    return f"{sign}{size:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` as people read it: `412 ms`, `3.20 s`, `4:07`, `1:02:09`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
