@@ -9,6 +9,7 @@ autograd lets go (its `saves`). Bytes are counted while an op runs: after its ou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
@@ -261,11 +262,13 @@ class Recording:
     notes: tuple[str, ...] = ()
     record_s: float = 0.0
     checked: frozenset[int] = field(default_factory=frozenset)
-    """Micro-batches at which a third recording confirmed the sizes to the byte."""
+    """Micro-batches that were recorded themselves, not extrapolated."""
+    exact: Mapping[int, Step] = field(default_factory=dict)
+    """Steps recorded at further micro-batches, used instead of the affine sizes."""
 
     def at(self, micro_batch: int) -> Step:
         """The step with all sizes evaluated at `micro_batch` samples."""
-        return at_micro_batch(self, micro_batch)
+        return self.exact[micro_batch] if micro_batch in self.exact else at_micro_batch(self, micro_batch)
 
 
 def at_micro_batch(recording: Recording, micro_batch: int) -> Step:

@@ -1,0 +1,204 @@
+"""Workload → Recording: run the user's own code on fake tensors, at two micro-batches, and write the step down.
+
+The ladder: a model that cannot be built or run on one rung is tried on the next, and the recording says which rung it took.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from memtune.autotune.tracer import Tracer
+from memtune.batches import map_tensors
+from memtune.errors import MemtuneError, WorkloadError
+from memtune.program import Recording, Step
+from memtune.runtime.loop import accumulate, train_step
+from memtune.runtime.tiers import HOST, mark, tier
+from memtune.workload import Workload
+
+RUNGS = ("fake", "meta", "real-init", "real-step")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model and optimizer on one rung of the ladder, ready to be traced."""
+
+    workload: Workload
+    rung: str
+    mode: AbstractContextManager[Any]
+    fake: FakeTensorMode | None
+    model: nn.Module
+    optimizer: Optimizer
+    blocks: list[str]
+
+    def batch(self, size: int) -> Any:
+        """One micro-batch of `size` samples; made for real, then made fake where the rung is."""
+        with tier(HOST):
+            batch = self.workload.make_batch(size)
+        fake = self.fake
+        if fake is not None:
+            batch = map_tensors(batch, fake.from_tensor)
+        map_tensors(batch, lambda tensor: mark(tensor, HOST))
+        return batch
+
+    def warm_up(self, size: int) -> None:
+        """One step without tracing, so that the optimizer has its state."""
+        with self.mode:
+            train_step(self.model, self.optimizer, self.workload.loss, [self.batch(size)], CPU)
+
+    def trace(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Step:
+        """The steady-state step at micro-batch `size`; with `trace_last`, of the last of several micro-batches."""
+        batches = [self.batch(size) for _ in range(micro_batches)]
+        tracer = Tracer(self.model, self.optimizer, self.blocks)
+        with self.mode:
+            if trace_last and micro_batches > 1:
+                accumulate(self.model, self.workload.loss, batches[:-1], CPU)
+                batches = batches[-1:]
+            with tracer.recording():
+                accumulate(self.model, self.workload.loss, batches, CPU)
+                tracer.note_gradients()
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        return tracer.step()
+
+
+def record(workload: Workload, *, small: int = 2, large: int = 4) -> Recording:
+    """Record one training step of `workload`.
+
+    Args:
+        workload: The user's model, batch, loss and optimizer.
+        small: First micro-batch; 1 gives another program than 2 and more, so it is never used to extrapolate.
+        large: Second micro-batch; sizes in between and beyond follow from the two.
+
+    Returns:
+        The recording, with the rung of the ladder and the reasons why earlier rungs did not do.
+
+    Raises:
+        WorkloadError: When not even a real step on CPU runs; the message is that step's own.
+    """
+    started = time.monotonic()
+    session, first, notes = open_session(workload, small)
+    second = session.trace(large)
+    if not _same_program(first, second):
+        notes.append(f"the step at micro-batch {large} has other ops than at {small}: sizes are only known at {small}")
+        slopes: tuple[Any, ...] = (np.zeros_like(first.bytes), np.zeros_like(first.op_flops), np.zeros_like(first.op_traffic_bytes))
+    else:
+        per = large - small
+        slopes = (
+            (second.bytes - first.bytes) // per,
+            (second.op_flops - first.op_flops) / per,
+            (second.op_traffic_bytes - first.op_traffic_bytes) // per,
+        )
+    return Recording(small, first, *slopes, session.rung, tuple(notes), time.monotonic() - started, frozenset({small, large}))
+
+
+def check(recording: Recording, session: Session, micro_batch: int) -> Recording:
+    """Record once more at `micro_batch` and keep that step for this size; notes a difference from the affine sizes."""
+    if micro_batch in recording.checked:
+        return recording
+    step = session.trace(micro_batch)
+    predicted = recording.at(micro_batch)
+    notes = recording.notes
+    if not _same_program(step, predicted) or not np.array_equal(step.bytes, predicted.bytes):
+        more = step.peak_bytes() - predicted.peak_bytes()
+        notes += (f"micro-batch {micro_batch} was recorded by itself: {more:+d} bytes at the peak against the affine sizes",)
+    exact = {**recording.exact, micro_batch: step}
+    return replace(recording, exact=exact, checked=recording.checked | {micro_batch}, notes=notes)
+
+
+def open_session(workload: Workload, micro_batch: int) -> tuple[Session, Step, list[str]]:
+    """Climb the ladder to the first rung that records; returns the session, its step and why lower rungs failed."""
+    notes: list[str] = []
+    for rung in RUNGS:
+        try:
+            session = start_session(workload, rung)
+            session.warm_up(micro_batch)
+            return session, session.trace(micro_batch), notes
+        except Exception as error:  # whatever user code raises on fake tensors; the last rung is real and its error is the user's
+            if rung == RUNGS[-1]:
+                if isinstance(error, MemtuneError):
+                    raise
+                raise WorkloadError(f"One training step fails: {error}", fix="make it train without memtune first", code="MT118") from error
+            notes.append(f"rung {rung}: {_why(error)}")
+    raise AssertionError("unreachable: the last rung returns or raises")
+
+
+def start_session(workload: Workload, rung: str) -> Session:
+    """Build model and optimizer on one rung; raises whatever the user's code raises there."""
+    fake = None if rung == "real-step" else FakeTensorMode(allow_non_fake_inputs=True)
+    mode: AbstractContextManager[Any] = nullcontext() if fake is None else fake
+    build: Callable[[], nn.Module] = workload.build_model
+    if rung == "fake":
+        assert fake is not None
+        with fake:
+            model = build()
+    elif rung == "meta":
+        with torch.device("meta"):
+            model = build()
+        _make_fake(model, fake, CPU)
+    else:
+        model = build()
+        if fake is not None:
+            _make_fake(model, fake, None)
+    model.train()
+    with mode:
+        optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    return Session(workload, rung, mode, fake, model, optimizer, workload.find_blocks(model))
+
+
+def _make_fake(model: nn.Module, fake: FakeTensorMode | None, device: torch.device | None) -> None:
+    """Replace every parameter and buffer by a fake one in place; what was tied stays tied."""
+    assert fake is not None
+    made: dict[int, torch.Tensor] = {}
+
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            with fake:
+                new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = new
+            keep.append(tensor)
+        return made[id(tensor)]
+
+    keep: list[torch.Tensor] = []
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = faked(parameter)  # type: ignore[assignment]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = faked(buffer)
+
+
+def _same_program(first: Step, second: Step) -> bool:
+    return (
+        first.names == second.names
+        and np.array_equal(first.op_name, second.op_name)
+        and np.array_equal(first.producer, second.producer)
+        and np.array_equal(first.use_storage, second.use_storage)
+    )
+
+
+def _why(error: BaseException) -> str:
+    cause = error
+    while isinstance(cause, MemtuneError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = str(cause).strip().split("\n")[0][:160]
+    return f"{type(cause).__name__}: {text}"
+
+
+def clone_session(session: Session) -> Session:
+    """A second session on the same rung with a fresh model, for applying a technique to it."""
+    return replace(copy.copy(session), **vars(start_session(session.workload, session.rung)))

@@ -1,0 +1,379 @@
+"""Watches one training step run and writes it down as a Step.
+
+Three rules make the record exact:
+
+1. Storages are counted, not tensors. A storage is born at the first op that returns it (or when FSDP2 resizes it from
+   zero) and dies when its last reference goes, which a finaliser sees at once.
+2. What autograd saves is replaced by a stand-in tensor of its own (`_pack`). So the death of the real storage says when
+   *Python* let go, the death of the stand-in says when *autograd* let go, and a pass can change one without the other.
+3. A backward op belongs to the forward op whose autograd node has its sequence number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memtune.autotune import flops
+from memtune.ops import SEAM
+from memtune.program import FOREVER, Kind, Parameter, Phase, Resource, Step, Tier
+from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
+
+_COLLECTIVES = ("c10d.", "_c10d_functional.")
+
+
+class Tracer(TorchDispatchMode):
+    """A dispatch mode that records every op between `start` and `finish`; `step()` builds the Step.
+
+    Args:
+        model: The model as it is trained, wrapped or not.
+        optimizer: Its optimizer; the state it holds at `start` is what a steady-state step begins with.
+        blocks: Qualified names of the repeated blocks.
+        stand_ins: Whether saved tensors are replaced (rule 2). Off, autograd's and Python's holds are one.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, blocks: list[str], *, stand_ins: bool = True) -> None:
+        super().__init__()
+        self._model, self._optimizer, self._blocks, self._stand_ins = model, optimizer, blocks, stand_ins
+        self.phase = Phase.FORWARD
+        self._paused = 0
+        self._ops: list[tuple[str, int, int, int, int, float, int, int, int]] = []
+        self._bytes: list[int] = []
+        self._tier: list[int] = []
+        self._kind: list[int] = []
+        self._producer: list[int] = []
+        self._held: list[int] = []
+        self._uses: list[tuple[int, int, int]] = []
+        self._saves: list[list[int]] = []  # storage, before, until, block
+        self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for stand-ins
+        self._modules: dict[str, int] = {"": 0}
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._block_of = {id(model.get_submodule(name)): i for i, name in enumerate(blocks)}
+        self._stack: list[tuple[int, int]] = [(0, -1)]
+        self._node_owner: dict[int, tuple[int, int]] = {}  # autograd sequence number -> (module, block)
+        self._parameters: list[Parameter] = []
+        self._keep: list[Any] = []
+
+    # -- what exists before the step ---------------------------------------------------------------------------------
+
+    def _register_state(self) -> None:
+        seen: dict[int, int] = {}
+        owners = self._owning_blocks()
+        for name, parameter in self._model.named_parameters():
+            local = _local(parameter)
+            storage = self._register(local, Kind.PARAMETER)
+            if storage in seen:
+                continue
+            seen[storage] = len(self._parameters)
+            shape = tuple(local.shape)
+            self._parameters.append(
+                Parameter(name, storage, -1, shape, local.element_size(), parameter.requires_grad, owners.get(id(parameter), -1))
+            )
+        for buffer in self._model.buffers():
+            self._register(_local(buffer), Kind.BUFFER)
+        for state in self._optimizer.state.values():
+            for value in tree_leaves(state):
+                if isinstance(value, Tensor):
+                    self._register(_local(value), Kind.OPTIMIZER)
+        for group in self._optimizer.param_groups:  # parameters that only the optimizer holds: master copies on the host
+            for parameter in group["params"]:
+                self._register(_local(parameter), Kind.PARAMETER)
+
+    def _owning_blocks(self) -> dict[int, int]:
+        return {
+            id(parameter): i for i, name in enumerate(self._blocks) for parameter in self._model.get_submodule(name).parameters()
+        }
+
+    def _register(self, tensor: Tensor, kind: Kind) -> int:
+        storage = tensor.untyped_storage()
+        known = self._ids.get(storage._cdata)
+        return known if known is not None else self._new_storage(storage, kind, producer=-1)
+
+    def _new_storage(self, storage: torch.UntypedStorage, kind: Kind, producer: int) -> int:
+        index = len(self._bytes)
+        on_host = current_tier() == HOST or tier_of_storage(storage) == HOST
+        self._bytes.append(storage.nbytes())
+        self._tier.append(Tier.HOST if on_host else Tier.DEVICE)
+        self._kind.append(kind)
+        self._producer.append(producer)
+        self._held.append(int(FOREVER))
+        self._ids[storage._cdata] = index
+        weakref.finalize(storage, self._died, storage._cdata, index)
+        return index
+
+    def _died(self, address: int, index: int) -> None:
+        # FSDP2 resizes to zero and back: the address then belongs to a later incarnation, which this death ends.
+        current = self._ids.pop(address, index)
+        if self._held[current] == FOREVER:
+            self._held[current] = len(self._ops) - 1
+
+    # -- while the step runs -----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in (Tensor, nn.Parameter, FakeTensor) and hasattr(kind, "__torch_dispatch__") for kind in types):
+            if not all(issubclass(kind, FakeTensor | nn.Parameter) or kind is Tensor for kind in types):
+                return NotImplemented  # a DTensor: its local op comes back here with local shapes
+        sequence = torch._C._autograd._get_sequence_nr() - 1
+        out = func(*args, **(kwargs or {}))
+        if self._paused or func.namespace in ("prim", "prims"):
+            return out
+        self._record(func, sequence, args, kwargs or {}, out)
+        return out
+
+    def _record(self, func: Any, sequence: int, args: Any, kwargs: Any, out: Any) -> None:
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        mutated = _mutated(func, args, kwargs)
+        known = {t.untyped_storage()._cdata for t in inputs}
+        fresh = [t for t in outputs if t.untyped_storage()._cdata not in self._ids and t.untyped_storage()._cdata not in known]
+        if not fresh and not mutated:
+            return  # a view, or a read-out
+        name = str(func)
+        op = len(self._ops)
+        reads = [self._register(t, Kind.BUFFER) for t in inputs]
+        for storage in dict.fromkeys(reads):
+            self._uses.append((op, storage, 0))
+        for tensor in mutated:
+            self._uses.append((op, self._register(tensor, Kind.BUFFER), 1))
+        module, block, phase = self._place(sequence)
+        seam = SEAM.get(name)
+        resource = seam.resource if seam else Resource.COMPUTE
+        group = 0
+        if name.startswith(_COLLECTIVES) or (seam and seam.collective):
+            resource, group = Resource.INTRA_LINK, _group_size(args, kwargs)
+        if seam or group:
+            traffic = max([t.nbytes for t in inputs + fresh], default=0)
+        else:
+            traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
+        rng = int(torch.Tag.nondeterministic_seeded in func.tags)
+        n_flops = flops.count(func, args, kwargs, out)
+        self._ops.append((name, module, block, int(phase), int(resource), n_flops, traffic, rng, group))
+        kind = Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
+        for tensor in fresh:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._ids:
+                continue
+            index = self._new_storage(storage, kind, producer=op)
+            if seam and seam.output_tier != Tier.DEVICE:
+                self._tier[index] = int(seam.output_tier)
+
+    def _inside_model(self) -> bool:
+        return len(self._stack) > 1 or torch._C._current_autograd_node() is not None
+
+    def _place(self, sequence: int) -> tuple[int, int, Phase]:
+        if self.phase is not Phase.FORWARD:
+            return 0, -1, self.phase
+        node = torch._C._current_autograd_node()
+        if node is None:
+            where = self._stack[-1]
+            self._node_owner.setdefault(sequence, where)
+            return *where, Phase.FORWARD
+        if torch.is_grad_enabled():  # forward ops inside backward: a recomputation
+            return *self._stack[-1], Phase.RECOMPUTE
+        return *self._node_owner.get(node._sequence_nr(), (0, -1)), Phase.BACKWARD
+
+    def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
+        """Note that FSDP2 freed (`after` 0) or reallocated (`before` 0) a storage in place."""
+        index = self._ids.get(storage._cdata)
+        if self._paused or before == after:
+            return
+        if index is not None and before > 0:
+            self._held[index] = len(self._ops) - 1
+        if after > 0:
+            op = len(self._ops)
+            self._ops.append(("memtune.allocate", *self._stack[-1], int(self.phase), int(Resource.NOTHING), 0.0, 0, 0, 0))
+            self._bytes.append(after)
+            self._tier.append(Tier.DEVICE)
+            self._kind.append(Kind.COMMUNICATION)
+            self._producer.append(op)
+            self._held.append(int(FOREVER))
+            self._ids[storage._cdata] = len(self._bytes) - 1
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        index = self._ids.get(storage._cdata)
+        self._paused += 1
+        try:
+            if index is None:
+                index = self._register(tensor, Kind.BUFFER)
+            if self._kind[index] in (Kind.PARAMETER, Kind.BUFFER) and self._producer[index] < 0:
+                return tensor
+            base = tensor._base if tensor._is_view() else tensor
+            if isinstance(base, nn.Parameter) or self._kind[index] == Kind.COMMUNICATION:
+                return tensor
+            row = len(self._saves)
+            block = self._stack[-1][1]
+            self._saves.append([index, len(self._ops), -1, block])
+            stand_in = _stand_in(tensor)
+            twin = stand_in.untyped_storage()
+            self._ids[twin._cdata] = index
+            weakref.finalize(twin, self._released, twin._cdata, row)
+            return stand_in
+        finally:
+            self._paused -= 1
+
+    def _released(self, address: int, row: int) -> None:
+        self._ids.pop(address, None)
+        self._saves[row][2] = len(self._ops) - 1
+
+    # -- start and finish --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Tracer]:
+        """Record everything that runs inside; the optimizer's `step` inside is the optimizer phase."""
+        self._register_state()
+        enter = module_hooks.register_module_forward_pre_hook(self._enter)
+        leave = module_hooks.register_module_forward_hook(self._leave, always_call=True)
+        before = self._optimizer.register_step_pre_hook(lambda *_: setattr(self, "phase", Phase.OPTIMIZER))
+        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
+        with contextlib.ExitStack() as stack:
+            for handle in (enter, leave, before):
+                stack.callback(handle.remove)
+            stack.enter_context(_watch_resizes(self))
+            if self._stand_ins:
+                stack.enter_context(saved)
+            stack.enter_context(self)
+            yield self
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        name = self._module_names.get(id(module), "")
+        number = self._modules.setdefault(name, len(self._modules))
+        block = self._block_of.get(id(module), self._stack[-1][1])
+        self._stack.append((number, block))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def note_gradients(self) -> None:
+        """Call between backward and optimizer: which storages are gradients, and whose."""
+        by_name = dict(self._model.named_parameters())
+        for i, parameter in enumerate(self._parameters):
+            gradient = by_name[parameter.name].grad
+            if gradient is None:
+                continue
+            index = self._ids.get(_local(gradient).untyped_storage()._cdata, -1)
+            if index >= 0:
+                self._kind[index] = Kind.GRADIENT
+                self._parameters[i] = parameter._replace(gradient=index)
+
+    def step(self) -> Step:
+        """The Step recorded so far; checks its invariants."""
+        ops = list(zip(*self._ops, strict=True)) if self._ops else [()] * 9
+        names = {name: i for i, name in enumerate(dict.fromkeys(ops[0]))}
+        uses = np.asarray(self._uses, np.int32).reshape(-1, 3)
+        saves = np.asarray(self._saves, np.int32).reshape(-1, 4)
+        n_ops = len(self._ops)
+        until = np.where(saves[:, 2] < 0, n_ops - 1, saves[:, 2]).astype(np.int32)
+        step = Step(
+            names=tuple(names),
+            modules=tuple(self._modules),
+            blocks=tuple(self._blocks),
+            parameters=tuple(self._parameters),
+            op_name=np.asarray([names[name] for name in ops[0]], np.int32),
+            op_module=np.asarray(ops[1], np.int32),
+            op_block=np.asarray(ops[2], np.int32),
+            op_phase=np.asarray(ops[3], np.uint8),
+            op_resource=np.asarray(ops[4], np.uint8),
+            op_flops=np.asarray(ops[5], np.float64),
+            op_traffic_bytes=np.asarray(ops[6], np.int64),
+            op_rng=np.asarray(ops[7], np.uint8),
+            op_group=np.asarray(ops[8], np.int32),
+            bytes=np.asarray(self._bytes, np.int64),
+            tier=np.asarray(self._tier, np.uint8),
+            kind=np.asarray(self._kind, np.uint8),
+            producer=np.asarray(self._producer, np.int32),
+            held_until=np.asarray(self._held, np.int32),
+            owner=self._owners(uses),
+            use_op=uses[:, 0],
+            use_storage=uses[:, 1],
+            use_mutates=uses[:, 2].astype(np.uint8),
+            save_storage=saves[:, 0],
+            save_before=saves[:, 1],
+            save_until=until,
+            save_block=saves[:, 3],
+        )
+        step.validate()
+        return step
+
+    def _owners(self, uses: Any) -> Any:
+        """Whose gradient, state or optimizer temporary each storage is, followed through the optimizer's reads."""
+        owner = np.full(len(self._bytes), -1, np.int32)
+        for i, parameter in enumerate(self._parameters):
+            owner[parameter.storage] = i
+            if parameter.gradient >= 0:
+                owner[parameter.gradient] = i
+        made_by: dict[int, list[int]] = {}
+        for storage, producer in enumerate(self._producer):
+            made_by.setdefault(producer, []).append(storage)
+        touched: dict[int, list[int]] = {}
+        for op, storage, _ in uses.tolist():
+            touched.setdefault(op, []).append(storage)
+        for op, row in enumerate(self._ops):
+            if row[3] != Phase.OPTIMIZER:
+                continue
+            storages = touched.get(op, []) + made_by.get(op, [])
+            whose = {int(owner[s]) for s in storages if owner[s] >= 0}
+            if len(whose) == 1:
+                mine = whose.pop()
+                for storage in storages:
+                    if owner[storage] < 0:
+                        owner[storage] = mine
+        return owner
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    return local
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, FakeTensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+        whole = tensor.untyped_storage().clone()
+        return torch.empty(0, dtype=tensor.dtype).set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found.extend(t for t in tree_leaves(value) if isinstance(t, Tensor))
+    return found
+
+
+def _group_size(args: Any, kwargs: Any) -> int:
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, torch._C.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return int(torch.distributed.ProcessGroup.unbox(value).size())
+    numbers = [value for value in args if isinstance(value, int) and not isinstance(value, bool)]
+    return numbers[-1] if numbers else torch.distributed.get_world_size()
+
+
+@contextlib.contextmanager
+def _watch_resizes(tracer: Tracer) -> Iterator[None]:
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        before = self.nbytes()
+        result = original(self, size)
+        tracer.resized(self, before, self.nbytes())
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

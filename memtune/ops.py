@@ -1,0 +1,95 @@
+"""The seam: every act that leaves PyTorch's own ops is a `torch.ops.memtune.*` operator with a declared resource and tier.
+
+On real tensors an operator moves bytes through `runtime.transfer`; on fake tensors it does nothing but make the output.
+So a recorder, a dry run and a byte counter see the same operators as the training step.
+
+| operator | resource | its output lives on |
+|---|---|---|
+| `to_device(x, device)` | host → device | device |
+| `to_host(x)` | device → host | host |
+| `copy_to_host_(host, x)` | device → host | – |
+| `copy_to_device_(x, host)` | host → device | – |
+| `all_gather_into_(out, x, group, ranks)` | link | – |
+| `reduce_scatter_into_(out, x, group, ranks, op)` | link | – |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from memtune.program import Resource
+from memtune.program import Tier as TierId
+from memtune.runtime import transfer
+
+
+@dataclass(frozen=True)
+class SeamOp:
+    """What the simulator must know of one operator of the seam."""
+
+    resource: Resource
+    output_tier: TierId = TierId.DEVICE
+    collective: bool = False
+
+
+SEAM: dict[str, SeamOp] = {
+    "memtune.to_device.default": SeamOp(Resource.HOST_TO_DEVICE),
+    "memtune.to_host.default": SeamOp(Resource.DEVICE_TO_HOST, TierId.HOST),
+    "memtune.copy_to_host_.default": SeamOp(Resource.DEVICE_TO_HOST),
+    "memtune.copy_to_device_.default": SeamOp(Resource.HOST_TO_DEVICE),
+    "memtune.all_gather_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
+    "memtune.reduce_scatter_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
+}
+
+_LIBRARY = torch.library.Library("memtune", "DEF")
+_LIBRARY.define("to_device(Tensor x, Device device) -> Tensor")
+_LIBRARY.define("to_host(Tensor x) -> Tensor")
+_LIBRARY.define("copy_to_host_(Tensor(a!) host, Tensor x) -> ()")
+_LIBRARY.define("copy_to_device_(Tensor(a!) x, Tensor host) -> ()")
+_LIBRARY.define("all_gather_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
+_LIBRARY.define("reduce_scatter_into_(Tensor(a!) out, Tensor x, str group, int ranks, str op) -> ()")
+
+
+def _reduce_op(name: str) -> dist.ReduceOp.RedOpType:
+    found: dist.ReduceOp.RedOpType = getattr(dist.ReduceOp, name.upper())
+    return found
+
+
+def _all_gather_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    dist.all_gather_into_tensor(out, x, group=process_group)
+    transfer.COUNTERS.add("collective", x.nbytes * (ranks - 1))
+
+
+def _reduce_scatter_into(out: Tensor, x: Tensor, group: str, ranks: int, op: str) -> None:
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    dist.reduce_scatter_tensor(out, x, op=_reduce_op(op), group=process_group)
+    transfer.COUNTERS.add("collective", out.nbytes * (ranks - 1))
+
+
+def _fake_to_device(x: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+
+
+def _fake_to_host(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
+
+
+def _nothing(*args: object) -> None:
+    return None
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("to_device", transfer.to_device, _key)
+    _LIBRARY.impl("to_host", transfer.to_host, _key)
+    _LIBRARY.impl("copy_to_host_", transfer.copy_to_host, _key)
+    _LIBRARY.impl("copy_to_device_", transfer.copy_to_device, _key)
+    _LIBRARY.impl("all_gather_into_", _all_gather_into, _key)
+    _LIBRARY.impl("reduce_scatter_into_", _reduce_scatter_into, _key)
+torch.library.register_fake("memtune::to_device", _fake_to_device, lib=_LIBRARY)
+torch.library.register_fake("memtune::to_host", _fake_to_host, lib=_LIBRARY)
+for _name in ("copy_to_host_", "copy_to_device_", "all_gather_into_", "reduce_scatter_into_"):
+    torch.library.register_fake(f"memtune::{_name}", _nothing, lib=_LIBRARY)

@@ -1,0 +1,73 @@
+"""The training step itself. The recorder, the trials and `Tuned.step` all run this one function: what it holds, they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.batches import map_tensors
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+SyncContext = Callable[[bool], AbstractContextManager[Any]]
+
+
+def upload(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor copied to `device` through the seam; on CPU that is a copy from the host tier."""
+    return map_tensors(batch, lambda tensor: torch.ops.memtune.to_device(tensor, device))
+
+
+def accumulate(
+    model: nn.Module,
+    loss_function: LossFunction,
+    batches: Sequence[Any],
+    device: torch.device,
+    *,
+    sync: SyncContext = lambda last: nullcontext(),
+) -> Tensor:
+    """Forward and backward over all micro-batches; leaves the mean gradient in the parameters.
+
+    Args:
+        model: What is trained.
+        loss_function: `loss(model, micro_batch)`, a scalar.
+        batches: The micro-batches, all of one size; each is moved to `device` when its turn comes.
+        device: Where the model computes.
+        sync: From "is this the last micro-batch?" to the context in which it runs (DDP's `no_sync`).
+
+    Returns:
+        The mean loss, detached.
+    """
+    total: Tensor | None = None
+    for index, batch in enumerate(batches):
+        with sync(index == len(batches) - 1):
+            here = upload(batch, device)
+            loss = loss_function(model, here)
+            if len(batches) > 1:
+                loss = loss / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+            part = loss.detach()
+            total = part if total is None else total + part
+            del loss, here, part
+    assert total is not None
+    return total
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_function: LossFunction,
+    batches: Iterable[Any],
+    device: torch.device,
+    *,
+    sync: SyncContext = lambda last: nullcontext(),
+) -> Tensor:
+    """One optimizer step over `batches`; returns the mean loss, detached."""
+    loss = accumulate(model, loss_function, list(batches), device, sync=sync)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss

@@ -1,0 +1,125 @@
+"""Copies between tiers: a side stream with events on CUDA, a thread on CPU, and a counter of the bytes on every link.
+
+`to_host` and `copy_to_host` only *start* a copy; whoever reads the host tensor or frees the source calls `wait` first.
+`to_device` and `copy_to_device` wait for what they read and are complete, in stream order, when they return.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from memtune.runtime.tiers import HOST, tier
+
+
+class ByteCounters:
+    """Bytes moved by link name since the last `take`; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, link: str, n_bytes: int) -> None:
+        """Count `n_bytes` on `link`."""
+        with self._lock:
+            self._bytes[link] += n_bytes
+
+    def take(self) -> dict[str, int]:
+        """The counts so far, by link; starts again from zero."""
+        with self._lock:
+            counted, self._bytes = dict(self._bytes), Counter()
+        return counted
+
+
+COUNTERS = ByteCounters()
+_pool: ThreadPoolExecutor | None = None
+_side_streams: dict[int, torch.cuda.Stream] = {}
+# What is under way, by address of the host storage: the thread's future on CPU, the stream's event on CUDA.
+_pending: dict[int, Future[None] | torch.cuda.Event] = {}
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(1, thread_name_prefix="memtune-copy")
+    return _pool
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    index = device.index or 0
+    if index not in _side_streams:
+        _side_streams[index] = torch.cuda.Stream(device)
+    return _side_streams[index]
+
+
+def _start(host: Tensor, x: Tensor) -> None:
+    """Start copying `x` into `host`; the caller keeps `x` alive until `wait(host)`."""
+    COUNTERS.add("device_to_host", x.nbytes)
+    key = host.untyped_storage()._cdata
+    if x.is_cuda:
+        stream = _side_stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            host.copy_(x, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        _pending[key] = event
+    else:
+        _pending[key] = _threads().submit(_copy, host, x)
+
+
+def _copy(host: Tensor, x: Tensor) -> None:
+    with torch.no_grad():
+        host.copy_(x)
+
+
+def wait(host: Tensor) -> None:
+    """Return once the copy into `host` is complete (CPU), or make the current stream wait for it (CUDA)."""
+    pending = _pending.pop(host.untyped_storage()._cdata, None)
+    if isinstance(pending, Future):
+        pending.result()
+    elif pending is not None:
+        pending.wait()
+
+
+def finish(host: Tensor) -> None:
+    """Return once the copy into `host` is complete for the host as well: host code may read it."""
+    pending = _pending.pop(host.untyped_storage()._cdata, None)
+    if isinstance(pending, Future):
+        pending.result()
+    elif pending is not None:
+        pending.synchronize()
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A host tensor of `x`'s layout into which a copy has been started."""
+    with tier(HOST):
+        host = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+    _start(host, x)
+    return host
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A new tensor on `device` with the values of `x`."""
+    wait(x)
+    COUNTERS.add("host_to_device", x.nbytes)
+    out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+    with torch.no_grad():
+        return out.copy_(x, non_blocking=True)
+
+
+def copy_to_host(host: Tensor, x: Tensor) -> None:
+    """Start copying `x` into the existing host tensor `host`."""
+    _start(host, x)
+
+
+def copy_to_device(x: Tensor, host: Tensor) -> None:
+    """Copy the host tensor `host` into `x`."""
+    wait(host)
+    COUNTERS.add("host_to_device", x.nbytes)
+    with torch.no_grad():
+        x.copy_(host, non_blocking=True)
