@@ -63,7 +63,7 @@ class Tracer(TorchDispatchMode):
         self._stack: list[tuple[int, int]] = [(0, -1)]
         self._node_owner: dict[int, tuple[int, int]] = {}  # autograd sequence number -> (module, block)
         self._parameters: list[Parameter] = []
-        self._keep: list[Any] = []
+        self._ready: dict[int, int] = {}  # gradient storage -> op after which it was in place
 
     # -- what exists before the step ---------------------------------------------------------------------------------
 
@@ -238,13 +238,20 @@ class Tracer(TorchDispatchMode):
         before = self._optimizer.register_step_pre_hook(lambda *_: setattr(self, "phase", Phase.OPTIMIZER))
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
         with contextlib.ExitStack() as stack:
-            for handle in (enter, leave, before):
+            landed = [p.register_post_accumulate_grad_hook(self._landed) for p in self._model.parameters() if p.requires_grad]
+            for handle in (enter, leave, before, *landed):
                 stack.callback(handle.remove)
             stack.enter_context(_watch_resizes(self))
             if self._stand_ins:
                 stack.enter_context(saved)
             stack.enter_context(self)
             yield self
+
+    def _landed(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            index = self._ids.get(_local(parameter.grad).untyped_storage()._cdata)
+            if index is not None:
+                self._ready[index] = len(self._ops) - 1
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._module_names.get(id(module), "")
@@ -274,6 +281,8 @@ class Tracer(TorchDispatchMode):
         uses = np.asarray(self._uses, np.int32).reshape(-1, 3)
         saves = np.asarray(self._saves, np.int32).reshape(-1, 4)
         n_ops = len(self._ops)
+        ready = np.full(len(self._bytes), -1, np.int32)
+        ready[list(self._ready)] = list(self._ready.values())
         until = np.where(saves[:, 2] < 0, n_ops - 1, saves[:, 2]).astype(np.int32)
         step = Step(
             names=tuple(names),
@@ -294,6 +303,7 @@ class Tracer(TorchDispatchMode):
             kind=np.asarray(self._kind, np.uint8),
             producer=np.asarray(self._producer, np.int32),
             held_until=np.asarray(self._held, np.int32),
+            ready_after=ready,
             owner=self._owners(uses),
             use_op=uses[:, 0],
             use_storage=uses[:, 1],
@@ -302,6 +312,7 @@ class Tracer(TorchDispatchMode):
             save_before=saves[:, 1],
             save_until=until,
             save_block=saves[:, 3],
+            landing=np.asarray(list(self._ready), np.int32),
         )
         step.validate()
         return step

@@ -115,6 +115,7 @@ class Step:
     kind: U8  # (m,) Kind
     producer: I32  # (m,) op that allocates it, -1 before the step
     held_until: I32  # (m,) op after which Python or a module lets go, -1 nobody holds it
+    ready_after: I32  # (m,) op after which autograd has put this gradient in place, -1 for all others
     owner: I32  # (m,) index into parameters of what this gradient, state or optimizer temporary belongs to, -1 none
 
     # uses: which op reads or mutates which storage, sorted by op
@@ -127,6 +128,9 @@ class Step:
     save_before: I32  # (v,) the pack call came just before this op of the forward
     save_until: I32  # (v,) op after which autograd lets go
     save_block: I32  # (v,) block whose forward was running, -1 outside
+
+    landing: I32
+    """(g,) gradient storages in the order in which autograd put them in place; `ready_after` says when."""
 
     @property
     def n_ops(self) -> int:

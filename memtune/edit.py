@@ -1,0 +1,279 @@
+"""How passes change a Step: collect copies, insertions and redirections, then build the new Step once.
+
+Ops are addressed by their row in the step at hand; new rows get the next numbers. Positions are sort keys: op `i` sits
+at key `i`, what goes before it at `i - 1/2` and after it at `i + 1/4`, each in the order of the calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
+
+_NUDGE = 1e-8  # separates insertions at one place; 10^6 of them still fit into a quarter
+
+
+class Edit:
+    """A Step under construction. Every method appends rows or changes columns; `done` sorts and renumbers."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._names = list(step.names)
+        self._op: dict[str, list[npt.NDArray[np.generic]]] = {name: [getattr(step, name)] for name in _OP_COLUMNS}
+        self._key: list[npt.NDArray[np.float64]] = [np.arange(step.n_ops, dtype=np.float64)]
+        self.n_ops = step.n_ops
+        self._storage: dict[str, list[npt.NDArray[np.generic]]] = {name: [getattr(step, name)] for name in _STORAGE_COLUMNS}
+        self.n_storages = step.n_storages
+        self._insertions = 0
+        # Columns that may be changed in place.
+        self.use_op, self.use_storage, self.use_mutates = step.use_op.copy(), step.use_storage.copy(), step.use_mutates.copy()
+        self.save_storage, self.save_before = step.save_storage.copy(), step.save_before.copy()
+        self.save_until, self.save_block = step.save_until.copy(), step.save_block.copy()
+        self.held_until, self.ready_after = step.held_until.copy(), step.ready_after.copy()
+        self._drop_uses = np.zeros(len(step.use_op), bool)
+        self._drop_saves = np.zeros(len(step.save_storage), bool)
+        self._drop_ops = np.zeros(step.n_ops, bool)
+        self._more_uses: list[tuple[I32, I32, npt.NDArray[np.uint8]]] = []
+        self._more_held: list[I32] = []
+        self._releases: list[tuple[I32, I32]] = []
+
+    def _keys(self, anchor: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64]:
+        keys = anchor + _NUDGE * np.arange(self._insertions, self._insertions + n)
+        self._insertions += n
+        return keys
+
+    def name_id(self, name: str) -> int:
+        """Id of an op name, added to the table if it is new."""
+        if name not in self._names:
+            self._names.append(name)
+        return self._names.index(name)
+
+    # -- insertions ----------------------------------------------------------------------------------------------------
+
+    def add_ops(
+        self,
+        name: str,
+        *,
+        before: I32 | None = None,
+        after: I32 | None = None,
+        phase: Phase,
+        resource: Resource = Resource.COMPUTE,
+        traffic_bytes: I64 | int = 0,
+        flops: float = 0.0,
+        block: I32 | int = -1,
+        group: int = 0,
+    ) -> I32:
+        """Insert one op per anchor in `before` or `after` (existing rows, ascending); returns the new rows.
+
+        Pass `before` = n_ops of the original step to append at the end.
+        """
+        anchor = before if before is not None else after
+        assert anchor is not None
+        count = len(anchor)
+        rows = np.arange(self.n_ops, self.n_ops + count, dtype=np.int32)
+        offset = -0.5 if before is not None else 0.25
+        self._key.append(self._keys(anchor.astype(np.float64) + offset, count))
+        values = {
+            "op_name": self.name_id(name), "op_module": 0, "op_block": block, "op_phase": int(phase),
+            "op_resource": int(resource), "op_flops": flops, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group,
+        }  # fmt: skip
+        for column, value in values.items():
+            dtype = self._op[column][0].dtype
+            self._op[column].append(np.broadcast_to(np.asarray(value, dtype), (count,)).copy())
+        self.n_ops += count
+        return rows
+
+    def add_storages(
+        self,
+        n_bytes: I64,
+        *,
+        producer: I32,
+        tier: Tier = Tier.DEVICE,
+        kind: Kind = Kind.TEMPORARY,
+        held_until: I32 | None = None,
+        owner: I32 | None = None,
+    ) -> I32:
+        """Add storages made by the ops `producer` (-1: there before the step); returns their rows."""
+        count = len(n_bytes)
+        nothing = np.full(count, -1, np.int32)
+        rows = np.arange(self.n_storages, self.n_storages + count, dtype=np.int32)
+        self._storage["bytes"].append(n_bytes.astype(np.int64))
+        self._storage["tier"].append(np.full(count, int(tier), np.uint8))
+        self._storage["kind"].append(np.full(count, int(kind), np.uint8))
+        self._storage["producer"].append(producer.astype(np.int32))
+        self._storage["owner"].append(nothing if owner is None else owner.astype(np.int32))
+        self._more_held.append(nothing if held_until is None else held_until.astype(np.int32))
+        self.n_storages += count
+        return rows
+
+    def add_uses(self, ops: I32, storages: I32, *, mutates: bool = False) -> None:
+        """Op `ops[i]` reads (or with `mutates` also writes) storage `storages[i]`."""
+        self._more_uses.append((ops.astype(np.int32), storages.astype(np.int32), np.full(len(ops), int(mutates), np.uint8)))
+
+    def copy_ops(self, ops: I32, before: I32, phase: Phase, last_of: I32) -> tuple[I32, I32]:
+        """Run `ops` once more: op `ops[i]` again before op `before[i]`, with new storages for all it makes.
+
+        Args:
+            ops: Rows of the original step, ascending within each anchor.
+            before: Anchor of each copy.
+            phase: Phase of the copies.
+            last_of: (n_ops,) for every original op the last op of `ops` at or before it in its own group, -1 none:
+                where what Python held until that op is let go in the copy.
+
+        Returns:
+            (n_ops,) copy of each original op and (m,) copy of each original storage, -1 where there is none.
+        """
+        step, count = self._step, len(ops)
+        new_op = np.full(step.n_ops, -1, np.int32)
+        new_op[ops] = np.arange(self.n_ops, self.n_ops + count, dtype=np.int32)
+        self._key.append(self._keys(before.astype(np.float64) - 0.5, count))
+        for column in _OP_COLUMNS:
+            self._op[column].append(getattr(step, column)[ops])
+        self._op["op_phase"][-1] = np.full(count, int(phase), np.uint8)
+        self.n_ops += count
+
+        made = np.flatnonzero((step.producer >= 0) & (new_op[step.producer] >= 0)).astype(np.int32)
+        held = step.held_until[made]
+        let_go = np.where((held >= 0) & (held < step.n_ops), last_of[np.clip(held, 0, step.n_ops - 1)], -1)
+        rows = self.add_storages(
+            step.bytes[made],
+            producer=new_op[step.producer[made]],
+            held_until=np.where(let_go >= 0, new_op[let_go], -1),
+            owner=step.owner[made],
+        )
+        self._storage["tier"][-1] = step.tier[made]
+        self._storage["kind"][-1] = step.kind[made]
+        new_storage = np.full(step.n_storages, -1, np.int32)
+        new_storage[made] = rows
+
+        copied = new_op[step.use_op] >= 0
+        storages = step.use_storage[copied]
+        self._more_uses.append(
+            (new_op[step.use_op[copied]], np.where(new_storage[storages] >= 0, new_storage[storages], storages), step.use_mutates[copied])
+        )
+        return new_op, new_storage
+
+    # -- changes and removals ------------------------------------------------------------------------------------------
+
+    def let_go_before(self, storages: I32, ops: I32) -> None:
+        """Python lets go of `storages[i]` just before op `ops[i]` runs (and not earlier than it already did)."""
+        self._releases.append((storages, ops))
+
+    def drop_ops(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Remove original ops with all their uses; the storages they made must have no other use."""
+        self._drop_ops |= rows
+        self._drop_uses |= rows[self._step.use_op]
+
+    def drop_uses(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Remove original uses."""
+        self._drop_uses |= rows
+
+    def drop_saves(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Autograd no longer saves these original rows."""
+        self._drop_saves |= rows
+
+    def done(self) -> Step:
+        """The new Step: ops in order of their keys, everything renumbered; storages of removed ops are gone."""
+        keys = np.concatenate(self._key)
+        alive = np.ones(self.n_ops, bool)
+        alive[: len(self._drop_ops)] = ~self._drop_ops
+        order = np.argsort(keys, kind="stable")
+        order = order[alive[order]]
+        position = np.full(self.n_ops + 1, -1, np.int32)  # the last entry serves index -1
+        position[order] = np.arange(len(order), dtype=np.int32)
+        position_or_before = self._positions_before(keys, order)
+
+        columns = {name: np.concatenate(parts) for name, parts in self._storage.items()}
+        producer = columns["producer"].astype(np.int32)
+        stays = (producer < 0) | alive[producer]
+        renumber = np.cumsum(stays, dtype=np.int32) - 1
+        held = np.concatenate([self.held_until, *self._more_held])
+        held = np.where((held < 0) | (held == FOREVER), held, position_or_before[np.clip(held, 0, self.n_ops - 1)])
+        for storages, ops in self._releases:
+            np.maximum.at(held, storages, position[ops] - 1)
+        columns["held_until"] = held.astype(np.int32)
+        ready = np.concatenate([self.ready_after, np.full(self.n_storages - len(self.ready_after), -1, np.int32)])
+        columns["ready_after"] = np.where(ready < 0, -1, position_or_before[np.clip(ready, 0, self.n_ops - 1)]).astype(np.int32)
+        columns["producer"] = np.where(producer < 0, -1, position[producer]).astype(np.int32)
+
+        keep = ~self._drop_uses
+        use_op = np.concatenate([self.use_op[keep], *(ops for ops, _, _ in self._more_uses)])
+        use_storage = np.concatenate([self.use_storage[keep], *(storages for _, storages, _ in self._more_uses)])
+        use_mutates = np.concatenate([self.use_mutates[keep], *(mutates for _, _, mutates in self._more_uses)])
+        use_position = position[use_op]
+        by_op = np.argsort(use_position, kind="stable")
+        kept = ~self._drop_saves
+        return replace(
+            self._step,
+            names=tuple(self._names),
+            parameters=tuple(
+                p._replace(storage=int(renumber[p.storage]), gradient=int(renumber[p.gradient]) if p.gradient >= 0 else -1)
+                for p in self._step.parameters
+            )
+            if not stays.all()
+            else self._step.parameters,
+            **{name: np.concatenate(parts)[order] for name, parts in self._op.items()},
+            **{name: column[stays] for name, column in columns.items()},
+            use_op=use_position[by_op],
+            use_storage=renumber[use_storage[by_op]],
+            use_mutates=use_mutates[by_op],
+            save_storage=renumber[self.save_storage[kept]],
+            save_before=position_or_before[np.clip(self.save_before[kept], 0, self.n_ops - 1)],
+            save_until=position_or_before[np.clip(self.save_until[kept], 0, self.n_ops - 1)],
+            save_block=self.save_block[kept],
+            landing=renumber[self._step.landing],
+        )
+
+    def _positions_before(self, keys: npt.NDArray[np.float64], order: npt.NDArray[np.intp]) -> I32:
+        """(ops,) position of each op, or for a removed op of the last one before it."""
+        return (np.searchsorted(keys[order], keys, side="right") - 1).astype(np.int32)
+
+
+_OP_COLUMNS = ("op_name", "op_module", "op_block", "op_phase", "op_resource", "op_flops", "op_traffic_bytes", "op_rng", "op_group")
+_STORAGE_COLUMNS = ("bytes", "tier", "kind", "producer", "owner")
+
+
+def accumulate_gradients(step: Step) -> Step:
+    """The step of a later micro-batch: each gradient is added to the one already there and freed.
+
+    Autograd adds where it would otherwise have put the gradient in place; the sum is there from the first micro-batch to the end.
+    """
+    gradients = step.landing[step.producer[step.landing] >= 0]
+    if not len(gradients):
+        return step
+    edit = Edit(step)
+    made_at = step.ready_after[gradients]
+    adds = edit.add_ops(
+        "aten.add_.Tensor", after=made_at, phase=Phase.BACKWARD, traffic_bytes=3 * step.bytes[gradients], block=step.op_block[made_at]
+    )
+    sums = edit.add_storages(
+        step.bytes[gradients],
+        producer=np.full(len(gradients), -1, np.int32),
+        kind=Kind.GRADIENT,
+        held_until=step.held_until[gradients],
+        owner=step.owner[gradients],
+    )
+    later = (step.op_phase[step.use_op] >= Phase.BOUNDARY) & np.isin(step.use_storage, gradients)
+    moved = np.full(step.n_storages, -1, np.int32)
+    moved[gradients] = sums
+    edit.use_storage = np.where(later, moved[edit.use_storage], edit.use_storage).astype(np.int32)
+    edit.add_uses(adds, gradients)
+    edit.add_uses(adds, sums, mutates=True)
+    # What Python holds until backward returns (the batch, the loss) is still there while the last sum is made.
+    last = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    edit.held_until[(step.held_until == last) & (step.op_phase[step.producer] == Phase.FORWARD)] = adds[-1]
+    edit.held_until[gradients] = -1
+    edit.ready_after[gradients] = -1
+    new = edit.done()
+    kind = new.kind.copy()
+    kind[gradients] = Kind.TEMPORARY
+    return replace(
+        new,
+        kind=kind,
+        landing=moved[gradients],
+        parameters=tuple(p._replace(gradient=int(moved[p.gradient])) if p.gradient >= 0 else p for p in new.parameters),
+    )
+
