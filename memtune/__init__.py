@@ -1,0 +1,51 @@
+"""memtune: finds how to train a PyTorch model fast inside the memory at hand, and applies it with one line.
+
+The names below are loaded at first use, so that `import memtune` costs milliseconds, touches no device, and a training
+image needs nothing of what only the search uses.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memtune._apply import Tuned, apply
+    from memtune.autotune.study import search
+    from memtune.config import TunedConfig, load_config
+    from memtune.technique import Technique
+    from memtune.workload import Workload
+
+    __version__: str
+
+__all__ = ["Technique", "Tuned", "TunedConfig", "Workload", "__version__", "apply", "load_config", "search"]
+
+_HOME = {
+    "Technique": "memtune.technique",
+    "Tuned": "memtune._apply",
+    "TunedConfig": "memtune.config",
+    "Workload": "memtune.workload",
+    "apply": "memtune._apply",
+    "load_config": "memtune.config",
+    "search": "memtune.autotune.study",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module at first use and keep it here."""
+    value: Any
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("memtune")
+    elif name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module 'memtune' has no attribute {name!r}; it has {', '.join(__all__)}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted(__all__)

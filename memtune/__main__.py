@@ -1,0 +1,6 @@
+"""`python -m memtune` is the command `memtune`."""
+
+from memtune.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
