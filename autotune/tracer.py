@@ -48,15 +48,16 @@ class Tracer(TorchDispatchMode):
         self._model, self._optimizer, self._blocks, self._stand_ins = model, optimizer, blocks, stand_ins
         self.phase = Phase.FORWARD
         self._paused = 0
-        self._ops: list[tuple[str, int, int, int, int, float, int, int, int]] = []
+        self._ops: list[tuple[str, int, int, int, int, float, int, int, int, int]] = []
         self._bytes: list[int] = []
         self._tier: list[int] = []
         self._kind: list[int] = []
         self._producer: list[int] = []
         self._held: list[int] = []
         self._uses: list[tuple[int, int, int]] = []
-        self._saves: list[list[int]] = []  # storage, before, until, block
+        self._saves: list[list[int]] = []  # storage, before, until, used until, block
         self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for stand-ins
+        self._row_of: dict[int, int] = {}  # stand-in's storage address -> row of _saves
         self._modules: dict[str, int] = {"": 0}
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._block_of = {id(model.get_submodule(name)): i for i, name in enumerate(blocks)}
@@ -158,7 +159,9 @@ class Tracer(TorchDispatchMode):
             traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
         rng = int(torch.Tag.nondeterministic_seeded in func.tags)
         n_flops = flops.count(func, args, kwargs, out)
-        self._ops.append((name, module, block, int(phase), int(resource), n_flops, traffic, rng, group))
+        node = torch._C._current_autograd_node()
+        node_number = -1 if node is None or phase is not Phase.BACKWARD else node._sequence_nr() % 2**31
+        self._ops.append((name, module, block, int(phase), int(resource), n_flops, traffic, rng, group, node_number))
         kind = Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
         for tensor in fresh:
             storage = tensor.untyped_storage()
@@ -192,7 +195,7 @@ class Tracer(TorchDispatchMode):
             self._held[index] = len(self._ops) - 1
         if after > 0:
             op = len(self._ops)
-            self._ops.append(("memtune.allocate", *self._stack[-1], int(self.phase), int(Resource.NOTHING), 0.0, 0, 0, 0))
+            self._ops.append(("memtune.allocate", *self._stack[-1], int(self.phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1))
             self._bytes.append(after)
             self._tier.append(Tier.DEVICE)
             self._kind.append(Kind.COMMUNICATION)
@@ -214,18 +217,34 @@ class Tracer(TorchDispatchMode):
                 return tensor
             row = len(self._saves)
             block = self._stack[-1][1]
-            self._saves.append([index, len(self._ops), -1, block])
-            stand_in = _stand_in(tensor)
-            twin = stand_in.untyped_storage()
-            self._ids[twin._cdata] = index
-            weakref.finalize(twin, self._released, twin._cdata, row)
-            return stand_in
+            self._saves.append([index, len(self._ops), -1, -1, block])
+            return self._stand_in_for(tensor, row, column=2)
         finally:
             self._paused -= 1
 
-    def _released(self, address: int, row: int) -> None:
+    def _unpack(self, stand_in: Tensor) -> Tensor:
+        # A second stand-in: it dies when the backward node has used it, the first when autograd releases the node.
+        row = self._row_of.get(stand_in.untyped_storage()._cdata)
+        if row is None:
+            return stand_in
+        self._paused += 1
+        try:
+            return self._stand_in_for(stand_in, row, column=3)
+        finally:
+            self._paused -= 1
+
+    def _stand_in_for(self, tensor: Tensor, row: int, column: int) -> Tensor:
+        stand_in = _stand_in(tensor)
+        twin = stand_in.untyped_storage()
+        self._ids[twin._cdata] = self._saves[row][0]
+        self._row_of[twin._cdata] = row
+        weakref.finalize(twin, self._released, twin._cdata, row, column)
+        return stand_in
+
+    def _released(self, address: int, row: int, column: int) -> None:
         self._ids.pop(address, None)
-        self._saves[row][2] = len(self._ops) - 1
+        self._row_of.pop(address, None)
+        self._saves[row][column] = len(self._ops) - 1
 
     # -- start and finish --------------------------------------------------------------------------------------------
 
@@ -236,7 +255,7 @@ class Tracer(TorchDispatchMode):
         enter = module_hooks.register_module_forward_pre_hook(self._enter)
         leave = module_hooks.register_module_forward_hook(self._leave, always_call=True)
         before = self._optimizer.register_step_pre_hook(lambda *_: setattr(self, "phase", Phase.OPTIMIZER))
-        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
+        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with contextlib.ExitStack() as stack:
             landed = [p.register_post_accumulate_grad_hook(self._landed) for p in self._model.parameters() if p.requires_grad]
             for handle in (enter, leave, before, *landed):
@@ -276,10 +295,10 @@ class Tracer(TorchDispatchMode):
 
     def step(self) -> Step:
         """The Step recorded so far; checks its invariants."""
-        ops = list(zip(*self._ops, strict=True)) if self._ops else [()] * 9
+        ops = list(zip(*self._ops, strict=True)) if self._ops else [()] * 10
         names = {name: i for i, name in enumerate(dict.fromkeys(ops[0]))}
         uses = np.asarray(self._uses, np.int32).reshape(-1, 3)
-        saves = np.asarray(self._saves, np.int32).reshape(-1, 4)
+        saves = np.asarray(self._saves, np.int32).reshape(-1, 5)
         n_ops = len(self._ops)
         ready = np.full(len(self._bytes), -1, np.int32)
         ready[list(self._ready)] = list(self._ready.values())
@@ -298,6 +317,8 @@ class Tracer(TorchDispatchMode):
             op_traffic_bytes=np.asarray(ops[6], np.int64),
             op_rng=np.asarray(ops[7], np.uint8),
             op_group=np.asarray(ops[8], np.int32),
+            op_node=np.asarray(ops[9], np.int32),
+            op_copy_of=np.full(n_ops, -1, np.int32),
             bytes=np.asarray(self._bytes, np.int64),
             tier=np.asarray(self._tier, np.uint8),
             kind=np.asarray(self._kind, np.uint8),
@@ -311,7 +332,8 @@ class Tracer(TorchDispatchMode):
             save_storage=saves[:, 0],
             save_before=saves[:, 1],
             save_until=until,
-            save_block=saves[:, 3],
+            save_used_until=np.where(saves[:, 3] < 0, until, saves[:, 3]).astype(np.int32),
+            save_block=saves[:, 4],
             landing=np.asarray(list(self._ready), np.int32),
         )
         step.validate()
@@ -356,8 +378,15 @@ def _stand_in(tensor: Tensor) -> Tensor:
         return torch.empty(0, dtype=tensor.dtype).set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+# BatchNorm kernels that write running_mean and running_var (arguments 3 and 4) without saying so in their schema.
+_UNDECLARED = {"aten.native_batch_norm.default": 5, "aten.cudnn_batch_norm.default": 5, "aten.miopen_batch_norm.default": 5}
+
+
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     found: list[Tensor] = []
+    training = _UNDECLARED.get(str(func))
+    if training is not None and args[training]:
+        found.extend(t for t in args[3:5] if isinstance(t, Tensor))
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)

@@ -31,7 +31,8 @@ class Edit:
         # Columns that may be changed in place.
         self.use_op, self.use_storage, self.use_mutates = step.use_op.copy(), step.use_storage.copy(), step.use_mutates.copy()
         self.save_storage, self.save_before = step.save_storage.copy(), step.save_before.copy()
-        self.save_until, self.save_block = step.save_until.copy(), step.save_block.copy()
+        self.save_until, self.save_used_until = step.save_until.copy(), step.save_used_until.copy()
+        self.save_block = step.save_block.copy()
         self.held_until, self.ready_after = step.held_until.copy(), step.ready_after.copy()
         self._drop_uses = np.zeros(len(step.use_op), bool)
         self._drop_saves = np.zeros(len(step.save_storage), bool)
@@ -79,6 +80,7 @@ class Edit:
         values = {
             "op_name": self.name_id(name), "op_module": 0, "op_block": block, "op_phase": int(phase),
             "op_resource": int(resource), "op_flops": flops, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group,
+            "op_node": -1, "op_copy_of": -1,
         }  # fmt: skip
         for column, value in values.items():
             dtype = self._op[column][0].dtype
@@ -113,15 +115,24 @@ class Edit:
         """Op `ops[i]` reads (or with `mutates` also writes) storage `storages[i]`."""
         self._more_uses.append((ops.astype(np.int32), storages.astype(np.int32), np.full(len(ops), int(mutates), np.uint8)))
 
-    def copy_ops(self, ops: I32, before: I32, phase: Phase, last_of: I32) -> tuple[I32, I32]:
+    def add_saves(self, storages: I32, *, before: I32, until: I32, block: I32) -> None:
+        """Storage `storages[i]` is saved for backward just before op `before[i]` and let go after op `until[i]`."""
+        self.save_storage = np.concatenate([self.save_storage, storages]).astype(np.int32)
+        self.save_before = np.concatenate([self.save_before, before]).astype(np.int32)
+        self.save_until = np.concatenate([self.save_until, until]).astype(np.int32)
+        self.save_used_until = np.concatenate([self.save_used_until, until]).astype(np.int32)
+        self.save_block = np.concatenate([self.save_block, block]).astype(np.int32)
+        self._drop_saves = np.concatenate([self._drop_saves, np.zeros(len(storages), bool)])
+
+    def copy_ops(self, ops: I32, before: I32, phase: Phase, end_of: I32) -> tuple[I32, I32]:
         """Run `ops` once more: op `ops[i]` again before op `before[i]`, with new storages for all it makes.
 
         Args:
-            ops: Rows of the original step, ascending within each anchor.
+            ops: Rows of the original step, ascending.
             before: Anchor of each copy.
             phase: Phase of the copies.
-            last_of: (n_ops,) for every original op the last op of `ops` at or before it in its own group, -1 none:
-                where what Python held until that op is let go in the copy.
+            end_of: Last original op of the group that `ops[i]` belongs to. What Python held longer is let go there, and
+                what it held until some op is let go after the copy of the last copied op up to it.
 
         Returns:
             (n_ops,) copy of each original op and (m,) copy of each original storage, -1 where there is none.
@@ -132,16 +143,19 @@ class Edit:
         self._key.append(self._keys(before.astype(np.float64) - 0.5, count))
         for column in _OP_COLUMNS:
             self._op[column].append(getattr(step, column)[ops])
+        self._op["op_copy_of"][-1] = ops.astype(np.int32)
         self._op["op_phase"][-1] = np.full(count, int(phase), np.uint8)
         self.n_ops += count
 
         made = np.flatnonzero((step.producer >= 0) & (new_op[step.producer] >= 0)).astype(np.int32)
-        held = step.held_until[made]
-        let_go = np.where((held >= 0) & (held < step.n_ops), last_of[np.clip(held, 0, step.n_ops - 1)], -1)
+        group_end = np.full(step.n_ops, -1, np.int32)
+        group_end[ops] = end_of
+        held = np.minimum(step.held_until[made], group_end[step.producer[made]])
+        let_go = ops[np.maximum(np.searchsorted(ops, held, side="right") - 1, 0)]
         rows = self.add_storages(
             step.bytes[made],
             producer=new_op[step.producer[made]],
-            held_until=np.where(let_go >= 0, new_op[let_go], -1),
+            held_until=np.where(held >= 0, new_op[let_go], -1),
             owner=step.owner[made],
         )
         self._storage["tier"][-1] = step.tier[made]
@@ -206,6 +220,8 @@ class Edit:
         use_position = position[use_op]
         by_op = np.argsort(use_position, kind="stable")
         kept = ~self._drop_saves
+        ops = {name: np.concatenate(parts)[order] for name, parts in self._op.items()}
+        ops["op_copy_of"] = np.where(ops["op_copy_of"] < 0, -1, position_or_before[ops["op_copy_of"]]).astype(np.int32)
         return replace(
             self._step,
             names=tuple(self._names),
@@ -215,7 +231,7 @@ class Edit:
             )
             if not stays.all()
             else self._step.parameters,
-            **{name: np.concatenate(parts)[order] for name, parts in self._op.items()},
+            **ops,
             **{name: column[stays] for name, column in columns.items()},
             use_op=use_position[by_op],
             use_storage=renumber[use_storage[by_op]],
@@ -223,6 +239,7 @@ class Edit:
             save_storage=renumber[self.save_storage[kept]],
             save_before=position_or_before[np.clip(self.save_before[kept], 0, self.n_ops - 1)],
             save_until=position_or_before[np.clip(self.save_until[kept], 0, self.n_ops - 1)],
+            save_used_until=position_or_before[np.clip(self.save_used_until[kept], 0, self.n_ops - 1)],
             save_block=self.save_block[kept],
             landing=renumber[self._step.landing],
         )
@@ -233,6 +250,7 @@ class Edit:
 
 
 _OP_COLUMNS = ("op_name", "op_module", "op_block", "op_phase", "op_resource", "op_flops", "op_traffic_bytes", "op_rng", "op_group")
+_OP_COLUMNS += ("op_node", "op_copy_of")
 _STORAGE_COLUMNS = ("bytes", "tier", "kind", "producer", "owner")
 
 

@@ -108,6 +108,8 @@ class Step:
     op_traffic_bytes: I64  # (n,) read + written by the kernel; for copies and collectives, bytes on the link
     op_rng: U8  # (n,) 1 where the op draws random numbers
     op_group: I32  # (n,) ranks in the collective, 0 for none
+    op_node: I32  # (n,) autograd node that runs a backward op (its sequence number), -1 for all others
+    op_copy_of: I32  # (n,) the forward op that this op runs once more, -1 for all others
 
     # storages, one row each
     bytes: I64  # (m,)
@@ -127,6 +129,7 @@ class Step:
     save_storage: I32  # (v,)
     save_before: I32  # (v,) the pack call came just before this op of the forward
     save_until: I32  # (v,) op after which autograd lets go
+    save_used_until: I32  # (v,) last op of the backward node that used it; autograd itself lets go a little later
     save_block: I32  # (v,) block whose forward was running, -1 outside
 
     landing: I32

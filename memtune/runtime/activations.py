@@ -1,0 +1,496 @@
+"""One table for every activation: keep it, recompute it, or move it to the host. Recompute and offload both claim here.
+
+A *region* is a block of the model. While its forward runs, everything autograd saves passes through `_Frame.pack`:
+
+Rule 1. Parameters and buffers are saved as they are: sharding frees and refills them in place.
+Rule 2. What came in from outside (the region's input) and what a recompute technique keeps is *claimable*: it is saved
+        as it is, or moved to the host if the table says so. In a region that is not recomputed everything is claimable.
+Rule 3. All else is saved as a number. The first number that backward asks for runs the region's forward again, with the
+        random state, autocast and inputs it had, up to the last tensor that was saved; each is handed out once.
+Rule 4. A buffer that the forward changes (BatchNorm's statistics) is put back after the second run.
+Rule 5. A kept tensor that is changed in place after it was kept is no longer kept: its op runs again instead.
+Rule 6. A copy to the host holds its source until the next copy is started, the next region ends or backward fetches,
+        whichever comes first: one tensor at most is on its way, and when it is freed does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memtune.errors import ApplyError
+from memtune.runtime import transfer
+from memtune.runtime.random_state import RandomState
+
+
+@dataclass
+class Region:
+    """One block and what has been claimed for what its forward saves."""
+
+    name: str
+    module: nn.Module
+    index: int
+    recompute: bool = False
+    keep: Callable[[Any], bool] | None = None
+    """Which ops' outputs a recomputed region keeps; None keeps none and needs no dispatch mode."""
+    move: float = 0.0
+    """Fraction of the claimable bytes that goes to the host."""
+    min_bytes: int = 0
+    """Smaller tensors are never moved."""
+
+
+@dataclass
+class Traffic:
+    """What the table did in the last step, for the audit."""
+
+    recomputed_regions: set[str] = field(default_factory=set)
+    moved_bytes: int = 0
+
+
+class ActivationTable:
+    """The claims on every region; `install` makes the regions' forwards follow them.
+
+    Args:
+        regions: Qualified name and module of each block, in forward order.
+    """
+
+    def __init__(self, regions: list[tuple[str, nn.Module]]) -> None:
+        self.regions = [Region(name, module, index) for index, (name, module) in enumerate(regions)]
+        self.traffic = Traffic()
+        self._entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
+        self._on_the_way: tuple[_Entry, int] | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def claim_recompute(self, index: int, keep: Callable[[Any], bool] | None = None) -> None:
+        """Region `index` is recomputed in backward, but for the outputs of the ops that `keep` accepts."""
+        region = self.regions[index]
+        if region.recompute:
+            raise ApplyError(f"two techniques recompute {region.name}.", fix="choose one recompute technique", code="MT305")
+        region.recompute, region.keep = True, keep
+
+    def claim_move(self, index: int, fraction: float, min_bytes: int) -> None:
+        """`fraction` of the claimable bytes of region `index` goes to the host, tensors under `min_bytes` never."""
+        region = self.regions[index]
+        if region.move:
+            raise ApplyError(f"two techniques move the activations of {region.name}.", fix="choose one", code="MT305")
+        region.move, region.min_bytes = fraction, min_bytes
+
+    def install(self) -> None:
+        """Wrap the forward of every region that has a claim."""
+        for region in self.regions:
+            if region.recompute or region.move:
+                self._wrap(region)
+
+    def remove(self) -> None:
+        """Give every region its own forward back."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _wrap(self, region: Region) -> None:
+        module, original = region.module, region.module.forward
+        had = "forward" in vars(module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            frame = _Frame(self, region, original, args, kwargs)
+            del args, kwargs  # the frame holds them (moved ones only as bytes on the host)
+            return frame.run()
+
+        module.forward = forward  # type: ignore[method-assign]
+
+        def undo() -> None:
+            if had:
+                module.forward = original  # type: ignore[method-assign]
+            else:
+                del module.forward
+
+        self._undo.append(undo)
+
+    # -- moves ---------------------------------------------------------------------------------------------------------
+
+    def entry(self, tensor: Tensor, region: Region, budget: list[int]) -> _Entry:
+        """The entry of `tensor`'s storage: the one it was moved by, or a new one that is kept or moved by `region`'s claim.
+
+        `budget` counts the claimable bytes that the region has seen and those it has moved.
+        """
+        key = id_of(tensor)
+        found = self._entries.get(key)
+        if found is not None and found.is_of(tensor):
+            return found
+        n_bytes = tensor.untyped_storage().nbytes()
+        wanted = n_bytes >= max(region.min_bytes, 1) and n_bytes % tensor.element_size() == 0
+        if wanted:
+            budget[0] += n_bytes
+        moved = wanted and region.move > 0 and budget[1] + n_bytes <= region.move * budget[0]
+        entry = _Entry(self, tensor, moved)
+        if moved:
+            budget[1] += n_bytes
+            self.traffic.moved_bytes += n_bytes
+            self.land()
+            entry.leave(tensor)
+            self._on_the_way = (entry, region.index)
+            self._entries[key] = entry
+        return entry
+
+    def land(self, before_region: int | None = None) -> None:
+        """Complete the copy that is on its way (Rule 6), if it was started in a region before `before_region`."""
+        if self._on_the_way is not None and (before_region is None or self._on_the_way[1] < before_region):
+            self._on_the_way[0].arrive()
+            self._on_the_way = None
+
+    def region_ends(self, region: Region) -> None:
+        """Rule 6 at the end of a region's forward."""
+        self.land(None if region.index == len(self.regions) - 1 else region.index)
+
+
+class _Entry:
+    """One storage that autograd saved: on the device, on its way, on the host, or back."""
+
+    def __init__(self, table: ActivationTable, tensor: Tensor, moved: bool) -> None:
+        self._table, self.moved = table, moved
+        self._source: Tensor | None = None
+        self._host: Tensor | None = None
+        self._device = tensor.device
+        self._storage = weakref.ref(tensor.untyped_storage())  # addresses are used again, storages are not
+        self._back: Tensor | None = None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        return self._storage() is tensor.untyped_storage()
+
+    def leave(self, tensor: Tensor) -> None:
+        self._source = _whole(tensor)
+        self._host = torch.ops.memtune.to_host(self._source)
+
+    def arrive(self) -> None:
+        assert self._host is not None
+        transfer.wait(self._host)
+        self._source = None
+
+    def fetch(self, like: _View) -> Tensor:
+        if self._back is None:
+            self._table.land()
+            assert self._host is not None
+            self._back = torch.ops.memtune.to_device(self._host, self._device)
+            self._host = None
+        return like.of(self._back)
+
+
+@dataclass(frozen=True)
+class _View:
+    """How a tensor looks into its storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+
+    @classmethod
+    def describe(cls, tensor: Tensor) -> _View:
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.requires_grad)
+
+    def of(self, whole: Tensor) -> Tensor:
+        flat = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+        return torch.as_strided(flat, self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A tensor whose storage is (or may be) on the host."""
+
+    entry: _Entry
+    view: _View
+
+    def get(self) -> Tensor:
+        return self.entry.fetch(self.view)
+
+
+@dataclass(frozen=True)
+class _Number:
+    """The n-th tensor that the region's forward saved and that is recomputed."""
+
+    frame: _Frame
+    n: int
+
+    def get(self) -> Tensor:
+        return self.frame.recomputed(self.n)
+
+
+class _Frame:
+    """One run of one region's forward, and all that is needed to run it again."""
+
+    def __init__(self, table: ActivationTable, region: Region, forward: Any, args: Any, kwargs: Any) -> None:
+        self.table, self.region, self._forward = table, region, forward
+        self._args: Any = (args, kwargs)
+        self.fixed = {id_of(t) for t in [*region.module.parameters(), *region.module.buffers()]}
+        self.inputs = {id_of(t): t for t in tree_leaves(self._args) if _is_plain(t)}
+        self.kept: dict[tuple[str, int], _Kept] = {}
+        self._budget = [0, 0]
+        self._decided: dict[int, _Entry] = {}
+        self.count = 0
+        self._random = RandomState.capture(region.module) if region.recompute else None
+        self._autocast = _autocast_state() if region.recompute else []
+        self._back: dict[int, Tensor] = {}
+        self._changed_buffers: list[str] = []
+
+    def run(self) -> Any:
+        """The first run, with everything that autograd saves passing through `pack`."""
+        args, kwargs = self._args
+        recompute = self.region.recompute
+        inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
+        buffers = {name: buffer._version for name, buffer in self.region.module.named_buffers()} if recompute else {}
+        mode = _KeepMode(self) if recompute and self.region.keep is not None else nullcontext()
+        with saved_tensors_hooks(self.pack, _unpack), mode:
+            out = self._forward(*args, **kwargs)
+        if recompute:
+            if any(tensor._version != version for tensor, version in inputs):
+                raise ApplyError(
+                    f"{self.region.name} changes its input in place, so it cannot be run a second time.",
+                    fix="write x = x + y instead of x += y at the start of its forward, or choose recompute: {kind: none}",
+                    code="MT306",
+                )
+            self._changed_buffers = _changed_buffers(self.region.module, buffers)
+            self._settle()
+        else:
+            self._args = None
+        self.inputs, self._decided = {}, {}
+        del args, kwargs, inputs
+        self.table.region_ends(self.region)
+        return out
+
+    def _settle(self) -> None:
+        """After the first run: drop what the second will not ask for (Rule 5), let the table move what is left."""
+        self.kept = {key: kept for key, kept in self.kept.items() if kept.before < self.count and kept.unchanged()}
+        if self.count == 0:  # nothing to recompute: the inputs are not needed either
+            self._args = None
+            return
+        for kept in self.kept.values():
+            kept.settle(self.claim)
+        self._args = tree_map(lambda t: self.claim(t) if _is_plain(t) and id_of(t) not in self.fixed else t, self._args)
+        self.table.traffic.recomputed_regions.add(self.region.name)
+
+    def claim(self, tensor: Tensor) -> Tensor | _Moved:
+        """Rule 2: `tensor` as it is, or its place on the host."""
+        if not self.region.move:
+            return tensor
+        key = id_of(tensor)
+        if key not in self._decided:
+            self._decided[key] = self.table.entry(tensor, self.region, self._budget)
+        entry = self._decided[key]
+        return _Moved(entry, _View.describe(tensor)) if entry.moved else tensor
+
+    def pack(self, tensor: Tensor) -> Tensor | _Moved | _Number:
+        """What autograd is given in place of `tensor`, by Rules 1 to 3."""
+        key = id_of(tensor)
+        if key in self.fixed or not _is_plain(tensor):
+            return tensor
+        if not self.region.recompute or key in self.inputs or self._is_kept(tensor):
+            return self.claim(tensor)
+        self.count += 1
+        return _Number(self, self.count - 1)
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        return any(kept.holds(tensor) for kept in self.kept.values())
+
+    # -- the second run ------------------------------------------------------------------------------------------------
+
+    def recomputed(self, n: int) -> Tensor:
+        """The n-th saved tensor; runs the forward again if it is not at hand."""
+        if n not in self._back:
+            self._run_again()
+        return self._back.pop(n)
+
+    def _run_again(self) -> None:
+        args, kwargs = tree_map(_as_input, self._args)
+        mode = _ReplayMode(self.kept) if self.region.keep is not None else nullcontext()
+        replay = _Replay(self, {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
+        assert self._random is not None
+        with ExitStack() as stack:
+            stack.enter_context(self._put_back_buffers())
+            stack.enter_context(self._random.restored())
+            for autocast in self._autocast:
+                stack.enter_context(autocast())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(replay.pack, _never))
+            stack.enter_context(mode)
+            try:
+                self._forward(*args, **kwargs)
+            except _Enough:
+                pass
+        if replay.count < self.count:
+            raise ApplyError(
+                f"{self.region.name} saved {self.count} tensors in forward but {replay.count} when it was run again.",
+                fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
+                code="MT307",
+            )
+
+    @contextmanager
+    def _put_back_buffers(self) -> Iterator[None]:
+        buffers = dict(self.region.module.named_buffers())
+        copies = [(buffers[name], buffers[name].clone()) for name in self._changed_buffers]
+        yield
+        with torch.no_grad():
+            for buffer, copy in copies:
+                buffer.copy_(copy)
+
+    def keep_back(self, n: int, tensor: Tensor) -> None:
+        """Store the n-th tensor of the second run until backward asks for it."""
+        self._back[n] = tensor
+
+
+class _Replay:
+    """Collects what the second run saves; stops it when all is there."""
+
+    def __init__(self, frame: _Frame, inputs: set[int]) -> None:
+        self._frame, self._inputs, self.count = frame, inputs, 0
+
+    def pack(self, tensor: Tensor) -> int:
+        key = id_of(tensor)
+        if key in self._frame.fixed or key in self._inputs or not _is_plain(tensor) or self._frame._is_kept(tensor):
+            return -1
+        self._frame.keep_back(self.count, tensor.detach())
+        self.count += 1
+        if self.count == self._frame.count:
+            raise _Enough
+        return self.count - 1
+
+
+class _Enough(Exception):
+    """The second run has saved the last tensor that is needed."""
+
+
+class _Kept:
+    """The outputs of one op that a recomputed region keeps."""
+
+    def __init__(self, out: Any, before: int) -> None:
+        self.before = before
+        """How many recomputed tensors had been saved when the op ran."""
+        self._out: Any = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
+        tensors = [t for t in tree_leaves(self._out) if isinstance(t, Tensor)]
+        self._versions = [(t, t._version) for t in tensors]
+        self._storages = [weakref.ref(t.untyped_storage()) for t in tensors]
+
+    def unchanged(self) -> bool:
+        """Nothing has written into the outputs since they were kept."""
+        return all(t._version == version for t, version in self._versions)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """`tensor` looks into one of the outputs, as they were kept or as they came back from the host."""
+        storage = tensor.untyped_storage()
+        return any(kept() is storage for kept in self._storages) and self.unchanged()
+
+    def settle(self, claim: Callable[[Tensor], Tensor | _Moved]) -> None:
+        """Let the table move what is kept; from here on nothing can change it."""
+        self._out = tree_map(lambda t: claim(t) if isinstance(t, Tensor) else t, self._out)
+        self._versions = []
+
+    def take(self) -> Any:
+        """The outputs, for the second run."""
+        out = tree_map(lambda t: t.get() if isinstance(t, _Moved) else t.detach() if isinstance(t, Tensor) else t, self._out)
+        self._storages = [weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, Tensor)]
+        return out
+
+
+class _KeepMode(TorchDispatchMode):
+    """First run: remembers the outputs of the ops that the region keeps."""
+
+    def __init__(self, frame: _Frame) -> None:
+        super().__init__()
+        self._frame, self._seen = frame, _Occurrences()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        assert self._frame.region.keep is not None
+        if self._frame.region.keep(func):
+            self._frame.kept[self._seen.next(func)] = _Kept(out, self._frame.count)
+        return out
+
+
+class _ReplayMode(TorchDispatchMode):
+    """Second run: hands out what was kept instead of computing it, each once."""
+
+    def __init__(self, kept: dict[tuple[str, int], _Kept]) -> None:
+        super().__init__()
+        self._kept, self._seen = kept, _Occurrences()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kept = self._kept.get(self._seen.next(func))
+        if kept is None:
+            return func(*args, **(kwargs or {}))
+        return kept.take()
+
+
+class _Occurrences:
+    """Numbers the calls of each op: (op, 0), (op, 1), …"""
+
+    def __init__(self) -> None:
+        self._count: dict[str, int] = {}
+
+    def next(self, func: Any) -> tuple[str, int]:
+        name = str(func)
+        self._count[name] = self._count.get(name, -1) + 1
+        return name, self._count[name]
+
+
+def _changed_buffers(module: nn.Module, versions: dict[str, int]) -> list[str]:
+    """Names of the buffers that a forward changed, and of their neighbours.
+
+    BatchNorm's kernel writes its statistics without counting it as a change; its counter of batches does count.
+    """
+    changed = {name.rpartition(".")[0] for name, buffer in module.named_buffers() if buffer._version != versions.get(name)}
+    return [name for name, _ in module.named_buffers() if name.rpartition(".")[0] in changed]
+
+
+def id_of(tensor: Tensor) -> int:
+    """Identity of a tensor's storage while it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not hasattr(value, "to_local")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of `tensor`'s storage as one flat tensor."""
+    flat = tensor.detach()
+    return torch.as_strided(flat, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def _unpack(packed: Tensor | _Moved | _Number) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.get()
+
+
+def _never(packed: int) -> Tensor:
+    raise ApplyError("backward ran through the graph of a recomputation.", fix="report this as a bug", code="MT308")
+
+
+def _as_input(value: Any) -> Any:
+    """An input of the second run: same bytes, a leaf of its own graph."""
+    if isinstance(value, _Moved):
+        return value.get().detach().requires_grad_(value.view.requires_grad)
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    return value
+
+
+def _autocast_state() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Context makers that bring autocast back to what it is now."""
+
+    def maker(device: str) -> Callable[[], AbstractContextManager[Any]]:
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        cache = torch.is_autocast_cache_enabled()
+        return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [maker(device) for device in devices]
