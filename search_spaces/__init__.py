@@ -1,6 +1,6 @@
-"""The catalogue: one technique, one file. The folder is the registry: `recompute: {kind: full}` is `search_spaces/recompute/full.py`.
+"""The catalogue: one technique, one file. The folder is the registry: `recompute: {kind: full}` is `recompute/full.py`.
 
-A slot is a folder (`sharding.states` is `search_spaces/sharding/states/`), a kind is the stem of a file in it that does not
+A slot is a folder (`sharding.states` is `sharding/states/`), a kind is the stem of a file in it that does not
 start with an underscore. Nothing else has to be told about a new technique.
 """
 

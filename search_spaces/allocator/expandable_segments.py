@@ -1,0 +1,34 @@
+"""Segments that grow: device memory is mapped into one long address range as it is needed, so that freed parts rejoin."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from memtune.program import Program
+from memtune.search_spaces.allocator import NO_EFFECT_ON_CPU, environment
+from memtune.technique import Exactness, Reason, Target, Technique
+
+
+class ExpandableSegments(Technique):
+    """torch's allocator over the CUDA driver's virtual memory: reserved bytes come close to allocated ones.
+
+    Mapping pages costs time while the pool still grows, which is in the first steps.
+    """
+
+    kind: Literal["expandable_segments"] = "expandable_segments"
+    slot: ClassVar[str] = "allocator"
+    title: ClassVar[str] = "Expandable segments"
+    source: ClassVar[str] = "PyTorch, CUDA semantics: expandable_segments of PYTORCH_ALLOC_CONF"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Only CUDA has segments."""
+        return Reason(NO_EFFECT_ON_CPU) if target.device == "cpu" else None
+
+    def env(self) -> dict[str, str]:
+        """The switch that the allocator reads when CUDA starts."""
+        return environment({"expandable_segments": True})
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """One option of the allocator; none on CPU, where it changes nothing."""
+        return {} if target.device == "cpu" else {"allocator": {"expandable_segments": True}}

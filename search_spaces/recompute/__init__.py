@@ -1,0 +1,1 @@
+"""Which activations are computed a second time in backward instead of being kept: bytes for FLOPs."""

@@ -1,0 +1,1 @@
+"""How sharded tensors travel: plain, quantised, hierarchical, ring."""

@@ -1,0 +1,21 @@
+"""Sharded tensors travel in their own type, in one flat collective over all ranks that share them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from memtune.technique import Exactness, Target, Technique
+
+
+class Plain(Technique):
+    """The collective library's own all-gather and reduce-scatter."""
+
+    kind: Literal["none"] = "none"
+    slot: ClassVar[str] = "sharding.communication"
+    title: ClassVar[str] = "Plain collectives"
+    source: ClassVar[str] = "torch.distributed"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """No mechanism is used."""
+        return {}

@@ -1,0 +1,29 @@
+"""Every rank holds the whole model and nobody brings the gradients together: training on one rank."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from memtune.program import Program
+from memtune.technique import Exactness, Reason, Target, Technique
+
+
+class Alone(Technique):
+    """The plain model: no wrapper, no collective. Replicas on several ranks would drift apart, so it fits one alone."""
+
+    kind: Literal["none"] = "none"
+    slot: ClassVar[str] = "sharding.states"
+    title: ClassVar[str] = "Whole model on one rank"
+    source: ClassVar[str] = "PyTorch eager execution"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """One rank, or several whose samples are not divided because the model itself is cut over them."""
+        parallel = target.chosen.get("sharding.parallel")
+        if target.ranks == 1 or (parallel is not None and parallel.kind != "none"):
+            return None
+        return Reason(f"{target.ranks} ranks would each train a model of their own", "choose ddp or fsdp")
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """No mechanism is used."""
+        return {}

@@ -1,0 +1,1 @@
+"""Which ops run in parts, so that their temporaries are smaller: bytes for launches."""

@@ -1,0 +1,21 @@
+"""Every op runs whole, as the model calls it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from memtune.technique import Exactness, Target, Technique
+
+
+class Whole(Technique):
+    """No op is cut: its temporaries have their full size."""
+
+    kind: Literal["none"] = "none"
+    slot: ClassVar[str] = "split"
+    title: ClassVar[str] = "Run every op whole"
+    source: ClassVar[str] = "PyTorch eager execution"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """No mechanism is used."""
+        return {}
