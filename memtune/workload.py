@@ -51,7 +51,11 @@ class Workload:
         Raises:
             WorkloadError: The file is missing, does not parse, fails or exits on import, or lacks a function.
         """
-        file = load_user_file(target)
+        return cls.of(load_user_file(target))
+
+    @classmethod
+    def of(cls, file: UserFile) -> Workload:
+        """The workload of a file that is already imported."""
         return cls(file.path, file.name, file.source_sha256, file.global_batch, file)
 
     def build_model(self) -> nn.Module:

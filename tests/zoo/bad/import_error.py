@@ -1,0 +1,8 @@
+"""Imports a module that is not installed, at line 4."""
+
+import torch  # noqa: F401
+import no_such_module_for_memtune
+
+
+def model():
+    return no_such_module_for_memtune.Net()

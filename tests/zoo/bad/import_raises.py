@@ -1,0 +1,8 @@
+"""Raises on import, at line 5, inside a function."""
+
+
+def read_config():
+    return {}["learning_rate"]
+
+
+lr = read_config()
