@@ -1,0 +1,73 @@
+# Every target sets up what it needs first. `make help` lists them.
+#
+# PYTHON     the Python (>= 3.11) that makes the environment
+# VENV       where the environment is made
+# VENV_ARGS  --system-site-packages keeps a torch that PYTHON already has (a CUDA build, say) instead of the pinned one
+SHELL := /bin/bash -o pipefail
+PYTHON ?= python3
+VENV ?= .venv
+VENV_ARGS ?=
+EXTRAS ?= ray,report,gpu,hf,dev
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
+
+EXECUTOR ?= local
+BUDGET ?= 600MiB
+DEMO_OUT ?= tuned.yaml
+PYTEST_ARGS ?=
+DEVICE ?= cuda
+
+.PHONY: help setup demo test test-slow test-native lint format gpu-check clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+setup: $(READY)  ## make the environment: everything memtune, its extras and its tests need, at pinned versions
+
+# torch first and by its exact version: whatever serves that version (a prepared CPU build as well) is then taken, and
+# nothing installed later asks for another. With a torch of the outer Python the pins of the rest still hold.
+$(READY): $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "memtune needs Python 3.11 or later, this is " + sys.version.split()[0] + ". Fix: make setup PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)" -c $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt scikit-build-core nanobind cmake ninja
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+demo: setup  ## search a real model under a memory budget on this CPU, then train with the config it found
+	$(BIN)/memtune search examples/gpt.py --device cpu --workers 2 --max-memory $(BUDGET) --executor $(EXECUTOR) --out $(DEMO_OUT) --force
+	$(BIN)/memtune run $(DEMO_OUT) -- $(BIN)/python examples/train_gpt.py $(DEMO_OUT)
+
+test: setup test-native  ## all tests but the slow ones and those that need a GPU
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-slow: setup  ## the tests marked slow
+	$(BIN)/pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+
+test-native: setup  ## the C++ tests
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja --log-level=WARNING
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
+	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir build/cpp --output-on-failure
+
+lint: setup  ## what CI checks besides the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## sort imports and lay out the Python code
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .
+
+gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks/gpu.py (DEVICE=cpu: their CPU form)
+ifeq ($(DEVICE),cpu)
+	$(MAKE) setup
+	PYTHON=$(BIN)/python .ci/gpu-check cpu
+else
+	PYTHON=$(PYTHON) .ci/gpu-check $(DEVICE)
+endif
+
+clean:  ## remove builds and caches, keep the environment
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache

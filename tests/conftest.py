@@ -1,0 +1,27 @@
+"""Shared by all tests: no network, plain terminal output, and what a test marked gpu or ray needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+# Before anything imports torch or a hub client; child processes inherit it.
+os.environ |= {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "NO_COLOR": "1", "COLUMNS": "130"}
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where a test marked gpu runs: `cuda`, or what MEMTUNE_DEVICE says (`make gpu-check DEVICE=cpu` says cpu)."""
+    import torch
+
+    name = os.environ.get("MEMTUNE_DEVICE", "cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device, and MEMTUNE_DEVICE=cpu is not set")
+    return name
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("ray") and importlib.util.find_spec("ray") is None:
+        pytest.skip("needs the extra memtune[ray]")

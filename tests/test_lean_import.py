@@ -1,0 +1,42 @@
+"""A promise kept: importing memtune is light, and so is all that a training image needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SEARCH_ONLY = {"ray", "optuna", "rich", "textual", "typer", "psutil", "filelock", "sqlalchemy"}
+NOT_LIGHT = {"cli", "tui", "testing", "__main__"}
+
+
+def loaded_after(code: str, tmp_path: Path) -> set[str]:
+    """Top-level names in sys.modules of a fresh interpreter that ran `code` in an unrelated folder."""
+    script = f"{code}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def light_modules() -> list[str]:
+    """Dotted names of the light runtime: memtune/*.py, memtune/runtime and search_spaces."""
+    paths = [path for path in (ROOT / "memtune").glob("*.py") if path.stem not in NOT_LIGHT]
+    paths += (ROOT / "memtune" / "runtime").rglob("*.py")
+    names = [path.relative_to(ROOT) for path in paths]
+    names += [Path("memtune") / path.relative_to(ROOT) for path in (ROOT / "search_spaces").rglob("*.py")]
+    return sorted(".".join(name.with_suffix("").parts).removesuffix(".__init__") for name in names)
+
+
+def test_import_memtune_loads_nothing_heavy(tmp_path: Path) -> None:
+    assert not loaded_after("import memtune; memtune.__version__; dir(memtune)", tmp_path) & (
+        SEARCH_ONLY | {"torch", "numpy", "pydantic"}
+    )
+
+
+def test_light_runtime_loads_no_search_package_and_touches_no_device(tmp_path: Path) -> None:
+    modules = light_modules()
+    assert {"memtune.technique", "memtune.search_spaces", "memtune.runtime"} <= set(modules)
+    already = loaded_after("import torch", tmp_path)  # torch may load some of these on its own one day
+    code = f"import {', '.join(modules)}\nimport torch\nassert not torch.cuda.is_initialized()"
+    assert not (loaded_after(code, tmp_path) - already) & SEARCH_ONLY
