@@ -148,7 +148,7 @@ def reset_peak() -> None:
 
 
 def set_budget(budget_bytes: int | None, tier: Tier = DEVICE) -> None:
-    """From now on a request that would bring `tier` above `budget_bytes` raises `torch.OutOfMemoryError`; None lifts the limit."""
+    """A request that would bring `tier` above `budget_bytes` raises `torch.OutOfMemoryError` from now on; None: no limit."""
     _library().memtune_ledger_set_budget(TIERS.index(tier), -1 if budget_bytes is None else budget_bytes)
 
 

@@ -1,0 +1,293 @@
+"""What kernels allocate beyond their outputs, measured op by op: fake runs and dispatch modes cannot see it.
+
+An op is run alone, on the device, on inputs of the same shapes, strides and dtypes; its scratch is the peak while it ran less
+what is live before or after it, whichever is more. Measured, never assumed: it depends on the op, the sizes, the CPU's
+instruction set and the number of threads, so a table belongs to one machine and says which.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from memtune.errors import EnvironmentFault
+from memtune.runtime import shim
+
+SCHEMA_VERSION = 1
+_CHILD_TIMEOUT_S = 600
+
+Signature = str
+"""An op with its arguments as canonical JSON: `["aten.mm.default",[{"t":["float32",[2,3],[3,1]]},…],{}]`."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one op did to the device's memory when it ran alone."""
+
+    workspace_bytes: int
+    """Allocated and given back while it ran, at the worst moment."""
+    output_bytes: tuple[int, ...]
+    """Bytes of each tensor it returned (the fake ones of an LSTM's reserve are empty, the real ones are not)."""
+
+
+# -- signatures ---------------------------------------------------------------------------------------------------------
+
+
+def signature(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
+    """The key of an op and its arguments (real, fake or meta tensors alike) in a workspace table."""
+    return json.dumps([str(func), [_encode(a) for a in args], {k: _encode(v) for k, v in kwargs.items()}], separators=(",", ":"))
+
+
+def op_of(key: Signature) -> str:
+    """The op's name in a signature: `aten.convolution.default`."""
+    return str(json.loads(key)[0])
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return {"t": [str(value.dtype).removeprefix("torch."), [int(n) for n in value.shape], [int(n) for n in value.stride()]]}
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        # Kernels branch on 0, ±1, infinity and NaN, never on others: a learning rate that changes each step is one entry.
+        if value != value or abs(value) == float("inf"):
+            return {"f": str(value)}
+        return value if value in (-1.0, 0.0, 1.0) else 0.5 if value > 0 else -0.5
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    return {"other": type(value).__name__}  # generators, process groups: an op that needs one cannot run alone
+
+
+def _decode(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    (tag, content), = value.items()  # fmt: skip
+    if tag == "t":
+        dtype, shape, stride = content
+        return _input(dtype, shape, stride, device)
+    if tag == "f":
+        return float(content)
+    if tag == "torch":
+        return getattr(torch, content)
+    if tag == "device":
+        return device
+    raise NotImplementedError(f"an argument of type {content} cannot be made again")
+
+
+def _input(dtype: str, shape: list[int], stride: list[int], device: torch.device) -> Tensor:
+    """A tensor of ones (zeros for integers and bools, which are valid as indices and masks of any size)."""
+    made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+    whole = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,), 0)
+    whole.fill_(1 if made.is_floating_point() or made.is_complex() else 0)
+    return made
+
+
+def _resolve(name: str) -> Any:
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------------
+
+
+def measure(key: Signature, device: torch.device | str = "cpu") -> Measured:
+    """Runs the op of `key` alone on `device` and measures its scratch; the second of two runs counts, the first warms caches.
+
+    The random state is as before; on CPU the native ledger is installed and its peak starts again.
+
+    Raises:
+        EnvironmentFault: On CPU, when the native ledger cannot be built.
+        NotImplementedError: The op needs an argument that cannot be made from a signature (a process group).
+    """
+    device = torch.device(device)
+    name, args, kwargs = json.loads(key)
+    op = _resolve(name)
+    args, kwargs = _decode(args, device), {k: _decode(v, device) for k, v in kwargs.items()}
+    here = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(here), torch.autocast(device.type, enabled=False), torch.enable_grad():
+        op(*args, **kwargs)
+        before = _start(device)
+        out = op(*args, **kwargs)
+        peak, after = _stop(device)
+    sizes = tuple(leaf.untyped_storage().nbytes() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+    return Measured(max(0, peak - max(before, after)), sizes)
+
+
+def _start(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+    shim.install()
+    shim.reset_peak()
+    return shim.live_bytes()
+
+
+def _stop(device: torch.device) -> tuple[int, int]:
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return int(stats["requested_bytes.all.peak"]), int(stats["requested_bytes.all.current"])
+    return shim.peak_bytes(), shim.live_bytes()
+
+
+def made_for(device: torch.device | str = "cpu") -> dict[str, str | int]:
+    """What the entries of a table depend on besides the signature; a table made for anything else is not used."""
+    if torch.device(device).type == "cuda":
+        return {"torch": torch.__version__, "device": torch.cuda.get_device_name(device)}
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "device": f"cpu-{capability}", "threads": torch.get_num_threads()}
+
+
+# -- the table ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class WorkspaceTable:
+    """Signature → what was measured, for one device; also a `Workspace` that a `ModeLedger` can be given."""
+
+    made_for: dict[str, str | int] = field(default_factory=made_for)
+    entries: dict[Signature, Measured] = field(default_factory=dict)
+    unknown: dict[Signature, str] = field(default_factory=dict)
+    """Ops that could not be run alone, with the reason."""
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Scratch bytes of an op; 0 for one that is not in the table."""
+        return self.workspace_bytes(signature(func, args, kwargs))
+
+    def workspace_bytes(self, key: Signature) -> int:
+        """Scratch bytes of the op of `key`; 0 for one that is not in the table."""
+        entry = self.entries.get(key)
+        return 0 if entry is None else entry.workspace_bytes
+
+    def nonzero(self) -> dict[Signature, int]:
+        """The entries that matter, largest first."""
+        rows = sorted(self.entries.items(), key=lambda row: -row[1].workspace_bytes)
+        return {key: entry.workspace_bytes for key, entry in rows if entry.workspace_bytes}
+
+    def fill(self, keys: Iterable[Signature], device: torch.device | str = "cpu") -> None:
+        """Measures, in this process, what of `keys` the table does not hold yet; what cannot run alone goes to `unknown`."""
+        for key in dict.fromkeys(keys):
+            if key in self.entries or key in self.unknown:
+                continue
+            try:
+                self.entries[key] = measure(key, device)
+            except (RuntimeError, NotImplementedError, IndexError, AttributeError) as error:
+                self.unknown[key] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+    def fill_in_child(self, keys: Iterable[Signature], device: torch.device | str = "cpu") -> None:
+        """As `fill`, in a fresh process, so that this one's allocator stays as it is.
+
+        Raises:
+            EnvironmentFault: The child died; the message holds its last words.
+        """
+        wanted = [key for key in dict.fromkeys(keys) if key not in self.entries and key not in self.unknown]
+        if not wanted:
+            return
+        request = {"device": str(device), "threads": torch.get_num_threads(), "keys": wanted}
+        run = subprocess.run(
+            [sys.executable, "-m", "memtune.runtime.workspace"], input=json.dumps(request), capture_output=True, text=True,
+            timeout=_CHILD_TIMEOUT_S, check=False,
+        )  # fmt: skip
+        if run.returncode != 0:
+            last = (run.stderr.strip().splitlines() or ["no output"])[-1]
+            raise EnvironmentFault("the process that measures kernel workspaces died", evidence=last, code="MT323")
+        self._merge(WorkspaceTable.from_json(run.stdout))
+
+    def _merge(self, other: WorkspaceTable) -> None:
+        self.entries.update(other.entries)
+        self.unknown.update(other.unknown)
+
+    def to_json(self) -> str:
+        """The table as one JSON document."""
+        rows = {key: [entry.workspace_bytes, list(entry.output_bytes)] for key, entry in self.entries.items()}
+        document = {"schema_version": SCHEMA_VERSION, "made_for": self.made_for, "entries": rows, "unknown": self.unknown}
+        return json.dumps(document, indent=0)
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkspaceTable:
+        """The table in `text`.
+
+        Raises:
+            EnvironmentFault: It is no such table, or one of another schema.
+        """
+        try:
+            document = json.loads(text)
+            if document["schema_version"] != SCHEMA_VERSION:
+                raise ValueError(f"schema {document['schema_version']}, not {SCHEMA_VERSION}")
+            entries = {key: Measured(int(row[0]), tuple(map(int, row[1]))) for key, row in document["entries"].items()}
+            return cls(dict(document["made_for"]), entries, dict(document["unknown"]))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise EnvironmentFault("this is not a workspace table that can be read", evidence=str(error), code="MT324") from error
+
+    def save(self) -> Path:
+        """Writes the table to the cache directory, together with what other processes have put there since; returns the path."""
+        path = _cache_path(self.made_for)
+        self._merge(_read(path, self.made_for))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(self.to_json())
+        os.replace(file.name, path)
+        return path
+
+    @classmethod
+    def cached(cls, device: torch.device | str = "cpu") -> WorkspaceTable:
+        """The table that was saved for this machine; an empty one when there is none or it cannot be read."""
+        wanted = made_for(device)
+        return _read(_cache_path(wanted), wanted)
+
+
+def _cache_path(made: Mapping[str, str | int]) -> Path:
+    name = "-".join(str(value) for value in made.values())
+    return shim.cache_dir() / "workspace" / ("".join(c if c.isalnum() or c in ".+-" else "_" for c in name) + ".json")
+
+
+def _read(path: Path, wanted: dict[str, str | int]) -> WorkspaceTable:
+    try:
+        table = WorkspaceTable.from_json(path.read_text())
+    except (OSError, EnvironmentFault):
+        return WorkspaceTable(dict(wanted))  # a cache: what is missing or broken is measured again
+    return table if table.made_for == wanted else WorkspaceTable(dict(wanted))
+
+
+class SignatureCollector:
+    """A `Workspace` that measures nothing and notes which ops ran: give it to a `ModeLedger`, then `fill` a table with `keys`."""
+
+    def __init__(self) -> None:
+        self.keys: dict[Signature, None] = {}
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Notes the op; its scratch counts as 0."""
+        self.keys[signature(func, args, kwargs)] = None
+        return 0
+
+
+def main() -> None:
+    """The child of `fill_in_child`: a request on stdin, the table on stdout."""
+    request = json.load(sys.stdin)
+    torch.set_num_threads(request["threads"])
+    table = WorkspaceTable(made_for(request["device"]))
+    table.fill(request["keys"], request["device"])
+    sys.stdout.write(table.to_json())
+
+
+if __name__ == "__main__":
+    main()
