@@ -228,7 +228,7 @@ class ModeLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         for tier in TIERS:
             scratch = workspace if tier == DEVICE else 0
             high = max(before[tier], self._live[tier]) + scratch
-            if high > self._budget.get(tier, high):
+            if high > before[tier] and high > self._budget.get(tier, high):
                 raise torch.OutOfMemoryError(self._refusal(op, tier, high - before[tier], before[tier]))
             if high > self._peak[tier]:
                 self._peak[tier] = high
@@ -269,9 +269,10 @@ class ModeLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return
         if record.bytes == 0 and record.kind == Kind.TEMPORARY:
             record.kind = kind
-        before = dict(self._live)
+        before, grows = dict(self._live), storage.nbytes() > record.bytes
         self._change(record, storage.nbytes())
-        self._settle("UntypedStorage.resize_", before, 0)
+        if grows:
+            self._settle("UntypedStorage.resize_", before, 0)
 
     def _change(self, record: _Record, new_bytes: int) -> None:
         delta = new_bytes - record.bytes

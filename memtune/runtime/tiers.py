@@ -70,7 +70,9 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages that hold `tensor`'s bytes on this rank: one for a plain or fake tensor, the inner ones of a DTensor."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):  # a DTensor also lists its mesh
+                yield from storages_of(inner)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
 
