@@ -2,7 +2,8 @@
 #
 # PYTHON     the Python (>= 3.11) that makes the environment
 # VENV       where the environment is made
-# VENV_ARGS  --system-site-packages keeps a torch that PYTHON already has (a CUDA build, say) instead of the pinned one
+# VENV_ARGS  --system-site-packages keeps a torch that PYTHON already has (a CUDA build, say) instead of the pinned one;
+#            PYTHON must not be in an environment itself then
 SHELL := /bin/bash -o pipefail
 PYTHON ?= python3
 VENV ?= .venv
@@ -34,7 +35,7 @@ $(READY): $(SOURCES)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)" -c $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt scikit-build-core nanobind cmake ninja
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 
 demo: setup  ## search a real model under a memory budget on this CPU, then train with the config it found
@@ -48,9 +49,9 @@ test-slow: setup  ## the tests marked slow
 	$(BIN)/pytest -m 'slow and not gpu' $(PYTEST_ARGS)
 
 test-native: setup  ## the C++ tests
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja --log-level=WARNING
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
-	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir build/cpp --output-on-failure
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/cpp -G Ninja --log-level=WARNING
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cpp
+	PATH="$(abspath $(BIN)):$$PATH" ctest --test-dir build/cpp --output-on-failure
 
 lint: setup  ## what CI checks besides the tests
 	$(BIN)/ruff check .
