@@ -1,0 +1,268 @@
+"""Candidates: one choice per slot, and the programs they stand for, each common prefix of passes rewritten once.
+
+Three rules:
+
+1. A candidate *is* its canonical record: choices with equal records are one candidate (`Choice.key`).
+2. Every verb of a technique sees the program as the passes before it left it, and may look at what other slots chose.
+   What it looked at is noted (`_Watched`), so that a memoised pass is used again only where it would come out the same.
+3. A candidate that does not fit is a Reason, never an exception.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any
+
+from memtune.edit import accumulate_gradients
+from memtune.program import Program, RankClass, Recording
+from memtune.search_spaces import PASS_ORDER, SLOTS, find, null
+from memtune.search_spaces.execution import Execution
+from memtune.technique import NO_PLAN, Plan, Reason, Target, Technique
+
+_MAX_ROWS = 4_000_000
+"""Op rows of memoised programs after which all are forgotten (about 0.5 GB); in pass order that costs one path."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One technique per slot and how the step is executed; slots that are left out hold the null technique."""
+
+    execution: Execution
+    techniques: tuple[Technique, ...] = ()
+    """The techniques that are not null, in pass order; `Choice.of` makes them so."""
+
+    @classmethod
+    def of(cls, execution: Execution, techniques: Mapping[str, Technique]) -> Choice:
+        """A choice from techniques by slot."""
+        used = (techniques.get(slot) for slot in PASS_ORDER)
+        return cls(execution, tuple(each for each in used if each is not None and each != null(each.slot)))
+
+    @classmethod
+    def from_document(cls, settings: Mapping[str, Any]) -> Choice:
+        """A choice from plain settings, as `document` writes them; knobs are checked by their technique."""
+        techniques = {}
+        for slot in SLOTS:
+            node: Any = settings
+            for part in slot.split("."):
+                node = node.get(part) or {}
+            if node:
+                techniques[slot] = find(slot, node["kind"]).model_validate_json(json.dumps(node))
+        return cls.of(Execution.model_validate_json(json.dumps(settings.get("execution") or {})), techniques)
+
+    def document(self) -> dict[str, Any]:
+        """The `settings` of a config: nested by slot, null techniques and default knobs left out."""
+        settings: dict[str, Any] = {"execution": self.execution.model_dump(exclude_defaults=True, mode="json")}
+        for technique in sorted(self.techniques, key=lambda each: SLOTS.index(each.slot)):
+            *folders, last = technique.slot.split(".")
+            node = settings
+            for part in folders:
+                node = node.setdefault(part, {})
+            node[last] = {"kind": technique.kind} | technique.model_dump(exclude_defaults=True, mode="json")
+        return settings
+
+    def technique(self, slot: str) -> Technique:
+        """The technique in `slot`, the null one where nothing was chosen."""
+        return self.chosen.get(slot) or null(slot)
+
+    @cached_property
+    def chosen(self) -> dict[str, Technique]:
+        """The techniques that are not null, by slot."""
+        return {each.slot: each for each in self.techniques}
+
+    def key(self, target: Target) -> str:
+        """The canonical record (rule 1): which mechanisms run with which settings, whoever asked for them."""
+        looked = replace(target, chosen=self.chosen, compiled=self.execution.compile)
+        settings = {"execution": self.execution.model_dump(mode="json")}
+        pairs = set(_flat("", settings))
+        for technique in self.techniques:
+            pairs.update(_flat("", technique.record(looked)))
+        return json.dumps(sorted(pairs))
+
+    @cached_property
+    def complexity(self) -> tuple[int, int]:
+        """How much there is to understand: slots in use, then knobs off their default. Among equals the smaller ships."""
+        knobs = sum(len(each.model_dump(exclude_defaults=True)) for each in self.techniques)
+        return len(self.techniques) + int(self.execution.compile), knobs + int(self.execution.accumulate > 1)
+
+    @cached_property
+    def summary(self) -> str:
+        """The choice in one short line: `mb 4×2 · full · fsdp(degree=2)`."""
+        parts = [self.execution.summary()] + [_short(each) for each in self.techniques]
+        return " · ".join(part for part in parts if part) or "plain"
+
+    def env(self) -> dict[str, str]:
+        """What must be set before the device starts."""
+        return {name: value for each in [*self.techniques, null("allocator")] for name, value in each.env().items()}
+
+
+def _short(technique: Technique) -> str:
+    kind = (
+        technique.kind
+        if technique.slot in ("recompute", "sharding.states", "allocator")
+        else f"{technique.slot}={technique.kind}"
+    )
+    knobs = technique.model_dump(exclude_defaults=True, exclude={"kind"}, mode="json")
+    return kind + ("(" + ", ".join(f"{name}={value}" for name, value in knobs.items()) + ")" if knobs else "")
+
+
+def _flat(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _flat(f"{path}/{name}", inner)
+    else:
+        yield f"{path}={json.dumps(value, sort_keys=True, default=str)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A choice that fits, with what its techniques decided and the program it becomes."""
+
+    choice: Choice
+    key: str
+    program: Program
+    plans: Mapping[str, Plan] = field(default_factory=dict)
+    """Plans by slot; slots with an empty plan are left out."""
+
+    def plan_document(self) -> dict[str, Any]:
+        """The `plan` of a config: what each slot decided, as plain data."""
+        return {slot: plan.model_dump(mode="json") for slot, plan in self.plans.items()}
+
+
+class _Watched(Mapping[str, Technique]):
+    """Techniques by slot that note which slots were looked at, absent ones too (rule 2)."""
+
+    def __init__(self, chosen: Mapping[str, Technique]) -> None:
+        self._chosen = chosen
+        self.seen: dict[str, Technique | None] = {}
+
+    def __getitem__(self, slot: str) -> Technique:
+        self.seen[slot] = self._chosen.get(slot)
+        return self._chosen[slot]
+
+    def __iter__(self) -> Iterator[str]:
+        self.seen = {slot: self._chosen.get(slot) for slot in SLOTS}
+        return iter(self._chosen)
+
+    def __len__(self) -> int:
+        self.seen = {slot: self._chosen.get(slot) for slot in SLOTS}
+        return len(self._chosen)
+
+
+@dataclass(frozen=True, eq=False)
+class _Node:
+    """What a prefix of passes gave: a program with plans, or why it does not fit."""
+
+    result: Program | Reason
+    plans: Mapping[str, Plan]
+    seen: Mapping[str, Technique | None]
+    """What the last pass saw of other slots; the node holds wherever these are the same."""
+    below: dict[Technique, list[_Node]] = field(default_factory=dict)
+
+
+@cache
+def _has_a_say(technique: type[Technique]) -> bool:
+    """Whether a technique overrides any verb of the search; most null techniques do not and cost nothing here."""
+    return any(getattr(technique, verb) is not getattr(Technique, verb) for verb in ("fits", "plan", "rewrite"))
+
+
+class Rewriter:
+    """Programs of choices on one recording and target.
+
+    Args:
+        recording: The user's step as a function of the micro-batch.
+        target: Hardware, ranks and budget; what other slots chose is filled in per candidate.
+        validate: Check every invariant after each pass.
+    """
+
+    def __init__(self, recording: Recording, target: Target, *, validate: bool = True) -> None:
+        self.recording, self.target = recording, target
+        self._validate = validate
+        self._roots: dict[Execution, _Node] = {}
+        self._rows = 0
+        self.n_passes = 0
+        """Passes that were run, not taken from memory."""
+
+    def candidate(self, choice: Choice) -> Candidate | Reason:
+        """`choice` with its program and plans, or why it does not fit."""
+        node = self._node(choice)
+        if isinstance(node.result, Reason):
+            return node.result
+        return Candidate(choice, choice.key(self.target), node.result, node.plans)
+
+    def program(self, choice: Choice) -> Program | Reason:
+        """The program of `choice`, or why it does not fit."""
+        return self._node(choice).result
+
+    def fits(self, technique: Technique, execution: Execution, chosen: Mapping[str, Technique]) -> tuple[Reason | None, bool]:
+        """The verdict of `technique` on the plain program, and whether it depends on what other slots hold."""
+        root = self._root(execution)
+        if isinstance(root.result, Reason):
+            return root.result, False
+        watched = _Watched(chosen)
+        reason = technique.fits(root.result, replace(self.target, chosen=watched, compiled=execution.compile))
+        return reason, any(slot != technique.slot for slot in watched.seen)
+
+    def forget(self) -> None:
+        """Drop all memoised programs."""
+        self._roots.clear()
+        self._rows = 0
+
+    def _node(self, choice: Choice) -> _Node:
+        if self._rows > _MAX_ROWS:
+            self.forget()
+        node = self._root(choice.execution)
+        for slot in PASS_ORDER:
+            technique = choice.technique(slot)
+            if isinstance(node.result, Reason):
+                break
+            if _has_a_say(type(technique)):
+                node = self._next(node, technique, choice)
+        return node
+
+    def _root(self, execution: Execution) -> _Node:
+        if execution not in self._roots:
+            self._roots[execution] = self._keep(_Node(self._plain(execution), {}, {}))
+        return self._roots[execution]
+
+    def _plain(self, execution: Execution) -> Program | Reason:
+        if execution.micro_batch is None:
+            return Reason("the micro-batch is not given", "set execution.micro_batch")
+        if execution.compile:
+            return Reason("compiled steps cannot be recorded yet")
+        step = self.recording.at(execution.micro_batch)
+        if execution.accumulate > 1:
+            step = accumulate_gradients(step)
+        return Program((RankClass(self.target.ranks, step),), execution.micro_batch, execution.accumulate)
+
+    def _next(self, node: _Node, technique: Technique, choice: Choice) -> _Node:
+        known = node.below.setdefault(technique, [])
+        for each in known:
+            if all(choice.chosen.get(slot) == seen for slot, seen in each.seen.items()):
+                return each
+        assert isinstance(node.result, Program)
+        watched = _Watched(choice.chosen)
+        target = replace(self.target, chosen=watched, compiled=choice.execution.compile)
+        result, plan = self._pass(node.result, technique, target)
+        plans = node.plans if plan == NO_PLAN else {**node.plans, technique.slot: plan}
+        known.append(self._keep(_Node(result, plans, watched.seen)))
+        return known[-1]
+
+    def _keep(self, node: _Node) -> _Node:
+        if isinstance(node.result, Program):
+            self._rows += node.result.step.n_ops
+        return node
+
+    def _pass(self, program: Program, technique: Technique, target: Target) -> tuple[Program | Reason, Plan]:
+        reason = technique.fits(program, target)
+        if reason is not None:
+            return reason, NO_PLAN
+        plan = technique.plan(program, target)
+        self.n_passes += 1
+        after = technique.rewrite(program, plan, target)
+        if self._validate and after is not program:
+            for each in after.rank_classes:
+                each.step.validate()
+        return after, plan

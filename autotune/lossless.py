@@ -1,0 +1,159 @@
+"""Is the mean over micro-batches the whole batch? Only then may the search trade micro-batch against accumulation.
+
+The gradients of one batch are held against the mean of those of its two halves. Dropout is switched off, as it draws other
+numbers for a half; everything else is in training mode, so that BatchNorm shows. The test runs in float64 where the
+model allows it, and tolerates half of the digits of the dtype it runs in: gradients are sums, and a sum of n terms in
+another order differs by about √n roundings, which reaches half of the digits only at n = 1/u terms (u: one rounding).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from memtune.batches import map_tensors, split_batch
+from memtune.errors import MemtuneError
+from memtune.technique import Reason
+from memtune.units import format_bytes
+from memtune.workload import Workload
+
+SAMPLES = 4
+_COPIES = 6  # parameters and three gradients, in a dtype up to twice as wide, at the least
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+    torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, torch.native_dropout,
+}  # fmt: skip
+
+Gradients = list[Tensor | None]
+
+
+def batch_is_lossless(workload: Workload, *, parameter_bytes: int = 0) -> Reason | None:
+    """Compares real gradients on the CPU; None, or why the micro-batch must stay what it is.
+
+    Args:
+        workload: The user's model, batch and loss.
+        parameter_bytes: Of the model, to see beforehand whether the comparison fits into host memory; 0 skips that.
+    """
+    needed, free = _COPIES * parameter_bytes, psutil.virtual_memory().available
+    if needed > free:
+        return Reason(
+            f"equal gradients could not be checked: that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = workload.build_model().train()
+        batch = workload.make_batch(SAMPLES)
+        halves = split_batch(batch, 2, SAMPLES)
+        if isinstance(halves, str):
+            return Reason(f"equal gradients could not be checked: {halves}")
+        return _compare(model, workload.loss, batch, halves)
+
+
+def _compare(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, halves: list[Any]) -> Reason | None:
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    dtype = next((each.dtype for each in parameters if each.is_floating_point()), torch.float32)
+    for attempt in dict.fromkeys((torch.float64, dtype)):
+        if attempt is torch.float64:
+            model.double()
+        else:
+            model.to(dtype)
+        cast = _caster(attempt, dtype)
+        try:
+            whole, drew = _gradients(model, loss, map_tensors(batch, cast))
+            parts = [_gradients(model, loss, map_tensors(half, cast))[0] for half in halves]
+        except (MemtuneError, RuntimeError, TypeError, NotImplementedError):
+            if attempt is dtype:
+                raise
+            continue  # the user's code names a narrower dtype; its own will do
+        return _verdict(whole, parts, drew, max(torch.finfo(attempt).eps, _loss_of_digits(attempt, dtype)))
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _caster(attempt: torch.dtype, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Inputs of the model's own dtype follow it; others (float32 images into a bfloat16 model) stay as they are."""
+    return lambda tensor: tensor.to(attempt) if tensor.dtype in (dtype, torch.float32) and attempt is torch.float64 else tensor
+
+
+def _loss_of_digits(attempt: torch.dtype, dtype: torch.dtype) -> float:
+    """User code may still compute a part in float32 (`.float()` before the loss) or narrower than the parameters."""
+    return float(torch.finfo(torch.float32).eps) if attempt is torch.float64 else float(torch.finfo(dtype).eps)
+
+
+def _verdict(whole: Gradients, parts: list[Gradients], drew: bool, unit: float) -> Reason | None:
+    tolerance = math.sqrt(unit)
+    off = scale = against_sum = 0.0
+    for every, *each in zip(whole, *parts, strict=True):
+        zero = next((g for g in (every, *each) if g is not None), None)
+        if zero is None:
+            continue
+        mean = sum((g.double() for g in each if g is not None), torch.zeros_like(zero, dtype=torch.float64)) / len(parts)
+        full = torch.zeros_like(mean) if every is None else every.double()
+        off += float((full - mean).square().sum())
+        against_sum += float((full - len(parts) * mean).square().sum())
+        scale += float(full.square().sum())
+    relative = math.sqrt(off / scale) if scale else 0.0 if off == 0 else math.inf
+    if relative <= tolerance:
+        return None
+    text = f"gradients of a batch differ by {relative:.1%} from the mean of its halves (tolerance {tolerance:.1g})"
+    if scale and math.sqrt(against_sum / scale) <= tolerance:
+        return Reason(f"{text}: the loss is a sum over samples", "return a mean, as in  loss.mean()")
+    cause = (
+        "the step draws random numbers beside dropout"
+        if drew
+        else "BatchNorm, a contrastive loss or a mean over tokens does that"
+    )
+    return Reason(f"{text}: {cause}")
+
+
+def _gradients(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> tuple[Gradients, bool]:
+    """Gradients of one batch, and whether random numbers were drawn; buffers and gradients are left as they were."""
+    buffers = [(each, each.clone()) for each in model.buffers()]
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    with _no_dropout(model):
+        loss(model, batch).backward()  # type: ignore[no-untyped-call]
+    found = [each.grad for each in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return found, not torch.equal(before, torch.random.get_rng_state())
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Functional dropout returns its input; attention drops nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _no_dropout(model: nn.Module) -> Iterator[None]:
+    recurrent = [(each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)]
+    dropouts = [each for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd) and each.training]
+    for module, _ in recurrent:
+        module.dropout = 0.0
+    for module in dropouts:
+        module.eval()
+    try:
+        with _WithoutDropout():
+            yield
+    finally:
+        for module, rate in recurrent:
+            module.dropout = rate
+        for module in dropouts:
+            module.train()

@@ -1,0 +1,244 @@
+"""The search space: which techniques each slot may hold here, which micro-batches divide the global batch, and their product."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from memtune.autotune.candidates import Choice, Rewriter
+from memtune.errors import UsageError
+from memtune.search_spaces import PASS_ORDER, SLOTS, did_you_mean, find, kinds, null
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Exactness, Reason, Technique
+
+ENUMERATE_UP_TO = 50_000
+"""Products up to this size are scored whole; larger ones are sampled."""
+EXECUTION = "execution"
+MICRO_BATCH = "execution.micro_batch"
+_ALIASES = {"batch": EXECUTION, "micro_batch": MICRO_BATCH, "alloc": "allocator", "shard": "sharding"}
+_NULL_WITH_RANKS = Reason("ranks that do not average their gradients train different models", "sharding.states: ddp or fsdp")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the search chooses from: executions, and per slot the techniques (with knobs) that fit, the default first."""
+
+    executions: tuple[Execution, ...]
+    slots: Mapping[str, tuple[Technique, ...]]
+    unfit: Mapping[str, Reason]
+    """Why a technique (`slot: kind`) is not in the space."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of choices, before equal ones are merged and combinations that do not fit are dropped."""
+        return len(self.executions) * math.prod(len(each) for each in self.slots.values())
+
+    def __iter__(self) -> Iterator[Choice]:
+        """Every choice, in the order that lets common prefixes of passes be rewritten once."""
+        for execution, *techniques in itertools.product(self.executions, *self._in_pass_order()):
+            yield Choice.of(execution, {each.slot: each for each in techniques})
+
+    def sample(self, count: int, seed: int) -> list[Choice]:
+        """`count` different choices drawn with `seed`, in pass order; all of them where there are no more."""
+        if count >= self.size:
+            return list(self)
+        axes = [self.executions, *self._in_pass_order()]
+        drawn = random.Random(seed).sample(range(self.size), count)
+        choices = []
+        for index in sorted(drawn):
+            picked: list[Any] = []
+            for axis in reversed(axes):
+                index, here = divmod(index, len(axis))
+                picked.append(axis[here])
+            execution, *techniques = reversed(picked)
+            choices.append(Choice.of(execution, {each.slot: each for each in techniques}))
+        return choices
+
+    def parameters(self, choice: Choice) -> dict[str, Any]:
+        """`choice` as the sampler's parameters: micro-batch, the kind in each slot, the knobs of that kind."""
+        values: dict[str, Any] = {"micro_batch": choice.execution.micro_batch}
+        for slot, techniques in self.slots.items():
+            technique = choice.technique(slot)
+            values[slot] = technique.kind
+            for knob, choices in knob_values(techniques, technique.kind).items():
+                if len(choices) > 1:
+                    values[f"{slot}.{technique.kind}.{knob}"] = getattr(technique, knob)
+        return values
+
+    def _in_pass_order(self) -> list[tuple[Technique, ...]]:
+        return [self.slots[slot] for slot in PASS_ORDER if slot in self.slots]
+
+
+def knob_values(techniques: Iterable[Technique], kind: str) -> dict[str, tuple[Any, ...]]:
+    """The values that the knobs of `kind` take among `techniques`, in order of appearance."""
+    values: dict[str, dict[Any, None]] = {}
+    for technique in techniques:
+        if technique.kind == kind:
+            for name, value in technique.knobs():
+                values.setdefault(name, {})[value] = None
+    return {name: tuple(found) for name, found in values.items()}
+
+
+def variants(technique: type[Technique]) -> tuple[Technique, ...]:
+    """`technique` with every combination of the knob values it calls worth trying, its defaults first."""
+    kind = technique.model_fields["kind"].default
+    default = technique(kind=kind)
+    choices = default.choices()
+    found = {default: None}
+    for values in itertools.product(*choices.values()):
+        try:
+            found[technique(kind=kind, **dict(zip(choices, values, strict=True)))] = None
+        except ValidationError:  # two knobs that exclude each other; each is in the product with another partner
+            continue
+    return tuple(found)
+
+
+def executions(global_batch: int, ranks: int) -> tuple[Execution, ...]:
+    """Every micro-batch × accumulation of `global_batch` over `ranks`, the largest micro-batch first.
+
+    Raises:
+        UsageError: The ranks do not divide the global batch.
+    """
+    if global_batch % ranks:
+        below = global_batch - global_batch % ranks
+        near = f"{below} or {below + ranks}" if below else f"{ranks}"
+        raise UsageError(
+            f"global_batch={global_batch} cannot be shared equally by {ranks} ranks.",
+            fix=f"set global_batch to a multiple of {ranks}, for example {near}",
+            code="MT123",
+        )
+    each = global_batch // ranks
+    return tuple(Execution(micro_batch=size, accumulate=each // size) for size in range(each, 0, -1) if each % size == 0)
+
+
+def build_space(
+    rewriter: Rewriter,
+    global_batch: int,
+    *,
+    axes: tuple[str, ...] = (),
+    freeze: Mapping[str, str] | None = None,
+    batch_frozen: Reason | None = None,
+    allow_lossy: bool = False,
+) -> Space:
+    """The space for one recording and target.
+
+    Args:
+        rewriter: Answers whether a technique fits the plain program.
+        global_batch: Samples per optimizer step over all ranks.
+        axes: Axes or slots that are searched (`recompute`, `offload`, `execution`); empty for all.
+        freeze: Kind by slot, or `micro_batch` by number, that is not searched.
+        batch_frozen: Why the micro-batch may not change, if so.
+        allow_lossy: Whether techniques that change results may be chosen.
+
+    Raises:
+        UsageError: An axis or a technique has no such name, or nothing is left to choose from.
+    """
+    ranks = rewriter.target.ranks
+    frozen = {_slot_named(name): value for name, value in (freeze or {}).items()}
+    searched = {slot for axis in axes for slot in _slots_of(axis)} if axes else {*SLOTS, EXECUTION}
+    notes = [f"micro-batch: frozen, {batch_frozen}"] if batch_frozen else []
+    all_executions = executions(global_batch, ranks)
+    chosen_executions = _executions(all_executions, frozen, EXECUTION in searched and batch_frozen is None)
+
+    unfit: dict[str, Reason] = {}
+    slots: dict[str, tuple[Technique, ...]] = {}
+    for slot in SLOTS:
+        if slot in frozen:
+            techniques = variants(find(slot, frozen[slot]))
+        elif slot in searched:
+            techniques = tuple(each for kind in kinds(slot) for each in variants(find(slot, kind)))
+        else:
+            techniques = _defaults(slot, ranks)
+        kept = _that_fit(techniques, rewriter, chosen_executions, unfit, allow_lossy)
+        if not kept:
+            raise UsageError(
+                f"No technique for {slot} can be used here.",
+                evidence="; ".join(f"{name}: {reason}" for name, reason in unfit.items() if name.startswith(slot)),
+                fix=f"drop --freeze {slot}" if slot in frozen else "add the axis to --axes",
+                code="MT204",
+            )
+        slots[slot] = kept
+    return Space(chosen_executions, slots, unfit, tuple(notes))
+
+
+def _that_fit(
+    techniques: Iterable[Technique],
+    rewriter: Rewriter,
+    among: tuple[Execution, ...],
+    unfit: dict[str, Reason],
+    allow_lossy: bool,
+) -> tuple[Technique, ...]:
+    """The techniques that some execution admits; a verdict that depends on other slots is left to the candidates."""
+    kept: list[Technique] = []
+    for technique in techniques:
+        reason: Reason | None = None
+        if technique == null("sharding.states") and rewriter.target.ranks > 1:
+            reason = _NULL_WITH_RANKS
+        elif technique.exactness is Exactness.LOSSY and not allow_lossy:
+            reason = Reason("it changes results", "allow it with --allow-lossy")
+        else:
+            verdicts = [rewriter.fits(technique, execution, {}) for execution in among]
+            if all(verdict is not None and not depends for verdict, depends in verdicts):
+                reason = verdicts[0][0]
+        if reason is None:
+            kept.append(technique)
+        else:
+            unfit.setdefault(f"{technique.slot}: {technique.kind}", reason)
+    fitting = {f"{each.slot}: {each.kind}" for each in kept}
+    for name in fitting & unfit.keys():  # another setting of its knobs does fit
+        del unfit[name]
+    return tuple(kept)
+
+
+def _executions(every: tuple[Execution, ...], frozen: dict[str, str], searched: bool) -> tuple[Execution, ...]:
+    wanted = frozen.get(MICRO_BATCH)
+    if wanted is None:
+        return every if searched else every[:1]
+    found = tuple(each for each in every if str(each.micro_batch) == wanted)
+    if not found:
+        sizes = [each.micro_batch for each in every if each.micro_batch is not None]
+        near = sorted(sizes, key=lambda size: abs(size - int(wanted) if wanted.isdigit() else size))[:2]
+        raise UsageError(
+            f"micro_batch={wanted} does not divide the {sizes[0]} samples of each rank.",
+            fix=f"nearest: {' or '.join(map(str, sorted(near)))}",
+            code="MT205",
+        )
+    return found
+
+
+def _defaults(slot: str, ranks: int) -> tuple[Technique, ...]:
+    """What a slot holds that is not searched: nothing, but ranks must at least average their gradients."""
+    if slot == "sharding.states" and ranks > 1:
+        return (find(slot, "ddp")(kind="ddp"),)
+    return (null(slot),)
+
+
+def _slots_of(axis: str) -> tuple[str, ...]:
+    name = _ALIASES.get(axis, axis)
+    if name in (EXECUTION, MICRO_BATCH):
+        return (EXECUTION,)
+    found = tuple(slot for slot in SLOTS if slot == name or slot.startswith(name + "."))
+    if not found:
+        known = (EXECUTION, *dict.fromkeys(slot.split(".")[0] for slot in SLOTS), *(slot for slot in SLOTS if "." in slot))
+        raise UsageError(
+            f"There is no axis '{axis}'.{did_you_mean(axis, known)}", evidence=f"Known: {', '.join(known)}.", code="MT201"
+        )
+    return found
+
+
+def _slot_named(name: str) -> str:
+    full = _ALIASES.get(name, name)
+    if full == MICRO_BATCH:
+        return full
+    found = _slots_of(full)
+    if len(found) != 1 or found[0] == EXECUTION:
+        options = ", ".join(found) if found[0] != EXECUTION else "micro_batch"
+        raise UsageError(f"'{name}' holds more than one choice.", fix=f"freeze one of: {options}", code="MT201")
+    return found[0]
