@@ -1,0 +1,253 @@
+"""The ranks of one trial as processes of this machine, below one shim (see `shim.py` for the protocol and its rules)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from memtune.errors import EnvironmentFault
+from memtune.executors import shim
+from memtune.executors.base import Progress, Trial, TrialResult
+from memtune.executors.outcome import Ended
+from memtune.executors.watch import SILENCE_S, Event, Leftovers, Lost, Said, run_watched
+
+WORKER = (sys.executable, "-m", "memtune.executors.worker")
+"""The trial body: one rank."""
+MARKER = "MEMTUNE_GROUP"
+CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which ranks of a trial run on this machine, and where they meet.
+
+    Args:
+        ranks: Global ranks to start here, by local rank.
+        rendezvous: URL at which all ranks meet (`file://…` or `tcp://…`); a fresh file when empty, for one machine.
+        cores: Processor cores that the ranks here share.
+        env: Variables for all ranks here, over the parent's and under the trial's own.
+    """
+
+    ranks: Sequence[int]
+    rendezvous: str = ""
+    cores: int = 1
+    env: Mapping[str, str] | None = None
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def log_path(log_dir: Path, number: int, rank: int) -> Path:
+    """Where the output of one rank of trial `number` is kept."""
+    return log_dir / f"trial-{number:04d}.rank-{rank}.log"
+
+
+def rank_env(trial: Trial, place: Place, local_rank: int, scratch: str, marker: str) -> dict[str, str]:
+    """The whole environment of one rank."""
+    env = {**os.environ, **(place.env or {})}
+    if trial.device == "cpu":
+        env.setdefault("OMP_NUM_THREADS", str(max(1, place.cores // len(place.ranks))))
+    if len(place.ranks) == trial.ranks:
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no listener that others could reach
+    return {
+        **env,
+        "PYTHONUNBUFFERED": "1",  # what was printed before a kill is the evidence
+        "PYTHONFAULTHANDLER": "1",  # stacks on SIGSEGV, and on the SIGABRT that ends a hang
+        **trial.env,
+        "RANK": str(place.ranks[local_rank]),
+        "WORLD_SIZE": str(trial.ranks),
+        "LOCAL_RANK": str(local_rank),
+        "MEMTUNE_RENDEZVOUS": place.rendezvous or f"file://{scratch}/rendezvous",
+        "MEMTUNE_TRIAL_FILE": f"{scratch}/trial.json",
+        MARKER: marker,
+    }
+
+
+class LocalRanks:
+    """Ranks of one trial on this machine; implements `watch.Ranks`.
+
+    Args:
+        trial: What the ranks run; each finds it as JSON in the file named by MEMTUNE_TRIAL_FILE.
+        command: Program and arguments of one rank.
+        log_dir: Existing folder for the output of the ranks.
+        place: Which ranks run here, and where they meet the others.
+
+    Raises:
+        EnvironmentFault: No process can be started, or the folder for temporary files cannot be written.
+    """
+
+    def __init__(self, trial: Trial, command: Sequence[str], log_dir: Path, place: Place) -> None:
+        self.marker = uuid.uuid4().hex
+        self.pending = set(place.ranks)
+        try:
+            self.scratch = tempfile.mkdtemp(prefix="memtune-")
+            Path(self.scratch, "trial.json").write_text(trial.model_dump_json())
+            self.process = start_shim()
+        except OSError as error:
+            fix = "free processes, or space in the folder for temporary files (TMPDIR)"
+            raise EnvironmentFault("A trial cannot be started.", evidence=str(error), fix=fix, code="MT501") from error
+        ranks = [
+            {
+                "rank": rank,
+                "argv": list(command),
+                "env": rank_env(trial, place, local_rank, self.scratch, self.marker),
+                "log": str(log_path(log_dir, trial.number, rank)),
+            }
+            for local_rank, rank in enumerate(place.ranks)
+        ]
+        self._order({"ranks": ranks, "scratch": self.scratch})
+        self._buffer = bytearray()
+        self._read_all = False
+        self._poll = select.poll()
+        self._poll.register(_pipe(self.process.stdout), select.POLLIN)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the shim, and so every process of the trial, has ended and was heard out."""
+        return self._read_all
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """What the ranks said and how they ended since the last call, waiting up to `timeout_s` for the first."""
+        if self._read_all or not self._poll.poll(timeout_s * 1000):
+            return []
+        data = os.read(_pipe(self.process.stdout).fileno(), 1 << 20)
+        self._buffer += data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        found = [event for line in lines if (event := self._event(json.loads(line)))]
+        if not data:
+            self._read_all = True
+            found += [Lost(rank, "was lost: the process that watches over it is gone") for rank in sorted(self.pending)]
+        return found
+
+    def _event(self, told: dict[str, Any]) -> Event | None:
+        if "leftovers" in told:
+            return Leftovers(tuple(told["leftovers"]))
+        rank = told["rank"]
+        if "exit" in told:
+            self.pending.discard(rank)
+            return Ended(rank, told["exit"], told["tail"], told["host_oom"])
+        try:
+            line = json.loads(told["line"])
+        except ValueError:
+            return None  # a stray print into the descriptor
+        return Said(rank, line) if isinstance(line, dict) else None
+
+    def stop(self, *, dump: bool, grace_s: float) -> None:
+        """Ask all processes to end, their stacks first if `dump`; they are killed after the grace."""
+        self._order({"dump": dump, "grace_s": grace_s})
+
+    def _order(self, order: dict[str, Any]) -> None:
+        # A shim that is gone is noticed by the end of its events.
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            stream = _pipe(self.process.stdin)
+            stream.write(json.dumps(order).encode() + b"\n")
+            stream.flush()
+
+    def close(self) -> None:
+        """Kill what is left, and return when nothing is."""
+        end_shim(self.process)
+        if self.process.returncode != 0:
+            shim.kill_marked(f"{MARKER}={self.marker}")
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def start_shim() -> subprocess.Popen[bytes]:
+    """A shim that waits for its spec; in its own session, so that Ctrl-C in the terminal does not reach it."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(shim.__file__).resolve())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def end_shim(process: subprocess.Popen[bytes]) -> None:
+    """Close the pipes of a shim, upon which it kills all below it and ends; kill it if it cannot."""
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            _pipe(stream).close()
+    try:
+        process.wait(CLOSE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    if stream is None:
+        raise ValueError("the shim was started without pipes")
+    return stream
+
+
+def make_log_dir(log_dir: Path | str | None) -> Path:
+    """The folder for the output of trials, created if missing; a fresh temporary one when None.
+
+    Raises:
+        EnvironmentFault: It cannot be written.
+    """
+    path = Path(log_dir) if log_dir is not None else Path(tempfile.mkdtemp(prefix="memtune-logs-"))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".{os.getpid()}-{time.monotonic_ns()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        fix = "name a folder that you may write"
+        raise EnvironmentFault(f"Logs cannot be written to {path}.", evidence=str(error), fix=fix, code="MT502") from error
+    return path
+
+
+def run_group(
+    trial: Trial,
+    command: Sequence[str] = WORKER,
+    *,
+    log_dir: Path | str,
+    cores: int | None = None,
+    env: Mapping[str, str] | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    cancelled: threading.Event | None = None,
+    silence_s: float = SILENCE_S,
+) -> TrialResult | None:
+    """Run `trial` in fresh processes of this machine, one a rank, and wait for what comes of it.
+
+    Args:
+        trial: What to run; all of its ranks run here.
+        command: Program and arguments of one rank.
+        log_dir: Folder for the output of the ranks (`log_path`).
+        cores: Processor cores that the ranks share, all usable ones when None.
+        env: Variables over the parent's, such as CUDA_VISIBLE_DEVICES.
+        on_progress: Called with every sign of life of rank 0.
+        cancelled: Set it from another thread to end the trial.
+        silence_s: Once steps are made, a rank silent for longer than this and than 20 steps has hung.
+
+    Returns:
+        The result, or None when `cancelled` was set. No process of the trial is left in either case.
+
+    Raises:
+        EnvironmentFault: The machine allows no process, no temporary file or no log.
+    """
+    folder = make_log_dir(log_dir)
+    place = Place(range(trial.ranks), cores=cores or usable_cores(), env=env)
+    return run_watched(
+        trial,
+        lambda: LocalRanks(trial, command, folder, place),
+        on_progress=on_progress,
+        cancelled=cancelled or threading.Event(),
+        silence_s=silence_s,
+    )

@@ -1,0 +1,61 @@
+"""Trials in child processes of this machine: no cluster, no port, any number of ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memtune.executors.base import Progress, Trial, TrialResult
+from memtune.executors.group import WORKER, make_log_dir, run_group, usable_cores
+from memtune.executors.pool import PoolExecutor
+from memtune.executors.watch import SILENCE_S
+
+
+class LocalExecutor(PoolExecutor):
+    """Runs each trial in fresh child processes below a shim of its own.
+
+    Args:
+        slots: How many trials run at the same time; they share the processor cores evenly.
+        log_dir: Folder for the output of the ranks; a fresh temporary one when None.
+        gpus: Ids (as in CUDA_VISIBLE_DEVICES) that the slots share evenly; empty leaves the choice to the trial.
+        command: Program and arguments of one rank.
+        silence_s: Once steps are made, a rank silent for longer than this and than 20 steps has hung.
+
+    Raises:
+        EnvironmentFault: The folder for logs cannot be written.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        slots: int = 1,
+        *,
+        log_dir: Path | str | None = None,
+        gpus: Sequence[str] = (),
+        command: Sequence[str] = WORKER,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self.log_dir = make_log_dir(log_dir)
+        self._gpus, self._command, self._silence_s = tuple(gpus), tuple(command), silence_s
+        super().__init__(slots)
+
+    def _run(
+        self, trial: Trial, slot: int, on_progress: Callable[[Progress], None], cancelled: threading.Event
+    ) -> TrialResult | None:
+        share = len(self._gpus) // self.slots
+        mine = self._gpus[slot * share : (slot + 1) * share]
+        if self._gpus and trial.device == "cuda" and len(mine) < trial.ranks:
+            reason = f"needs {trial.ranks} GPUs; each of the {self.slots} slots has {share}"
+            return TrialResult(number=trial.number, status="unfit", reason=reason)
+        return run_group(
+            trial,
+            self._command,
+            log_dir=self.log_dir,
+            cores=max(1, usable_cores() // self.slots),
+            env={"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else None,
+            on_progress=on_progress,
+            cancelled=cancelled,
+            silence_s=self._silence_s,
+        )

@@ -1,0 +1,174 @@
+"""From what the ranks said and how they ended to one TrialResult: pure functions of plain data."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from memtune.executors.base import Status, Trial, TrialResult
+
+TAIL_LINES, REASON_CHARS = 40, 400
+_HINTS = {
+    signal.SIGBUS: "a bus error often means that /dev/shm is full",
+    signal.SIGILL: "native code that this processor cannot run",
+    signal.SIGXCPU: "a limit on processor time",
+}
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
+
+
+class RankRecord(BaseModel):
+    """What one rank reports at its end; checked, because it comes from a process that runs the user's code."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    status: Status
+    reason: str = ""
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    step_s_all: list[float] = []
+    losses: list[float] = []
+    gradients_sha256: str | None = None
+    memory_by_kind: dict[str, int] = {}
+    audit: dict[str, Any] = {}
+    link_bytes: dict[str, int] = {}
+    samples_per_step: int | None = None
+    """Samples of one optimizer step over all ranks, for the throughput; the trial's `global_batch` when None."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's process is gone."""
+
+    rank: int
+    code: int
+    """Exit code, or minus the number of the signal that ended it."""
+    tail: str = ""
+    """The end of its output."""
+    host_oom: bool = False
+    """The kernel killed for lack of host memory, or next to none was left."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a trial did not end well: the rank at fault, and what is known of it."""
+
+    rank: int
+    status: Status
+    reason: str
+    record: RankRecord | None = None
+    lost: bool = False
+    """Ended from outside: worth another try in fresh processes."""
+    root: bool = False
+    """Cannot be the mere echo of another rank's failure, as a broken connection is."""
+
+
+def read_record(rank: int, raw: object) -> RankRecord | Failure:
+    """The checked record of `rank`, or the failure that its malformed report is."""
+    try:
+        return RankRecord.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the record"
+        return Failure(rank, "crash", f"reported a result that cannot be read: {where}: {first['msg']}")
+
+
+def failure_of_record(rank: int, record: RankRecord) -> Failure | None:
+    """The failure a rank reports itself, None where its record is good."""
+    if record.status == "ok":
+        return None
+    return Failure(rank, record.status, record.reason or record.status, record, root=record.status == "oom")
+
+
+def failure_of_end(ended: Ended) -> Failure:
+    """What it means that a rank ended before it gave a result."""
+    if ended.code >= 0:
+        said = last_line(ended.tail) or "nothing was printed"
+        if ended.code == 0:
+            said = f"does model.py end the process? Last line: {said}"
+        return Failure(ended.rank, "crash", f"ended with exit code {ended.code} before its result: {said}")
+    number = -ended.code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if ended.host_oom:
+        reason = f"was killed ({name}) when the memory of the host had run out"
+        return Failure(ended.rank, "crash", reason, root=True)
+    if number in _FROM_OUTSIDE:
+        return Failure(ended.rank, "crash", f"was ended from outside ({name})", lost=True, root=True)
+    hint = _HINTS.get(signal.Signals(number)) if number in set(signal.Signals) else None
+    return Failure(ended.rank, "crash", f"was ended by {name}" + (f": {hint}" if hint else ""), root=True)
+
+
+def choose(failures: Iterable[Failure]) -> Failure:
+    """The failure to show: the first in order of arrival, one that cannot be an echo before all others."""
+    return min(failures, key=lambda failure: not failure.root)
+
+
+def last_line(text: str) -> str:
+    """The last line of `text` that says something."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def shorten(text: str, lines: int = TAIL_LINES) -> str:
+    """The last `lines` lines of `text`."""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def failed(trial: Trial, failure: Failure, tail: str, wall_s: float) -> TrialResult:
+    """The result of a trial that `failure` ended; peaks are those of the rank at fault, where it knew them."""
+    who = f"rank {failure.rank} " if failure.record is None else f"rank {failure.rank}: " if trial.ranks > 1 else ""
+    record = failure.record or RankRecord(status=failure.status)
+    return TrialResult(
+        number=trial.number,
+        status=failure.status,
+        reason=(who + " ".join(failure.reason.split()))[:REASON_CHARS],
+        log_tail=shorten(tail),
+        peak_allocated_bytes=record.peak_allocated_bytes,
+        peak_reserved_bytes=record.peak_reserved_bytes,
+        host_peak_bytes=record.host_peak_bytes,
+        memory_by_kind=record.memory_by_kind,
+        losses=record.losses,
+        audit=record.audit,
+        wall_s=wall_s,
+    )
+
+
+def merge(trial: Trial, records: Mapping[int, RankRecord], wall_s: float, leftovers: Sequence[str] = ()) -> TrialResult:
+    """One result from the good records of all ranks.
+
+    Peaks are the largest over ranks, each step takes as long as on its slowest rank, losses are global already and
+    come from rank 0, the split of memory is that of the heaviest rank, and bytes on links are those of the busiest.
+    """
+    ranks = [records[rank] for rank in sorted(records)]
+    first, heaviest = ranks[0], max(ranks, key=lambda record: record.peak_allocated_bytes or 0)
+    steps_s = [max(times) for times in zip(*(record.step_s_all for record in ranks), strict=False)]
+    step_s = statistics.median(steps_s) if steps_s else None
+    samples = first.samples_per_step or trial.global_batch
+    audit = dict(first.audit)
+    if leftovers:
+        audit["killed_leftovers"] = list(leftovers)
+    links = {link for record in ranks for link in record.link_bytes}
+    return TrialResult(
+        number=trial.number,
+        status="ok",
+        peak_allocated_bytes=_largest(record.peak_allocated_bytes for record in ranks),
+        peak_reserved_bytes=_largest(record.peak_reserved_bytes for record in ranks),
+        host_peak_bytes=_largest(record.host_peak_bytes for record in ranks),
+        step_s=step_s,
+        step_s_all=steps_s,
+        samples_per_s=samples / step_s if samples and step_s else None,
+        losses=first.losses,
+        gradients_sha256=next((record.gradients_sha256 for record in ranks if record.gradients_sha256), None),
+        memory_by_kind=heaviest.memory_by_kind,
+        audit=audit,
+        link_bytes={link: max(record.link_bytes.get(link, 0) for record in ranks) for link in sorted(links)},
+        wall_s=wall_s,
+    )

@@ -1,0 +1,255 @@
+"""Watches the ranks of a running trial, wherever they run, and decides when and how the trial has ended.
+
+Rules:
+1. The first failure ends the trial for all ranks; a short while is left for the evidence of others, because a rank
+   that sees its peer vanish may be heard before the peer's death is.
+2. A rank that is done has given its record. How its process ends afterwards changes nothing, and may not take long.
+3. No trial outlives its deadline. Once steps are being made, silence of many steps' length is a hang already.
+4. What was ended from outside is tried once more in fresh processes; all else would end the same way again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from memtune.executors.base import Progress, Trial, TrialResult
+from memtune.executors.outcome import (
+    Ended,
+    Failure,
+    RankRecord,
+    choose,
+    failed,
+    failure_of_end,
+    failure_of_record,
+    merge,
+    read_record,
+)
+
+SETTLE_S, EXIT_S, GRACE_S, SILENCE_S, SILENT_STEPS = 0.2, 5.0, 5.0, 60.0, 20
+
+
+@dataclass(frozen=True)
+class Said:
+    """A line that a rank reported."""
+
+    rank: int
+    line: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What holds a rank is gone, and the rank with it."""
+
+    rank: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """Processes that outlived their ranks and were killed."""
+
+    names: tuple[str, ...]
+
+
+Event = Said | Ended | Lost | Leftovers
+
+
+class Ranks(Protocol):
+    """The running processes of one trial."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether all processes have ended and all events were handed out."""
+        ...
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """What has happened since the last call, waiting up to `timeout_s` for the first."""
+        ...
+
+    def stop(self, *, dump: bool, grace_s: float) -> None:
+        """Ask all processes to end: their stacks first if `dump`, TERM, then KILL after the grace. Returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Kill what is left and return when nothing is; may be called twice."""
+        ...
+
+
+@dataclass
+class _Rank:
+    heard_s: float
+    stage: str = "starting"
+    step_heard_s: float | None = None
+    record: RankRecord | None = None
+    ended: bool = False
+    tail: str = ""
+
+    @property
+    def pending(self) -> bool:
+        return self.record is None and not self.ended
+
+
+@dataclass
+class Watch:
+    """All that is known of a running trial; times are those of the monotonic clock."""
+
+    trial: Trial
+    start_s: float
+    silence_s: float = SILENCE_S
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    failed_s: float | None = None
+    recorded_s: float | None = None
+    longest_step_s: float = 0.0
+    hung: bool = False
+    decided: bool = False
+    """From here on ranks end because they were told to; what they say last is kept, but is no failure."""
+
+    def __post_init__(self) -> None:
+        self.ranks = {rank: _Rank(self.start_s) for rank in range(self.trial.ranks)}
+
+    def take(self, event: Event, now_s: float) -> Progress | None:
+        """Note an event; a stage of the first rank is news for people."""
+        match event:
+            case Leftovers():
+                self.leftovers += event.names
+            case Lost():
+                self._end(event.rank, Failure(event.rank, "crash", event.what, lost=True, root=True), now_s)
+            case Ended():
+                self.ranks[event.rank].tail = event.tail
+                self._end(event.rank, failure_of_end(event), now_s)
+            case Said():
+                return self._hear(event, now_s)
+        return None
+
+    def _end(self, rank: int, failure: Failure, now_s: float) -> None:
+        state = self.ranks[rank]
+        if state.pending:
+            self._fail(failure, now_s)
+        state.ended = True
+
+    def _fail(self, failure: Failure, now_s: float) -> None:
+        if not self.decided:
+            self.failures.append(failure)
+        self.failed_s = self.failed_s or now_s
+
+    def _hear(self, said: Said, now_s: float) -> Progress | None:
+        state, line = self.ranks[said.rank], said.line
+        state.heard_s = now_s
+        if "result" in line and state.record is None:
+            record = read_record(said.rank, line["result"])
+            failure = record if isinstance(record, Failure) else failure_of_record(said.rank, record)
+            state.record = RankRecord(status="crash") if isinstance(record, Failure) else record
+            if failure:
+                self._fail(failure, now_s)
+            if all(other.record for other in self.ranks.values()):
+                self.recorded_s = now_s
+        elif isinstance(stage := line.get("stage"), str):
+            state.stage = stage
+            if stage.startswith("step"):
+                self.longest_step_s = max(self.longest_step_s, now_s - (state.step_heard_s or now_s))
+                state.step_heard_s = now_s
+            device_bytes = line.get("device_bytes")
+            if said.rank == 0:
+                size = device_bytes if isinstance(device_bytes, int) else None
+                return Progress(number=self.trial.number, stage=stage, device_bytes=size)
+        return None
+
+    def over(self, now_s: float) -> bool:
+        """Whether nothing more is to be waited for; a hang is noticed here."""
+        if self.failed_s is not None:
+            return now_s >= self.failed_s + SETTLE_S or not any(state.pending for state in self.ranks.values())
+        if self.recorded_s is not None:
+            return now_s >= self.recorded_s + EXIT_S
+        quiet = [state for state in self.ranks.values() if state.pending]
+        if not quiet:
+            return False
+        # The rank that stopped first is the one at fault; those that wait for it were heard later.
+        first = min(range(self.trial.ranks), key=lambda rank: (not self.ranks[rank].pending, self.ranks[rank].heard_s))
+        state, limit_s = self.ranks[first], max(self.silence_s, SILENT_STEPS * self.longest_step_s)
+        who = "stopped first" if len(quiet) > 1 else "was last heard"
+        if now_s >= self.start_s + self.trial.deadline_s:
+            reason = f"{who} at '{state.stage}'; the trial was not done after its {self.trial.deadline_s:g} s"
+        elif state.step_heard_s is not None and now_s >= state.heard_s + limit_s:
+            reason = f"{who} at '{state.stage}' and gave no sign of life for {now_s - state.heard_s:.0f} s"
+        else:
+            return False
+        self.hung = True
+        self._fail(Failure(first, "timeout", reason), now_s)
+        return True
+
+    @property
+    def lost(self) -> bool:
+        """Whether another try is worth it (Rule 4)."""
+        return bool(self.failures) and choose(self.failures).lost
+
+    def result(self, now_s: float) -> TrialResult:
+        """What came of it, once it is over."""
+        wall_s = now_s - self.start_s
+        if self.failures:
+            failure = choose(self.failures)
+            return failed(self.trial, failure, self.ranks[failure.rank].tail, wall_s)
+        records = {rank: state.record for rank, state in self.ranks.items() if state.record}
+        return merge(self.trial, records, wall_s, self.leftovers)
+
+
+def attempt(
+    trial: Trial,
+    start: Callable[[], Ranks],
+    on_progress: Callable[[Progress], None],
+    cancelled: threading.Event,
+    silence_s: float,
+) -> Watch | None:
+    """Start the ranks once and watch them to their end; None when `cancelled` was set meanwhile. Nothing is left running."""
+    watch = Watch(trial, time.monotonic(), silence_s)
+    on_progress(Progress(number=trial.number, stage="starting"))
+    ranks = start()
+    try:
+        while not ranks.gone and not watch.over(time.monotonic()):
+            if cancelled.is_set():
+                return None
+            _take_all(watch, ranks, 0.1, on_progress)
+        watch.decided = True
+        # The ends of the others bring the tails of their output, the stacks of a hang among them.
+        ranks.stop(dump=watch.hung, grace_s=GRACE_S if watch.hung else 0.0)
+        stop_s = time.monotonic() + 2 * GRACE_S
+        while not ranks.gone and time.monotonic() < stop_s:
+            _take_all(watch, ranks, 0.1, lambda _: None)
+    finally:
+        ranks.close()
+    return watch
+
+
+def _take_all(watch: Watch, ranks: Ranks, timeout_s: float, on_progress: Callable[[Progress], None]) -> None:
+    for event in ranks.events(timeout_s):
+        if progress := watch.take(event, time.monotonic()):
+            on_progress(progress)
+
+
+def run_watched(
+    trial: Trial,
+    start: Callable[[], Ranks],
+    *,
+    on_progress: Callable[[Progress], None],
+    cancelled: threading.Event,
+    silence_s: float = SILENCE_S,
+) -> TrialResult | None:
+    """Run `trial` on the ranks that `start` starts, once more in fresh ones if they were ended from outside.
+
+    Returns:
+        What came of it, or None when `cancelled` was set meanwhile.
+    """
+    begin_s = time.monotonic()
+    watch = attempt(trial, start, on_progress, cancelled, silence_s)
+    retried = watch is not None and watch.lost and not cancelled.is_set()
+    if retried:
+        watch = attempt(trial, start, on_progress, cancelled, silence_s)
+    if watch is None:
+        return None
+    now_s = time.monotonic()
+    return watch.result(now_s).model_copy(update={"retried": retried, "wall_s": now_s - begin_s})

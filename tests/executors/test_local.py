@@ -1,0 +1,116 @@
+"""The local executor: several trials at once, cancelling, closing, and the death of the driver."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from memtune.errors import EnvironmentFault
+from memtune.executors.base import Executor, TrialResult
+from memtune.executors.local import LocalExecutor
+
+DRIVER = """
+import sys
+from memtune.executors.base import Trial
+from memtune.executors.local import LocalExecutor
+executor = LocalExecutor(2, log_dir=sys.argv[1], command=sys.argv[4:])
+for number in (1, 2):
+    executor.submit(Trial.model_validate_json(sys.argv[1 + number]))
+for event in executor.wait(1000):
+    pass
+if sys.stdin.readline() == "raise\\n":
+    raise SystemExit(7)
+list(executor.wait(1000))
+"""
+
+
+def finish(executor, patience_s=20):
+    """All results until nothing runs."""
+    results, stop = [], time.monotonic() + patience_s
+    while executor._tickets and time.monotonic() < stop:
+        results += [event for event in executor.wait(0.2) if isinstance(event, TrialResult)]
+    return sorted(results, key=lambda result: result.number)
+
+
+@pytest.fixture
+def executor(ground):
+    executor = LocalExecutor(2, log_dir=ground.logs, command=ground.command)
+    yield executor
+    executor.close()
+
+
+def test_trials_run_side_by_side_and_in_turn(ground, executor):
+    as_executor: Executor = executor
+    for number in range(4):
+        as_executor.submit(ground.trial("exit_three" if number == 2 else "well", number=number))
+    assert [result.status for result in finish(executor)] == ["ok", "ok", "crash", "ok"]
+    assert list(executor.wait(0.01)) == []
+
+
+def test_cancel_ends_the_processes_and_yields_nothing(ground, executor):
+    executor.submit(ground.trial("sleep_long", number=1))
+    pid = ground.pid("rank-0")
+    executor.submit(ground.trial("well", number=2))
+    executor.cancel(1)
+    assert not ground.alive(pid)
+    assert [result.number for result in finish(executor)] == [2]
+
+
+def test_cancel_before_the_start(ground):
+    executor = LocalExecutor(1, log_dir=ground.logs, command=ground.command)
+    executor.submit(ground.trial("sleep_long", number=1))
+    executor.submit(ground.trial("well", number=2))
+    executor.cancel(2)
+    executor.cancel(99)
+    ground.pid("rank-0")
+    executor.close()
+    executor.close()
+    assert not [event for event in executor.wait(0) if isinstance(event, TrialResult)]
+    assert ground.left() == []
+    with pytest.raises(ValueError, match="closed"):
+        executor.submit(ground.trial("well", number=3))
+
+
+def test_slots_share_the_gpus(ground):
+    executor = LocalExecutor(2, log_dir=ground.logs, command=ground.command, gpus=("0", "1", "2", "3"))
+    executor.submit(ground.trial("well", ranks=3).model_copy(update={"device": "cuda"}))
+    [result] = finish(executor)
+    executor.close()
+    assert (result.status, result.reason) == ("unfit", "needs 3 GPUs; each of the 2 slots has 2")
+
+
+def test_unwritable_log_folder_is_found_at_once(ground):
+    (ground.path / "file").touch()
+    with pytest.raises(EnvironmentFault, match="Logs cannot be written"):
+        LocalExecutor(log_dir=ground.path / "file" / "logs")
+
+
+def drive(ground):
+    trials = [ground.trial("daemon_then_sleep", 1), ground.trial("sleep_long", 2, ranks=2)]
+    arguments = [str(ground.logs), *(trial.model_dump_json() for trial in trials), *ground.command]
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, *arguments], stdin=subprocess.PIPE, text=True)
+    for name in ("daemon", "rank-0", "rank-1"):
+        ground.pid(name)
+    assert len(ground.left()) >= 6  # the driver, two shims, three ranks, a daemon
+    return driver
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_a_killed_driver(ground, number):
+    driver = drive(ground)
+    driver.send_signal(number)
+    driver.wait()
+    ground.until(lambda: not ground.left(), 10)
+    assert not list(Path(ground.path).glob("memtune-*"))
+
+
+def test_nothing_outlives_a_driver_that_forgets_to_close(ground):
+    driver = drive(ground)
+    driver.communicate("raise\n")
+    assert driver.returncode == 7
+    assert ground.left() == []

@@ -1,0 +1,47 @@
+"""How ends and records of ranks become one result."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from memtune.executors.base import Trial
+from memtune.executors.outcome import Ended, Failure, RankRecord, choose, failure_of_end, merge
+from memtune.executors.shim import free_memory, oom_kills
+
+
+@pytest.mark.parametrize(
+    ("code", "host_oom", "reason", "lost"),
+    [
+        (-signal.SIGKILL, False, "was ended from outside (SIGKILL)", True),
+        (-signal.SIGKILL, True, "was killed (SIGKILL) when the memory of the host had run out", False),
+        (-signal.SIGTERM, False, "was ended from outside (SIGTERM)", True),
+        (-signal.SIGBUS, False, "was ended by SIGBUS: a bus error often means that /dev/shm is full", False),
+        (-signal.SIGABRT, False, "was ended by SIGABRT", False),
+        (-40, False, "was ended by signal 40", False),
+        (1, False, "ended with exit code 1 before its result: nothing was printed", False),
+    ],
+)
+def test_ends(code, host_oom, reason, lost):
+    failure = failure_of_end(Ended(0, code, host_oom=host_oom))
+    assert (failure.reason, failure.lost) == (reason, lost)
+
+
+def test_echoes_do_not_hide_the_cause():
+    echo, second, cause = Failure(0, "crash", "peer gone"), Failure(2, "crash", "too"), Failure(1, "oom", "5 GiB", root=True)
+    assert choose([echo, second, cause]) is cause
+    assert choose([echo, second]) is echo
+
+
+def test_throughput_counts_all_ranks():
+    trial = Trial(number=1, workload="m.py", config={}, ranks=2, global_batch=8)
+    records = {rank: RankRecord(status="ok", step_s_all=[1.0, 2.0 + rank, 3.0]) for rank in range(2)}
+    assert merge(trial, records, 1.0).samples_per_s == pytest.approx(8 / 3)
+    records[0] = records[0].model_copy(update={"samples_per_step": 6})
+    assert merge(trial, records, 1.0).samples_per_s == pytest.approx(2)
+
+
+def test_memory_of_the_host_is_read():
+    assert 0 < free_memory() <= 1
+    assert oom_kills() >= 0
