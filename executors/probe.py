@@ -1,4 +1,4 @@
-"""A first look at `model.py` in a process of its own, so that a file that trains, exits, hangs or crashes on import costs nothing.
+"""A first look at `model.py` in a process of its own, so that a file that trains, exits or crashes on import costs nothing.
 
 Rules, for parent and child:
 

@@ -1,6 +1,5 @@
 """batch() returns lists of numbers."""
 
-import torch
 from torch import nn
 
 

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-
 global_batch = "32"
 
 

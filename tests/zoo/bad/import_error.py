@@ -1,7 +1,7 @@
 """Imports a module that is not installed, at line 4."""
 
-import torch  # noqa: F401
 import no_such_module_for_memtune
+import torch  # noqa: F401
 
 
 def model():
