@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -55,8 +55,9 @@ class Tracer(TorchDispatchMode):
         self._producer: list[int] = []
         self._held: list[int] = []
         self._uses: list[tuple[int, int, int]] = []
-        self._saves: list[list[int]] = []  # storage, before, until, used until, block
+        self._saves: list[list[int]] = []  # storage, before, until, used until, block, is output
         self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for stand-ins
+        self._sequence = -1  # autograd's counter when the last op ran
         self._row_of: dict[int, int] = {}  # stand-in's storage address -> row of _saves
         self._modules: dict[str, int] = {"": 0}
         self._module_names = {id(module): name for name, module in model.named_modules()}
@@ -64,6 +65,7 @@ class Tracer(TorchDispatchMode):
         self._stack: list[tuple[int, int]] = [(0, -1)]
         self._node_owner: dict[int, tuple[int, int]] = {}  # autograd sequence number -> (module, block)
         self._parameters: list[Parameter] = []
+        self._inputs: dict[tuple[int, int], None] = {}  # (block, storage) of the blocks' arguments, in order
         self._ready: dict[int, int] = {}  # gradient storage -> op after which it was in place
 
     # -- what exists before the step ---------------------------------------------------------------------------------
@@ -141,6 +143,7 @@ class Tracer(TorchDispatchMode):
         if not fresh and not mutated:
             return  # a view, or a read-out
         name = str(func)
+        self._sequence = sequence + 1
         op = len(self._ops)
         reads = [self._register(t, Kind.BUFFER) for t in inputs]
         for storage in dict.fromkeys(reads):
@@ -217,7 +220,9 @@ class Tracer(TorchDispatchMode):
                 return tensor
             row = len(self._saves)
             block = self._stack[-1][1]
-            self._saves.append([index, len(self._ops), -1, -1, block])
+            # An op saves its inputs after its autograd node is made and before it runs, its outputs after it has run.
+            is_output = torch._C._autograd._get_sequence_nr() == self._sequence
+            self._saves.append([index, len(self._ops), -1, -1, block, int(is_output)])
             return self._stand_in_for(tensor, row, column=2)
         finally:
             self._paused -= 1
@@ -258,13 +263,25 @@ class Tracer(TorchDispatchMode):
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with contextlib.ExitStack() as stack:
             landed = [p.register_post_accumulate_grad_hook(self._landed) for p in self._model.parameters() if p.requires_grad]
-            for handle in (enter, leave, before, *landed):
+            called = [
+                self._model.get_submodule(name).register_forward_pre_hook(self._called(i), with_kwargs=True, prepend=True)
+                for i, name in enumerate(self._blocks)
+            ]
+            for handle in (enter, leave, before, *landed, *called):
                 stack.callback(handle.remove)
             stack.enter_context(_watch_resizes(self))
             if self._stand_ins:
                 stack.enter_context(saved)
             stack.enter_context(self)
             yield self
+
+    def _called(self, block: int) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self._inputs[block, self._register(_local(tensor), Kind.BUFFER)] = None
+
+        return note
 
     def _landed(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -298,7 +315,7 @@ class Tracer(TorchDispatchMode):
         ops = list(zip(*self._ops, strict=True)) if self._ops else [()] * 10
         names = {name: i for i, name in enumerate(dict.fromkeys(ops[0]))}
         uses = np.asarray(self._uses, np.int32).reshape(-1, 3)
-        saves = np.asarray(self._saves, np.int32).reshape(-1, 5)
+        saves = np.asarray(self._saves, np.int32).reshape(-1, 6)
         n_ops = len(self._ops)
         ready = np.full(len(self._bytes), -1, np.int32)
         ready[list(self._ready)] = list(self._ready.values())
@@ -333,7 +350,10 @@ class Tracer(TorchDispatchMode):
             save_before=saves[:, 1],
             save_until=until,
             save_used_until=np.where(saves[:, 3] < 0, until, saves[:, 3]).astype(np.int32),
+            save_is_output=saves[:, 5].astype(np.uint8),
             save_block=saves[:, 4],
+            input_block=np.asarray([block for block, _ in self._inputs], np.int32),
+            input_storage=np.asarray([storage for _, storage in self._inputs], np.int32),
             landing=np.asarray(list(self._ready), np.int32),
         )
         step.validate()

@@ -32,7 +32,7 @@ class Edit:
         self.use_op, self.use_storage, self.use_mutates = step.use_op.copy(), step.use_storage.copy(), step.use_mutates.copy()
         self.save_storage, self.save_before = step.save_storage.copy(), step.save_before.copy()
         self.save_until, self.save_used_until = step.save_until.copy(), step.save_used_until.copy()
-        self.save_block = step.save_block.copy()
+        self.save_block, self.save_is_output = step.save_block.copy(), step.save_is_output.copy()
         self.held_until, self.ready_after = step.held_until.copy(), step.ready_after.copy()
         self._drop_uses = np.zeros(len(step.use_op), bool)
         self._drop_saves = np.zeros(len(step.save_storage), bool)
@@ -40,6 +40,7 @@ class Edit:
         self._more_uses: list[tuple[I32, I32, npt.NDArray[np.uint8]]] = []
         self._more_held: list[I32] = []
         self._releases: list[tuple[I32, I32]] = []
+        self._holds: list[tuple[I32, I32]] = []
 
     def _keys(self, anchor: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64]:
         keys = anchor + _NUDGE * np.arange(self._insertions, self._insertions + n)
@@ -122,6 +123,7 @@ class Edit:
         self.save_until = np.concatenate([self.save_until, until]).astype(np.int32)
         self.save_used_until = np.concatenate([self.save_used_until, until]).astype(np.int32)
         self.save_block = np.concatenate([self.save_block, block]).astype(np.int32)
+        self.save_is_output = np.concatenate([self.save_is_output, np.zeros(len(storages), np.uint8)])
         self._drop_saves = np.concatenate([self._drop_saves, np.zeros(len(storages), bool)])
 
     def copy_ops(self, ops: I32, before: I32, phase: Phase, end_of: I32) -> tuple[I32, I32]:
@@ -164,10 +166,9 @@ class Edit:
         new_storage[made] = rows
 
         copied = new_op[step.use_op] >= 0
-        storages = step.use_storage[copied]
-        self._more_uses.append(
-            (new_op[step.use_op[copied]], np.where(new_storage[storages] >= 0, new_storage[storages], storages), step.use_mutates[copied])
-        )
+        storages, readers = step.use_storage[copied], step.use_op[copied]
+        same_group = (new_storage[storages] >= 0) & (group_end[step.producer[storages]] == group_end[readers])
+        self._more_uses.append((new_op[readers], np.where(same_group, new_storage[storages], storages), step.use_mutates[copied]))
         return new_op, new_storage
 
     # -- changes and removals ------------------------------------------------------------------------------------------
@@ -175,6 +176,10 @@ class Edit:
     def let_go_before(self, storages: I32, ops: I32) -> None:
         """Python lets go of `storages[i]` just before op `ops[i]` runs (and not earlier than it already did)."""
         self._releases.append((storages, ops))
+
+    def hold_through(self, storages: I32, ops: I32) -> None:
+        """Python holds `storages[i]` at least until op `ops[i]` has run; the op may be a new one."""
+        self._holds.append((storages, ops))
 
     def drop_ops(self, rows: npt.NDArray[np.bool_]) -> None:
         """Remove original ops with all their uses; the storages they made must have no other use."""
@@ -208,6 +213,8 @@ class Edit:
         held = np.where((held < 0) | (held == FOREVER), held, position_or_before[np.clip(held, 0, self.n_ops - 1)])
         for storages, ops in self._releases:
             np.maximum.at(held, storages, position[ops] - 1)
+        for storages, ops in self._holds:  # what is held FOREVER stays so: no position is larger
+            np.maximum.at(held, storages, position[ops])
         columns["held_until"] = held.astype(np.int32)
         ready = np.concatenate([self.ready_after, np.full(self.n_storages - len(self.ready_after), -1, np.int32)])
         columns["ready_after"] = np.where(ready < 0, -1, position_or_before[np.clip(ready, 0, self.n_ops - 1)]).astype(np.int32)
@@ -241,7 +248,9 @@ class Edit:
             save_until=position_or_before[np.clip(self.save_until[kept], 0, self.n_ops - 1)],
             save_used_until=position_or_before[np.clip(self.save_used_until[kept], 0, self.n_ops - 1)],
             save_block=self.save_block[kept],
+            save_is_output=self.save_is_output[kept],
             landing=renumber[self._step.landing],
+            input_storage=renumber[self._step.input_storage],
         )
 
     def _positions_before(self, keys: npt.NDArray[np.float64], order: npt.NDArray[np.intp]) -> I32:

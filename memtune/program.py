@@ -130,7 +130,11 @@ class Step:
     save_before: I32  # (v,) the pack call came just before this op of the forward
     save_until: I32  # (v,) op after which autograd lets go
     save_used_until: I32  # (v,) last op of the backward node that used it; autograd itself lets go a little later
+    save_is_output: U8  # (v,) 1 where the op just before saved its own output, which it still held while it packed
     save_block: I32  # (v,) block whose forward was running, -1 outside
+
+    input_block: I32  # (i,) what each block was called with: the block …
+    input_storage: I32  # (i,) … and a storage among its arguments, in the order of the arguments
 
     landing: I32
     """(g,) gradient storages in the order in which autograd put them in place; `ready_after` says when."""

@@ -32,6 +32,9 @@ def recompute_blocks(step: Step, blocks: list[int], keep: Callable[[str], bool] 
     made_in[(step.producer < 0) | ~forward[step.producer]] = -1  # (m,) block that made it in forward, if chosen
     kept_op = _kept_ops(step, forward, keep)
 
+    end = np.full(len(step.blocks), -1, np.int32)
+    np.maximum.at(end, step.op_block[forward], np.flatnonzero(forward).astype(np.int32))
+
     number = (step.save_block >= 0) & chosen[step.save_block] & (made_in[step.save_storage] == step.save_block)
     number &= ~kept_op[step.producer[step.save_storage]]
     if not number.any():
@@ -43,10 +46,11 @@ def recompute_blocks(step: Step, blocks: list[int], keep: Callable[[str], bool] 
     np.maximum.at(release, step.save_block[number], step.save_until[number])
     again = forward & ~kept_op & (np.arange(step.n_ops) < stop[step.op_block])
     anchor = _first_need(step, number, n_blocks)
-    end = np.full(n_blocks, -1, np.int32)
-    np.maximum.at(end, step.op_block[forward], np.flatnonzero(forward).astype(np.int32))
 
     edit = Edit(step)
+    if keep is not None:  # until the block has run nobody knows which of them the second run will ask for
+        tried = np.flatnonzero((step.producer >= 0) & (forward & _by_name(step, keep))[step.producer]).astype(np.int32)
+        edit.hold_through(tried, end[step.op_block[step.producer[tried]]])
     active = np.flatnonzero(release >= 0).astype(np.int32)
     buffers = _changed_buffers(step, forward, active)
     copies = _save_buffers(edit, step, buffers, anchor)
@@ -62,7 +66,7 @@ def recompute_blocks(step: Step, blocks: list[int], keep: Callable[[str], bool] 
     edit.save_storage = np.where(number, new[edit.save_storage], edit.save_storage).astype(np.int32)
     edit.save_until = np.where(number, edit.save_used_until, edit.save_until).astype(np.int32)  # handed out once
     edit.save_before = np.where(number, anchor[edit.save_block], edit.save_before).astype(np.int32)
-    _hold_kept_and_inputs(edit, step, kept_op & (np.arange(step.n_ops) < stop[step.op_block]), forward, made_in, end, release)
+    _hold_kept_and_inputs(edit, step, kept_op & (np.arange(step.n_ops) < stop[step.op_block]), made_in, end, release)
     return edit.done()
 
 
@@ -70,13 +74,18 @@ def _kept_ops(step: Step, forward: Mask, keep: Callable[[str], bool] | None) -> 
     """(n,) forward ops whose outputs are kept; not those that something writes into later (Rule 5)."""
     if keep is None:
         return np.zeros(step.n_ops, bool)
-    by_name = np.asarray([keep(name) for name in step.names], bool)
-    kept = forward & by_name[step.op_name]
+    kept = forward & _by_name(step, keep)
     writes = (step.use_mutates == 1) & (step.op_phase[step.use_op] == Phase.FORWARD)
     writes &= step.use_op != step.producer[step.use_storage]
     spoiled = step.producer[step.use_storage[writes]]
     kept[spoiled[spoiled >= 0]] = False
     return kept
+
+
+def _by_name(step: Step, keep: Callable[[str], bool]) -> Mask:
+    by_name = np.asarray([keep(name) for name in step.names], bool)
+    found: Mask = by_name[step.op_name]
+    return found
 
 
 def _first_need(step: Step, number: Mask, n_blocks: int) -> I32:
@@ -130,16 +139,15 @@ def _put_back_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], copies: 
 
 
 def _hold_kept_and_inputs(
-    edit: Edit, step: Step, kept_op: Mask, forward: Mask, made_in: I32, end: I32, release: I32
+    edit: Edit, step: Step, kept_op: Mask, made_in: I32, end: I32, release: I32
 ) -> None:
     """What the second run needs stays until the block's last recomputed tensor has been used."""
     kept = np.flatnonzero((step.producer >= 0) & kept_op[step.producer]).astype(np.int32)
     of_kept = made_in[kept]
-    reads = forward[step.use_op] & (release[step.op_block[step.use_op]] >= 0)
-    reads &= (made_in[step.use_storage] != step.op_block[step.use_op]) & (step.held_until[step.use_storage] != FOREVER)
-    pairs = np.unique(np.stack([step.op_block[step.use_op[reads]], step.use_storage[reads]], 1), axis=0).astype(np.int32)
-    block = np.concatenate([of_kept, pairs[:, 0]])
-    storage = np.concatenate([kept, pairs[:, 1]])
+    inputs = (release[step.input_block] >= 0) & (step.held_until[step.input_storage] != FOREVER)
+    inputs &= made_in[step.input_storage] != step.input_block
+    block = np.concatenate([step.input_block[inputs], of_kept])
+    storage = np.concatenate([step.input_storage[inputs], kept])
     order = np.argsort(block, kind="stable")
     block, storage = block[order].astype(np.int32), storage[order].astype(np.int32)
     edit.add_saves(storage, before=end[block] + 1, until=release[block], block=block)

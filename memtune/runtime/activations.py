@@ -60,11 +60,13 @@ class ActivationTable:
     """The claims on every region; `install` makes the regions' forwards follow them.
 
     Args:
-        regions: Qualified name and module of each block, in forward order.
+        model: The model whose blocks they are.
+        regions: Qualified names of the blocks, in forward order.
     """
 
-    def __init__(self, regions: list[tuple[str, nn.Module]]) -> None:
-        self.regions = [Region(name, module, index) for index, (name, module) in enumerate(regions)]
+    def __init__(self, model: nn.Module, regions: list[str]) -> None:
+        self._lasting = {id_of(buffer) for buffer in model.buffers()}
+        self.regions = [Region(name, model.get_submodule(name), index) for index, name in enumerate(regions)]
         self.traffic = Traffic()
         self._entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
         self._on_the_way: tuple[_Entry, int] | None = None
@@ -142,6 +144,10 @@ class ActivationTable:
             self._on_the_way = (entry, region.index)
             self._entries[key] = entry
         return entry
+
+    def lasts(self, tensor: Tensor) -> bool:
+        """`tensor` stays on the device whatever happens here: a parameter, or a buffer of any module."""
+        return isinstance(tensor, nn.Parameter) or id_of(tensor) in self._lasting
 
     def land(self, before_region: int | None = None) -> None:
         """Complete the copy that is on its way (Rule 6), if it was started in a region before `before_region`."""
@@ -261,11 +267,13 @@ class _Frame:
                     code="MT306",
                 )
             self._changed_buffers = _changed_buffers(self.region.module, buffers)
+        self.inputs = {}
+        del args, kwargs, inputs
+        if recompute:
             self._settle()
         else:
             self._args = None
-        self.inputs, self._decided = {}, {}
-        del args, kwargs, inputs
+        self._decided = {}
         self.table.region_ends(self.region)
         return out
 
@@ -275,19 +283,18 @@ class _Frame:
         if self.count == 0:  # nothing to recompute: the inputs are not needed either
             self._args = None
             return
+        self._args = tree_map(lambda t: self.claim(t) if _is_plain(t) and id_of(t) not in self.fixed else t, self._args)
         for kept in self.kept.values():
             kept.settle(self.claim)
-        self._args = tree_map(lambda t: self.claim(t) if _is_plain(t) and id_of(t) not in self.fixed else t, self._args)
         self.table.traffic.recomputed_regions.add(self.region.name)
 
     def claim(self, tensor: Tensor) -> Tensor | _Moved:
         """Rule 2: `tensor` as it is, or its place on the host."""
-        if not self.region.move:
+        if not self.region.move or self.table.lasts(tensor):
             return tensor
-        key = id_of(tensor)
-        if key not in self._decided:
-            self._decided[key] = self.table.entry(tensor, self.region, self._budget)
-        entry = self._decided[key]
+        entry = self._decided.get(id_of(tensor))
+        if entry is None or not entry.is_of(tensor):
+            entry = self._decided[id_of(tensor)] = self.table.entry(tensor, self.region, self._budget)
         return _Moved(entry, _View.describe(tensor)) if entry.moved else tensor
 
     def pack(self, tensor: Tensor) -> Tensor | _Moved | _Number:
@@ -295,12 +302,16 @@ class _Frame:
         key = id_of(tensor)
         if key in self.fixed or not _is_plain(tensor):
             return tensor
-        if not self.region.recompute or key in self.inputs or self._is_kept(tensor):
+        if not self.region.recompute or key in self.inputs:
             return self.claim(tensor)
+        kept = next((kept for kept in self.kept.values() if kept.holds(tensor)), None)
+        if kept is not None:
+            return kept.claimed(tensor, self.claim(tensor))
         self.count += 1
         return _Number(self, self.count - 1)
 
-    def _is_kept(self, tensor: Tensor) -> bool:
+    def is_kept(self, tensor: Tensor) -> bool:
+        """`tensor` looks into an output that the first run kept."""
         return any(kept.holds(tensor) for kept in self.kept.values())
 
     # -- the second run ------------------------------------------------------------------------------------------------
@@ -357,7 +368,7 @@ class _Replay:
 
     def pack(self, tensor: Tensor) -> int:
         key = id_of(tensor)
-        if key in self._frame.fixed or key in self._inputs or not _is_plain(tensor) or self._frame._is_kept(tensor):
+        if key in self._frame.fixed or key in self._inputs or not _is_plain(tensor) or self._frame.is_kept(tensor):
             return -1
         self._frame.keep_back(self.count, tensor.detach())
         self.count += 1
@@ -394,6 +405,19 @@ class _Kept:
         """Let the table move what is kept; from here on nothing can change it."""
         self._out = tree_map(lambda t: claim(t) if isinstance(t, Tensor) else t, self._out)
         self._versions = []
+
+    def claimed(self, tensor: Tensor, claim: Tensor | _Moved) -> Tensor | _Moved:
+        """Autograd saved an output and the table decided; what went to the host is not held here any longer."""
+        if isinstance(claim, _Moved):
+            storage = tensor.untyped_storage()
+            self._versions = [(t, version) for t, version in self._versions if t.untyped_storage() is not storage]
+            self._out = tree_map(
+                lambda t: _Moved(claim.entry, _View.describe(t))
+                if isinstance(t, Tensor) and t.untyped_storage() is storage
+                else t,
+                self._out,
+            )
+        return claim
 
     def take(self) -> Any:
         """The outputs, for the second run."""
