@@ -44,9 +44,8 @@ def batch_is_lossless(workload: Workload, *, parameter_bytes: int = 0) -> Reason
     """
     needed, free = _COPIES * parameter_bytes, psutil.virtual_memory().available
     if needed > free:
-        return Reason(
-            f"equal gradients could not be checked: that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
-        )
+        room = f"that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
+        return Reason(f"equal gradients could not be checked: {room}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = workload.build_model().train()
@@ -145,15 +144,15 @@ class _WithoutDropout(TorchFunctionMode):
 def _no_dropout(model: nn.Module) -> Iterator[None]:
     recurrent = [(each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)]
     dropouts = [each for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd) and each.training]
-    for module, _ in recurrent:
-        module.dropout = 0.0
-    for module in dropouts:
-        module.eval()
+    for rnn, _ in recurrent:
+        rnn.dropout = 0.0
+    for dropout in dropouts:
+        dropout.eval()
     try:
         with _WithoutDropout():
             yield
     finally:
-        for module, rate in recurrent:
-            module.dropout = rate
-        for module in dropouts:
-            module.train()
+        for rnn, rate in recurrent:
+            rnn.dropout = rate
+        for dropout in dropouts:
+            dropout.train()

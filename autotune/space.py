@@ -42,8 +42,10 @@ class Space:
 
     def __iter__(self) -> Iterator[Choice]:
         """Every choice, in the order that lets common prefixes of passes be rewritten once."""
-        for execution, *techniques in itertools.product(self.executions, *self._in_pass_order()):
-            yield Choice.of(execution, {each.slot: each for each in techniques})
+        slots = self._in_pass_order()
+        for execution in self.executions:
+            for techniques in itertools.product(*slots):
+                yield Choice.of(execution, {each.slot: each for each in techniques})
 
     def sample(self, count: int, seed: int) -> list[Choice]:
         """`count` different choices drawn with `seed`, in pass order; all of them where there are no more."""

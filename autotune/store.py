@@ -1,0 +1,232 @@
+"""The folder of a study: one search at a time, what it was made for, and files that a crash leaves old or new, never torn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import socket
+import sqlite3
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from memtune.errors import EnvironmentFault, UsageError
+
+SCHEMA = 1
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "9p", "fuse.sshfs", "lustre", "gpfs", "beegfs", "ceph"}
+
+
+@dataclass
+class StudyFolder:
+    """`.memtune/<name>/` with study.db, events.jsonl, study.json (what it was made for) and logs/.
+
+    Used as a context: the folder is locked inside, and the kernel frees the lock if the process dies.
+    """
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        self._lock = FileLock(self.path / "lock")
+
+    @property
+    def database(self) -> Path:
+        """The Optuna study."""
+        return self.path / "study.db"
+
+    @property
+    def events(self) -> Path:
+        """The event log."""
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """Output of the trials."""
+        return self.path / "logs"
+
+    @property
+    def name(self) -> str:
+        """As people call the study."""
+        return self.path.name
+
+    def __enter__(self) -> StudyFolder:
+        """Take the study; raises EnvironmentFault (MT401) while another search has it, or if the folder is not writable."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+            write_atomic(self.path / "owner.json", _json({"pid": os.getpid(), "host": socket.gethostname(), "since": _clock()}))
+        except Timeout:
+            raise self._in_use() from None
+        except OSError as error:
+            raise EnvironmentFault(
+                f"The study folder {self.path} cannot be written.",
+                evidence=str(error),
+                fix="run where you may write, or name another folder with --study",
+                code="MT404",
+            ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the study back."""
+        with contextlib.suppress(OSError):
+            (self.path / "owner.json").unlink()
+        self._lock.release()
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """What the study was made for, or None for a new one."""
+        return read_json(self.path / "study.json")
+
+    def claim(self, fingerprint: Mapping[str, Any], *, resume: bool) -> bool:
+        """Start the study, or go on with it; returns whether there was one.
+
+        Raises:
+            UsageError: The study exists and `resume` was not asked, or it was made for something else.
+        """
+        before = self.fingerprint()
+        if before is None:
+            write_atomic(self.path / "study.json", _json({"memtune": SCHEMA, **fingerprint}))
+            return False
+        if not resume:
+            raise UsageError(
+                f"Study '{self.name}' exists already.",
+                evidence=str(self.path),
+                fix="add --resume, or --study another",
+                code="MT405",
+            )
+        changed = differences(before, {"memtune": SCHEMA, **fingerprint})
+        if changed:
+            raise UsageError(
+                f"Study '{self.name}' was made for something else; its trials would not compare.",
+                evidence="; ".join(changed),
+                fix="undo the change, or start anew with --study another",
+                code="MT406",
+            )
+        return True
+
+    def check_database(self) -> Path | None:
+        """Set a damaged database aside as `study.db.corrupt`; returns where it is now, None if there was nothing wrong."""
+        if not self.database.exists():
+            return None
+        try:
+            with contextlib.closing(sqlite3.connect(self.database)) as connection:
+                sound = connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
+        except sqlite3.DatabaseError:
+            sound = False
+        if sound:
+            return None
+        aside = self.database.with_suffix(".db.corrupt")
+        os.replace(self.database, aside)
+        for leftover in ("study.db-journal", "study.db-wal", "study.db-shm"):
+            (self.path / leftover).unlink(missing_ok=True)
+        return aside
+
+    def network(self) -> str | None:
+        """The kind of network file system it lies on, where locks and SQLite are only safe from one host."""
+        with contextlib.suppress(OSError):
+            best = ("", "")
+            for line in Path("/proc/self/mounts").read_text().splitlines():
+                _, mount, kind, *_ = line.split()
+                if len(mount) > len(best[0]) and self.path.resolve().is_relative_to(mount):
+                    best = (mount, kind)
+            return best[1] if best[1] in _NETWORK else None
+        return None
+
+    def free_bytes(self) -> int:
+        """Room left on its disk."""
+        return shutil.disk_usage(self.path).free
+
+    def _in_use(self) -> EnvironmentFault:
+        owner = read_json(self.path / "owner.json") or {}
+        who = f"pid {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('since', '?')}"
+        return EnvironmentFault(
+            f"Study '{self.name}' is in use by {who}.",
+            fix=f"memtune watch {self.path}, or --study another",
+            code="MT401",
+        )
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What changed, one line per field: `options.goal: throughput → memory`."""
+    found = []
+    for key in dict.fromkeys((*before, *now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}: {_shown(old)} → {_shown(new)}")
+    return found
+
+
+def _shown(value: object) -> str:
+    text = "unset" if value is None else str(value)
+    return text[:12] + "…" if len(text) > 40 else text
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a measurement depends on."""
+    import torch
+
+    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text`: readers and crashes see the old file or the new one. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def check_writable(path: Path, *, force: bool) -> None:
+    """See at the start, not after the search, that `path` can be written.
+
+    Raises:
+        UsageError: It exists and `force` is not set.
+        EnvironmentFault: Its folder is missing or not writable, or it is a folder.
+    """
+    if path.is_dir():
+        raise EnvironmentFault(f"{path} is a folder.", fix="name a file with --out", code="MT407")
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists.", fix="add --force to replace it, or --out another.yaml", code="MT408")
+    folder = path.parent
+    probe = folder / f".{path.name}.{os.getpid()}.probe"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path} cannot be written.", evidence=str(error), fix="name a file in a folder of yours with --out", code="MT407"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no file or it holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+def _clock() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
