@@ -5,10 +5,7 @@
 
 #include <string>
 
-#if __has_include("simulator/bind.h")
 #include "simulator/bind.h"
-#define MEMTUNE_HAS_SIMULATOR
-#endif
 
 namespace nb = nanobind;
 
@@ -16,7 +13,5 @@ NB_MODULE(_native, m) {
   m.doc() = "memtune's native code: free of torch's ABI, over plain arrays of bytes and seconds.";
   m.def("version", [] { return std::string(MEMTUNE_VERSION); },
         "Version of memtune this module was built from; another one than the package's means: build again.");
-#ifdef MEMTUNE_HAS_SIMULATOR
   bind_simulator(m);
-#endif
 }
