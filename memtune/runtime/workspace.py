@@ -15,10 +15,12 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from memtune.errors import EnvironmentFault
@@ -30,6 +32,9 @@ _CHILD_TIMEOUT_S = 600
 Signature = str
 """An op with its arguments as canonical JSON: `["aten.mm.default",[{"t":["float32",[2,3],[3,1]]},…],{}]`."""
 
+TensorMeta = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Dtype, shape, stride."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -37,8 +42,8 @@ class Measured:
 
     workspace_bytes: int
     """Allocated and given back while it ran, at the worst moment."""
-    output_bytes: tuple[int, ...]
-    """Bytes of each tensor it returned (the fake ones of an LSTM's reserve are empty, the real ones are not)."""
+    outputs: tuple[TensorMeta, ...]
+    """What each tensor is that it returned (see `RealOutputs` for where fake ones differ)."""
 
 
 # -- signatures ---------------------------------------------------------------------------------------------------------
@@ -56,7 +61,8 @@ def op_of(key: Signature) -> str:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return {"t": [str(value.dtype).removeprefix("torch."), [int(n) for n in value.shape], [int(n) for n in value.stride()]]}
+        dtype, shape, stride = _described(value)
+        return {"t": [dtype, list(shape), list(stride)]}
     if isinstance(value, list | tuple):
         return [_encode(item) for item in value]
     if value is None or isinstance(value, bool | int | str):
@@ -89,6 +95,11 @@ def _decode(value: Any, device: torch.device) -> Any:
     if tag == "device":
         return device
     raise NotImplementedError(f"an argument of type {content} cannot be made again")
+
+
+def _described(tensor: Tensor) -> TensorMeta:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return dtype, tuple(int(n) for n in tensor.shape), tuple(int(n) for n in tensor.stride())
 
 
 def _input(dtype: str, shape: list[int], stride: list[int], device: torch.device) -> Tensor:
@@ -128,8 +139,9 @@ def measure(key: Signature, device: torch.device | str = "cpu") -> Measured:
         before = _start(device)
         out = op(*args, **kwargs)
         peak, after = _stop(device)
-    sizes = tuple(leaf.untyped_storage().nbytes() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
-    return Measured(max(0, peak - max(before, after)), sizes)
+    return Measured(
+        max(0, peak - max(before, after)), tuple(_described(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+    )
 
 
 def _start(device: torch.device) -> int:
@@ -218,7 +230,7 @@ class WorkspaceTable:
 
     def to_json(self) -> str:
         """The table as one JSON document."""
-        rows = {key: [entry.workspace_bytes, list(entry.output_bytes)] for key, entry in self.entries.items()}
+        rows = {key: [entry.workspace_bytes, entry.outputs] for key, entry in self.entries.items()}
         document = {"schema_version": SCHEMA_VERSION, "made_for": self.made_for, "entries": rows, "unknown": self.unknown}
         return json.dumps(document, indent=0)
 
@@ -233,7 +245,10 @@ class WorkspaceTable:
             document = json.loads(text)
             if document["schema_version"] != SCHEMA_VERSION:
                 raise ValueError(f"schema {document['schema_version']}, not {SCHEMA_VERSION}")
-            entries = {key: Measured(int(row[0]), tuple(map(int, row[1]))) for key, row in document["entries"].items()}
+            entries = {
+                key: Measured(int(n_bytes), tuple((str(dtype), tuple(shape), tuple(stride)) for dtype, shape, stride in outputs))
+                for key, (n_bytes, outputs) in document["entries"].items()
+            }
             return cls(dict(document["made_for"]), entries, dict(document["unknown"]))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise EnvironmentFault("this is not a workspace table that can be read", evidence=str(error), code="MT324") from error
@@ -278,6 +293,56 @@ class SignatureCollector:
         """Notes the op; its scratch counts as 0."""
         self.keys[signature(func, args, kwargs)] = None
         return 0
+
+
+class RealOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+    """Gives fake outputs the sizes that the real op on CPU returns, for the ops whose fake implementation says otherwise.
+
+    Enter it inside the FakeTensorMode and outside a recorder, so that the recorder sees what a real run would. Each such op is
+    run once for real, alone. Without the native ledger, outputs stay as they are.
+
+    Args:
+        table: Where what was measured is kept.
+    """
+
+    OPS: ClassVar[dict[str, str]] = {
+        "aten.mkldnn_rnn_layer.default": "the fake reserve that backward reads is empty",
+        "aten.mkldnn_rnn_layer_backward.default": "the fake gradients of the two biases are one tensor",
+        "aten.native_layer_norm.default": "mean and rstd of a bf16 input are float32 when the weights are",
+    }
+
+    def __init__(self, table: WorkspaceTable) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._table = table
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op and corrects what it returned."""
+        kwargs = kwargs or {}
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented
+        out = func(*args, **kwargs)
+        if str(func) not in self.OPS or not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(out)):
+            return out
+        key = signature(func, args, kwargs)
+        with _disable_current_modes():
+            if shim.available() is None:
+                self._table.fill([key])
+        entry = self._table.entries.get(key)
+        leaves = [leaf for leaf in out if isinstance(leaf, Tensor)]
+        if entry is None or len(leaves) != len(entry.outputs):
+            return out
+        seen: set[int] = set()
+        return tuple(_corrected(leaf, real, seen) for leaf, real in zip(leaves, entry.outputs, strict=True))
+
+
+def _corrected(fake: Tensor, real: TensorMeta, seen: set[int]) -> Tensor:
+    """`fake` if it is like `real` and its storage is its own among the op's outputs, else a new fake tensor that is."""
+    address = fake.untyped_storage()._cdata
+    if _described(fake) == real and address not in seen:
+        seen.add(address)
+        return fake
+    dtype, shape, stride = real
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=fake.device)
 
 
 def main() -> None:

@@ -99,6 +99,15 @@ def test_the_peak_is_told_apart_although_its_gradients_are_gone() -> None:
     ledger.close()
 
 
+def test_gradients_that_were_there_before_are_known() -> None:
+    model, _ = mlp()
+    mean_square(model, torch.randn(8, 10)).backward()
+    ledger = ModeLedger()
+    ledger.watch(model)
+    assert ledger.breakdown()[Kind.GRADIENT] == WEIGHTS
+    ledger.close()
+
+
 def test_close_takes_its_hooks_away() -> None:
     model, optimizer = mlp()
     ledger = ModeLedger()

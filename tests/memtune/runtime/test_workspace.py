@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,23 +86,44 @@ def test_what_changes_sizes_changes_the_signature_and_a_learning_rate_does_not()
 
 
 def test_scratch_is_what_the_kernel_takes_beyond_its_outputs() -> None:
-    assert measure(CUMSUM) == Measured(4 * 32 * 8, (4 * 32 * 8,))
+    assert measure(CUMSUM) == Measured(4 * 32 * 8, (("int64", (4, 32), (32, 1)),))
 
 
 def test_an_op_without_scratch_measures_none() -> None:
     x = torch.ones(10, 20)
-    assert measure(key_of(aten.add.Tensor, x, x)) == Measured(0, (800,))
+    assert measure(key_of(aten.add.Tensor, x, x)) == Measured(0, (("float32", (10, 20), (20, 1)),))
     assert measure(key_of(aten.relu_.default, x)).workspace_bytes == 0
 
 
-def test_real_outputs_are_told_where_fake_ones_are_too_small() -> None:
-    lstm, seen = torch.nn.LSTM(8, 8), SignatureCollector()
-    with ModeLedger(workspace=seen):
-        lstm(torch.ones(3, 2, 8))
-    (key,) = [key for key in seen.keys if "rnn_layer" in key]
-    found = measure(key)
-    assert found.output_bytes[:3] == (3 * 2 * 8 * 4, 2 * 8 * 4, 2 * 8 * 4)
-    assert found.output_bytes[3] > 0  # the reserve that backward reads
+def peak_of(
+    make: Callable[[], tuple[torch.nn.Module, torch.Tensor]], *, outer: AbstractContextManager[Any]
+) -> list[tuple[str, int]]:
+    """Live bytes after each op of a forward and backward pass."""
+    with outer:
+        model, x = make()
+        ledger = ModeLedger(keep_timeline=True)
+        ledger.watch(model)
+        with ledger:
+            out = model(x)
+            (out[0] if isinstance(out, tuple) else out).float().sum().backward()
+    ledger.close()
+    return ledger.timeline
+
+
+@pytest.mark.parametrize(
+    ("op", "make"),
+    [
+        ("aten.mkldnn_rnn_layer.default", lambda: (torch.nn.LSTM(8, 8), torch.ones(3, 2, 8))),
+        ("aten.native_layer_norm.default", lambda: (torch.nn.LayerNorm(8), torch.ones(64, 8, dtype=torch.bfloat16))),
+    ],
+)
+def test_fake_runs_hold_what_real_ones_hold(op: str, make: Any) -> None:
+    assert op in workspace.RealOutputs.OPS
+    real = peak_of(make, outer=nullcontext())
+    assert op in dict(real)
+    assert peak_of(make, outer=FakeTensorMode()) != real
+    with FakeTensorMode():
+        assert peak_of(make, outer=workspace.RealOutputs(WorkspaceTable())) == real
 
 
 def test_measuring_leaves_the_random_state_alone() -> None:
@@ -113,9 +135,12 @@ def test_measuring_leaves_the_random_state_alone() -> None:
 
 def test_indices_and_targets_are_made_valid() -> None:
     weight, index = torch.ones(5, 3), torch.tensor([[4, 1]])
-    assert measure(key_of(aten.embedding.default, weight, index)).output_bytes == (24,)
+    assert measure(key_of(aten.embedding.default, weight, index)).outputs == (("float32", (1, 2, 3), (6, 3, 1)),)
     log = torch.zeros(2, 5)
-    assert measure(key_of(aten.nll_loss_forward.default, log, torch.tensor([1, 2]), None, 1, -100)).output_bytes == (4, 4)
+    assert (
+        measure(key_of(aten.nll_loss_forward.default, log, torch.tensor([1, 2]), None, 1, -100)).outputs
+        == (("float32", (), ()),) * 2
+    )
 
 
 # -- the table --------------------------------------------------------------------------------------------------------------
