@@ -1,0 +1,163 @@
+"""Who wins, and whether a trial's result may be believed.
+
+Rules:
+1. A trial whose losses differ from those of the first feasible guard by more than its class of exactness allows is invalid.
+2. Closer than the spread is a tie, and a tie goes to the simpler choice: fewer slots in use, then fewer knobs changed.
+3. What does not beat every feasible guard by more than the spread does not ship; the best guard does.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memtune.autotune.candidates import Choice
+from memtune.autotune.scoring import Goal
+from memtune.executors.base import TrialResult
+from memtune.technique import Exactness
+
+_OTHER_RANDOM_NUMBERS = 0.2
+"""Dropout draws other numbers when the batch is cut differently; what is left to see is divergence."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A choice and all its finished trials that fit."""
+
+    choice: Choice
+    results: tuple[TrialResult, ...]
+    guard: str = ""
+
+    @property
+    def number(self) -> int:
+        """The trial in which it was first measured."""
+        return self.results[0].number
+
+    @property
+    def step_s(self) -> float:
+        """Median over all measured steps of all its trials."""
+        return statistics.median(self._steps())
+
+    @property
+    def spread_s(self) -> float:
+        """Half the interquartile range of the measured steps: one hiccup of the machine does not make everything a tie."""
+        steps = self._steps()
+        if len(steps) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(steps, n=4, method="inclusive")
+        return (high - low) / 2
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest peak of allocated bytes over its trials."""
+        return max(each.peak_allocated_bytes or 0 for each in self.results)
+
+    @property
+    def samples_per_step(self) -> float:
+        """Samples of one optimizer step over all ranks, as the trials counted them."""
+        first = self.results[0]
+        return first.samples_per_s * first.step_s if first.samples_per_s and first.step_s else 1.0
+
+    def value(self, goal: Goal) -> float:
+        """Smaller is better: seconds per sample, peak bytes, or the micro-batch negated."""
+        if goal == "memory":
+            return float(self.peak_bytes)
+        if goal == "batch":
+            return -float(self.choice.execution.micro_batch or 0)
+        return self.step_s / self.samples_per_step
+
+    def spread(self, goal: Goal) -> float:
+        """Of `value`; bytes and micro-batches repeat exactly."""
+        return self.spread_s / self.samples_per_step if goal == "throughput" else 0.0
+
+    def _steps(self) -> list[float]:
+        return [step for each in self.results for step in each.step_s_all or [each.step_s or math.inf]]
+
+
+class Verdict(NamedTuple):
+    """The choice that ships, and why in one sentence."""
+
+    winner: Measured
+    beats_guards: bool
+    text: str
+
+
+def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
+    """The winner among what was measured and fits, by rules 2 and 3; None if nothing fits."""
+    if not measured:
+        return None
+    winner = _simplest_of_the_best(measured, goal)
+    guards = [each for each in measured if each.guard]
+    if winner.guard:
+        return Verdict(winner, False, f"{_name(winner)} is the best: nothing that was measured beats it by more than the spread")
+    unbeaten = [each for each in guards if not beats(winner, each, goal)]
+    if unbeaten:
+        best = _simplest_of_the_best(guards, goal)
+        return Verdict(best, False, f"{_name(best)} is the best: {winner.choice.summary} is no better by more than the spread")
+    gains = ", ".join(f"{_gain(winner, each, goal)} {_name(each)}" for each in guards)
+    return Verdict(winner, True, gains or "the settings that need no search do not fit")
+
+
+def beats(one: Measured, other: Measured, goal: Goal) -> bool:
+    """Whether `one` is better than `other` by more than the spread of either."""
+    return other.value(goal) - one.value(goal) > max(one.spread(goal), other.spread(goal))
+
+
+def contenders(measured: Sequence[Measured], goal: Goal, count: int = 3) -> list[Measured]:
+    """The best few, which are measured again in turn: what slows the machine down then slows all of them."""
+    return sorted(measured, key=lambda each: (each.value(goal), each.choice.complexity))[:count]
+
+
+def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
+    best = min(measured, key=lambda each: each.value(goal))
+    ties = [each for each in measured if each is best or not beats(best, each, goal)]
+    return min(ties, key=lambda each: (each.choice.complexity, each.value(goal)))
+
+
+def _name(measured: Measured) -> str:
+    return f"your own setting ({measured.guard})" if measured.guard == "plain" else measured.guard or measured.choice.summary
+
+
+def _gain(winner: Measured, guard: Measured, goal: Goal) -> str:
+    ratio = guard.value(goal) / winner.value(goal) if winner.value(goal) else math.inf
+    if goal == "memory":
+        return f"{1 - 1 / ratio:.0%} less memory than"
+    if goal == "batch":
+        return f"{1 / ratio:.3g}× the micro-batch of"
+    return f"{ratio - 1:.0%} faster than"
+
+
+def losses_disagree(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> str | None:
+    """Where two runs of the same steps first differ by more than `tolerance` (relative), or None."""
+    for step, (mine, other) in enumerate(zip(losses, reference, strict=False)):
+        if math.isnan(mine) and math.isnan(other):
+            continue
+        allowed = tolerance * max(abs(other), 1e-8)
+        if not abs(mine - other) <= allowed:
+            return f"loss {mine:.6g} at step {step + 1}, {other:.6g} without these settings (tolerance {allowed:.2g})"
+    return None
+
+
+def loss_tolerance(choice: Choice, reference: Choice, *, unit: float, draws_random: bool) -> float | None:
+    """Relative tolerance between the losses of two choices; None where a lossy technique makes them incomparable.
+
+    Args:
+        choice: The trial's.
+        reference: The guard's.
+        unit: One rounding of the dtype that the model computes in, 2^-24 for float32.
+        draws_random: Whether the step draws random numbers.
+
+    Bitwise: kernels may add in another order (atomics), a few dozen roundings. Reordered: half of the digits, which is what √n
+    roundings of a sum of n = 1/unit terms come to.
+    """
+    classes = {each.exactness for each in (*choice.techniques, *reference.techniques)}
+    if Exactness.LOSSY in classes:
+        return None
+    if draws_random and choice.execution != reference.execution:
+        return _OTHER_RANDOM_NUMBERS
+    if Exactness.REORDERED in classes or choice.execution != reference.execution:
+        return math.sqrt(unit)
+    return min(64 * unit, math.sqrt(unit))

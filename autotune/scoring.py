@@ -1,0 +1,123 @@
+"""Every candidate predicted, equal ones merged, in the order in which they are worth trying."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from memtune.autotune.candidates import Choice, Rewriter
+from memtune.autotune.simulate import Calibration, Prediction, simulate
+from memtune.autotune.space import ENUMERATE_UP_TO, Space
+from memtune.program import Program
+from memtune.technique import Reason
+
+Goal = Literal["throughput", "memory", "batch"]
+EVENTS_FOR = 64
+"""The best this many are simulated again, op by op."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A candidate and what the simulator says of it."""
+
+    choice: Choice
+    key: str
+    prediction: Prediction
+
+    def rank(self, goal: Goal) -> tuple[float, ...]:
+        """Smaller is better for `goal`; ties go to the candidate that is faster, needs less and is simpler."""
+        step_per_sample = 1 / self.prediction.samples_per_s if self.prediction.samples_per_s else math.inf
+        peak = float(self.prediction.peak_allocated_bytes)
+        first = {"throughput": step_per_sample, "memory": peak, "batch": -float(self.choice.execution.micro_batch or 0)}[goal]
+        return (first, step_per_sample, peak, *self.choice.complexity)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The whole space as the simulator sees it."""
+
+    by_key: Mapping[str, Scored]
+    unfit: Mapping[str, int]
+    """How many candidates were refused, by reason."""
+    n_candidates: int
+    n_merged: int
+    score_s: float
+
+    @property
+    def n_unfit(self) -> int:
+        """Candidates that some technique refused."""
+        return sum(self.unfit.values())
+
+    def with_prediction(self, key: str, prediction: Prediction) -> Scores:
+        """These scores with a better prediction for one candidate."""
+        return replace(self, by_key={**self.by_key, key: replace(self.by_key[key], prediction=prediction)})
+
+
+class Scorer:
+    """Predicts choices; neighbours that become the same program are simulated once."""
+
+    def __init__(self, rewriter: Rewriter) -> None:
+        self.rewriter = rewriter
+        self._last: tuple[Program, Prediction] | None = None
+
+    def score(self, choice: Choice, *, level: Literal["coarse", "events"] = "coarse") -> Scored | Reason:
+        """`choice` with its prediction, or why it does not fit."""
+        candidate = self.rewriter.candidate(choice)
+        if isinstance(candidate, Reason):
+            return candidate
+        hardware = self.rewriter.target.hardware
+        if level == "events":
+            return Scored(choice, candidate.key, simulate(candidate.program, hardware, level="events"))
+        if self._last is None or self._last[0] is not candidate.program:
+            self._last = (candidate.program, simulate(candidate.program, hardware))
+        return Scored(choice, candidate.key, self._last[1])
+
+
+def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Scores:
+    """Score the whole space, or a sample of it where it is larger than `ENUMERATE_UP_TO`; the best again, op by op."""
+    started = time.monotonic()
+    choices: Iterable[Choice] = space if space.size <= ENUMERATE_UP_TO else space.sample(ENUMERATE_UP_TO, seed)
+    by_key: dict[str, Scored] = {}
+    unfit: Counter[str] = Counter()
+    n_candidates = n_merged = 0
+    for choice in choices:
+        n_candidates += 1
+        scored = scorer.score(choice)
+        if isinstance(scored, Reason):
+            unfit[str(scored)] += 1
+            continue
+        known = by_key.get(scored.key)
+        n_merged += known is not None
+        if known is None or choice.complexity < known.choice.complexity:
+            by_key[scored.key] = scored
+    _refine(by_key, scorer, goal)
+    return Scores(by_key, dict(unfit), n_candidates, n_merged, time.monotonic() - started)
+
+
+def _refine(by_key: dict[str, Scored], scorer: Scorer, goal: Goal) -> None:
+    budget = scorer.rewriter.target.budget_bytes
+    fitting = [each for each in by_key.values() if budget is None or each.prediction.peak_allocated_bytes <= budget]
+    best = sorted(fitting, key=lambda each: each.rank(goal))[:EVENTS_FOR]
+    for each in best:
+        refined = scorer.score(each.choice, level="events")
+        if isinstance(refined, Scored):
+            by_key[each.key] = refined
+
+
+def predicted_alike(one: Prediction, other: Prediction) -> bool:
+    """Whether the simulator tells two candidates apart at all; one of each such group is tried first."""
+    return (one.peak_allocated_bytes, one.peak_reserved_bytes) == (other.peak_allocated_bytes, other.peak_reserved_bytes) and (
+        math.isclose(one.step_s, other.step_s, rel_tol=1e-6)
+    )
+
+
+def fits_budget(prediction: Prediction, budget_bytes: int | None, calibration: Calibration) -> bool:
+    """Whether the expected peak, corrected by what trials measured, is within the budget."""
+    if budget_bytes is None:
+        return True
+    low, high = calibration.peak_range() if calibration.is_calibrated else (1.0, 1.0)
+    return prediction.peak_allocated_bytes * math.sqrt(low * high) <= budget_bytes
