@@ -23,6 +23,7 @@ from memtune.batches import map_tensors
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.program import Recording, Step
 from memtune.runtime.loop import accumulate, train_step
+from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, mark, tier
 from memtune.workload import Workload
 
@@ -151,7 +152,7 @@ def start_session(workload: Workload, rung: str) -> Session:
         model = build()
         if fake is not None:
             _make_fake(model, fake, None)
-    model.train()
+    prepare_model(model).train()
     with mode:
         optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
     return Session(workload, rung, mode, fake, model, optimizer, workload.find_blocks(model))

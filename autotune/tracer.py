@@ -59,12 +59,13 @@ class Tracer(TorchDispatchMode):
         self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for stand-ins
         self._sequence = -1  # autograd's counter when the last op ran
         self._row_of: dict[int, int] = {}  # stand-in's storage address -> row of _saves
-        self._modules: dict[str, int] = {"": 0}
+        self._modules: dict[str, int] = {"(outside)": 0}
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._block_of = {id(model.get_submodule(name)): i for i, name in enumerate(blocks)}
         self._stack: list[tuple[int, int]] = [(0, -1)]
         self._node_owner: dict[int, tuple[int, int]] = {}  # autograd sequence number -> (module, block)
         self._parameters: list[Parameter] = []
+        self._enter_at, self._leave_at = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
         self._inputs: dict[tuple[int, int], None] = {}  # (block, storage) of the blocks' arguments, in order
         self._ready: dict[int, int] = {}  # gradient storage -> op after which it was in place
 
@@ -263,9 +264,14 @@ class Tracer(TorchDispatchMode):
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with contextlib.ExitStack() as stack:
             landed = [p.register_post_accumulate_grad_hook(self._landed) for p in self._model.parameters() if p.requires_grad]
+            watched = [*(self._model.get_submodule(name) for name in self._blocks), self._model]
             called = [
-                self._model.get_submodule(name).register_forward_pre_hook(self._called(i), with_kwargs=True, prepend=True)
-                for i, name in enumerate(self._blocks)
+                handle
+                for i, module in enumerate(watched)
+                for handle in (
+                    module.register_forward_pre_hook(self._called(i), with_kwargs=True, prepend=True),
+                    module.register_forward_hook(self._returned(i), prepend=True),
+                )
             ]
             for handle in (enter, leave, before, *landed, *called):
                 stack.callback(handle.remove)
@@ -277,9 +283,22 @@ class Tracer(TorchDispatchMode):
 
     def _called(self, block: int) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch._C._current_autograd_node() is not None:
+                return
+            if self._enter_at[block] < 0:
+                self._enter_at[block] = len(self._ops)
+            if block == len(self._blocks):
+                return
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
                     self._inputs[block, self._register(_local(tensor), Kind.BUFFER)] = None
+
+        return note
+
+    def _returned(self, block: int) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_autograd_node() is None:
+                self._leave_at[block] = len(self._ops) - 1
 
         return note
 
@@ -352,6 +371,8 @@ class Tracer(TorchDispatchMode):
             save_used_until=np.where(saves[:, 3] < 0, until, saves[:, 3]).astype(np.int32),
             save_is_output=saves[:, 5].astype(np.uint8),
             save_block=saves[:, 4],
+            enter=np.asarray(self._enter_at, np.int32),
+            leave=np.asarray(self._leave_at, np.int32),
             input_block=np.asarray([block for block, _ in self._inputs], np.int32),
             input_storage=np.asarray([storage for _, storage in self._inputs], np.int32),
             landing=np.asarray(list(self._ready), np.int32),

@@ -181,6 +181,14 @@ class Edit:
         """Python holds `storages[i]` at least until op `ops[i]` has run; the op may be a new one."""
         self._holds.append((storages, ops))
 
+    def hold_to_the_end_of_backward(self, op: int) -> None:
+        """What Python holds until backward returns (the batch, the loss) is still there when the new op `op` runs."""
+        step = self._step
+        last = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+        mine = (step.held_until == last) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
+        storages = np.flatnonzero(mine).astype(np.int32)
+        self.hold_through(storages, np.full(len(storages), op, np.int32))
+
     def drop_ops(self, rows: npt.NDArray[np.bool_]) -> None:
         """Remove original ops with all their uses; the storages they made must have no other use."""
         self._drop_ops |= rows
@@ -214,7 +222,7 @@ class Edit:
         for storages, ops in self._releases:
             np.maximum.at(held, storages, position[ops] - 1)
         for storages, ops in self._holds:  # what is held FOREVER stays so: no position is larger
-            np.maximum.at(held, storages, position[ops])
+            np.maximum.at(held, storages, position_or_before[ops])
         columns["held_until"] = held.astype(np.int32)
         ready = np.concatenate([self.ready_after, np.full(self.n_storages - len(self.ready_after), -1, np.int32)])
         columns["ready_after"] = np.where(ready < 0, -1, position_or_before[np.clip(ready, 0, self.n_ops - 1)]).astype(np.int32)
@@ -250,6 +258,8 @@ class Edit:
             save_block=self.save_block[kept],
             save_is_output=self.save_is_output[kept],
             landing=renumber[self._step.landing],
+            enter=position_or_before[np.clip(self._step.enter, 0, self.n_ops - 1)],
+            leave=position_or_before[np.clip(self._step.leave, 0, self.n_ops - 1)],
             input_storage=renumber[self._step.input_storage],
         )
 
@@ -289,9 +299,7 @@ def accumulate_gradients(step: Step) -> Step:
     edit.use_storage = np.where(later, moved[edit.use_storage], edit.use_storage).astype(np.int32)
     edit.add_uses(adds, gradients)
     edit.add_uses(adds, sums, mutates=True)
-    # What Python holds until backward returns (the batch, the loss) is still there while the last sum is made.
-    last = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
-    edit.held_until[(step.held_until == last) & (step.op_phase[step.producer] == Phase.FORWARD)] = adds[-1]
+    edit.hold_to_the_end_of_backward(int(adds[-1]))
     edit.held_until[gradients] = -1
     edit.ready_after[gradients] = -1
     new = edit.done()

@@ -93,7 +93,7 @@ class Step:
     names: tuple[str, ...]
     """Op names by id: `aten.addmm.default`, `memtune.to_host.default`."""
     modules: tuple[str, ...]
-    """Qualified module names by id; id 0 is the root, written ''."""
+    """Qualified module names by id; id 0 is `(outside)`: loss function and optimizer; the root is ''."""
     blocks: tuple[str, ...]
     """Qualified names of the repeated blocks, in forward order."""
     parameters: tuple[Parameter, ...]
@@ -133,6 +133,8 @@ class Step:
     save_is_output: U8  # (v,) 1 where the op just before saved its own output, which it still held while it packed
     save_block: I32  # (v,) block whose forward was running, -1 outside
 
+    enter: I32  # (blocks + 1,) op before which each block's forward began, then the whole model's
+    leave: I32  # (blocks + 1,) op after which each block's forward had returned, then the whole model's
     input_block: I32  # (i,) what each block was called with: the block …
     input_storage: I32  # (i,) … and a storage among its arguments, in the order of the arguments
 

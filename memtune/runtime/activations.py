@@ -50,8 +50,10 @@ class Region:
 
 @dataclass
 class Traffic:
-    """What the table did in the last step, for the audit."""
+    """What the table has done so far, for the audit."""
 
+    forwards: set[str] = field(default_factory=set)
+    """Names of the claimed regions that ran."""
     recomputed_regions: set[str] = field(default_factory=set)
     moved_bytes: int = 0
 
@@ -252,6 +254,7 @@ class _Frame:
 
     def run(self) -> Any:
         """The first run, with everything that autograd saves passing through `pack`."""
+        self.table.traffic.forwards.add(self.region.name)
         args, kwargs = self._args
         recompute = self.region.recompute
         inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []

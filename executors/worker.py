@@ -1,0 +1,232 @@
+"""The body of a trial: one rank builds the model, applies the config, warms up, measures, and reports one record.
+
+Runs as `python -m memtune.executors.worker` in a fresh process. What it is told stands in the file named by
+MEMTUNE_TRIAL_FILE and in RANK, WORLD_SIZE, LOCAL_RANK and MEMTUNE_RENDEZVOUS; what it has to say goes as JSON lines to the
+descriptor named by MEMTUNE_REPORT_FD: `{"stage": ...}` as signs of life, at last `{"result": {...}}`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memtune._apply import Tuned, apply
+from memtune.batches import split_batch
+from memtune.config import load_config
+from memtune.errors import MemtuneError
+from memtune.executors.base import Trial
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.prepare import prepare_model
+from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.transfer import COUNTERS
+from memtune.workload import Workload
+
+
+@dataclass
+class _Rank:
+    """This process among the ranks of the trial."""
+
+    trial: Trial
+    rank: int
+    world: int
+    local_rank: int
+    report_fd: int
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.local_rank) if self.trial.device == "cuda" else torch.device("cpu")
+
+    def say(self, **record: Any) -> None:
+        os.write(self.report_fd, (json.dumps(record) + "\n").encode())
+
+
+@dataclass
+class _Measured:
+    """What the rank has measured so far."""
+
+    losses: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    gradients_sha256: str | None = None
+    link_bytes: dict[str, int] = field(default_factory=dict)
+
+    def note_peaks(self, ledger: Ledger) -> None:
+        self.peak_allocated = max(self.peak_allocated, ledger.peak_allocated_bytes())
+        self.peak_reserved = max(self.peak_reserved, ledger.peak_reserved_bytes())
+
+
+def run(rank: _Rank) -> dict[str, Any]:
+    """Build, apply, warm up, measure; returns the record of this rank.
+
+    Raises:
+        torch.OutOfMemoryError: The budget or the device is exceeded.
+        MemtuneError: The config or the workload cannot be used.
+    """
+    trial = rank.trial
+    if rank.world > 1:
+        dist.init_process_group(
+            "nccl" if trial.device == "cuda" else "gloo",
+            init_method=os.environ["MEMTUNE_RENDEZVOUS"],
+            rank=rank.rank,
+            world_size=rank.world,
+        )
+    if trial.device == "cuda":
+        torch.cuda.set_device(rank.device)
+    with tier(HOST):  # data sets that the file holds are the host's
+        workload = Workload.load(trial.workload)
+    ledger = Ledger.open(rank.device, budget_bytes=trial.budget_bytes)
+    rank.say(stage="building")
+    tuned, model = _build(rank, workload)
+    ledger.watch(model, tuned.optimizer)
+    measured = _Measured()
+    if trial.fingerprint:
+        _hash_first_gradients(rank, tuned, model, ledger, measured)
+    for step in range(trial.warmup_steps + trial.steps):
+        rank.say(stage=f"step {step + 1}/{trial.warmup_steps + trial.steps}", device_bytes=ledger.live_bytes())
+        _step(rank, workload, tuned, step, measured)
+    measured.note_peaks(ledger)
+    return _record(rank, tuned, ledger, measured)
+
+
+def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module]:
+    torch.manual_seed(rank.trial.seed)
+    model = prepare_model(workload.build_model().to(rank.device)).train()
+    optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    if rank.trial.fingerprint:
+        _reserve_first_hook(optimizer)
+    tuned = apply(model, optimizer, load_config(rank.trial.config), loss=workload.loss)
+    return tuned, model
+
+
+# Hooks run in the order of their registration, and offloading takes the gradients away in a hook: ours must come first.
+_FIRST_HOOK: dict[int, Any] = {}
+
+
+def _reserve_first_hook(optimizer: torch.optim.Optimizer) -> None:
+    def first(*args: Any) -> None:
+        action = _FIRST_HOOK.pop(id(optimizer), None)
+        if action is not None:
+            action()
+
+    optimizer.register_step_pre_hook(first)
+
+
+def _hash_first_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledger, measured: _Measured) -> None:
+    def action() -> None:
+        measured.note_peaks(ledger)
+        with tier(HOST), torch.no_grad():
+            measured.gradients_sha256 = gradients_sha256(model)
+        ledger.reset_peak()
+
+    _FIRST_HOOK[id(tuned.optimizer)] = action
+
+
+def gradients_sha256(model: nn.Module) -> str:
+    """SHA-256 over names, shapes and bytes of all gradients, whole tensors in the order of the names; all ranks call it."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        data = whole.detach().cpu().contiguous()
+        digest.update(f"{name.removeprefix('module.')}{tuple(data.shape)}{data.dtype}".encode())
+        digest.update(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _Measured) -> None:
+    batches = _batches(rank, workload, tuned, step)
+    torch.manual_seed(rank.trial.seed * 1_000_003 + step * 1009 + rank.rank)
+    COUNTERS.take()
+    _synchronise(rank)
+    started = time.perf_counter()
+    loss = tuned.step(batches)
+    if rank.trial.device == "cuda":
+        torch.cuda.synchronize()
+    elapsed = time.perf_counter() - started
+    if step >= rank.trial.warmup_steps:
+        measured.step_s.append(elapsed)
+        measured.link_bytes = COUNTERS.take()
+    with tier(HOST), torch.no_grad():
+        mean = loss.detach().float().cpu() if rank.trial.device == "cpu" else loss.detach().float().clone()
+        if rank.world > 1:
+            dist.all_reduce(mean)
+        measured.losses.append(float(mean) / rank.world)
+
+
+def _batches(rank: _Rank, workload: Workload, tuned: Tuned, step: int) -> list[Any]:
+    """This rank's samples of the step, the same for every config, cut into the config's micro-batches."""
+    execution = tuned.config.settings.execution
+    wanted = rank.trial.global_batch or workload.global_batch
+    micro = execution.micro_batch or (wanted // rank.world // execution.accumulate if wanted else 1)
+    torch.manual_seed((rank.trial.seed + 1) * 7919 + step * 104_729 + rank.rank)
+    with tier(HOST):
+        if execution.accumulate == 1:
+            return [workload.make_batch(micro)]
+        parts = split_batch(workload.make_batch(micro * execution.accumulate), execution.accumulate)
+        return parts if isinstance(parts, list) else [workload.make_batch(micro) for _ in range(execution.accumulate)]
+
+
+def _synchronise(rank: _Rank) -> None:
+    if rank.world > 1:
+        dist.barrier()
+    if rank.trial.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _record(rank: _Rank, tuned: Tuned, ledger: Ledger, measured: _Measured) -> dict[str, Any]:
+    return {
+        "status": "ok",
+        "peak_allocated_bytes": measured.peak_allocated,
+        "peak_reserved_bytes": measured.peak_reserved,
+        "host_peak_bytes": ledger.peak_allocated_bytes(HOST),
+        "step_s_all": measured.step_s,
+        "losses": measured.losses,
+        "gradients_sha256": measured.gradients_sha256,
+        "memory_by_kind": {kind.name.lower(): n for kind, n in ledger.peak_breakdown().items() if n},
+        "audit": tuned.audit(),
+        "link_bytes": measured.link_bytes,
+    }
+
+
+def main() -> int:
+    """Run this rank; whatever happens ends in one record, out of memory and bad configs included."""
+    trial = Trial.model_validate_json(Path(os.environ["MEMTUNE_TRIAL_FILE"]).read_text())
+    place = {name: int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
+    rank = _Rank(trial, place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"], int(os.environ["MEMTUNE_REPORT_FD"]))
+    rank.say(stage="starting")
+    try:
+        result = run(rank)
+    except torch.OutOfMemoryError as error:
+        result = {"status": "oom", "reason": str(error).split("\n")[0]}
+    except MemtuneError as error:
+        traceback.print_exc(file=sys.stderr)
+        result = {"status": "crash", "reason": " ".join(str(error).split())}
+    except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
+        traceback.print_exc(file=sys.stderr)
+        result = {"status": "crash", "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
+    rank.say(result=result)
+    if dist.is_initialized() and result["status"] == "ok":
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of a broken collective must not keep the process

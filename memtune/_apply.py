@@ -1,0 +1,164 @@
+"""`apply`: the visible order of the axes, and the handle it returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtune.blocks import expand, find_blocks
+from memtune.config import TunedConfig, check_environment, check_made_for, load_config
+from memtune.errors import ApplyError
+from memtune.runtime.activations import ActivationTable
+from memtune.runtime.audit import audit
+from memtune.runtime.context import Context, Snapshot
+from memtune.runtime.loop import LossFunction, train_step
+from memtune.runtime.prepare import prepare_model
+from memtune.runtime.state_dict import full_state_dict
+from memtune.technique import NO_PLAN, Plan, Technique
+
+_MARK = "_memtune_tuned"
+
+
+class Tuned:
+    """A model and its optimizer as a config says; unpacks to `model, optimizer`.
+
+    Attributes:
+        model: What to call in training; the user's own module, or DDP's wrapper around it.
+        optimizer: The user's own optimizer object.
+        config: What was applied.
+    """
+
+    def __init__(self, context: Context, config: TunedConfig, loss: LossFunction | None) -> None:
+        self._context, self._loss = context, loss
+        self.model: nn.Module = context.runner or context.model
+        self.optimizer, self.config = context.optimizer, config
+
+    def __iter__(self) -> Iterator[Any]:
+        """`model, optimizer = memtune.apply(...)`."""
+        return iter((self.model, self.optimizer))
+
+    def step(self, batches: Iterable[Any]) -> Tensor:
+        """One optimizer step over the micro-batches of this rank; returns their mean loss, detached.
+
+        Args:
+            batches: Micro-batches of one size, on any device; each is moved when its turn comes.
+
+        Raises:
+            ApplyError: No `loss` was given to `apply` and the model does not return one.
+        """
+        sync = self._context.sync or (lambda last: nullcontext())
+        return train_step(self.model, self.optimizer, self._loss or _models_own_loss, batches, self._context.device, sync=sync)
+
+    def audit(self) -> dict[str, Any]:
+        """Facts that prove the config is in effect, by axis.
+
+        Raises:
+            ApplyError: Something the config asks for did not happen: what, and where.
+        """
+        return audit(self._context)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"model": ..., "optimizer": ...}` with the keys, shapes and values of the plain model's, whole on every rank."""
+        return full_state_dict(self._context)
+
+
+def apply(
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: TunedConfig | Mapping[str, Any] | str | Path,
+    *,
+    loss: LossFunction | None = None,
+    strict: bool = True,
+) -> Tuned:
+    """Change `model` and `optimizer` in place so that they train as `config` says.
+
+    All or nothing: on any error both are as they were.
+
+    Args:
+        model: The model on its device, before any wrapper.
+        optimizer: Its optimizer; the same object is rebound, so schedulers built on it keep working.
+        config: A TunedConfig, the path of one, or a mapping with `settings`.
+        loss: `loss(model, micro_batch) -> scalar`, used by `Tuned.step`.
+        strict: Refuse a config that was made for another model or number of ranks.
+
+    Raises:
+        ConfigError: The config is malformed or was made for another model.
+        ApplyError: It cannot be put into effect here; the message says why and what to do.
+    """
+    config = config if isinstance(config, TunedConfig) else load_config(config)
+    if hasattr(model, _MARK):
+        raise ApplyError("this model has been tuned already.", fix="call memtune.apply once, on the fresh model", code="MT301")
+    _join_ranks(model)
+    blocks = expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
+    prepare_model(model)
+    context = Context(model, optimizer, blocks, _device_of(model), ActivationTable(model, blocks))
+    if strict:
+        check_made_for(config, model, context.ranks)
+    check_environment(config.settings)
+    snapshot = Snapshot(model, optimizer)
+    try:
+        _apply_axes(context, config)
+        audit(context)
+    except BaseException:
+        snapshot.restore()
+        raise
+    tuned = Tuned(context, config, loss)
+    vars(model)[_MARK] = True
+    return tuned
+
+
+def _apply_axes(context: Context, config: TunedConfig) -> None:
+    """From the inside out: what is applied later sees, and moves or shards, what was applied before."""
+    _execution(config)
+    _one(context, config, "sharding.parallel")
+    _one(context, config, "split")
+    _one(context, config, "recompute")
+    _one(context, config, "offload.activations")
+    context.activations.install()
+    _one(context, config, "sharding.states")
+    _one(context, config, "sharding.communication")
+    _one(context, config, "offload.states")
+    _one(context, config, "allocator")
+
+
+def _execution(config: TunedConfig) -> None:
+    if config.settings.execution.compile:
+        raise ApplyError(
+            "execution.compile: true is not supported by this version.", fix="set  compile: false  in the config", code="MT310"
+        )
+
+
+def _one(context: Context, config: TunedConfig, slot: str) -> None:
+    technique: Technique = config.settings.technique(slot)
+    plan: Plan = config.plan.get(slot, NO_PLAN)
+    technique.apply(context, plan)
+
+
+def _models_own_loss(model: nn.Module, batch: Any) -> Tensor:
+    out = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    loss = getattr(out, "loss", out)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ApplyError(
+            "Tuned.step does not know the loss.", fix="memtune.apply(model, optimizer, config, loss=loss_function)", code="MT311"
+        )
+    return loss
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _join_ranks(model: nn.Module) -> None:
+    """Under torchrun the process group is started if the script has not done so yet."""
+    if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if _device_of(model).type == "cuda" else "gloo")
+
+

@@ -1,0 +1,70 @@
+"""The pass of `runtime.host_optimizer`: state and master weights on the host, gradients down, weights up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from memtune.edit import Edit
+from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
+
+
+def optimizer_on_host(step: Step) -> Step:
+    """`step` with the optimizer's ops on host threads and its state in host memory."""
+    mine = [p for p in step.parameters if p.trainable and p.gradient >= 0]
+    weights = np.asarray([p.storage for p in mine], np.int32)
+    gradients = np.asarray([p.gradient for p in mine], np.int32)
+    optimizer = step.op_phase == Phase.OPTIMIZER
+    if not len(mine) or not optimizer.any():
+        return step
+    first, last = np.flatnonzero(optimizer)[[0, -1]].astype(np.int32)
+    edit = Edit(step)
+    down = _copies(edit, step, "memtune.to_host.default", np.full(len(mine), first, np.int32), gradients, Resource.DEVICE_TO_HOST)
+    owner = step.owner[gradients]
+    host_gradients = edit.add_storages(
+        step.bytes[gradients], producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner
+    )
+    host_weights = edit.add_storages(
+        step.bytes[weights],
+        producer=np.full(len(mine), -1, np.int32),
+        tier=Tier.HOST,
+        kind=Kind.PARAMETER,
+        held_until=np.full(len(mine), FOREVER, np.int32),
+        owner=owner,
+    )
+    moved = np.arange(step.n_storages, dtype=np.int32)
+    moved[gradients], moved[weights] = host_gradients, host_weights
+    inside = optimizer[step.use_op]
+    edit.use_storage = np.where(inside, moved[edit.use_storage], edit.use_storage).astype(np.int32)
+
+    # A gradient is let go on the device when the next one starts down, the last one when it has arrived.
+    edit.held_until[gradients] = -1
+    edit.let_go_before(gradients[:-1], down[1:])
+    up = edit.add_ops(
+        "memtune.copy_to_device_.default",
+        after=np.full(len(mine), last, np.int32),
+        phase=Phase.OPTIMIZER,
+        resource=Resource.HOST_TO_DEVICE,
+        traffic_bytes=step.bytes[weights],
+    )
+    edit.add_uses(up, host_weights)
+    edit.add_uses(up, weights, mutates=True)
+    edit.hold_through(host_gradients, up)
+    new = edit.done()
+    return _on_host(new)
+
+
+def _copies(edit: Edit, step: Step, name: str, before: I32, storages: I32, resource: Resource) -> I32:
+    ops = edit.add_ops(name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=step.bytes[storages])
+    edit.add_uses(ops, storages)
+    return ops
+
+
+def _on_host(step: Step) -> Step:
+    """Optimizer state and what optimizer ops make to the host tier, the ops themselves to host threads."""
+    computes = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
+    tier, resource = step.tier.copy(), step.op_resource.copy()
+    tier[(step.kind == Kind.OPTIMIZER) | ((step.producer >= 0) & computes[step.producer])] = Tier.HOST
+    resource[computes] = Resource.HOST_THREADS
+    return replace(step, tier=tier, op_resource=resource)

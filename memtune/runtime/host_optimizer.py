@@ -1,0 +1,104 @@
+"""The user's optimizer on host memory: master weights and state live there, gradients go down, weights come back.
+
+The optimizer object stays the user's own; its parameter groups now hold host copies, its state is keyed by them. `step`
+is framed by two hooks. Gradients go down one after the other: each is let go on the device when the next one starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtune.errors import ApplyError
+from memtune.runtime import transfer
+from memtune.runtime.context import Context
+from memtune.runtime.tiers import HOST, mark, tier, tier_of
+from memtune.runtime.tree import local
+
+
+class HostOptimizer:
+    """Moves an optimizer to the host.
+
+    Args:
+        context: Its model and optimizer; the optimizer is rebound in place.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._optimizer = context.optimizer
+        self._device = context.device
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (on the device, on the host)
+        for group in self._optimizer.param_groups:
+            group["params"] = [self._host_copy(parameter) for parameter in group["params"]]
+        context.represented.update(self._pairs)
+        self._optimizer.register_step_pre_hook(self._gradients_down)
+        self._optimizer.register_step_post_hook(self._weights_up)
+
+    def _host_copy(self, parameter: nn.Parameter) -> nn.Parameter:
+        host = _to_host_now(local(parameter))
+        copy = nn.Parameter(host, requires_grad=parameter.requires_grad)
+        mark(copy, HOST)
+        state = self._optimizer.state.pop(parameter, None)
+        if state is not None:
+            self._optimizer.state[copy] = {name: _state_to_host(value) for name, value in state.items()}
+        self._pairs.append((parameter, copy))
+        return copy
+
+    def _gradients_down(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        on_the_way: nn.Parameter | None = None
+        for parameter, host in self._pairs:
+            if parameter.grad is None:
+                continue
+            if on_the_way is not None:
+                self._arrived(on_the_way)
+            host.grad = torch.ops.memtune.to_host(local(parameter.grad))
+            mark(host.grad, HOST)
+            on_the_way = host
+            self._source = parameter
+        if on_the_way is not None:
+            self._arrived(on_the_way)
+        self._inside = tier(HOST)
+        self._inside.__enter__()
+
+    def _arrived(self, host: nn.Parameter) -> None:
+        assert host.grad is not None
+        transfer.finish(host.grad)
+        self._source.grad = None
+
+    def _weights_up(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._inside.__exit__(None, None, None)
+        with torch.no_grad():
+            for parameter, host in self._pairs:
+                torch.ops.memtune.copy_to_device_(local(parameter), host)
+                host.grad = None
+
+    def check(self) -> dict[str, Any]:
+        """Bytes of weights and state on the host.
+
+        Raises:
+            ApplyError: Some state tensor of the optimizer is still on the device.
+        """
+        values = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        strayed = [v for v in values if v.is_cuda or (self._device.type == "cpu" and tier_of(v) != HOST and v.numel() > 1)]
+        if strayed:
+            raise ApplyError(f"{len(strayed)} tensors of the optimizer's state are still on {self._device}.", code="MT309")
+        return {
+            "parameters": len(self._pairs),
+            "host_bytes": sum(host.nbytes for _, host in self._pairs) + sum(v.nbytes for v in values),
+        }
+
+
+def _to_host_now(tensor: Tensor) -> Tensor:
+    host: Tensor = torch.ops.memtune.to_host(tensor.detach())
+    transfer.finish(host)
+    return host
+
+
+def _state_to_host(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    host = _to_host_now(local(value))
+    mark(host, HOST)
+    return host

@@ -1,0 +1,104 @@
+"""Parameters, gradients and optimizer state divided over ranks, by FSDP2, with the user's optimizer rebound to the shards."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from memtune.errors import ApplyError
+from memtune.runtime.collectives import SeamAllGather, SeamReduceScatter
+from memtune.runtime.context import Context
+
+
+@cache
+def _mesh(device_type: str, replicas: int, degree: int, group: int) -> DeviceMesh:
+    if replicas == 1:
+        return init_device_mesh(device_type, (degree,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (replicas, degree), mesh_dim_names=("replicate", "shard"))
+
+
+def mesh(device_type: str, degree: int) -> DeviceMesh:
+    """The mesh of all ranks with `degree` of them sharing one copy; made once per process group.
+
+    A mesh cannot be made under FakeTensorMode, so a dry run asks for it first.
+    """
+    return _mesh(device_type, dist.get_world_size() // degree, degree, id(dist.distributed_c10d._get_default_group()))
+
+
+def shard(context: Context, *, degree: int, reshard_after_forward: bool, blocks_per_unit: int) -> None:
+    """Shard the model of `context` over `degree` ranks (replicated over the others) and rebind its optimizer.
+
+    Args:
+        context: Model and optimizer, changed in place.
+        degree: Ranks that share one copy of the model state; divides the number of ranks.
+        reshard_after_forward: Free a unit's parameters between forward and backward.
+        blocks_per_unit: Blocks gathered together; what is in no block is the root unit, gathered once per step.
+
+    Raises:
+        ApplyError: There is no process group, or its size is no multiple of `degree`.
+    """
+    if not dist.is_initialized():
+        raise ApplyError(
+            f"sharding over {degree} ranks needs as many processes, but this one is alone.",
+            fix=f"torchrun --nproc-per-node {degree} your_script.py",
+            code="MT320",
+        )
+    if context.ranks % degree:
+        raise ApplyError(
+            f"degree={degree} must divide the {context.ranks} ranks.", fix=f"degree: {_divisor(context.ranks, degree)}", code="MT321"
+        )
+    before = dict(context.model.named_parameters())
+    arguments: dict[str, Any] = {"mesh": mesh(context.device.type, degree), "reshard_after_forward": reshard_after_forward}
+    units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
+    for names in units:
+        modules = [context.model.get_submodule(name) for name in names]
+        fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+    # The root's parameters are needed again at the start of backward: freeing them in between only costs a gather.
+    fully_shard(context.model, **{**arguments, "reshard_after_forward": False})
+    for module in context.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(SeamAllGather())
+            module.set_custom_reduce_scatter(SeamReduceScatter())
+    rebind(context.optimizer, before, dict(context.model.named_parameters()))
+    context.checks["sharding.states"] = lambda: _check(context, degree)
+
+
+def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
+    """Make the same optimizer object update `after` in place of `before`, with its state sharded alike."""
+    new_of = {old: after[name] for name, old in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [new_of.get(parameter, parameter) for parameter in group["params"]]
+    for old, new in new_of.items():
+        state = optimizer.state.pop(old, None)
+        if state is not None:
+            optimizer.state[new] = {name: _sharded_like(value, old, new) for name, value in state.items()}
+
+
+def _sharded_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
+    if isinstance(value, Tensor) and value.shape == old.shape and isinstance(new, DTensor) and value.dim() > 0:
+        return distribute_tensor(value, new.device_mesh, new.placements)
+    return value
+
+
+def _check(context: Context, degree: int) -> dict[str, Any]:
+    parameters = dict(context.model.named_parameters())
+    plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
+    if plain:
+        raise ApplyError(f"{len(plain)} parameters are not sharded.", evidence=f"First: {plain[0]}.", code="MT322")
+    units = [name for name, module in context.model.named_modules() if isinstance(module, FSDPModule)]
+    shards = sum(p.to_local().nbytes for p in parameters.values())  # type: ignore[attr-defined]
+    return {"degree": degree, "units": len(units), "shard_bytes": shards}
+
+
+def _divisor(ranks: int, wanted: int) -> int:
+    return min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - wanted))
+
+

@@ -1,0 +1,41 @@
+"""Recompute every block: only its input is kept, its forward runs once more in backward (Chen et al. 2016, Algorithm 1)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from memtune.passes.recompute import recompute_blocks
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.search_spaces.recompute._fits import why_not
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+
+
+class Full(Technique):
+    """Trades one more forward of every block for all activations inside the blocks.
+
+    Distinguishing test: no activation made inside a block is saved; every block's ops run twice.
+    """
+
+    kind: Literal["full"] = "full"
+    slot: ClassVar[str] = "recompute"
+    title: ClassVar[str] = "Recompute every block"
+    source: ClassVar[str] = "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs blocks that do not change their input, in eager mode."""
+        return why_not(program.step, target.compiled)
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Every block runs again before the first of its backward ops that needs it."""
+        return program.with_step(recompute_blocks(program.step, list(range(len(program.step.blocks)))))
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Claim every block in the activation table."""
+        for region in context.activations.regions:
+            context.activations.claim_recompute(region.index)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """All blocks, nothing kept inside them."""
+        return {"activations.recompute": {"every": 1, "keep": "nothing"}}
