@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from memtune.autotune.scoring import Scored
 from memtune.autotune.simulate import Calibration, Prediction
@@ -26,7 +26,7 @@ class Pruner:
     """
 
     budget_bytes: int | None
-    calibration: Calibration = Calibration()
+    calibration: Calibration = field(default_factory=Calibration)
     widest: float = 1.0
 
     def peak_low_bytes(self, prediction: Prediction) -> int:
