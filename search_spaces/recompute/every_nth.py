@@ -31,8 +31,9 @@ class EveryNth(Technique):
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs more than n blocks that do not change their input, in eager mode."""
         reason = why_not(program.step, target.compiled)
-        if reason is None and self.n >= max(2, len(program.step.blocks)) and self.n > 1:
-            return Reason(f"n={self.n} leaves one of {len(program.step.blocks)} blocks", f"n below {len(program.step.blocks)}")
+        blocks = len(program.step.blocks)
+        if reason is None and self.n > 1 and self.n >= blocks:
+            return Reason(f"n={self.n} would recompute one of {blocks} blocks", f"n below {blocks}")
         return reason
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
