@@ -21,7 +21,7 @@ def _setting(name: str, default: int) -> int:
     return int(os.environ.get(f"MEMTUNE_CNN_{name}", default))
 
 
-WIDTH, DEPTH, IMAGE, CLASSES = _setting("WIDTH", 32), _setting("DEPTH", 2), _setting("IMAGE", 64), 8
+WIDTH, DEPTH, IMAGE, CLASSES = _setting("WIDTH", 32), _setting("DEPTH", 2), _setting("IMAGE", 32), 8
 global_batch = _setting("BATCH", 32)
 
 

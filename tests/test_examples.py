@@ -1,0 +1,117 @@
+"""The examples are workloads that learn, import no memtune, and are the size they say."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from memtune.workload import Workload
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALLER = {
+    "gpt": {"MEMTUNE_GPT_SIZE": "tiny"},
+    "cnn": {"MEMTUNE_CNN_WIDTH": "8", "MEMTUNE_CNN_IMAGE": "16", "MEMTUNE_CNN_DEPTH": "1"},
+    "hf_llama": {"MEMTUNE_LLAMA_DIM": "64", "MEMTUNE_LLAMA_LAYERS": "2", "MEMTUNE_LLAMA_SEQ": "32"},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors on a shared machine: a second thread mostly waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trained(workload: Workload, steps: int, size: int) -> list[float]:
+    torch.manual_seed(0)
+    model = workload.build_model()
+    optimizer = workload.make_optimizer(model.parameters())
+    losses = []
+    for _ in range(steps):
+        loss = workload.loss(model, workload.make_batch(size))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stem", SMALLER)
+def test_an_example_learns_and_repeats_under_a_seed(stem, monkeypatch):
+    for name, value in SMALLER[stem].items():
+        monkeypatch.setenv(name, value)
+    workload = Workload.load(EXAMPLES / f"{stem}.py")
+    workload.check_batch()
+    losses = trained(workload, 30, 8)
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+    assert losses[:3] == trained(workload, 3, 8)
+
+
+@pytest.mark.parametrize(("stem", "millions", "blocks"), [("gpt", (27, 33), 36), ("cnn", (0.5, 1), 6), ("hf_llama", (4, 8), 8)])
+def test_an_example_has_the_size_it_says(stem, millions, blocks):
+    workload = Workload.load(EXAMPLES / f"{stem}.py")
+    with torch.device("meta"):
+        model = workload.build_model()
+    low, high = millions
+    assert low <= sum(param.numel() for param in model.parameters()) / 1e6 <= high
+    assert len(workload.find_blocks(model)) == blocks
+    assert workload.global_batch is not None
+    assert workload.global_batch % 8 == 0
+
+
+@pytest.mark.parametrize(("size", "billions"), [("tiny", 0.00022), ("124m", 0.124), ("350m", 0.35), ("1.3b", 1.3), ("7b", 6.7)])
+def test_gpt_sizes_are_what_their_names_say(size, billions, monkeypatch):
+    monkeypatch.setenv("MEMTUNE_GPT_SIZE", size)
+    with torch.device("meta"):
+        model = Workload.load(EXAMPLES / "gpt.py").build_model()
+    assert sum(param.numel() for param in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.1)
+
+
+def test_each_gpt_setting_counts(monkeypatch):
+    chosen = {"LAYERS": "3", "DIM": "32", "HEADS": "2", "SEQ": "16", "VOCAB": "100", "DROPOUT": "0.1", "TIED": "0", "BATCH": "12"}
+    for name, value in chosen.items():
+        monkeypatch.setenv(f"MEMTUNE_GPT_{name}", value)
+    workload = Workload.load(EXAMPLES / "gpt.py")
+    model = workload.build_model()
+    assert workload.global_batch == 12
+    assert len(workload.find_blocks(model)) == 3
+    assert model.wte.weight.shape == (100, 32)
+    assert model.head.weight is not model.wte.weight
+    assert model.drop.p == 0.1
+    inputs, targets = workload.make_batch(5)
+    assert inputs.shape == (5, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert int(inputs.max()) < 100
+
+
+def test_gpt_activations_outweigh_its_states_twice():
+    workload = Workload.load(EXAMPLES / "gpt.py")
+    model = workload.build_model()
+    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    size = 2  # activations grow with the batch: one rank of two has global_batch / 2 samples
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = workload.loss(model, workload.make_batch(size))
+    states_bytes = 16 * sum(param.numel() for param in model.parameters())  # weight, gradient, two moments
+    assert loss.requires_grad
+    assert sum(saved.values()) / size * workload.global_batch / 2 > 1.95 * states_bytes
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_a_workload_imports_no_memtune(path):
+    tree = ast.parse(path.read_text())
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "model" for node in tree.body):
+        pytest.skip("it applies a config, and so imports memtune")
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not [name for name in imported if name.partition(".")[0] == "memtune"]
