@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
+from memtune.config import Settings, load_config
 from memtune.edit import accumulate_gradients
 from memtune.program import Program, RankClass, Recording
-from memtune.search_spaces import PASS_ORDER, SLOTS, find, null
+from memtune.search_spaces import PASS_ORDER, SLOTS
 from memtune.search_spaces.execution import Execution
 from memtune.technique import NO_PLAN, Plan, Reason, Target, Technique
 
@@ -26,57 +27,19 @@ _MAX_ROWS = 4_000_000
 """Op rows of memoised programs after which all are forgotten (about 0.5 GB); in pass order that costs one path."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One technique per slot and how the step is executed; slots that are left out hold the null technique."""
-
-    execution: Execution
-    techniques: tuple[Technique, ...] = ()
-    """The techniques that are not null, in pass order; `Choice.of` makes them so."""
-
-    @classmethod
-    def of(cls, execution: Execution, techniques: Mapping[str, Technique]) -> Choice:
-        """A choice from techniques by slot."""
-        used = (techniques.get(slot) for slot in PASS_ORDER)
-        return cls(execution, tuple(each for each in used if each is not None and each != null(each.slot)))
+class Choice(Settings):
+    """Settings as the search sees them: with a canonical key, a measure of simplicity and a short name."""
 
     @classmethod
     def from_document(cls, settings: Mapping[str, Any]) -> Choice:
-        """A choice from plain settings, as `document` writes them; knobs are checked by their technique."""
-        techniques = {}
-        for slot in SLOTS:
-            node: Any = settings
-            for part in slot.split("."):
-                node = node.get(part) or {}
-            if node:
-                techniques[slot] = find(slot, node["kind"]).model_validate_json(json.dumps(node))
-        return cls.of(Execution.model_validate_json(json.dumps(settings.get("execution") or {})), techniques)
-
-    def document(self) -> dict[str, Any]:
-        """The `settings` of a config: nested by slot, null techniques and default knobs left out."""
-        settings: dict[str, Any] = {"execution": self.execution.model_dump(exclude_defaults=True, mode="json")}
-        for technique in sorted(self.techniques, key=lambda each: SLOTS.index(each.slot)):
-            *folders, last = technique.slot.split(".")
-            node = settings
-            for part in folders:
-                node = node.setdefault(part, {})
-            node[last] = {"kind": technique.kind} | technique.model_dump(exclude_defaults=True, mode="json")
-        return settings
-
-    def technique(self, slot: str) -> Technique:
-        """The technique in `slot`, the null one where nothing was chosen."""
-        return self.chosen.get(slot) or null(slot)
-
-    @cached_property
-    def chosen(self) -> dict[str, Technique]:
-        """The techniques that are not null, by slot."""
-        return {each.slot: each for each in self.techniques}
+        """A choice from plain settings, as `dump` writes them; raises ConfigError where they are malformed."""
+        read = load_config({"settings": settings}).settings
+        return cls(read.execution, read.techniques)
 
     def key(self, target: Target) -> str:
         """The canonical record (rule 1): which mechanisms run with which settings, whoever asked for them."""
         looked = replace(target, chosen=self.chosen, compiled=self.execution.compile)
-        settings = {"execution": self.execution.model_dump(mode="json")}
-        pairs = set(_flat("", settings))
+        pairs = set(_flat("execution", self.execution.model_dump(mode="json")))
         for technique in self.techniques:
             pairs.update(_flat("", technique.record(looked)))
         return json.dumps(sorted(pairs))
@@ -92,10 +55,6 @@ class Choice:
         """The choice in one short line: `mb 4×2 · full · fsdp(degree=2)`."""
         parts = [self.execution.summary()] + [_short(each) for each in self.techniques]
         return " · ".join(part for part in parts if part) or "plain"
-
-    def env(self) -> dict[str, str]:
-        """What must be set before the device starts."""
-        return {name: value for each in [*self.techniques, null("allocator")] for name, value in each.env().items()}
 
 
 def _short(technique: Technique) -> str:

@@ -94,7 +94,7 @@ class Sampler:
                 suggested = self._suggest(trial)
                 asked = suggested if choice is None else choice
             if asked is not None:
-                self._note(trial, role=role, name=name, settings=asked.document())
+                self._note(trial, role=role, name=name, settings=asked.dump())
             return trial.number, asked
 
     def tell(self, number: int, result: TrialResult, value: float | None, over_bytes: float = 0.0) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from memtune.errors import EnvironmentFault, UsageError
+from memtune.yaml_io import save_text
 
 SCHEMA = 1
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "9p", "fuse.sshfs", "lustre", "gpfs", "beegfs", "ceph"}
@@ -60,7 +61,7 @@ class StudyFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
-            write_atomic(self.path / "owner.json", _json({"pid": os.getpid(), "host": socket.gethostname(), "since": _clock()}))
+            save_text(self.path / "owner.json", _json({"pid": os.getpid(), "host": socket.gethostname(), "since": _clock()}))
         except Timeout:
             raise self._in_use() from None
         except OSError as error:
@@ -90,7 +91,7 @@ class StudyFolder:
         """
         before = self.fingerprint()
         if before is None:
-            write_atomic(self.path / "study.json", _json({"memtune": SCHEMA, **fingerprint}))
+            save_text(self.path / "study.json", _json({"memtune": SCHEMA, **fingerprint}))
             return False
         if not resume:
             raise UsageError(
@@ -173,24 +174,6 @@ def versions() -> dict[str, str]:
     import torch
 
     return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text`: readers and crashes see the old file or the new one. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def check_writable(path: Path, *, force: bool) -> None:
