@@ -62,7 +62,7 @@ def rank_env(trial: Trial, place: Place, local_rank: int, scratch: str, marker: 
     env = {**os.environ, **(place.env or {})}
     if trial.device == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, place.cores // len(place.ranks))))
-    if len(place.ranks) == trial.ranks:
+    if not place.rendezvous.startswith("tcp:"):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no listener that others could reach
     return {
         **env,
@@ -145,7 +145,7 @@ class LocalRanks:
             line = json.loads(told["line"])
         except ValueError:
             return None  # a stray print into the descriptor
-        return Said(rank, line) if isinstance(line, dict) else None
+        return Said(rank, line, told["at"]) if isinstance(line, dict) else None
 
     def stop(self, *, dump: bool, grace_s: float) -> None:
         """Ask all processes to end, their stacks first if `dump`; they are killed after the grace."""

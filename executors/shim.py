@@ -2,9 +2,10 @@
 
 Run as `python -I -S shim.py`, it talks JSON lines. Standard input: first the spec, then orders. Standard output: events.
 
-    spec    {"ranks": [{"rank": 0, "argv": […], "env": {…}, "log": path}], "scratch": dir}   or   {"marker": text, "scratch": dir}
+    spec    {"ranks": [{"rank": 0, "argv": […], "env": {…}, "log": path}], "scratch": dir}
     order   {"dump": bool, "grace_s": seconds}          stop: stacks first if asked, TERM, KILL after the grace
-    event   {"rank": 0, "line": text} · {"rank": 0, "exit": code, "tail": text, "host_oom": bool} · {"leftovers": [text]}
+    event   {"rank": 0, "line": text, "at": seconds since the epoch} · {"leftovers": [text]}
+            · {"rank": 0, "exit": code, "tail": text, "host_oom": bool}
 
 Rules:
 1. End of file on standard input, or another parent, means that the driver is gone: everything below is killed at once.
@@ -161,8 +162,10 @@ def spawn(spec: dict[str, Any], shim: int) -> tuple[int, Rank]:
             signal.signal(number, signal.SIG_DFL)
         # Asked for stacks, a rank ends by SIGABRT: no core file the size of its memory for that.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-            score.write("500")  # should the host run out of memory, then a rank goes before the driver
+        # Should the host run out of memory, then a rank goes before the driver; Ray has set more than this already.
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as score:
+            if int(score.read()) < 500:
+                score.write("500")
         os.execvpe(spec["argv"][0], spec["argv"], {**spec["env"], "MEMTUNE_REPORT_FD": str(report_end)})
     except BaseException as error:
         os.write(2, f"cannot start {spec['argv'][0]}: {error}\n".encode())
@@ -260,7 +263,7 @@ class Shim:
         *lines, rest = rank.buffer.split(b"\n")
         rank.buffer = rest if len(rest) < LINE_LIMIT_BYTES else bytearray()
         for line in lines:
-            self.tell({"rank": rank.number, "line": line.decode(errors="replace")})
+            self.tell({"rank": rank.number, "line": line.decode(errors="replace"), "at": time.time()})
         return True
 
     def obey(self) -> None:
@@ -325,18 +328,6 @@ class Shim:
         self.kill()
 
 
-def guard(marker: str) -> None:
-    """Wait for the end of the driver, then kill whatever carries `marker`; for daemons that no shim is above."""
-    while os.read(0, 4096):
-        pass
-    calm = 0
-    while calm < 10:  # a dying daemon may start another process: gone only when nothing was seen for a while
-        pids = marked(marker)
-        send(pids, signal.SIGKILL)
-        calm = 0 if pids else calm + 1
-        time.sleep(0.05)
-
-
 def main() -> None:
     """Read the spec, do what it says, clean up."""
     driver = os.getppid()
@@ -350,10 +341,7 @@ def main() -> None:
     line, _, orders = first.partition(b"\n")
     spec = json.loads(line)
     try:
-        if "marker" in spec:
-            guard(spec["marker"])
-        else:
-            Shim(spec, driver, orders).run()
+        Shim(spec, driver, orders).run()
     finally:
         shutil.rmtree(spec["scratch"], ignore_errors=True)
 

@@ -38,6 +38,8 @@ class Said:
 
     rank: int
     line: dict[str, Any]
+    at: float
+    """When, in seconds since the epoch by the clock of the rank's machine."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Ranks(Protocol):
 @dataclass
 class _Rank:
     heard_s: float
+    said: int = 0
+    said_at: float = 0.0
     stage: str = "starting"
     step_heard_s: float | None = None
     record: RankRecord | None = None
@@ -91,6 +95,11 @@ class _Rank:
     @property
     def pending(self) -> bool:
         return self.record is None and not self.ended
+
+    @property
+    def blame(self) -> tuple[int, bool, float]:
+        """Smallest for the rank that stopped first: it got least far, does not wait for others, said its last before them."""
+        return self.said, "torch/distributed/" in self.tail.rpartition("Fatal Python error: Aborted")[2], self.said_at
 
 
 @dataclass
@@ -106,7 +115,8 @@ class Watch:
     failed_s: float | None = None
     recorded_s: float | None = None
     longest_step_s: float = 0.0
-    hung: bool = False
+    hang: tuple[str, list[int]] | None = None
+    """How a hang was noticed, and the ranks that had not ended then."""
     decided: bool = False
     """From here on ranks end because they were told to; what they say last is kept, but is no failure."""
 
@@ -140,7 +150,7 @@ class Watch:
 
     def _hear(self, said: Said, now_s: float) -> Progress | None:
         state, line = self.ranks[said.rank], said.line
-        state.heard_s = now_s
+        state.heard_s, state.said_at, state.said = now_s, said.at, state.said + 1
         if "result" in line and state.record is None:
             record = read_record(said.rank, line["result"])
             failure = record if isinstance(record, Failure) else failure_of_record(said.rank, record)
@@ -166,33 +176,32 @@ class Watch:
             return now_s >= self.failed_s + SETTLE_S or not any(state.pending for state in self.ranks.values())
         if self.recorded_s is not None:
             return now_s >= self.recorded_s + EXIT_S
-        quiet = [state for state in self.ranks.values() if state.pending]
-        if not quiet:
+        pending = [rank for rank, state in self.ranks.items() if state.pending]
+        quietest = min((self.ranks[rank] for rank in pending), key=lambda state: state.heard_s, default=None)
+        if quietest is None:
             return False
-        # The rank that stopped first is the one at fault; those that wait for it were heard later.
-        first = min(range(self.trial.ranks), key=lambda rank: (not self.ranks[rank].pending, self.ranks[rank].heard_s))
-        state, limit_s = self.ranks[first], max(self.silence_s, SILENT_STEPS * self.longest_step_s)
-        who = "stopped first" if len(quiet) > 1 else "was last heard"
+        quiet_s = now_s - quietest.heard_s
         if now_s >= self.start_s + self.trial.deadline_s:
-            reason = f"{who} at '{state.stage}'; the trial was not done after its {self.trial.deadline_s:g} s"
-        elif state.step_heard_s is not None and now_s >= state.heard_s + limit_s:
-            reason = f"{who} at '{state.stage}' and gave no sign of life for {now_s - state.heard_s:.0f} s"
-        else:
-            return False
-        self.hung = True
-        self._fail(Failure(first, "timeout", reason), now_s)
-        return True
+            self.hang = f"the trial was not done after its {self.trial.deadline_s:g} s", pending
+        elif quietest.step_heard_s is not None and quiet_s >= max(self.silence_s, SILENT_STEPS * self.longest_step_s):
+            self.hang = f"it gave no sign of life for {quiet_s:.0f} s", pending
+        return self.hang is not None
 
     @property
     def lost(self) -> bool:
         """Whether another try is worth it (Rule 4)."""
         return bool(self.failures) and choose(self.failures).lost
 
+    def _hung(self, how: str, pending: list[int]) -> Failure:
+        first = min(pending, key=lambda rank: self.ranks[rank].blame)
+        who = "stopped first" if len(pending) > 1 else "was last heard"
+        return Failure(first, "timeout", f"{who} at '{self.ranks[first].stage}'; {how}")
+
     def result(self, now_s: float) -> TrialResult:
         """What came of it, once it is over."""
         wall_s = now_s - self.start_s
-        if self.failures:
-            failure = choose(self.failures)
+        if self.hang or self.failures:
+            failure = self._hung(*self.hang) if self.hang else choose(self.failures)
             return failed(self.trial, failure, self.ranks[failure.rank].tail, wall_s)
         records = {rank: state.record for rank, state in self.ranks.items() if state.record}
         return merge(self.trial, records, wall_s, self.leftovers)
@@ -206,17 +215,19 @@ def attempt(
     silence_s: float,
 ) -> Watch | None:
     """Start the ranks once and watch them to their end; None when `cancelled` was set meanwhile. Nothing is left running."""
-    watch = Watch(trial, time.monotonic(), silence_s)
     on_progress(Progress(number=trial.number, stage="starting"))
     ranks = start()
+    watch = Watch(trial, time.monotonic(), silence_s)
     try:
         while not ranks.gone and not watch.over(time.monotonic()):
             if cancelled.is_set():
-                return None
+                break
             _take_all(watch, ranks, 0.1, on_progress)
         watch.decided = True
         # The ends of the others bring the tails of their output, the stacks of a hang among them.
-        ranks.stop(dump=watch.hung, grace_s=GRACE_S if watch.hung else 0.0)
+        if cancelled.is_set():
+            return None
+        ranks.stop(dump=watch.hang is not None, grace_s=GRACE_S if watch.hang else 0.0)
         stop_s = time.monotonic() + 2 * GRACE_S
         while not ranks.gone and time.monotonic() < stop_s:
             _take_all(watch, ranks, 0.1, lambda _: None)
