@@ -31,6 +31,12 @@ class Choice(Settings):
     """Settings as the search sees them: with a canonical key, a measure of simplicity and a short name."""
 
     @classmethod
+    def of(cls, execution: Execution, techniques: Mapping[str, Technique]) -> Choice:
+        """A choice from techniques by slot."""
+        made = Settings.of(execution, techniques)
+        return cls(made.execution, made.techniques)
+
+    @classmethod
     def from_document(cls, settings: Mapping[str, Any]) -> Choice:
         """A choice from plain settings, as `dump` writes them; raises ConfigError where they are malformed."""
         read = load_config({"settings": settings}).settings

@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from memtune.autotune.candidates import Choice
+from memtune.autotune.scoring import Scored, Scorer
+from memtune.autotune.space import variants
 from memtune.search_spaces import find, kinds
 from memtune.search_spaces.execution import Execution
-from memtune.technique import Technique
+from memtune.technique import Reason
 
 
 class Guard(NamedTuple):
-    """A setting that needs no search, and its name."""
+    """A setting that needs no search, its name and its prediction."""
 
     name: str
-    choice: Choice
+    scored: Scored
 
 
-def plain_choice(global_batch: int, ranks: int) -> Choice:
-    """The user's own setting: all samples of a rank in one micro-batch; several ranks average their gradients."""
-    return _choice(global_batch, ranks, {})
-
-
-def guards(global_batch: int, ranks: int) -> tuple[Guard, ...]:
-    """The guards, the user's own setting first."""
-    found = [Guard("plain", plain_choice(global_batch, ranks))]
+def guards(scorer: Scorer, global_batch: int) -> tuple[list[Guard], dict[str, Reason]]:
+    """The guards that can be used here, the user's own setting first, and why others cannot."""
+    ranks = scorer.rewriter.target.ranks
+    wanted: list[tuple[str, dict[str, str]]] = [("plain", {})]
     if "full" in kinds("recompute"):
-        found.append(Guard("full recompute", _choice(global_batch, ranks, {"recompute": "full"})))
+        wanted.append(("full recompute", {"recompute": "full"}))
     if ranks > 1 and "fsdp" in kinds("sharding.states"):
-        found.append(Guard("plain fsdp", _choice(global_batch, ranks, {"sharding.states": "fsdp"})))
-    return tuple(found)
+        wanted.append(("plain fsdp", {"sharding.states": "fsdp"}))
+    found, refused = [], {}
+    for name, kind_by_slot in wanted:
+        if ranks > 1:  # ranks must at least average their gradients
+            kind_by_slot = {"sharding.states": "ddp"} | kind_by_slot
+        scored = first_that_fits(scorer, Execution(micro_batch=max(1, global_batch // ranks)), kind_by_slot)
+        if isinstance(scored, Reason):
+            refused[name] = scored
+        else:
+            found.append(Guard(name, scored))
+    return found, refused
 
 
-def _choice(global_batch: int, ranks: int, wanted: dict[str, str]) -> Choice:
-    kind_by_slot = ({"sharding.states": "ddp"} if ranks > 1 else {}) | wanted
-    techniques: dict[str, Technique] = {slot: find(slot, kind)(kind=kind) for slot, kind in kind_by_slot.items()}
-    return Choice.of(Execution(micro_batch=max(1, global_batch // ranks)), techniques)
+def first_that_fits(scorer: Scorer, execution: Execution, kind_by_slot: Mapping[str, str]) -> Scored | Reason:
+    """The kinds with their default knobs, or with the first values worth trying that can be used here."""
+    options = [variants(find(slot, kind)) for slot, kind in kind_by_slot.items()]
+    reason: Reason | None = None
+    for techniques in itertools.product(*options):
+        scored = scorer.score(Choice.of(execution, {each.slot: each for each in techniques}))
+        if isinstance(scored, Scored):
+            return scored
+        reason = reason or scored
+    assert reason is not None  # the product of no slots has one element, of others at least the defaults
+    return reason

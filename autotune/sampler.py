@@ -157,7 +157,7 @@ class Sampler:
             if found is None:
                 return None
             techniques[slot] = found
-        return Choice.of(self._space.executions[sizes.index(size)], techniques)  # type: ignore[arg-type]
+        return Choice.of(self._space.executions[sizes.index(int(str(size)))], techniques)
 
     def _storage_errors(self) -> _StorageErrors:
         return _StorageErrors(self._path)

@@ -120,6 +120,12 @@ def executions(global_batch: int, ranks: int) -> tuple[Execution, ...]:
     return tuple(Execution(micro_batch=size, accumulate=each // size) for size in range(each, 0, -1) if each % size == 0)
 
 
+def batch_sizes(limit: int) -> tuple[Execution, ...]:
+    """Micro-batches worth trying up to `limit` samples, the largest first: two in each power of two."""
+    sizes = {size for power in range(limit.bit_length()) for size in (2**power, 3 * 2**power // 2) if size <= limit}
+    return tuple(Execution(micro_batch=size) for size in sorted(sizes, reverse=True))
+
+
 def build_space(
     rewriter: Rewriter,
     global_batch: int,
@@ -159,6 +165,8 @@ def build_space(
         else:
             techniques = _defaults(slot, ranks)
         kept = _that_fit(techniques, rewriter, chosen_executions, unfit, allow_lossy)
+        if slot not in frozen and slot not in searched:
+            kept = kept[:1]
         if not kept:
             raise UsageError(
                 f"No technique for {slot} can be used here.",
@@ -218,7 +226,7 @@ def _executions(every: tuple[Execution, ...], frozen: dict[str, str], searched: 
 def _defaults(slot: str, ranks: int) -> tuple[Technique, ...]:
     """What a slot holds that is not searched: nothing, but ranks must at least average their gradients."""
     if slot == "sharding.states" and ranks > 1:
-        return (find(slot, "ddp")(kind="ddp"),)
+        return variants(find(slot, "ddp"))
     return (null(slot),)
 
 

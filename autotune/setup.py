@@ -1,0 +1,165 @@
+"""What a search and a plan both begin with: the workload recorded, the machine known, the space built and scored."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+import memtune
+from memtune import hardware
+from memtune.autotune.candidates import Choice, Rewriter
+from memtune.autotune.lossless import batch_is_lossless
+from memtune.autotune.options import TargetOptions
+from memtune.autotune.pruning import Pruner
+from memtune.autotune.record import record, start_session
+from memtune.autotune.scoring import Goal, Scored, Scorer, Scores, score_all
+from memtune.autotune.space import Space, batch_sizes, build_space, executions
+from memtune.blocks import compress
+from memtune.config import MadeFor, fingerprint
+from memtune.errors import EnvironmentFault
+from memtune.executors.probe import probe
+from memtune.hardware import Device, Hardware
+from memtune.program import Kind, Recording
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Reason, Target
+from memtune.workload import Workload
+
+_DEFAULT_SAMPLES = 8
+"""Samples per rank and step where neither the workload nor the user says how many."""
+_MOST_SAMPLES = 2**20
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One workload on one target, ready to be searched."""
+
+    workload: Workload
+    recording: Recording
+    hardware: Hardware
+    device: Device
+    ranks: int
+    global_batch: int
+    budget_bytes: int | None
+    goal: Goal
+    scorer: Scorer
+    space: Space
+    made_for: MadeFor
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of all parameters, each storage once."""
+        return parameter_bytes(self.recording)
+
+    def score(self, seed: int) -> Scores:
+        """The whole space as the simulator sees it."""
+        return score_all(self.space, self.scorer, self.goal, seed=seed)
+
+
+def parameter_bytes(recording: Recording) -> int:
+    """Bytes of all parameters on the device, each storage once."""
+    step = recording.step
+    return int(step.bytes[(step.kind == Kind.PARAMETER) & (step.producer < 0)].sum())
+
+
+def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text: None, for_trials: bool = True) -> Setup:
+    """Probe, load and record the workload, find the machine, check the batch axis, build the space.
+
+    Args:
+        options: What was asked.
+        say: Told in one line what begins now.
+        for_trials: Whether the device must be there.
+
+    Raises:
+        WorkloadError: `model.py` cannot be used.
+        UsageError: The options contradict each other or the workload.
+        EnvironmentFault: There are fewer GPUs than asked for.
+        NothingFits: The budget is below the weights.
+    """
+    say("looking at the workload")
+    probe(options.workload)
+    device = _device(options, for_trials)
+    machine = hardware.find(options.gpu_type) if options.gpu_type else hardware.detect(device)
+    workload = Workload.load(options.workload)
+    say("recording one training step")
+    recording = record(workload)
+    budget = options.budget_bytes or (machine.memory_bytes if device == "cuda" else None)
+    if budget is None and options.goal == "batch":
+        budget = machine.memory_bytes // options.ranks
+    global_batch = options.global_batch or workload.global_batch or _DEFAULT_SAMPLES * options.ranks
+    executions(global_batch, options.ranks)  # says at once if the ranks cannot share the batch
+    frozen: Reason | None = None
+    if options.goal != "batch":
+        say("checking that micro-batches add up to the batch")
+        frozen = batch_is_lossless(workload, parameter_bytes=parameter_bytes(recording))
+    scorer = Scorer(Rewriter(recording, Target(machine, options.ranks, budget)))
+    space = build_space(
+        scorer.rewriter,
+        global_batch,
+        axes=options.axes,
+        freeze=options.freeze,
+        batch_frozen=frozen,
+        allow_lossy=options.allow_lossy,
+    )
+    if options.goal == "batch":
+        assert budget is not None
+        space = replace(space, executions=batch_sizes(_most_samples(scorer, space, budget)))
+    return Setup(
+        workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
+        _made_for(workload, recording, machine, options.ranks, global_batch),
+    )  # fmt: skip
+
+
+def _device(options: TargetOptions, for_trials: bool) -> Device:
+    """The device asked for, or what is here; a prediction needs none."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.device == "cpu" or (options.device is None and options.gpu_type is None and not visible and not for_trials):
+        return "cpu"
+    if not for_trials and options.gpu_type is not None:
+        return "cuda"
+    if not visible:
+        raise EnvironmentFault(
+            "No GPU is visible.", evidence=f"torch {torch.__version__} sees no CUDA device.", fix="add --device cpu", code="MT104"
+        )
+    if options.ranks > visible and options.single_node:
+        raise EnvironmentFault(
+            f"{options.ranks} GPUs asked, {visible} visible.",
+            evidence=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')}",
+            fix=f"--gpus {visible}, or widen the variable",
+            code="MT104",
+        )
+    return "cuda"
+
+
+def _most_samples(scorer: Scorer, space: Space, budget_bytes: int) -> int:
+    """The largest power of two at which some setting may still fit, taken twice: an upper end for micro-batches."""
+    pruner = Pruner(budget_bytes)
+    options = [tuple({each.kind: each for each in reversed(techniques)}.values()) for techniques in space.slots.values()]
+    size = 1
+    while size < _MOST_SAMPLES:
+        for techniques in itertools.product(*options):
+            scored = scorer.score(Choice.of(Execution(micro_batch=size), {each.slot: each for each in techniques}))
+            if isinstance(scored, Scored) and pruner.reason(scored.prediction) is None:
+                break
+        else:
+            return size
+        size *= 2
+    return size
+
+
+def _made_for(workload: Workload, recording: Recording, machine: Hardware, ranks: int, global_batch: int) -> MadeFor:
+    model = start_session(workload, recording.rung).model
+    return MadeFor(
+        model=fingerprint(model),
+        parameters=sum(each.numel() for each in model.parameters()),
+        blocks=compress(recording.step.blocks),
+        ranks=ranks,
+        device=machine.device,
+        hardware=machine.name,
+        global_batch=global_batch,
+        torch=str(torch.__version__),
+        memtune=memtune.__version__,
+    )
