@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
     config = memtune.load_config(arguments.config)
-    ranks = config.made_for.world_size if config.made_for else 1
+    ranks = config.made_for.ranks if config.made_for else 1
     if ranks > 1 and "RANK" not in os.environ:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         os.execv(sys.executable, [*launcher, *sys.argv])

@@ -1,0 +1,343 @@
+"""TunedConfig: what a search writes and `memtune.apply` reads. Short, commented, editable by hand, never code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from memtune.errors import ApplyError, ConfigError
+from memtune.search_spaces import PASS_ORDER, SLOTS, did_you_mean, find, null
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Plan, Technique
+from memtune.yaml_io import Document, flow, parse, read_text, save_text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SCHEMA = 1
+_SECTIONS = ("memtune", "settings", "measured", "predicted", "certificate", "made_for", "plan", "study")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the step is executed, and one technique per slot; slots that are left out hold the null technique."""
+
+    execution: Execution = Execution()
+    techniques: tuple[Technique, ...] = ()
+    """The techniques that are not null, in pass order; `Settings.of` makes them so."""
+
+    @classmethod
+    def of(cls, execution: Execution, techniques: Mapping[str, Technique]) -> Settings:
+        """Settings from techniques by slot."""
+        used = (techniques.get(slot) for slot in PASS_ORDER)
+        return cls(execution, tuple(each for each in used if each is not None and each != null(each.slot)))
+
+    @cached_property
+    def chosen(self) -> dict[str, Technique]:
+        """The techniques that are not null, by slot."""
+        return {each.slot: each for each in self.techniques}
+
+    def technique(self, slot: str) -> Technique:
+        """The technique in `slot`, the null one where nothing was chosen."""
+        return self.chosen.get(slot) or null(slot)
+
+    def with_execution(self, **changes: Any) -> Settings:
+        """These settings with other fields of `execution`."""
+        return Settings(Execution.model_validate({**self.execution.model_dump(), **changes}), self.techniques)
+
+    def dump(self) -> dict[str, Any]:
+        """The `settings` of a config: nested by slot, null techniques and default knobs left out."""
+        settings: dict[str, Any] = {"execution": self.execution.model_dump(exclude_defaults=True, mode="json")}
+        for technique in sorted(self.techniques, key=lambda each: SLOTS.index(each.slot)):
+            *folders, last = technique.slot.split(".")
+            node = settings
+            for folder in folders:
+                node = node.setdefault(folder, {})
+            node[last] = {"kind": technique.kind} | technique.model_dump(exclude_defaults=True, mode="json")
+        return settings
+
+    def env(self) -> dict[str, str]:
+        """What must be set before the device starts."""
+        return {name: value for each in [*self.techniques, self.technique("allocator")] for name, value in each.env().items()}
+
+
+class MadeFor(BaseModel):
+    """What a config was tuned for; compared when it is applied."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = ""
+    """`sha256:` over names, shapes and dtypes of the parameters."""
+    parameters: int = 0
+    blocks: list[str] = []
+    """Qualified names of the repeated blocks; runs are written `h.{0..23}`."""
+    ranks: int = 1
+    device: str = "cpu"
+    hardware: str = ""
+    global_batch: int | None = None
+    torch: str = ""
+    memtune: str = ""
+
+
+class TunedConfig(BaseModel):
+    """A whole config: settings, what was measured and predicted, what it was made for, and the plans it needs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    memtune: int = SCHEMA
+    settings: Settings = Settings()
+    measured: dict[str, Any] = {}
+    predicted: dict[str, Any] = {}
+    certificate: dict[str, Any] = {}
+    made_for: MadeFor | None = None
+    plan: dict[str, Plan] = Field(default_factory=dict)
+    """Plans by slot; slots with an empty plan are left out."""
+    study: dict[str, Any] = {}
+
+    def document(self) -> dict[str, Any]:
+        """The config as plain data, empty sections left out."""
+        document: dict[str, Any] = {"memtune": self.memtune, "settings": self.settings.dump()}
+        sections = {"measured": self.measured, "predicted": self.predicted, "certificate": self.certificate, "study": self.study}
+        if self.made_for is not None:
+            sections["made_for"] = self.made_for.model_dump(mode="json", exclude_defaults=True)
+        sections["plan"] = {slot: plan.decisions for slot, plan in self.plan.items() if plan.decisions}
+        document.update({name: sections[name] for name in _SECTIONS if sections.get(name)})
+        return document
+
+
+def load_config(source: str | Path | Mapping[str, Any]) -> TunedConfig:
+    """Read a config from a file or from plain data.
+
+    Raises:
+        ConfigError: It is malformed, has unknown keys, or is of a newer schema; says where, and what is close.
+    """
+    if isinstance(source, Mapping):
+        return _validated(Document(json.loads(json.dumps(dict(source))), {}, "config"))
+    path = Path(source)
+    return _validated(parse(read_text(path), path.name))
+
+
+def _validated(document: Document) -> TunedConfig:
+    data = document.data
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{document.source}:1  a config is a mapping, this is {_said(data)}.", fix="settings: {…}", code="MT202"
+        )
+    _known(document, (), data, _SECTIONS)
+    version = data.get("memtune", SCHEMA)
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ConfigError(
+            f"{document.where(('memtune',))}  memtune: {_said(version)} is no schema version.", fix="memtune: 1", code="MT202"
+        )
+    if version > SCHEMA:
+        raise ConfigError(
+            f"{document.where(('memtune',))}  this config is of schema {version}; this memtune reads up to {SCHEMA}.",
+            fix="pip install --upgrade memtune",
+            code="MT204",
+        )
+    rest = {name: value for name, value in data.items() if name not in ("settings", "plan")}
+    plan = _mapping(document, ("plan",), data.get("plan"))
+    _known(document, ("plan",), plan, SLOTS)
+    try:
+        return TunedConfig(
+            settings=_settings(document, _mapping(document, ("settings",), data.get("settings"))),
+            plan={slot: Plan(decisions=_mapping(document, ("plan", slot), decisions)) for slot, decisions in plan.items()},
+            **rest,
+        )
+    except ValidationError as error:
+        raise _explained(document, (), error) from None
+
+
+def _settings(document: Document, data: dict[str, Any]) -> Settings:
+    axes = sorted({slot.split(".")[0] for slot in SLOTS} | {"execution"})
+    _known(document, ("settings",), data, axes)
+    techniques = {}
+    for slot in SLOTS:
+        path: tuple[str, ...] = ("settings", *slot.split("."))
+        node = _at(document, path, data)
+        if not node:
+            continue
+        kind = node.get("kind")
+        if not isinstance(kind, str):
+            raise ConfigError(
+                f"{document.where(path)}  {slot} does not say which technique it is.", fix=f"{slot}: {kind: none}", code="MT202"
+            )
+        try:
+            technique = find(slot, kind)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{document.where((*path, 'kind'))}  {error.what}", evidence=error.evidence, fix=error.fix, code=error.code
+            ) from None
+        _known(document, path, node, tuple(technique.model_fields))
+        try:
+            techniques[slot] = technique.model_validate_json(json.dumps(node))
+        except ValidationError as error:
+            raise _explained(document, path, error) from None
+    path = ("settings", "execution")
+    execution = _mapping(document, path, data.get("execution"))
+    _known(document, path, execution, tuple(Execution.model_fields))
+    try:
+        return Settings.of(Execution.model_validate_json(json.dumps(execution)), techniques)
+    except ValidationError as error:
+        raise _explained(document, path, error) from None
+
+
+def _at(document: Document, path: tuple[str, ...], data: dict[str, Any]) -> dict[str, Any]:
+    """The mapping at `path` below `settings`; the axes on the way may only hold their slots."""
+    node = data
+    for depth, part in enumerate(path[1:], start=1):
+        if depth > 1:
+            slots = [slot.split(".")[1] for slot in SLOTS if slot.startswith(f"{path[1]}.")]
+            _known(document, path[:depth], node, slots)
+        node = _mapping(document, path[: depth + 1], node.get(part))
+    return node
+
+
+def _mapping(document: Document, path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{document.where(path)}  {'.'.join(path)} is a mapping, not {_said(value)}.",
+            fix="write  kind: …  under it",
+            code="MT202",
+        )
+    return value
+
+
+def _known(document: Document, path: tuple[str, ...], data: dict[str, Any], known: tuple[str, ...] | list[str]) -> None:
+    for key in data:
+        if key not in known:
+            name = f"'{key[:60]}'" + (f" under {'.'.join(path)}" if path else "")
+            raise ConfigError(
+                f"{document.where((*path, key))}  unknown key {name}.{did_you_mean(key, known)}",
+                evidence=f"Known: {', '.join(known)}.",
+                code="MT201",
+            )
+
+
+def _explained(document: Document, path: tuple[str, ...], error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    where = (*path, *(part for part in first["loc"] if isinstance(part, str | int)))
+    given = first.get("input")
+    return ConfigError(
+        f"{document.where(where)}  {'.'.join(map(str, where))}: {first['msg'][0].lower()}{first['msg'][1:]}, but got {_said(given)}.",
+        fix="memtune techniques  shows what each technique can be given",
+        code="MT202",
+    )
+
+
+def _said(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+_COMMENTS = {
+    "settings": "what memtune.apply does; edit by hand if you like, then  memtune config check",
+    "measured": "in a fresh process, with these settings",
+    "predicted": "before the run, by the simulator",
+    "certificate": "what was checked",
+    "made_for": "apply compares this with your model and ranks",
+    "plan": "decided once, in the search",
+    "study": "where it came from",
+}
+
+
+def dump_yaml(config: TunedConfig) -> str:
+    """The config as commented YAML; reading it back gives an equal config."""
+    lines: list[str] = []
+    for name, value in config.document().items():
+        if isinstance(value, Mapping):
+            lines.append(f"{name}:  # {_COMMENTS[name]}" if name in _COMMENTS else f"{name}:")
+            lines.extend(_block(value, "  "))
+        else:
+            lines.append(f"{name}: {flow(value)}  # schema of this file")
+    return "\n".join(lines) + "\n"
+
+
+def _block(data: Mapping[str, Any], indent: str) -> list[str]:
+    lines: list[str] = []
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value and not _is_short(value):
+            lines.append(f"{indent}{flow(str(key))}:")
+            lines.extend(_block(value, indent + "  "))
+        else:
+            lines.append(f"{indent}{flow(str(key))}: {flow(value)}")
+    return lines
+
+
+def _is_short(value: Mapping[str, Any]) -> bool:
+    return not any(isinstance(each, Mapping) for each in value.values()) and len(flow(value)) < 100
+
+
+def save(config: TunedConfig, path: str | Path) -> Path:
+    """Write the config so that a crash leaves the old file or the new one; raises EnvironmentFault if it cannot be written."""
+    return save_text(path, dump_yaml(config))
+
+
+# -- checks at apply ---------------------------------------------------------------------------------------------------
+
+
+def fingerprint(model: nn.Module) -> str:
+    """`sha256:` over names, shapes and dtypes of the parameters, whatever their values and wherever they are."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
+def check_made_for(config: TunedConfig, model: nn.Module, ranks: int) -> None:
+    """Compare the config with the model and ranks at hand; a config without `made_for` fits any.
+
+    Raises:
+        ConfigError: The config was made for another model or another number of ranks.
+    """
+    made_for = config.made_for
+    if made_for is None:
+        return
+    if made_for.model and made_for.model != fingerprint(model):
+        count = sum(parameter.numel() for parameter in model.parameters())
+        raise ConfigError(
+            "this config was made for another model.",
+            evidence=f"It was made for {made_for.parameters:,} parameters ({made_for.model}); this model has {count:,} ({fingerprint(model)}).",
+            fix="run  memtune search  on this model, or pass strict=False",
+            code="MT206",
+        )
+    if made_for.ranks != ranks:
+        raise ConfigError(
+            f"this config was made for {made_for.ranks} ranks, here {'are' if ranks > 1 else 'is'} {ranks}.",
+            fix=f"torchrun --nproc-per-node {made_for.ranks} …, or search again with --gpus {ranks}",
+            code="MT206",
+        )
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """Variables that must be set before the device starts."""
+    return settings.env()
+
+
+def check_environment(settings: Settings) -> None:
+    """Check that what `environment` asks for is set.
+
+    Raises:
+        ApplyError: A variable is missing or different; prints the exact `export` line.
+    """
+    wrong = {name: value for name, value in environment(settings).items() if os.environ.get(name) != value}
+    if wrong:
+        exports = "  ".join(f"export {name}={value}" for name, value in wrong.items())
+        raise ApplyError(
+            "the allocator settings of this config must be in the environment before CUDA starts.",
+            evidence=f"Now: {', '.join(f'{name}={os.environ.get(name, chr(39) * 2)}' for name in wrong)}.",
+            fix=f"{exports}  or  memtune run tuned.yaml -- python train.py",
+            code="MT314",
+        )
