@@ -260,8 +260,10 @@ class _Frame:
         inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
         buffers = {name: buffer._version for name, buffer in self.region.module.named_buffers()} if recompute else {}
         mode = _KeepMode(self) if recompute and self.region.keep is not None else nullcontext()
-        with saved_tensors_hooks(self.pack, _unpack), mode:
+        packer = _Packer(self)
+        with saved_tensors_hooks(packer, _unpack), mode:
             out = self._forward(*args, **kwargs)
+        packer.frame = None
         if recompute:
             if any(tensor._version != version for tensor, version in inputs):
                 raise ApplyError(
@@ -361,6 +363,20 @@ class _Frame:
     def keep_back(self, n: int, tensor: Tensor) -> None:
         """Store the n-th tensor of the second run until backward asks for it."""
         self._back[n] = tensor
+
+
+class _Packer:
+    """`frame.pack` for as long as the first run lasts.
+
+    Autograd keeps the pack hook with everything it saved, parameters too: it must not keep the frame alive with it.
+    """
+
+    def __init__(self, frame: _Frame) -> None:
+        self.frame: _Frame | None = frame
+
+    def __call__(self, tensor: Tensor) -> Tensor | _Moved | _Number:
+        assert self.frame is not None
+        return self.frame.pack(tensor)
 
 
 class _Replay:
