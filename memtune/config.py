@@ -168,7 +168,7 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
         kind = node.get("kind")
         if not isinstance(kind, str):
             raise ConfigError(
-                f"{document.where(path)}  {slot} does not say which technique it is.", fix=f"{slot}: {kind: none}", code="MT202"
+                f"{document.where(path)}  {slot} does not say which technique it is.", fix=f"{slot}: {{kind: none}}", code="MT202"
             )
         try:
             technique = find(slot, kind)
