@@ -1,0 +1,248 @@
+"""`memtune plan`: what the simulator says of every candidate, or of one config, without running a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from memtune.autotune.candidates import Choice
+from memtune.autotune.guards import guards
+from memtune.autotune.options import PlanOptions
+from memtune.autotune.pruning import Pruner
+from memtune.autotune.scoring import Scored, predicted_alike
+from memtune.autotune.setup import Setup, prepare
+from memtune.config import load_config
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Reason
+from memtune.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SCHEMA = 1
+Status = Literal["ok", "oom", "unfit"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One candidate as the simulator sees it."""
+
+    summary: str
+    settings: dict[str, Any]
+    status: Status
+    """`ok` where the predicted peak is within the budget, `oom` where not, `unfit` where a technique refused."""
+    reason: str = ""
+    guard: str = ""
+    peak_allocated_bytes: int | None = None
+    peak_low_bytes: int | None = None
+    peak_high_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    step_s: float | None = None
+    step_low_s: float | None = None
+    step_high_s: float | None = None
+    samples_per_s: float | None = None
+    micro_batch: int | None = None
+    accumulate: int = 1
+    alike: int = 1
+    """Candidates that the simulator cannot tell from this one."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """The whole prediction."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data; `calibrated`, what is busy and what is exposed stand in `prediction`."""
+        values = {name: value for name, value in vars(self).items() if name != "details"}
+        return {**values, "prediction": self.details}
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The ranking, or one config's prediction, and what it rests on."""
+
+    facts: dict[str, Any]
+    rows: tuple[Planned, ...]
+    guards: tuple[Planned, ...]
+    unfit: dict[str, str]
+    """Why a technique was left out, by `slot: kind`."""
+    refused: dict[str, int]
+    """How many combinations were refused, by reason."""
+    n_candidates: int = 0
+    n_merged: int = 0
+    n_pruned: int = 0
+    notes: tuple[str, ...] = ()
+    config: Planned | None = None
+    """Set when one config was asked for; then there is no ranking."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """One document; for one config its `status`, peaks and `step_s` stand at the top."""
+        head: dict[str, Any] = {"schema": SCHEMA, **self.facts, "notes": list(self.notes)}
+        if self.config is not None:
+            return head | self.config.to_dict()
+        return head | {
+            "candidates": [each.to_dict() for each in self.rows],
+            "guards": [each.to_dict() for each in self.guards],
+            "n_candidates": self.n_candidates,
+            "n_merged": self.n_merged,
+            "n_pruned": self.n_pruned,
+            "n_unfit": sum(self.refused.values()),
+            "unfit": self.unfit,
+            "refused": self.refused,
+        }
+
+    def render(self) -> RenderableType:
+        """A table for people: guards first, then the best candidates, then what was left out and why."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name, justify in (("", "left"), ("settings", "left"), ("samples/s", "right"), ("step", "right"), ("peak", "right")):
+            table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=name != "settings")
+        rows = [self.config] if self.config is not None else [*self.guards, *self.rows]
+        for number, each in enumerate(rows, start=1 - len(self.guards)):
+            table.add_row(each.guard or (str(number) if self.config is None else ""), *_cells(each))
+        lines: list[RenderableType] = [Text(_headline(self.facts)), table]
+        if self.config is None:
+            lines.append(Text(_counts(self), "dim"))
+            lines += [Text(f"not used  {name}: {reason}", "dim") for name, reason in self.unfit.items()]
+        lines += [Text(note, "dim") for note in self.notes]
+        return Group(*lines)
+
+
+def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None) -> PlanReport:
+    """Predict every candidate for a target that need not be here, or one config.
+
+    Raises:
+        WorkloadError: `model.py` cannot be used.
+        UsageError: The options contradict each other or the workload.
+        ConfigError: The config cannot be read.
+    """
+    setup = prepare(options, say=say, for_trials=False)
+    pruner = Pruner(setup.budget_bytes)
+    notes = (*setup.recording.notes, *setup.space.notes)
+    if options.config is not None:
+        planned = _plan_config(setup, pruner, options)
+        return PlanReport(_facts(setup), (), (), {}, {}, notes=notes, config=planned)
+    say("predicting all candidates")
+    scores = setup.score(options.seed)
+    found, refused = guards(setup.scorer, setup.global_batch)
+    alive = [each for each in scores.by_key.values() if pruner.reason(each.prediction) is None]
+    ranked = sorted(alive, key=lambda each: (_over(each, setup.budget_bytes), each.rank(options.goal)))
+    return PlanReport(
+        facts=_facts(setup),
+        rows=tuple(_planned(each, pruner, alike=count) for each, count in _merge_alike(ranked, options.top)),
+        guards=tuple(_planned(each.scored, pruner, guard=each.name) for each in found),
+        unfit={name: str(reason) for name, reason in setup.space.unfit.items()},
+        refused={**scores.unfit, **{f"{name}: {reason}": 1 for name, reason in refused.items()}},
+        n_candidates=scores.n_candidates,
+        n_merged=scores.n_merged,
+        n_pruned=len(scores.by_key) - len(alive),
+        notes=notes,
+    )
+
+
+def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> Planned:
+    assert options.config is not None
+    settings = load_config(options.config).settings
+    choice = with_batch(Choice(settings.execution, settings.techniques), setup.global_batch // setup.ranks, options.micro_batch)
+    scored = setup.scorer.score(choice, level="events")
+    if isinstance(scored, Reason):
+        return Planned(choice.summary, choice.dump(), "unfit", str(scored), micro_batch=choice.execution.micro_batch)
+    return _planned(scored, pruner)
+
+
+def with_batch(choice: Choice, per_rank: int, micro_batch: int | None) -> Choice:
+    """`choice` with the micro-batch that was asked for, else its own, else what its accumulation leaves of `per_rank` samples."""
+    execution = choice.execution
+    size = micro_batch or execution.micro_batch or max(1, per_rank // execution.accumulate)
+    return Choice(Execution.model_validate({**execution.model_dump(), "micro_batch": size}), choice.techniques)
+
+
+def _planned(scored: Scored, pruner: Pruner, *, guard: str = "", alike: int = 1) -> Planned:
+    prediction, budget = scored.prediction, pruner.budget_bytes
+    reason = pruner.reason(prediction) or ""
+    fits = budget is None or prediction.peak_allocated_bytes <= budget
+    if not fits and not reason:
+        reason = "over the budget as predicted, within it at the lower end of the interval"
+    interval = prediction.interval
+    return Planned(
+        summary=scored.choice.summary,
+        settings=scored.choice.dump(),
+        status="ok" if fits else "oom",
+        reason=reason,
+        guard=guard,
+        peak_allocated_bytes=prediction.peak_allocated_bytes,
+        peak_low_bytes=interval.peak_low_bytes,
+        peak_high_bytes=interval.peak_high_bytes,
+        peak_reserved_bytes=prediction.peak_reserved_bytes,
+        step_s=prediction.step_s,
+        step_low_s=interval.step_low_s,
+        step_high_s=interval.step_high_s,
+        samples_per_s=prediction.samples_per_s,
+        micro_batch=scored.choice.execution.micro_batch,
+        accumulate=scored.choice.execution.accumulate,
+        alike=alike,
+        details=prediction.to_dict(),
+    )
+
+
+def _merge_alike(ranked: list[Scored], count: int) -> list[tuple[Scored, int]]:
+    """The first `count` that the simulator tells apart, each with how many it stands for; alike ones are neighbours."""
+    rows: list[tuple[Scored, int]] = []
+    for each in ranked:
+        if rows and predicted_alike(rows[-1][0].prediction, each.prediction):
+            rows[-1] = (rows[-1][0], rows[-1][1] + 1)
+        elif len(rows) == count:
+            break
+        else:
+            rows.append((each, 1))
+    return rows
+
+
+def _over(scored: Scored, budget_bytes: int | None) -> bool:
+    return budget_bytes is not None and scored.prediction.peak_allocated_bytes > budget_bytes
+
+
+def _facts(setup: Setup) -> dict[str, Any]:
+    return {
+        "workload": str(setup.workload.path.name),
+        "hardware": setup.hardware.title,
+        "device": setup.device,
+        "ranks": setup.ranks,
+        "goal": setup.goal,
+        "budget_bytes": setup.budget_bytes,
+        "global_batch": setup.global_batch,
+        "parameters": setup.made_for.parameters,
+        "parameter_bytes": setup.parameter_bytes,
+        "rung": setup.recording.rung,
+        "record_s": round(setup.recording.record_s, 3),
+    }
+
+
+def _headline(facts: dict[str, Any]) -> str:
+    limit = f" · limit {format_bytes(facts['budget_bytes'])}" if facts["budget_bytes"] else ""
+    ranks = f"{facts['ranks']}× " if facts["ranks"] > 1 else ""
+    return (
+        f"{facts['workload']} · {facts['parameters'] / 1e6:.4g}M parameters · {ranks}{facts['hardware']}{limit} · "
+        f"{facts['global_batch']} samples a step · predicted, uncalibrated"
+    )
+
+
+def _counts(report: PlanReport) -> str:
+    return (
+        f"{report.n_candidates:,} candidates · {report.n_merged:,} equal to another · {report.n_pruned:,} pruned · "
+        f"{sum(report.refused.values()):,} refused"
+    )
+
+
+def _cells(planned: Planned) -> tuple[str, str, str, str]:
+    if planned.step_s is None or planned.peak_allocated_bytes is None:
+        return planned.summary, "", "", planned.reason
+    over = "" if planned.status == "ok" else " over"
+    more = f"  (+{planned.alike - 1} alike)" if planned.alike > 1 else ""
+    return (
+        planned.summary + more,
+        f"{planned.samples_per_s or 0:.4g}",
+        format_seconds(planned.step_s),
+        format_bytes(planned.peak_allocated_bytes) + over,
+    )
