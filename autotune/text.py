@@ -13,10 +13,10 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def rate(samples_per_s: float | None) -> str:
-    """Samples per second with three significant digits: `18.9`, `1,240`; a dash when unknown."""
+    """Samples per second with three significant digits: `18.9`, `1,240`, `2.00`; a dash when unknown."""
     if samples_per_s is None:
         return "–"
-    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:#.3g}"
 
 
 def maybe_bytes(n_bytes: int | None) -> str:

@@ -119,6 +119,7 @@ class SearchApp(App[None]):
     #running { height: auto; margin: 0 1; border-top: solid $panel-lighten-2; border-bottom: solid $panel-lighten-2; }
     #body { height: 1fr; }
     #table { width: 1fr; height: 100%; scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0; background: $background; }
+    #table:focus { background-tint: $foreground 0%; }
     #table > .datatable--header { background: $background; color: $text-muted; text-style: none; }
     #scatter { width: 36; height: 100%; padding: 0 1; }
     #note { height: 1; padding: 0 1; color: $text-muted; }
@@ -127,7 +128,7 @@ class SearchApp(App[None]):
     .narrow.graph #scatter { display: block; width: 1fr; }
     .narrow.graph #table { display: none; }
     Page, Question { align: center middle; background: $background 60%; }
-    #page { width: 96%; height: 92%; border: round $primary; background: $surface; padding: 0 1; }
+    #page { scrollbar-size-vertical: 1; width: 96%; height: 92%; border: round $primary; background: $surface; padding: 0 1; }
     #question { width: auto; height: auto; border: round $warning; background: $surface; padding: 1 3; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -148,6 +149,7 @@ class SearchApp(App[None]):
         self.view = SearchView()
         self._tail, self._control, self._over = LogTail(log_path), control, over
         self._drawn: tuple[object, ...] = ()
+        self._parts: dict[str, Text] = {}
         self._rows: dict[str, tuple[str, ...]] = {}
         self._summary_width = 0
         self.forced = False
@@ -189,17 +191,25 @@ class SearchApp(App[None]):
             self.exit()
 
     def _draw(self, stopping: bool) -> None:
-        base, width = self.screen_stack[0], self.size.width - 2
-        base.query_one("#header", Static).update(tui_panels.header(self.view, self.view.now_s(), width, stopping))
-        base.query_one("#running", Static).update(tui_panels.running(self.view, width))
-        graph = base.query_one("#scatter", Static)
-        graph.update(tui_panels.scatter(self.view, graph.size.width, graph.size.height))
+        width = self.size.width - 2
+        self._put("header", tui_panels.header(self.view, self.view.now_s(), width, stopping))
+        self._put("running", tui_panels.running(self.view, width))
+        graph_size = self.screen_stack[0].query_one("#scatter", Static).size
+        self._put("scatter", tui_panels.scatter(self.view, graph_size.width, graph_size.height))
         note = self.view.notes[-1] if self.view.notes else None
         line = Text(note.text if note else "", "yellow" if note and note.level == "warning" else "", no_wrap=True)
         line.truncate(width, overflow="ellipsis")
-        base.query_one("#note", Static).update(line)
-        base.query_one("#keys", Static).update(self._keys())
-        self._draw_table(base.query_one("#table", DataTable))
+        self._put("note", line)
+        self._put("keys", self._keys())
+        self._draw_table(self.screen_stack[0].query_one("#table", DataTable))
+
+    def _put(self, part: str, drawn: Text) -> None:
+        # Most ticks change one line of one part: what is equal is not sent again, and the layout only moves with the lines.
+        before = self._parts.get(part)
+        if before != drawn:
+            self._parts[part] = drawn
+            moved = before is None or before.plain.count("\n") != drawn.plain.count("\n")
+            self.screen_stack[0].query_one(f"#{part}", Static).update(drawn, layout=moved)
 
     def _keys(self) -> Text:
         narrow = self.size.width < NARROW

@@ -12,7 +12,7 @@ from memtune.units import format_bytes
 
 NARROW = 90
 """Below this many columns the panels take their narrow form."""
-DIM, LABEL = "bright_black", "bold"
+DIM, LABEL = "#8a929c", "bold"
 _MARKS = {"best": ("★", "bold green"), "guard": ("◆", "cyan"), "trial": ("●", "blue")}
 
 

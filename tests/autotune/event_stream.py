@@ -1,4 +1,4 @@
-"""A realistic search as events, for the tests of the display; run as a program it also shows it: python event_stream.py tui LOG"""
+"""A realistic search as events, for the tests of the display; `python event_stream.py tui LOG` shows it."""
 
 import sys
 import time
@@ -43,6 +43,11 @@ SETTINGS = {
     "recompute": {"kind": "every_nth", "n": 2},
     "sharding": {"states": {"kind": "fsdp", "degree": 2}},
 }
+REASONS = {
+    "oom": "aten::addmm asked for 24 MiB with 590 MiB of 600 MiB live",
+    "crash": "rank 1: RuntimeError: shapes differ",
+}
+MEMORY_BY_KIND = {"parameters": 60 * MIB, "gradients": 60 * MIB, "optimizer": 120 * MIB, "activations": 300 * MIB}
 
 
 def opening() -> list:
@@ -65,18 +70,18 @@ def opening() -> list:
 
 def trial_events(row: tuple) -> list:
     number, role, name, status, peak, rate, summary = row
-    common = dict(
-        number=number, role=role, name=name, settings=SETTINGS, summary=summary,
-        predicted_peak_bytes=int((peak or 400) * 1.03 * MIB), predicted_step_s=32 / (rate or 15) * 0.94,
-    )  # fmt: skip
+    common = {
+        "number": number, "role": role, "name": name, "settings": SETTINGS, "summary": summary,
+        "predicted_peak_bytes": int((peak or 400) * 1.03 * MIB), "predicted_step_s": 32 / (rate or 15) * 0.94,
+    }  # fmt: skip
     result = TrialResult(
         number=number, status=status, wall_s=4.2,
-        reason={"oom": "aten::addmm asked for 24 MiB with 590 MiB of 600 MiB live", "crash": "rank 1: RuntimeError: shapes differ"}.get(status, ""),
+        reason=REASONS.get(status, ""),
         log_tail="\n".join(f"log line {i}" for i in range(40)) if status == "crash" else "",
         peak_allocated_bytes=peak * MIB if peak else None,
         step_s=32 / rate if rate else None, step_s_all=[32 / rate, 32 / rate * 1.02] if rate else [], samples_per_s=rate,
         losses=[4.3, 4.2, 4.1] if rate else [],
-        memory_by_kind={"parameters": 60 * MIB, "gradients": 60 * MIB, "optimizer": 120 * MIB, "activations": 300 * MIB} if rate else {},
+        memory_by_kind=MEMORY_BY_KIND if rate else {},
     )  # fmt: skip
     events = [TrialStarted(**common), TrialProgress(number=number, stage="building", device_bytes=60 * MIB)]
     events += [
