@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections import Counter
@@ -52,10 +53,6 @@ class Scores:
         """Candidates that some technique refused."""
         return sum(self.unfit.values())
 
-    def with_prediction(self, key: str, prediction: Prediction) -> Scores:
-        """These scores with a better prediction for one candidate."""
-        return replace(self, by_key={**self.by_key, key: replace(self.by_key[key], prediction=prediction)})
-
 
 class Scorer:
     """Predicts choices; neighbours that become the same program are simulated once."""
@@ -99,13 +96,25 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
 
 
 def _refine(by_key: dict[str, Scored], scorer: Scorer, goal: Goal) -> None:
+    """Simulate the best programs op by op. Coarse times are lower ends, so the best `EVENTS_FOR` are found best-first."""
     budget = scorer.rewriter.target.budget_bytes
-    fitting = [each for each in by_key.values() if budget is None or each.prediction.peak_allocated_bytes <= budget]
-    best = sorted(fitting, key=lambda each: each.rank(goal))[:EVENTS_FOR]
-    for each in best:
-        refined = scorer.score(each.choice, level="events")
+    programs: dict[int, list[Scored]] = {}  # neighbours that became one program share one prediction object
+    for each in by_key.values():
+        if budget is None or each.prediction.peak_allocated_bytes <= budget:
+            programs.setdefault(id(each.prediction), []).append(each)
+    waiting = [(min(each.rank(goal) for each in group), number, group) for number, group in enumerate(programs.values())]
+    heapq.heapify(waiting)
+    found = 0
+    while waiting and found < EVENTS_FOR:
+        _, number, group = heapq.heappop(waiting)
+        if group[0].prediction.level == "events":
+            found += 1
+            continue
+        refined = scorer.score(group[0].choice, level="events")
         if isinstance(refined, Scored):
-            by_key[each.key] = refined
+            group = [replace(each, prediction=refined.prediction) for each in group]
+            by_key.update({each.key: each for each in group})
+            heapq.heappush(waiting, (min(each.rank(goal) for each in group), number, group))
 
 
 def predicted_alike(one: Prediction, other: Prediction) -> bool:
