@@ -23,7 +23,8 @@ class Sharding:
     replicas: int = 1
     reshard_after_forward: bool = True
     blocks_per_unit: int = 1
-    across_nodes: bool = False
+    replicas_across_nodes: bool = False
+    """Whether the ranks that hold the same shard sit on different nodes, each with a network card of its own."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _gather(edit: Edit, how: Sharding, n_bytes: int, before: int, phase: Phase) 
     make = edit.add_ops("aten.empty.memory_format", before=at, phase=phase, resource=Resource.NOTHING)
     buffer = edit.add_storages(np.asarray([n_bytes], np.int64), producer=make, kind=Kind.COMMUNICATION)
     gather = edit.add_ops(
-        "memtune.all_gather_into_.default", before=at, phase=phase, resource=_link(how), traffic_bytes=n_bytes, group=how.degree
+        "memtune.all_gather_into_.default", before=at, phase=phase, resource=Resource.INTRA_LINK, traffic_bytes=n_bytes, group=how.degree
     )
     edit.add_uses(gather, buffer)
     edit.add_uses(gather, buffer, mutates=True)
@@ -202,7 +203,7 @@ def _gradients(
             "memtune.reduce_scatter_into_.default",
             after=after,
             phase=Phase.BACKWARD,
-            resource=_link(how),
+            resource=Resource.INTRA_LINK,
             traffic_bytes=n_bytes * how.degree,
             group=how.degree,
         )
@@ -214,7 +215,7 @@ def _gradients(
                 "c10d.allreduce_.default",
                 after=after,
                 phase=Phase.BACKWARD,
-                resource=Resource.INTER_LINK if how.across_nodes else Resource.INTRA_LINK,
+                resource=Resource.INTER_LINK if how.replicas_across_nodes else Resource.INTRA_LINK,
                 traffic_bytes=n_bytes,
                 group=how.replicas,
             )
@@ -305,10 +306,6 @@ def _add_to_sums(edit: Edit, step: Step, parameters: list[int], taken: int, afte
 
 def _hold(edit: Edit, storages: I32, op: int) -> None:
     edit.hold_through(storages, np.full(len(storages), op, np.int32))
-
-
-def _link(how: Sharding) -> Resource:
-    return Resource.INTER_LINK if how.across_nodes and how.replicas == 1 else Resource.INTRA_LINK
 
 
 def _numel(parameter: Parameter) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from memtune.errors import ApplyError
 from memtune.runtime.collectives import SeamAllGather, SeamReduceScatter
 from memtune.runtime.context import Context
+from memtune.runtime.ranks import require_ranks
 
 
 @cache
@@ -43,14 +43,9 @@ def shard(context: Context, *, degree: int, reshard_after_forward: bool, blocks_
         blocks_per_unit: Blocks gathered together; what is in no block is the root unit, gathered once per step.
 
     Raises:
-        ApplyError: There is no process group, or its size is no multiple of `degree`.
+        ApplyError: There is no process group, its size is no multiple of `degree`, or the ranks' weights differ.
     """
-    if not dist.is_initialized():
-        raise ApplyError(
-            f"sharding over {degree} ranks needs as many processes, but this one is alone.",
-            fix=f"torchrun --nproc-per-node {degree} your_script.py",
-            code="MT320",
-        )
+    require_ranks(context, "fsdp")
     if context.ranks % degree:
         raise ApplyError(
             f"degree={degree} must divide the {context.ranks} ranks.", fix=f"degree: {_divisor(context.ranks, degree)}", code="MT321"

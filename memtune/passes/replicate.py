@@ -1,0 +1,162 @@
+"""The pass of `runtime.replicate`: what DistributedDataParallel does to one rank's step, bucket by bucket.
+
+Three rules, as torch's reducer has them with gradients as views of the buckets:
+
+1. Buckets are filled in the order in which gradients arrive (after the first step), closed when they reach their size, and
+   are never freed.
+2. A gradient is copied into its bucket as soon as autograd has put it in place, and let go; what the optimizer reads is the
+   bucket. With several micro-batches that happens in the last one: until then the sums exist beside the buckets.
+3. A full bucket is averaged while backward goes on, buckets in order; all are done before backward returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memtune.edit import Edit
+from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
+
+
+@dataclass(frozen=True)
+class Replication:
+    """How the gradients of `ranks` replicas are averaged."""
+
+    ranks: int
+    bucket_bytes: int
+    accumulate: int = 1
+    """Micro-batches per step; only the last one averages."""
+    find_unused: bool = False
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """The whole gradient of one parameter of this step, all micro-batches in it."""
+
+    parameter: int
+    storage: int
+    at: int
+    """Op after which it is in place."""
+
+
+def replicate(step: Step, how: Replication) -> Step:
+    """`step` as one rank runs it under DDP; `step` itself where nothing gets a gradient."""
+    arrivals = _arrivals(step)
+    if not arrivals:
+        return step
+    edit = Edit(step)
+    _broadcast_buffers(edit, step, how)
+    buckets = _buckets(step, arrivals, how.bucket_bytes)
+    n_bytes = np.asarray([sum(int(step.bytes[a.storage]) for a in bucket) for bucket in buckets], np.int64)
+    rows = _there_before(edit, n_bytes, Kind.GRADIENT)
+    if how.find_unused:  # which parameters took part: a count of this rank and one of all ranks
+        trainable = sum(p.trainable for p in step.parameters)
+        _there_before(edit, np.full(2, 4 * trainable), Kind.COMMUNICATION)
+    # What runs once per step although it stands in the middle of backward belongs to the boundary.
+    phase = Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY
+    bucket_of = {a.parameter: int(row) for bucket, row in zip(buckets, rows, strict=True) for a in bucket}
+    _copy_in(edit, step, arrivals, bucket_of, phase)
+    _average(edit, how, buckets, rows, n_bytes, phase)
+    return _rebound(edit, step, arrivals, bucket_of)
+
+
+def _arrivals(step: Step) -> list[_Arrival]:
+    """In the order in which they arrive; a sum over micro-batches arrives when this one has been added to it."""
+    owners = {p.gradient: index for index, p in enumerate(step.parameters) if p.gradient >= 0}
+    added: dict[int, int] = {}
+    adds = (step.use_mutates == 1) & (step.op_phase[step.use_op] < Phase.BOUNDARY) & (step.producer[step.use_storage] < 0)
+    for op, storage in zip(step.use_op[adds].tolist(), step.use_storage[adds].tolist(), strict=True):
+        added[storage] = op
+    found = []
+    for storage in step.landing.tolist():
+        if storage in owners:
+            at = int(step.ready_after[storage]) if step.producer[storage] >= 0 else added[storage]
+            found.append(_Arrival(owners[storage], storage, at))
+    return sorted(found, key=lambda arrival: arrival.at)
+
+
+def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[list[_Arrival]]:
+    """Rule 1. Types do not mix (item sizes tell them apart); what stays open at the end is closed in order of its start."""
+    full: list[list[_Arrival]] = []
+    filling: dict[int, list[_Arrival]] = {}
+    for arrival in arrivals:
+        itemsize = step.parameters[arrival.parameter].itemsize
+        bucket = filling.setdefault(itemsize, [])
+        bucket.append(arrival)
+        if sum(int(step.bytes[a.storage]) for a in bucket) >= bucket_bytes:
+            full.append(filling.pop(itemsize))
+    return sorted([*full, *filling.values()], key=lambda bucket: bucket[0].at)
+
+
+def _there_before(edit: Edit, n_bytes: np.ndarray[tuple[int], np.dtype[np.int64]], kind: Kind) -> I32:
+    count = len(n_bytes)
+    forever = np.full(count, FOREVER, np.int32)
+    return edit.add_storages(n_bytes, producer=np.full(count, -1, np.int32), kind=kind, held_until=forever)
+
+
+def _copy_in(edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[int, int], phase: Phase) -> None:
+    storages = np.asarray([a.storage for a in arrivals], np.int32)
+    after = np.asarray([a.at for a in arrivals], np.int32)
+    copies = edit.add_ops(
+        "aten.copy_.default", after=after, phase=phase, traffic_bytes=2 * step.bytes[storages], block=step.op_block[after]
+    )
+    edit.add_uses(copies, storages)
+    edit.add_uses(copies, np.asarray([bucket_of[a.parameter] for a in arrivals], np.int32), mutates=True)
+    edit.held_until[storages] = -1
+    edit.ready_after[storages] = -1
+
+
+def _average(edit: Edit, how: Replication, buckets: list[list[_Arrival]], rows: I32, n_bytes: I32, phase: Phase) -> None:
+    # Rule 3: a bucket that is full early waits for those before it.
+    after = np.maximum.accumulate(np.asarray([bucket[-1].at for bucket in buckets], np.int32))
+    divide = edit.add_ops("aten.div_.Tensor", after=after, phase=phase, traffic_bytes=2 * n_bytes)
+    edit.add_uses(divide, rows, mutates=True)
+    reduce = edit.add_ops(
+        "c10d.allreduce_.default",
+        after=after,
+        phase=phase,
+        resource=Resource.INTRA_LINK,
+        traffic_bytes=n_bytes,
+        group=how.ranks,
+    )
+    edit.add_uses(reduce, rows, mutates=True)
+
+
+def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> None:
+    """Buffers follow the first rank's before the first forward: flattened into one message."""
+    buffers = np.flatnonzero((step.kind == Kind.BUFFER) & (step.producer < 0) & (step.tier == Tier.DEVICE)).astype(np.int32)
+    total = int(step.bytes[buffers].sum())
+    if not total:
+        return
+    at = step.enter[-1:].astype(np.int32)
+    flat = edit.add_ops("aten.cat.default", before=at, phase=Phase.PROLOGUE, traffic_bytes=2 * total)
+    message = edit.add_storages(np.asarray([total]), producer=flat, kind=Kind.COMMUNICATION)
+    edit.add_uses(np.full(len(buffers), flat[0], np.int32), buffers)
+    send = edit.add_ops(
+        "c10d.broadcast_.default",
+        before=at,
+        phase=Phase.PROLOGUE,
+        resource=Resource.INTRA_LINK,
+        traffic_bytes=total,
+        group=how.ranks,
+    )
+    edit.add_uses(send, message, mutates=True)
+    back = edit.add_ops("aten.copy_.default", before=at, phase=Phase.PROLOGUE, traffic_bytes=2 * total)
+    edit.add_uses(back, message)
+    edit.add_uses(np.full(len(buffers), back[0], np.int32), buffers, mutates=True)
+
+
+def _rebound(edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[int, int]) -> Step:
+    """The optimizer reads the buckets; a gradient that this micro-batch made is a temporary now."""
+    moved = np.full(step.n_storages, -1, np.int32)
+    for arrival in arrivals:
+        moved[arrival.storage] = bucket_of[arrival.parameter]
+    target = np.where(step.op_phase[step.use_op] >= Phase.BOUNDARY, moved[step.use_storage], -1)
+    edit.use_storage = np.where(target >= 0, target, edit.use_storage).astype(np.int32)
+    new = edit.done()
+    kind = new.kind.copy()
+    made = np.asarray([a.storage for a in arrivals if step.producer[a.storage] >= 0], np.int32)
+    kind[made] = Kind.TEMPORARY
+    parameters = tuple(p._replace(gradient=bucket_of.get(index, -1)) for index, p in enumerate(new.parameters))
+    return replace(new, kind=kind, parameters=parameters, landing=np.asarray(sorted(set(bucket_of.values())), np.int32))

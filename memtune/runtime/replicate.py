@@ -1,0 +1,69 @@
+"""The whole model on every rank, gradients averaged bucket by bucket while backward runs: torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from memtune.errors import ApplyError
+from memtune.runtime.context import Context
+from memtune.runtime.ranks import require_ranks
+from memtune.runtime.transfer import COUNTERS
+
+
+class Replicas:
+    """Wraps the model of `context` and averages its gradients over all ranks after the last micro-batch.
+
+    Parameters, their names and the optimizer stay the user's own; `context.runner` is what must be called.
+
+    Args:
+        context: Gets a `runner`, a `sync` and a check.
+        bucket_cap_mb: Gradients are averaged in buckets of about this many MiB.
+        find_unused_parameters: Search the graph for parameters that get no gradient in this step.
+
+    Raises:
+        ApplyError: There is no process group, or the ranks' weights differ.
+    """
+
+    def __init__(self, context: Context, *, bucket_cap_mb: int, find_unused_parameters: bool) -> None:
+        require_ranks(context, "ddp")
+        self._ranks = context.ranks
+        self._averaged_bytes = 0
+        self._model = context.model
+        self.wrapper = DistributedDataParallel(
+            context.model,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused_parameters,
+            init_sync=False,  # the weights are equal already, and the user's are not to be overwritten
+        )
+        # A lambda, because DDP reads a hook's annotations and takes none that are strings.
+        self.wrapper.register_comm_hook(None, lambda state, bucket: self._average(bucket))
+        context.runner = self.wrapper
+        context.sync = self._sync
+        context.checks["sharding.states"] = self._check
+
+    def _sync(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self.wrapper.no_sync()
+
+    def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Average one bucket in place: what DDP does itself, with every byte counted."""
+        whole = bucket.buffer().div_(self._ranks)
+        self._averaged_bytes += whole.nbytes
+        COUNTERS.add("collective", 2 * whole.nbytes * (self._ranks - 1) // self._ranks)
+        work = dist.all_reduce(whole, async_op=True)
+        return work.get_future().then(_first)  # type: ignore[union-attr]  # async_op: there is work
+
+    def _check(self) -> dict[str, Any]:
+        if self.wrapper.module is not self._model:
+            raise ApplyError("the model is no longer the one that DistributedDataParallel wraps.", code="MT324")
+        return {"ranks": self._ranks, "averaged_bytes": self._averaged_bytes}
+
+
+def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]

@@ -1,0 +1,68 @@
+"""The whole model on every rank, gradients averaged while backward runs (PyTorch DistributedDataParallel)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.passes.replicate import Replication, replicate
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.runtime.replicate import Replicas
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+
+
+class Ddp(Technique):
+    """Trades one copy of model, gradients and optimizer state per rank for the least communication: one all-reduce a step.
+
+    Gradients live in buckets that are never freed. With accumulation the sums of the earlier micro-batches exist beside
+    the buckets, until the last micro-batch copies them in.
+
+    Reordered: the gradient of the union batch is the mean over N ranks of the means over their samples. Each rank rounds
+    its own sum and the ring adds N of them, so an element differs from the plain one by at most (N + 1)·eps·Σ|gᵣ|/N
+    beside the rounding of the per-sample sums themselves, which both have.
+
+    Distinguishing test: every rank holds all bytes of the model and the gradients cross the link once, 2·(N-1)/N of them.
+    """
+
+    kind: Literal["ddp"] = "ddp"
+    slot: ClassVar[str] = "sharding.states"
+    title: ClassVar[str] = "Replicas that average their gradients"
+    source: ClassVar[str] = "Li et al. 2020, PyTorch Distributed, arXiv:2006.15704"
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+
+    bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
+    """MiB of gradients averaged at once; small buckets start earlier, large ones pay the latency less often."""
+    find_unused_parameters: bool = False
+    """Search every step for parameters that get no gradient; needed where the graph changes, slower elsewhere."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs two ranks, and to be told when some trainable parameter gets no gradient."""
+        if target.ranks < 2:
+            return Reason("there is only one rank", "--gpus or --workers 2 and more")
+        unused = [p.name for p in program.step.parameters if p.trainable and p.gradient < 0]
+        if unused and not self.find_unused_parameters:
+            return Reason(f"{len(unused)} trainable parameters get no gradient, {unused[0]} first", "find_unused_parameters: true")
+        if self.find_unused_parameters and not unused:
+            return Reason("every trainable parameter gets a gradient", "find_unused_parameters: false")
+        return None
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Gradients into buckets as they arrive, an all-reduce behind each full bucket."""
+        how = Replication(program.ranks, self.bucket_cap_mb << 20, program.accumulate, self.find_unused_parameters)
+        return program.with_step(replicate(program.step, how))
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Wrap the model; the wrapper is what trains."""
+        Replicas(context, bucket_cap_mb=self.bucket_cap_mb, find_unused_parameters=self.find_unused_parameters)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Nothing is divided; gradients are averaged in buckets."""
+        factors = {"parameters": 1, "gradients": 1, "optimizer": 1}
+        buckets = {"bytes": self.bucket_cap_mb << 20, "find_unused": self.find_unused_parameters}
+        return {"states.shard": factors, "states.buckets": buckets}
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """torch's own bucket size and a large one; `fits` picks whether to look for unused parameters."""
+        return {"bucket_cap_mb": (25, 100), "find_unused_parameters": (False, True)}
