@@ -11,6 +11,7 @@ Three rules make the record exact:
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
@@ -55,7 +56,8 @@ class Tracer(TorchDispatchMode):
         self._producer: list[int] = []
         self._held: list[int] = []
         self._uses: list[tuple[int, int, int]] = []
-        self._saves: list[list[int]] = []  # storage, before, until, used until, block, is output
+        self._saves: list[list[int]] = []  # storage, before, until, used until, block, is output, asked, turn
+        self._turn = 0
         self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for stand-ins
         self._sequence = -1  # autograd's counter when the last op ran
         self._row_of: dict[int, int] = {}  # stand-in's storage address -> row of _saves
@@ -63,7 +65,8 @@ class Tracer(TorchDispatchMode):
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._block_of = {id(model.get_submodule(name)): i for i, name in enumerate(blocks)}
         self._stack: list[tuple[int, int]] = [(0, -1)]
-        self._node_owner: dict[int, tuple[int, int]] = {}  # autograd sequence number -> (module, block)
+        self._node_owner: dict[int, tuple[int, int]] = {}  # autograd sequence number -> (module, block), ascending
+        self._nodes: list[int] = []  # the keys of _node_owner
         self._parameters: list[Parameter] = []
         self._enter_at, self._leave_at = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
         self._inputs: dict[tuple[int, int], None] = {}  # (block, storage) of the blocks' arguments, in order
@@ -140,6 +143,8 @@ class Tracer(TorchDispatchMode):
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         mutated = _mutated(func, args, kwargs)
         known = {t.untyped_storage()._cdata for t in inputs}
+        if torch._C._current_autograd_node() is None and sequence not in self._node_owner:
+            self._node_owner[sequence] = self._stack[-1]
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in self._ids and t.untyped_storage()._cdata not in known]
         if not fresh and not mutated:
             return  # a view, or a read-out
@@ -183,12 +188,17 @@ class Tracer(TorchDispatchMode):
             return 0, -1, self.phase
         node = torch._C._current_autograd_node()
         if node is None:
-            where = self._stack[-1]
-            self._node_owner.setdefault(sequence, where)
-            return *where, Phase.FORWARD
+            return *self._stack[-1], Phase.FORWARD
         if torch.is_grad_enabled():  # forward ops inside backward: a recomputation
             return *self._stack[-1], Phase.RECOMPUTE
-        return *self._node_owner.get(node._sequence_nr(), (0, -1)), Phase.BACKWARD
+        return *self._owner_of(node._sequence_nr()), Phase.BACKWARD
+
+    def _owner_of(self, node: int) -> tuple[int, int]:
+        """Where the forward op ran that made a node; writing into a view makes more nodes than ops, after the op's own."""
+        if len(self._nodes) != len(self._node_owner):
+            self._nodes = sorted(self._node_owner)
+        at = bisect.bisect_right(self._nodes, node) - 1
+        return self._node_owner[self._nodes[at]] if at >= 0 else (0, -1)
 
     def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
         """Note that FSDP2 freed (`after` 0) or reallocated (`before` 0) a storage in place."""
@@ -223,7 +233,7 @@ class Tracer(TorchDispatchMode):
             block = self._stack[-1][1]
             # An op saves its inputs after its autograd node is made and before it runs, its outputs after it has run.
             is_output = torch._C._autograd._get_sequence_nr() == self._sequence
-            self._saves.append([index, len(self._ops), -1, -1, block, int(is_output)])
+            self._saves.append([index, len(self._ops), -1, -1, block, int(is_output), -1, -1])
             return self._stand_in_for(tensor, row, column=2)
         finally:
             self._paused -= 1
@@ -233,6 +243,9 @@ class Tracer(TorchDispatchMode):
         row = self._row_of.get(stand_in.untyped_storage()._cdata)
         if row is None:
             return stand_in
+        if self._saves[row][6] < 0:
+            self._saves[row][6:] = [len(self._ops), self._turn]
+            self._turn += 1
         self._paused += 1
         try:
             return self._stand_in_for(stand_in, row, column=3)
@@ -334,7 +347,7 @@ class Tracer(TorchDispatchMode):
         ops = list(zip(*self._ops, strict=True)) if self._ops else [()] * 10
         names = {name: i for i, name in enumerate(dict.fromkeys(ops[0]))}
         uses = np.asarray(self._uses, np.int32).reshape(-1, 3)
-        saves = np.asarray(self._saves, np.int32).reshape(-1, 6)
+        saves = np.asarray(self._saves, np.int32).reshape(-1, 8)
         n_ops = len(self._ops)
         ready = np.full(len(self._bytes), -1, np.int32)
         ready[list(self._ready)] = list(self._ready.values())
@@ -369,6 +382,8 @@ class Tracer(TorchDispatchMode):
             save_before=saves[:, 1],
             save_until=until,
             save_used_until=np.where(saves[:, 3] < 0, until, saves[:, 3]).astype(np.int32),
+            save_asked=np.minimum(saves[:, 6], n_ops - 1),
+            save_turn=saves[:, 7],
             save_is_output=saves[:, 5].astype(np.uint8),
             save_block=saves[:, 4],
             enter=np.asarray(self._enter_at, np.int32),

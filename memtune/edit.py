@@ -32,6 +32,7 @@ class Edit:
         self.use_op, self.use_storage, self.use_mutates = step.use_op.copy(), step.use_storage.copy(), step.use_mutates.copy()
         self.save_storage, self.save_before = step.save_storage.copy(), step.save_before.copy()
         self.save_until, self.save_used_until = step.save_until.copy(), step.save_used_until.copy()
+        self.save_asked, self.save_turn = step.save_asked.copy(), step.save_turn.copy()
         self.save_block, self.save_is_output = step.save_block.copy(), step.save_is_output.copy()
         self.held_until, self.ready_after = step.held_until.copy(), step.ready_after.copy()
         self._drop_uses = np.zeros(len(step.use_op), bool)
@@ -116,8 +117,13 @@ class Edit:
         """Op `ops[i]` reads (or with `mutates` also writes) storage `storages[i]`."""
         self._more_uses.append((ops.astype(np.int32), storages.astype(np.int32), np.full(len(ops), int(mutates), np.uint8)))
 
-    def add_saves(self, storages: I32, *, before: I32, until: I32, block: I32) -> None:
-        """Storage `storages[i]` is saved for backward just before op `before[i]` and let go after op `until[i]`."""
+    def add_saves(self, storages: I32, *, before: I32, until: I32, block: I32, asked: I32, turn: I32) -> None:
+        """Storage `storages[i]` is saved for backward just before op `before[i]` and let go after op `until[i]`.
+
+        Backward asks for it before op `asked[i]` (-1: never), among others asked there in order of `turn[i]`.
+        """
+        self.save_asked = np.concatenate([self.save_asked, asked]).astype(np.int32)
+        self.save_turn = np.concatenate([self.save_turn, turn]).astype(np.int32)
         self.save_storage = np.concatenate([self.save_storage, storages]).astype(np.int32)
         self.save_before = np.concatenate([self.save_before, before]).astype(np.int32)
         self.save_until = np.concatenate([self.save_until, until]).astype(np.int32)
@@ -212,6 +218,7 @@ class Edit:
         position = np.full(self.n_ops + 1, -1, np.int32)  # the last entry serves index -1
         position[order] = np.arange(len(order), dtype=np.int32)
         position_or_before = self._positions_before(keys, order)
+        position_or_next = np.minimum(np.searchsorted(keys[order], keys), len(order) - 1)
 
         columns = {name: np.concatenate(parts) for name, parts in self._storage.items()}
         producer = columns["producer"].astype(np.int32)
@@ -255,6 +262,8 @@ class Edit:
             save_before=position_or_before[np.clip(self.save_before[kept], 0, self.n_ops - 1)],
             save_until=position_or_before[np.clip(self.save_until[kept], 0, self.n_ops - 1)],
             save_used_until=position_or_before[np.clip(self.save_used_until[kept], 0, self.n_ops - 1)],
+            save_asked=np.where(self.save_asked[kept] < 0, -1, position_or_next[self.save_asked[kept]]).astype(np.int32),
+            save_turn=self.save_turn[kept],
             save_block=self.save_block[kept],
             save_is_output=self.save_is_output[kept],
             landing=renumber[self._step.landing],

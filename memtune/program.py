@@ -130,6 +130,8 @@ class Step:
     save_before: I32  # (v,) the pack call came just before this op of the forward
     save_until: I32  # (v,) op after which autograd lets go
     save_used_until: I32  # (v,) last op of the backward node that used it; autograd itself lets go a little later
+    save_asked: I32  # (v,) backward first asked for it just before this op, -1 if it never did
+    save_turn: I32  # (v,) orders what is asked for before the same op
     save_is_output: U8  # (v,) 1 where the op just before saved its own output, which it still held while it packed
     save_block: I32  # (v,) block whose forward was running, -1 outside
 

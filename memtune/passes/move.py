@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from memtune.edit import Edit
-from memtune.passes.recompute import node_start
 from memtune.program import FOREVER, I32, I64, Phase, Resource, Step, Tier
 
 
@@ -46,10 +45,10 @@ def move_activations(step: Step, claims: list[MoveClaim]) -> Step:
     _hold_sources(edit, step, rows, leave)
 
     readers = _reader_rows(step, storage, block)  # (uses,) row of `rows` whose storage that backward use reads, -1 others
-    first = _first_asked(step, storage, block, readers)
-    back = _come_back(edit, step, storage, block, first, host)
-    edit.use_storage = np.where(readers >= 0, back[readers], edit.use_storage).astype(np.int32)
     moved_save = _shared_saves(step, storage, block)
+    first, asked = _first_asked(step, moved_save, len(storage))
+    back = _come_back(edit, step, storage, block, first, asked, host)
+    edit.use_storage = np.where(readers >= 0, back[readers], edit.use_storage).astype(np.int32)
     # Some saves are let go without ever being asked for.
     edit.drop_saves((moved_save >= 0) & (step.save_until < first[moved_save]))
     edit.save_storage = np.where((moved_save >= 0) & (back[moved_save] >= 0), back[moved_save], edit.save_storage).astype(np.int32)
@@ -61,7 +60,7 @@ def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
     claim_of = {claim.block: claim for claim in claims if claim.fraction > 0}
     recomputed = (step.producer >= 0) & (step.op_phase[step.producer] == Phase.RECOMPUTE)
     claimable = ~recomputed & (step.held_until != FOREVER) & (step.tier == Tier.DEVICE)
-    rows = np.flatnonzero((step.save_block >= 0) & claimable[step.save_storage])
+    rows = np.flatnonzero((step.save_block >= 0) & claimable[step.save_storage] & (step.save_until >= step.save_before))
     rows = rows[np.lexsort((step.save_block[rows], step.save_before[rows]))]  # a block's end comes before the next one's start
     moved: set[int] = set()
     decided: set[tuple[int, int]] = set()
@@ -158,22 +157,14 @@ def _reader_rows(step: Step, storage: I32, block: I32) -> I32:
     return np.where(later & inside, index[step.use_storage], -1).astype(np.int32)
 
 
-def _first_asked(step: Step, storage: I32, block: I32, readers: I32) -> I32:
-    """(moved,) op before which each storage must be back: the node or second run that asks first; n_ops if none does."""
-    first = np.full(len(storage), step.n_ops, np.int32)
-    used = readers >= 0
-    backward = used & (step.op_phase[step.use_op] == Phase.BACKWARD)
-    np.minimum.at(first, readers[backward], node_start(step)[step.use_op[backward]])
-    again, made_in = _second_runs(step), _made_in(step)
-    as_input = used & (step.op_phase[step.use_op] == Phase.RECOMPUTE)
-    as_input &= made_in[step.use_storage] != step.op_block[step.use_op]
-    np.minimum.at(first, readers[as_input], again[step.op_block[step.use_op[as_input]]])
-    # A second run takes all its arguments, used or not.
-    row_of = np.full(step.n_storages, -1, np.int32)
-    row_of[storage] = np.arange(len(storage), dtype=np.int32)
-    argument = (row_of[step.input_storage] >= 0) & (made_in[step.input_storage] != step.input_block)
-    np.minimum.at(first, row_of[step.input_storage[argument]], again[step.input_block[argument]])
-    return first
+def _first_asked(step: Step, moved_save: I32, count: int) -> tuple[I32, I32]:
+    """(moved,) op before which each storage must be back, n_ops if nobody asks, and the moved ones in order of asking."""
+    rows = np.flatnonzero((moved_save >= 0) & (step.save_asked >= 0))
+    rows = rows[np.lexsort((rows, step.save_turn[rows], step.save_asked[rows]))]
+    moved, at = np.unique(moved_save[rows], return_index=True)
+    first = np.full(count, step.n_ops, np.int32)
+    first[moved] = step.save_asked[rows[at]]
+    return first, moved[np.argsort(at)].astype(np.int32)
 
 
 def _made_in(step: Step) -> I32:
@@ -181,14 +172,8 @@ def _made_in(step: Step) -> I32:
     return np.where(step.producer >= 0, step.op_block[step.producer], -1).astype(np.int32)
 
 
-def _come_back(edit: Edit, step: Step, storage: I32, block: I32, first: I32, host: I32) -> I32:
-    """Insert the copies back, each just before it is asked for; sets `first`, returns the new storages (-1: never asked)."""
-    taken = _where_taken(step, storage, block, _made_in(step)[storage] == block)
-    by_take = taken < first  # kept outputs come back in the order of their ops, all else in the order in which it left
-    np.minimum(first, taken, out=first)
-    asked = np.flatnonzero(first < step.n_ops)
-    keys = (np.where(by_take, storage, np.arange(len(storage))), np.where(by_take, step.producer[storage], -1), first)
-    asked = asked[np.lexsort(tuple(key[asked] for key in keys))]
+def _come_back(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, host: I32) -> I32:
+    """Insert the copies back, each just before it is asked for; returns the new storages (-1: never asked)."""
     ops = edit.add_ops(
         "memtune.to_device.default",
         before=first[asked],
@@ -201,28 +186,3 @@ def _come_back(edit: Edit, step: Step, storage: I32, block: I32, first: I32, hos
     back = np.full(len(storage), -1, np.int32)
     back[asked] = edit.add_storages(step.bytes[storage[asked]], producer=ops)
     return back
-
-
-def _second_runs(step: Step) -> I32:
-    """(blocks,) first op of each block's second run, n_ops where there is none."""
-    first = np.full(len(step.blocks), step.n_ops, np.int32)
-    rows = np.flatnonzero((step.op_phase == Phase.RECOMPUTE) & (step.op_block >= 0)).astype(np.int32)
-    np.minimum.at(first, step.op_block[rows], rows)
-    return first
-
-
-def _where_taken(step: Step, storage: I32, block: I32, kept: np.ndarray) -> I32:  # type: ignore[type-arg]
-    """(moved,) op of the second run before which a kept output is handed out, n_ops where there is none."""
-    taken = np.full(len(storage), step.n_ops, np.int32)
-    copies = np.flatnonzero(step.op_copy_of >= 0)
-    if not len(copies):
-        return taken
-    by_origin = copies[np.argsort(step.op_copy_of[copies], kind="stable")]
-    origins = step.op_copy_of[by_origin]
-    rows = np.flatnonzero(kept)
-    at = np.searchsorted(origins, step.producer[storage[rows]], side="right")
-    inside = at < len(by_origin)
-    candidates = by_origin[np.minimum(at, len(by_origin) - 1)]
-    inside &= step.op_block[candidates] == block[rows]
-    taken[rows[inside]] = candidates[inside]
-    return taken

@@ -7,6 +7,7 @@ before the first backward node that needs it and stops after the last tensor tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -37,37 +38,75 @@ def recompute_blocks(step: Step, blocks: list[int], keep: Callable[[str], bool] 
 
     number = (step.save_block >= 0) & chosen[step.save_block] & (made_in[step.save_storage] == step.save_block)
     number &= ~kept_op[step.producer[step.save_storage]]
-    if not number.any():
+    runs = _second_runs(step, number, end)
+    if not (runs.release >= 0).any():
         return step
-    n_blocks = len(step.blocks)
-    stop = np.zeros(n_blocks, np.int32)
-    np.maximum.at(stop, step.save_block[number], step.save_before[number])
-    release = np.full(n_blocks, -1, np.int32)
-    np.maximum.at(release, step.save_block[number], step.save_until[number])
-    again = forward & ~kept_op & (np.arange(step.n_ops) < stop[step.op_block])
-    anchor = _first_need(step, number, n_blocks)
+    wanted = number & (step.save_until >= runs.anchor[step.save_block])
+    again = forward & ~kept_op & (np.arange(step.n_ops) < runs.stop[step.op_block])
 
     edit = Edit(step)
-    if keep is not None:  # until the block has run nobody knows which of them the second run will ask for
-        tried = np.flatnonzero((step.producer >= 0) & (forward & _by_name(step, keep))[step.producer]).astype(np.int32)
-        edit.hold_through(tried, end[step.op_block[step.producer[tried]]])
-    active = np.flatnonzero(release >= 0).astype(np.int32)
-    buffers = _changed_buffers(step, forward, active)
-    copies = _save_buffers(edit, step, buffers, anchor)
+    edit.drop_saves(number & ~wanted)
+    buffers = _changed_buffers(step, forward, np.flatnonzero(runs.stop > 0).astype(np.int32))
+    clones, copies = _save_buffers(edit, step, buffers, runs.anchor)
     ops = np.flatnonzero(again).astype(np.int32)
     where = step.op_block[ops]
-    _, new = edit.copy_ops(ops, anchor[where], Phase.RECOMPUTE, end[where])
-    _put_back_buffers(edit, step, buffers, copies, anchor)
+    new_op, new = edit.copy_ops(ops, runs.anchor[where], Phase.RECOMPUTE, end[where])
+    _put_back_buffers(edit, step, buffers, copies, runs.anchor)
 
     # Backward of the same block now reads the second run's products.
     redirect = (step.op_phase[step.use_op] == Phase.BACKWARD) & (new[step.use_storage] >= 0)
     redirect &= step.op_block[step.use_op] == made_in[step.use_storage]
     edit.use_storage = np.where(redirect, new[edit.use_storage], edit.use_storage).astype(np.int32)
-    edit.save_storage = np.where(number, new[edit.save_storage], edit.save_storage).astype(np.int32)
-    edit.save_until = np.where(number, edit.save_used_until, edit.save_until).astype(np.int32)  # handed out once
-    edit.save_before = np.where(number, anchor[edit.save_block], edit.save_before).astype(np.int32)
-    _hold_kept_and_inputs(edit, step, kept_op & (np.arange(step.n_ops) < stop[step.op_block]), made_in, end, release)
+    edit.save_storage = np.where(wanted, new[edit.save_storage], edit.save_storage).astype(np.int32)
+    handed_out = wanted & (step.save_asked >= 0)  # each once
+    edit.save_until = np.where(handed_out, edit.save_used_until, edit.save_until).astype(np.int32)
+    edit.save_before = np.where(wanted, runs.anchor[edit.save_block], edit.save_before).astype(np.int32)
+
+    starts = _starts(step, ops, new_op, buffers[0], clones)
+    before_run = (step.save_block >= 0) & ~wanted & (step.save_asked == runs.anchor[step.save_block])
+    before_run &= step.save_turn < runs.turn[step.save_block]
+    edit.save_asked = np.where(before_run, starts[edit.save_block], edit.save_asked).astype(np.int32)
+    kept = kept_op & (np.arange(step.n_ops) < runs.settled[step.op_block])
+    _hold_inputs_and_kept(edit, step, kept, made_in, end, runs, starts, _taken_before(step, kept, again, new_op, runs.anchor))
+    if keep is not None:
+        _hold_tried(edit, step, forward & _by_name(step, keep), kept, number, end)
     return edit.done()
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """When each block runs again, (blocks,) each; blocks that never do have `stop` 0."""
+
+    anchor: I32
+    """The second run starts before this op, when backward first asks for a product; n_ops for never."""
+    turn: I32
+    """Turn of that request among those before the same op."""
+    stop: I32
+    """It stops before this forward op, when all that autograd still holds is there."""
+    settled: I32
+    """As `stop`, as it looked when the block's forward had returned: that decides what is kept."""
+    release: I32
+    """Op after which autograd holds no product any longer, -1 if it holds none after forward."""
+
+
+def _second_runs(step: Step, number: Mask, end: I32) -> _Runs:
+    n_blocks = len(step.blocks)
+    anchor, turn = np.full(n_blocks, step.n_ops, np.int32), np.zeros(n_blocks, np.int32)
+    asked = np.flatnonzero(number & (step.save_asked >= 0))
+    asked = asked[np.lexsort((step.save_turn[asked], step.save_asked[asked]))][::-1]  # the first one is written last
+    anchor[step.save_block[asked]], turn[step.save_block[asked]] = step.save_asked[asked], step.save_turn[asked]
+    after_forward = number & (step.save_until > end[step.save_block])
+    wanted = number & (step.save_until >= anchor[step.save_block])
+
+    def last(of: I32, rows: Mask, start: int) -> I32:
+        found = np.full(n_blocks, start, np.int32)
+        np.maximum.at(found, step.save_block[rows], of[rows])
+        return found
+
+    return _Runs(
+        anchor, turn, last(step.save_before, wanted, 0), last(step.save_before, after_forward, 0),
+        last(step.save_until, after_forward, -1),
+    )  # fmt: skip
 
 
 def _kept_ops(step: Step, forward: Mask, keep: Callable[[str], bool] | None) -> Mask:
@@ -88,25 +127,25 @@ def _by_name(step: Step, keep: Callable[[str], bool]) -> Mask:
     return found
 
 
-def _first_need(step: Step, number: Mask, n_blocks: int) -> I32:
-    """(blocks,) first op of the first backward node that needs a product of the second run."""
-    wanted = np.zeros(step.n_storages, bool)
-    wanted[step.save_storage[number]] = True
-    reads = (step.op_phase[step.use_op] == Phase.BACKWARD) & wanted[step.use_storage]
-    ops = step.use_op[reads]
-    starts = node_start(step)
-    anchor = np.full(n_blocks, step.n_ops, np.int32)
-    inside = step.op_block[ops] >= 0
-    np.minimum.at(anchor, step.op_block[ops[inside]], starts[ops[inside]])
-    return anchor
+def _starts(step: Step, ops: I32, new_op: I32, cloned_in: I32, clones: I32) -> I32:
+    """(blocks,) new row of the first op of each second run."""
+    starts = np.full(len(step.blocks), -1, np.int32)
+    starts[step.op_block[ops][::-1]] = new_op[ops][::-1]  # the first one is written last
+    starts[cloned_in[::-1]] = clones[::-1]
+    return starts
 
 
-def node_start(step: Step) -> I32:
-    """(n,) first op of the autograd node that each backward op belongs to; the op itself for all others."""
-    same = np.concatenate([[False], (step.op_node[1:] == step.op_node[:-1]) & (step.op_node[1:] >= 0)])
-    starts = np.where(same, -1, np.arange(step.n_ops))
-    found: I32 = np.maximum.accumulate(starts).astype(np.int32)
-    return found
+def _taken_before(step: Step, kept: Mask, again: Mask, new_op: I32, anchor: I32) -> I32:
+    """(n,) op before which the second run takes a kept op's outputs: its next op, or backward's own after its last."""
+    taken = np.full(step.n_ops, -1, np.int32)
+    rerun = np.flatnonzero(again)
+    rows = np.flatnonzero(kept)
+    if not len(rows) or not len(rerun):
+        return taken
+    after = rerun[np.minimum(np.searchsorted(rerun, rows), len(rerun) - 1)]
+    inside = (after > rows) & (step.op_block[after] == step.op_block[rows])
+    taken[rows] = np.where(inside, new_op[after], anchor[step.op_block[rows]])
+    return taken
 
 
 def _changed_buffers(step: Step, forward: Mask, active: I32) -> tuple[I32, I32]:
@@ -117,13 +156,14 @@ def _changed_buffers(step: Step, forward: Mask, active: I32) -> tuple[I32, I32]:
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32)
 
 
-def _save_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], anchor: I32) -> I32:
+def _save_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], anchor: I32) -> tuple[I32, I32]:
+    """Clone the buffers before the second run; returns the cloning ops and what they make."""
     block, storage = buffers
     ops = edit.add_ops(
         "aten.clone.default", before=anchor[block], phase=Phase.RECOMPUTE, block=block, traffic_bytes=2 * step.bytes[storage]
     )
     edit.add_uses(ops, storage)
-    return edit.add_storages(step.bytes[storage], producer=ops)
+    return ops, edit.add_storages(step.bytes[storage], producer=ops)
 
 
 def _put_back_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], copies: I32, anchor: I32) -> None:
@@ -138,16 +178,35 @@ def _put_back_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], copies: 
     edit.add_uses(last, copies)  # the copies are let go together, after the last one is put back
 
 
-def _hold_kept_and_inputs(
-    edit: Edit, step: Step, kept_op: Mask, made_in: I32, end: I32, release: I32
+def _hold_inputs_and_kept(
+    edit: Edit, step: Step, kept: Mask, made_in: I32, end: I32, runs: _Runs, starts: I32, taken: I32
 ) -> None:
     """What the second run needs stays until the block's last recomputed tensor has been used."""
-    kept = np.flatnonzero((step.producer >= 0) & kept_op[step.producer]).astype(np.int32)
-    of_kept = made_in[kept]
-    inputs = (release[step.input_block] >= 0) & (step.held_until[step.input_storage] != FOREVER)
+    outputs = np.flatnonzero((step.producer >= 0) & kept[step.producer]).astype(np.int32)
+    inputs = (runs.release[step.input_block] >= 0) & (step.held_until[step.input_storage] != FOREVER)
     inputs &= made_in[step.input_storage] != step.input_block
-    block = np.concatenate([step.input_block[inputs], of_kept])
-    storage = np.concatenate([step.input_storage[inputs], kept])
+    block = np.concatenate([step.input_block[inputs], made_in[outputs]])
+    storage = np.concatenate([step.input_storage[inputs], outputs])
+    asked = np.concatenate([starts[step.input_block[inputs]], taken[step.producer[outputs]]])
     order = np.argsort(block, kind="stable")
-    block, storage = block[order].astype(np.int32), storage[order].astype(np.int32)
-    edit.add_saves(storage, before=end[block] + 1, until=release[block], block=block)
+    block, storage, asked = block[order].astype(np.int32), storage[order].astype(np.int32), asked[order].astype(np.int32)
+    edit.add_saves(
+        storage, before=end[block] + 1, until=runs.release[block], block=block, asked=asked, turn=runs.turn[block]
+    )
+
+
+def _hold_tried(edit: Edit, step: Step, tried: Mask, kept: Mask, number: Mask, end: I32) -> None:
+    """Until the block has run nobody knows which outputs the second run will ask for, so all that `keep` names are held.
+
+    One that autograd saved as well counts as saved: if it moves to the host, it is not held here either.
+    """
+    storage = np.flatnonzero((step.producer >= 0) & (tried & ~kept)[step.producer]).astype(np.int32)
+    block = step.op_block[step.producer[storage]]
+    saved = np.zeros(step.n_storages, bool)
+    rows = (step.save_block >= 0) & ~number
+    rows[rows] = step.op_block[step.producer[step.save_storage[rows]]] == step.save_block[rows]
+    saved[step.save_storage[rows]] = True
+    edit.hold_through(storage[~saved[storage]], end[block[~saved[storage]]])
+    storage, block = storage[saved[storage]], block[saved[storage]]
+    never = np.full(len(storage), -1, np.int32)
+    edit.add_saves(storage, before=end[block] + 1, until=end[block], block=block, asked=never, turn=never)

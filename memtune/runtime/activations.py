@@ -6,7 +6,7 @@ Rule 1. Parameters and buffers are saved as they are: sharding frees and refills
 Rule 2. What came in from outside (the region's input) and what a recompute technique keeps is *claimable*: it is saved
         as it is, or moved to the host if the table says so. In a region that is not recomputed everything is claimable.
 Rule 3. All else is saved as a number. The first number that backward asks for runs the region's forward again, with the
-        random state, autocast and inputs it had, up to the last tensor that was saved; each is handed out once.
+        random state, autocast and inputs it had, up to the last tensor that autograd still holds; each is handed out once.
 Rule 4. A buffer that the forward changes (BatchNorm's statistics) is put back after the second run.
 Rule 5. A kept tensor that is changed in place after it was kept is no longer kept: its op runs again instead.
 Rule 6. A copy to the host holds its source until the next copy is started, the next region ends or backward fetches,
@@ -224,15 +224,17 @@ class _Moved:
         return self.entry.fetch(self.view)
 
 
-@dataclass(frozen=True)
 class _Number:
     """The n-th tensor that the region's forward saved and that is recomputed."""
 
-    frame: _Frame
-    n: int
+    def __init__(self, frame: _Frame, n: int) -> None:
+        self._frame, self._n = frame, n
 
     def get(self) -> Tensor:
-        return self.frame.recomputed(self.n)
+        return self._frame.recomputed(self._n)
+
+    def __del__(self) -> None:
+        self._frame.forget(self._n)
 
 
 class _Frame:
@@ -247,6 +249,8 @@ class _Frame:
         self._budget = [0, 0]
         self._decided: dict[int, _Entry] = {}
         self.count = 0
+        self.wanted: set[int] = set()
+        """Numbers that autograd still holds."""
         self._random = RandomState.capture(region.module) if region.recompute else None
         self._autocast = _autocast_state() if region.recompute else []
         self._back: dict[int, Tensor] = {}
@@ -284,8 +288,9 @@ class _Frame:
 
     def _settle(self) -> None:
         """After the first run: drop what the second will not ask for (Rule 5), let the table move what is left."""
-        self.kept = {key: kept for key, kept in self.kept.items() if kept.before < self.count and kept.unchanged()}
-        if self.count == 0:  # nothing to recompute: the inputs are not needed either
+        needed = max(self.wanted, default=-1)
+        self.kept = {key: kept for key, kept in self.kept.items() if kept.before <= needed and kept.unchanged()}
+        if not self.wanted:  # nothing to recompute: the inputs are not needed either
             self._args = None
             return
         self._args = tree_map(lambda t: self.claim(t) if _is_plain(t) and id_of(t) not in self.fixed else t, self._args)
@@ -312,6 +317,7 @@ class _Frame:
         kept = next((kept for kept in self.kept.values() if kept.holds(tensor)), None)
         if kept is not None:
             return kept.claimed(tensor, self.claim(tensor))
+        self.wanted.add(self.count)
         self.count += 1
         return _Number(self, self.count - 1)
 
@@ -326,6 +332,11 @@ class _Frame:
         if n not in self._back:
             self._run_again()
         return self._back.pop(n)
+
+    def forget(self, n: int) -> None:
+        """Autograd has let go of the n-th saved tensor, asked for or not."""
+        self.wanted.discard(n)
+        self._back.pop(n, None)
 
     def _run_again(self) -> None:
         args, kwargs = tree_map(_as_input, self._args)
@@ -344,7 +355,7 @@ class _Frame:
                 self._forward(*args, **kwargs)
             except _Enough:
                 pass
-        if replay.count < self.count:
+        if replay.count < replay.enough:
             raise ApplyError(
                 f"{self.region.name} saved {self.count} tensors in forward but {replay.count} when it was run again.",
                 fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
@@ -361,8 +372,9 @@ class _Frame:
                 buffer.copy_(copy)
 
     def keep_back(self, n: int, tensor: Tensor) -> None:
-        """Store the n-th tensor of the second run until backward asks for it."""
-        self._back[n] = tensor
+        """Store the n-th tensor of the second run until backward asks for it, if it still can."""
+        if n in self.wanted:
+            self._back[n] = tensor
 
 
 class _Packer:
@@ -384,6 +396,7 @@ class _Replay:
 
     def __init__(self, frame: _Frame, inputs: set[int]) -> None:
         self._frame, self._inputs, self.count = frame, inputs, 0
+        self.enough = max(frame.wanted) + 1
 
     def pack(self, tensor: Tensor) -> int:
         key = id_of(tensor)
@@ -391,7 +404,7 @@ class _Replay:
             return -1
         self._frame.keep_back(self.count, tensor.detach())
         self.count += 1
-        if self.count == self._frame.count:
+        if self.count == self.enough:
             raise _Enough
         return self.count - 1
 
