@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memtune.edit import Edit
-from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
+from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[li
     return sorted([*full, *filling.values()], key=lambda bucket: bucket[0].at)
 
 
-def _there_before(edit: Edit, n_bytes: np.ndarray[tuple[int], np.dtype[np.int64]], kind: Kind) -> I32:
+def _there_before(edit: Edit, n_bytes: I64, kind: Kind) -> I32:
     count = len(n_bytes)
     forever = np.full(count, FOREVER, np.int32)
     return edit.add_storages(n_bytes, producer=np.full(count, -1, np.int32), kind=kind, held_until=forever)
@@ -107,7 +107,7 @@ def _copy_in(edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[i
     edit.ready_after[storages] = -1
 
 
-def _average(edit: Edit, how: Replication, buckets: list[list[_Arrival]], rows: I32, n_bytes: I32, phase: Phase) -> None:
+def _average(edit: Edit, how: Replication, buckets: list[list[_Arrival]], rows: I32, n_bytes: I64, phase: Phase) -> None:
     # Rule 3: a bucket that is full early waits for those before it.
     after = np.maximum.accumulate(np.asarray([bucket[-1].at for bucket in buckets], np.int32))
     divide = edit.add_ops("aten.div_.Tensor", after=after, phase=phase, traffic_bytes=2 * n_bytes)

@@ -220,13 +220,15 @@ def _gradients(
                 group=how.replicas,
             )
             edit.add_uses(last, taken, mutates=True)
-        edit.hold_through(raw[-1:], last)  # the loop that packs still names the last gradient when the reduction runs
         if last_input is not None:
             edit.hold_through(last_input, after)
         last_input = given
         for index in mine:
             sharded[index] = int(taken[0])
-        _add_to_sums(edit, step, mine, int(taken[0]), after, shards)
+        adds = _add_to_sums(edit, step, mine, int(taken[0]), after, shards)
+        # The function that reduces still names the last gradient of its loop, and its buffers, when it has added to the sums.
+        last = adds[-1:] if len(adds) else last
+        edit.hold_through(np.concatenate([raw[-1:], given]), np.repeat(last, 2))
         if unit.last_backward == end:
             edit.hold_to_the_end_of_backward(int(last[0]))
     return sharded
@@ -291,10 +293,11 @@ def _drop_whole_sums(edit: Edit, step: Step, gradient_of: dict[int, int]) -> Non
     edit.drop_ops(dropped)
 
 
-def _add_to_sums(edit: Edit, step: Step, parameters: list[int], taken: int, after: I32, shard_bytes: I64) -> None:
-    """Add a unit's reduced gradient to the sums of the earlier micro-batches, where there are any."""
+def _add_to_sums(edit: Edit, step: Step, parameters: list[int], taken: int, after: I32, shard_bytes: I64) -> I32:
+    """Add a unit's reduced gradient to the sums of the earlier micro-batches; the ops that do, none with one micro-batch."""
     sums = np.asarray([step.parameters[index].gradient for index in parameters], np.int32)
     there = step.producer[sums] < 0
+    ops = np.empty(0, np.int32)
     if there.any():
         count = int(there.sum())
         ops = edit.add_ops(
@@ -302,6 +305,7 @@ def _add_to_sums(edit: Edit, step: Step, parameters: list[int], taken: int, afte
         )
         edit.add_uses(ops, np.full(count, taken, np.int32))
         edit.add_uses(ops, sums[there], mutates=True)
+    return ops
 
 
 def _hold(edit: Edit, storages: I32, op: int) -> None:
