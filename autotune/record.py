@@ -5,14 +5,14 @@ The ladder: a model that cannot be built or run on one rung is tried on the next
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,15 +20,27 @@ from torch.optim import Optimizer
 
 from memtune.autotune.tracer import Tracer
 from memtune.batches import map_tensors
+from memtune.edit import Edit
 from memtune.errors import MemtuneError, WorkloadError
-from memtune.program import Recording, Step
+from memtune.program import I64, Kind, Recording, Step
 from memtune.runtime.loop import accumulate, train_step
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, mark, tier
+from memtune.runtime.workspace import RealOutputs, WorkspaceTable
 from memtune.workload import Workload
 
 RUNGS = ("fake", "meta", "real-init", "real-step")
 CPU = torch.device("cpu")
+SEED = 0
+"""Of every random draw while recording, so that what depends on the data (routing) is the same each time."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one traced step gave: the Step, and each op's key in a WorkspaceTable."""
+
+    step: Step
+    signatures: list[str]
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,8 @@ class Session:
     model: nn.Module
     optimizer: Optimizer
     blocks: list[str]
+    sizes: WorkspaceTable
+    """What CPU kernels really return, where their fake implementations differ."""
 
     def batch(self, size: int) -> Any:
         """One micro-batch of `size` samples; made for real, then made fake where the rung is."""
@@ -53,16 +67,28 @@ class Session:
         map_tensors(batch, lambda tensor: mark(tensor, HOST))
         return batch
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, tensors are fake where the rung is, outputs have their real sizes, and draws start from the seed."""
+        with torch.random.fork_rng(devices=[]), self.mode:
+            torch.manual_seed(SEED)
+            with nullcontext() if self.fake is None else RealOutputs(self.sizes):
+                yield
+
     def warm_up(self, size: int) -> None:
         """One step without tracing, so that the optimizer has its state."""
-        with self.mode:
+        with self.entered():
             train_step(self.model, self.optimizer, self.workload.loss, [self.batch(size)], CPU)
 
     def trace(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Step:
         """The steady-state step at micro-batch `size`; with `trace_last`, of the last of several micro-batches."""
-        batches = [self.batch(size) for _ in range(micro_batches)]
+        return self.traced(size, micro_batches=micro_batches, trace_last=trace_last).step
+
+    def traced(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
+        """As `trace`, with what the ops' workspaces are looked up by."""
         tracer = Tracer(self.model, self.optimizer, self.blocks)
-        with self.mode:
+        with self.entered():
+            batches = [self.batch(size) for _ in range(micro_batches)]
             if trace_last and micro_batches > 1:
                 accumulate(self.model, self.workload.loss, batches[:-1], CPU)
                 batches = batches[-1:]
@@ -71,16 +97,18 @@ class Session:
                 tracer.note_gradients()
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
-        return tracer.step()
+        return Trace(tracer.step(), tracer.signatures)
 
 
-def record(workload: Workload, *, small: int = 2, large: int = 4) -> Recording:
+def record(workload: Workload, *, small: int = 2, large: int = 4, workspace: WorkspaceTable | None = None) -> Recording:
     """Record one training step of `workload`.
 
     Args:
         workload: The user's model, batch, loss and optimizer.
         small: First micro-batch; 1 gives another program than 2 and more, so it is never used to extrapolate.
         large: Second micro-batch; sizes in between and beyond follow from the two.
+        workspace: Where the scratch of CPU kernels is looked up, op by op; what is missing is measured in a child process
+            and saved. Without it the recording holds tensors only, and says so in its notes.
 
     Returns:
         The recording, with the rung of the ladder and the reasons why earlier rungs did not do.
@@ -89,9 +117,21 @@ def record(workload: Workload, *, small: int = 2, large: int = 4) -> Recording:
         WorkloadError: When not even a real step on CPU runs; the message is that step's own.
     """
     started = time.monotonic()
-    session, first, notes = open_session(workload, small)
-    second = session.trace(large)
-    if not _same_program(first, second):
+    session, one, notes = open_session(workload, small)
+    two = session.traced(large)
+    first, second = one.step, two.step
+    same = _same_program(first, second)
+    if workspace is None:
+        notes.append("kernel workspaces were not measured: the step holds tensors only")
+    else:
+        scratch = _workspaces(one, workspace), _workspaces(two, workspace)
+        somewhere = (scratch[0] > 0) | (scratch[1] > 0) if same else scratch[0] > 0
+        first = _with_workspaces(first, scratch[0], somewhere)
+        if same:
+            second = _with_workspaces(second, scratch[1], somewhere)
+    if session.fake is None:
+        notes.append(f"sizes may depend on the data: they are known at micro-batches {small} and {large}, others lie on their line")
+    if not same:
         notes.append(f"the step at micro-batch {large} has other ops than at {small}: sizes are only known at {small}")
         slopes: tuple[Any, ...] = (np.zeros_like(first.bytes), np.zeros_like(first.op_flops), np.zeros_like(first.op_traffic_bytes))
     else:
@@ -104,11 +144,15 @@ def record(workload: Workload, *, small: int = 2, large: int = 4) -> Recording:
     return Recording(small, first, *slopes, session.rung, tuple(notes), time.monotonic() - started, frozenset({small, large}))
 
 
-def check(recording: Recording, session: Session, micro_batch: int) -> Recording:
+def check(recording: Recording, session: Session, micro_batch: int, workspace: WorkspaceTable | None = None) -> Recording:
     """Record once more at `micro_batch` and keep that step for this size; notes a difference from the affine sizes."""
     if micro_batch in recording.checked:
         return recording
-    step = session.trace(micro_batch)
+    trace = session.traced(micro_batch)
+    step = trace.step
+    if workspace is not None:
+        scratch = _workspaces(trace, workspace)
+        step = _with_workspaces(step, scratch, scratch > 0)
     predicted = recording.at(micro_batch)
     notes = recording.notes
     if not _same_program(step, predicted) or not np.array_equal(step.bytes, predicted.bytes):
@@ -118,14 +162,31 @@ def check(recording: Recording, session: Session, micro_batch: int) -> Recording
     return replace(recording, exact=exact, checked=recording.checked | {micro_batch}, notes=notes)
 
 
-def open_session(workload: Workload, micro_batch: int) -> tuple[Session, Step, list[str]]:
-    """Climb the ladder to the first rung that records; returns the session, its step and why lower rungs failed."""
+def _workspaces(trace: Trace, table: WorkspaceTable) -> I64:
+    """(n,) scratch bytes of every op; measures what the table lacks and saves it."""
+    keys = [key for key in trace.signatures if key]
+    if any(key not in table.entries and key not in table.unknown for key in keys):
+        table.fill_in_child(keys)
+        table.save()
+    return np.asarray([table.workspace_bytes(key) if key else 0 for key in trace.signatures], np.int64)
+
+
+def _with_workspaces(step: Step, scratch_bytes: I64, somewhere: npt.NDArray[np.bool_]) -> Step:
+    """`step` with a storage for the scratch of every op in `somewhere`; it lives while the op runs."""
+    ops = np.flatnonzero(somewhere).astype(np.int32)
+    edit = Edit(step)
+    edit.add_storages(scratch_bytes[ops], producer=ops, kind=Kind.WORKSPACE)
+    return edit.done()
+
+
+def open_session(workload: Workload, micro_batch: int) -> tuple[Session, Trace, list[str]]:
+    """Climb the ladder to the first rung that records; returns the session, its trace and why lower rungs failed."""
     notes: list[str] = []
     for rung in RUNGS:
         try:
             session = start_session(workload, rung)
             session.warm_up(micro_batch)
-            return session, session.trace(micro_batch), notes
+            return session, session.traced(micro_batch), notes
         except Exception as error:  # whatever user code raises on fake tensors; the last rung is real and its error is the user's
             if rung == RUNGS[-1]:
                 if isinstance(error, MemtuneError):
@@ -136,7 +197,13 @@ def open_session(workload: Workload, micro_batch: int) -> tuple[Session, Step, l
 
 
 def start_session(workload: Workload, rung: str) -> Session:
-    """Build model and optimizer on one rung; raises whatever the user's code raises there."""
+    """Build model and optimizer on one rung, from a fixed seed; raises whatever the user's code raises there."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return _build_session(workload, rung)
+
+
+def _build_session(workload: Workload, rung: str) -> Session:
     fake = None if rung == "real-step" else FakeTensorMode(allow_non_fake_inputs=True)
     mode: AbstractContextManager[Any] = nullcontext() if fake is None else fake
     build: Callable[[], nn.Module] = workload.build_model
@@ -155,7 +222,7 @@ def start_session(workload: Workload, rung: str) -> Session:
     prepare_model(model).train()
     with mode:
         optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
-    return Session(workload, rung, mode, fake, model, optimizer, workload.find_blocks(model))
+    return Session(workload, rung, mode, fake, model, optimizer, workload.find_blocks(model), WorkspaceTable.cached())
 
 
 def _make_fake(model: nn.Module, fake: FakeTensorMode | None, device: torch.device | None) -> None:
@@ -198,8 +265,3 @@ def _why(error: BaseException) -> str:
         cause = cause.__cause__
     text = str(cause).strip().split("\n")[0][:160]
     return f"{type(cause).__name__}: {text}"
-
-
-def clone_session(session: Session) -> Session:
-    """A second session on the same rung with a fresh model, for applying a technique to it."""
-    return replace(copy.copy(session), **vars(start_session(session.workload, session.rung)))

@@ -30,6 +30,7 @@ from memtune.autotune import flops
 from memtune.ops import SEAM
 from memtune.program import FOREVER, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
+from memtune.runtime.workspace import signature
 
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
 
@@ -42,10 +43,14 @@ class Tracer(TorchDispatchMode):
         optimizer: Its optimizer; the state it holds at `start` is what a steady-state step begins with.
         blocks: Qualified names of the repeated blocks.
         stand_ins: Whether saved tensors are replaced (rule 2). Off, autograd's and Python's holds are one.
+
+    Attributes:
+        signatures: What to look each op up by in a WorkspaceTable, by row; empty for what is not an op.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, blocks: list[str], *, stand_ins: bool = True) -> None:
         super().__init__()
+        self.signatures: list[str] = []
         self._model, self._optimizer, self._blocks, self._stand_ins = model, optimizer, blocks, stand_ins
         self.phase = Phase.FORWARD
         self._paused = 0
@@ -171,6 +176,7 @@ class Tracer(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         node_number = -1 if node is None or phase is not Phase.BACKWARD else node._sequence_nr() % 2**31
         self._ops.append((name, module, block, int(phase), int(resource), n_flops, traffic, rng, group, node_number))
+        self.signatures.append("" if seam or group else signature(func, args, kwargs))
         kind = Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
         for tensor in fresh:
             storage = tensor.untyped_storage()
@@ -210,6 +216,7 @@ class Tracer(TorchDispatchMode):
         if after > 0:
             op = len(self._ops)
             self._ops.append(("memtune.allocate", *self._stack[-1], int(self.phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1))
+            self.signatures.append("")
             self._bytes.append(after)
             self._tier.append(Tier.DEVICE)
             self._kind.append(Kind.COMMUNICATION)
