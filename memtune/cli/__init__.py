@@ -1,0 +1,89 @@
+"""The command line: arguments in, calls out. Everything heavy is imported by the command that needs it.
+
+Results go to stdout, everything else to stderr. With `--json` stdout holds one document and nothing else, errors included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memtune.errors import MemtuneError
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command and exit with its documented code: 0, 1, 2, 3, 4, 130 or 143."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: list[str]) -> int:
+    """Run one command; returns its exit code. No exception leaves it."""
+    from memtune.cli._app import app
+    from memtune.errors import MemtuneError
+
+    as_json = "--json" in argv
+    try:
+        import typer
+
+        try:
+            code = app(argv, standalone_mode=False, prog_name="memtune")
+            return code if isinstance(code, int) else 0
+        except typer.Abort:
+            return 130
+        except typer.TyperException as error:
+            return _usage(error, as_json)
+    except MemtuneError as error:
+        _say(error, as_json)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:  # a bug of memtune: keep the evidence, spare the user the traceback
+        return _bug(as_json)
+
+
+def _usage(error: object, as_json: bool) -> int:
+    from memtune.errors import UsageError
+
+    message = (error.format_message() if hasattr(error, "format_message") else str(error)).replace("?.", "?")
+    _say(UsageError(message if message.endswith(("?", ".")) else f"{message}.", fix="memtune --help", code="MT100"), as_json)
+    return 2
+
+
+def _say(error: MemtuneError, as_json: bool) -> None:
+    if as_json:
+        body = {"code": error.code, "what": error.what, "evidence": error.evidence, "fix": error.fix}
+        print(json.dumps({"schema": 1, "error": body}))
+    print(error, file=sys.stderr)
+
+
+def _bug(as_json: bool) -> int:
+    from memtune.errors import MemtuneError
+    from memtune.runtime.shim import cache_dir
+
+    path: Path = cache_dir() / f"traceback-{int(time.time())}-{os.getpid()}.txt"
+    last = traceback.format_exc()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(last)
+    except OSError:
+        print(last, file=sys.stderr)
+    _say(
+        MemtuneError(
+            f"a bug in memtune: {last.strip().splitlines()[-1][:200]}",
+            evidence=f"The traceback is in {path}.",
+            fix="please report it with that file",
+            code="MT900",
+        ),
+        as_json,
+    )
+    return 4

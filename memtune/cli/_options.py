@@ -1,0 +1,133 @@
+"""From what was typed to the options of a search or plan; everything that can be refused early is refused here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from memtune.errors import EnvironmentFault, UsageError
+from memtune.units import parse_bytes, parse_seconds
+
+_GOALS = ("throughput", "memory", "batch")
+_EXECUTORS = ("auto", "local", "ray", "simulated")
+
+
+def workload(target: str) -> str:
+    """The target, if its file is there; the rest is found by looking into it."""
+    path = Path(target)
+    if not path.is_file() and not Path(target.rpartition(":")[0] or target).is_file():
+        raise UsageError(f"There is no file {target}.", fix="give the path of your model.py", code="MT101")
+    return target
+
+
+def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
+    """`value`, if it is one of `known`."""
+    if value not in known:
+        from memtune.search_spaces import did_you_mean
+
+        raise UsageError(f"{name} {value} is unknown.{did_you_mean(value, known)}", fix=f"{name} {' or '.join(known)}", code="MT100")
+    return value
+
+
+def memory(text: str | None) -> int | None:
+    """`--max-memory` in bytes."""
+    if text is None:
+        return None
+    n_bytes = parse_bytes(text)
+    if n_bytes <= 0:
+        raise UsageError(f"--max-memory {text} leaves no memory at all.", fix="--max-memory 24GiB", code="MT100")
+    return n_bytes
+
+
+def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "cuda"], int]:
+    """Device and ranks; looks for GPUs only where trials will run on them."""
+    device, gpus, workers = given.get("device"), given.get("gpus"), given.get("workers")
+    if device is not None:
+        one_of("--device", device, ("cpu", "cuda"))
+    if device == "cpu":
+        if gpus is not None:
+            raise UsageError("--gpus goes with GPUs, not with --device cpu.", fix=f"--device cpu --workers {gpus}", code="MT100")
+        return "cpu", workers or 1
+    if workers is not None:
+        raise UsageError("--workers is the number of ranks on CPU.", fix="--device cpu --workers N, or --gpus N", code="MT100")
+    if not for_trials:
+        return "cuda", gpus or 1
+    visible = visible_gpus()
+    if visible == 0:
+        raise EnvironmentFault(
+            "No GPU is visible here.",
+            evidence=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}",
+            fix="--device cpu --workers 2  runs the search on this CPU;  memtune plan --gpus 8 --gpu-type h100-80g  needs none",
+            code="MT104",
+        )
+    if gpus is not None and gpus > visible and not given.get("ray_address"):
+        raise EnvironmentFault(
+            f"{gpus} GPUs asked, {visible} visible.",
+            evidence=f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}",
+            fix=f"--gpus {visible}, or widen the variable",
+            code="MT104",
+        )
+    return "cuda", gpus or visible
+
+
+def visible_gpus() -> int:
+    """GPUs that torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def output(path: Path, force: bool) -> Path:
+    """The file to write, checked now rather than after the search."""
+    folder = path.resolve().parent
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists.", fix="--force replaces it, --out NAME writes another", code="MT105")
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise EnvironmentFault(f"{path} cannot be written.", fix="--out a file in a folder that exists and is writable", code="MT403")
+    return path
+
+
+def frozen(pairs: list[str] | None) -> dict[str, str]:
+    """`--freeze axis=kind`, by axis."""
+    found = {}
+    for pair in pairs or []:
+        axis, sign, kind = pair.partition("=")
+        if not sign or not axis or not kind:
+            raise UsageError(f"--freeze {pair} says no choice.", fix="--freeze recompute=full", code="MT100")
+        found[axis] = kind
+    return found
+
+
+def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
+    """What a search and a plan share."""
+    target = workload(given["model"])
+    device, ranks = place(given, for_trials=for_trials)
+    return {
+        "workload": target,
+        "device": device,
+        "ranks": ranks,
+        "gpu_type": given["gpu_type"],
+        "budget_bytes": memory(given["max_memory"]),
+        "goal": one_of("--goal", given["goal"], _GOALS),
+        "global_batch": given["global_batch"],
+        "axes": tuple(part.strip() for part in (given["axes"] or "").split(",") if part.strip()),
+        "freeze": frozen(given["freeze"]),
+        "allow_lossy": given["allow_lossy"],
+        "seed": given["seed"],
+    }
+
+
+def search_only(given: dict[str, Any]) -> dict[str, Any]:
+    """What a search has beyond a plan."""
+    return {
+        "out": output(given["out"], given["force"] or given["resume"]),
+        "force": given["force"],
+        "study": given["study"],
+        "resume": given["resume"],
+        "trials": given["trials"],
+        "time_s": None if given["time_limit"] is None else parse_seconds(given["time_limit"]),
+        "executor": one_of("--executor", given["executor"], _EXECUTORS),
+        "ray_address": given["ray_address"],
+        "dry_run": given["dry_run"],
+    }

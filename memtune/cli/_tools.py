@@ -1,0 +1,191 @@
+"""The smaller commands: trial, run, techniques, explain, doctor, watch, config."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from memtune.errors import EnvironmentFault, UsageError
+from memtune.units import format_bytes, format_seconds
+
+SCHEMA = 1
+
+
+def emit(document: dict[str, Any] | list[Any]) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(document, indent=1))
+
+
+def trial(given: dict[str, Any]) -> int:
+    """`memtune trial`: exit 0 when it ran, 1 when it was out of memory, timed out or crashed."""
+    from memtune.autotune.trials import run_trial
+    from memtune.cli import _options
+
+    device, ranks = _options.place(given, for_trials=True)
+    result = run_trial(
+        _options.workload(given["model"]),
+        given["config"],
+        device=device,
+        ranks=ranks,
+        budget_bytes=_options.memory(given["max_memory"]),
+        micro_batch=given["micro_batch"],
+        steps=given["steps"],
+        seed=given["seed"],
+        executor=given["executor"],
+        ray_address=given["ray_address"],
+    )
+    if given["as_json"]:
+        document = result.model_dump(mode="json")
+        emit({"schema": SCHEMA, "loss": document.pop("losses"), **document})
+    elif result.status == "ok":
+        print(f"step {format_seconds(result.step_s or 0)} ± {format_seconds(result.spread_s)}")
+        print(f"peak {format_bytes(result.peak_allocated_bytes or 0)} allocated, {format_bytes(result.peak_reserved_bytes or 0)} reserved")
+        print(f"loss {' '.join(f'{loss:.4f}' for loss in result.losses)}")
+    else:
+        print(f"{result.status}: {result.reason}\n{result.log_tail}".rstrip(), file=sys.stderr)
+    return 0 if result.status == "ok" else 1
+
+
+def run(config: Path, command: list[str]) -> int:
+    """`memtune run`: become the command, with the config's environment."""
+    from memtune.config import environment, load_config
+
+    command = command[1:] if command[:1] == ["--"] else command
+    if not command:
+        raise UsageError("memtune run needs a command.", fix=f"memtune run {config} -- python train.py", code="MT100")
+    wanted = environment(load_config(config).settings)
+    program = shutil.which(command[0])
+    if program is None:
+        raise UsageError(f"There is no command {command[0]}.", fix="give it with its path", code="MT100")
+    sys.stdout.flush()
+    os.execve(program, command, {**os.environ, **wanted})
+
+
+def techniques(as_json: bool) -> int:
+    """`memtune techniques`."""
+    from memtune.search_spaces import all_techniques
+
+    rows = [
+        {"axis": each.slot, "kind": each.model_fields["kind"].default, "title": each.title, "source": each.source,
+         "exactness": str(each.exactness)}
+        for each in all_techniques()
+    ]  # fmt: skip
+    if as_json:
+        emit(rows)
+        return 0
+    width = max(len(row["axis"]) for row in rows)
+    for row in rows:
+        print(f"{row['axis']:<{width}}  {row['kind']:<20}  {row['exactness']:<9}  {row['title']}")
+    return 0
+
+
+def explain(config: Path, as_json: bool) -> int:
+    """`memtune explain`: each setting in a sentence, then the numbers."""
+    from memtune.config import load_config
+
+    tuned = load_config(config)
+    rows = [
+        {
+            "slot": each.slot,
+            "kind": each.kind,
+            "title": each.title,
+            "source": each.source,
+            "exactness": str(each.exactness),
+            "knobs": {name: value for name, value in each.knobs()},
+            "why": " ".join((type(each).__doc__ or "").split("Distinguishing test")[0].split()),
+        }
+        for each in tuned.settings.techniques
+    ]
+    if as_json:
+        emit({"schema": SCHEMA, "settings": rows, "measured": tuned.measured, "predicted": tuned.predicted, "certificate": tuned.certificate})
+        return 0
+    execution = tuned.settings.execution.summary()
+    print(f"execution            {execution or 'as the training script does it'}")
+    for row in rows:
+        knobs = ", ".join(f"{name}={value}" for name, value in row["knobs"].items())
+        print(f"{row['slot']:<20} {row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']}\n{'':21}{row['why']}\n{'':21}{row['source']}")
+    for name in ("measured", "predicted", "certificate"):
+        if getattr(tuned, name):
+            print(f"{name:<20} " + ", ".join(f"{key} {_human(key, value)}" for key, value in getattr(tuned, name).items()))
+    return 0
+
+
+def _human(key: str, value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return format_bytes(value) if key.endswith("_bytes") else format_seconds(value) if key.endswith("_s") and "per" not in key else f"{value:.4g}"
+    return str(value)
+
+
+def doctor(as_json: bool) -> int:
+    """`memtune doctor`: what is here, and for what is missing, what it would give."""
+    import torch
+
+    import memtune
+    from memtune.executors.group import usable_cores
+    from memtune.runtime import shim
+
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    facts: dict[str, Any] = {
+        "schema": SCHEMA,
+        "memtune": memtune.__version__,
+        "python": sys.version.split()[0],
+        "torch": str(torch.__version__),
+        "cores": usable_cores(),
+        "memory_bytes": memory_bytes,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "ray": importlib.util.find_spec("ray") is not None,
+        "native_ledger": shim.available() is None,
+    }
+    if as_json:
+        emit(facts)
+        return 0
+    print(f"memtune {facts['memtune']} · Python {facts['python']} · torch {facts['torch']}")
+    print(f"{facts['cores']} cores · {format_bytes(memory_bytes)} memory · GPUs: {', '.join(facts['gpus']) or 'none'}")
+    reason = shim.available()
+    print("native CPU ledger: " + ("ready" if reason is None else f"not available, the slower one is used ({reason.what})"))
+    print("Ray: " + ("installed" if facts["ray"] else "not installed; for several GPUs  pip install 'memtune[ray]'"))
+    return 0
+
+
+def watch(study: str) -> int:
+    """`memtune watch`: the screen over an event log."""
+    from memtune.autotune.tui import run_tui
+
+    path = next((p for p in (Path(study), Path(study) / "events.jsonl", Path(".memtune") / study / "events.jsonl") if p.is_file()), None)
+    if path is None:
+        known = sorted(p.parent.name for p in Path(".memtune").glob("*/events.jsonl"))
+        raise EnvironmentFault(f"There is no study {study} here.", evidence=f"Known: {', '.join(known) or 'none'}.", code="MT404")
+    if not sys.stdout.isatty():
+        raise UsageError("watch needs a terminal.", fix=f"read {path} instead", code="MT100")
+    run_tui(path)
+    return 0
+
+
+def config_check(config: Path, as_json: bool) -> int:
+    """`memtune config check`."""
+    from memtune.config import load_config
+
+    tuned = load_config(config)
+    if as_json:
+        emit({"schema": SCHEMA, "ok": True, "settings": tuned.settings.dump()})
+    else:
+        print(f"{config} is good: {len(tuned.settings.techniques)} techniques, {tuned.settings.execution.summary() or 'plain execution'}")
+    return 0
+
+
+def config_show(config: Path, as_json: bool) -> int:
+    """`memtune config show`."""
+    from memtune.config import dump_yaml, load_config
+
+    tuned = load_config(config)
+    if as_json:
+        emit({"schema": SCHEMA, **tuned.document()})
+    else:
+        print(dump_yaml(tuned), end="")
+    return 0
+
