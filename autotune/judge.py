@@ -127,7 +127,7 @@ def _gain(winner: Measured, guard: Measured, goal: Goal) -> str:
         return f"{1 - 1 / ratio:.0%} less memory than"
     if goal == "batch":
         return f"{1 / ratio:.3g}× the micro-batch of"
-    return f"{ratio - 1:.0%} faster than"
+    return f"{ratio - 1:.0%} faster than" if ratio < 2 else f"{ratio:.3g}× as fast as"
 
 
 def losses_disagree(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> str | None:

@@ -72,9 +72,7 @@ class Sampler:
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            tpe = optuna.samplers.TPESampler(
-                seed=seed, multivariate=True, group=True, constraints_func=_violation, warn_independent_sampling=False
-            )
+            tpe = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
         with self._storage_errors():
             storage = optuna.storages.RDBStorage(f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": 30}})
             self._study = optuna.create_study(
@@ -101,7 +99,8 @@ class Sampler:
         """What came of a trial; `value` None for one that gave no usable measurement, `over_bytes` past the budget."""
         with self._storage_errors():
             trial = self._trial(number)
-            self._note(trial, result=result.model_dump(mode="json"), over_bytes=over_bytes)
+            self._note(trial, result=result.model_dump(mode="json"))
+            trial.set_constraint("over_bytes", over_bytes)
             if value is None and not over_bytes:
                 self._study.tell(number, state=TrialState.FAIL)
             else:
@@ -171,10 +170,6 @@ def _pick(trial: optuna.Trial, name: str, choices: tuple[Any, ...]) -> Any:
 def _plain(value: Any) -> Any:
     """Optuna's categories are scalars; anything else goes in as its JSON text."""
     return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
-
-
-def _violation(trial: FrozenTrial) -> tuple[float]:
-    return (float(trial.user_attrs.get("over_bytes", 0.0)),)
 
 
 def _stored(trial: FrozenTrial) -> StoredTrial:

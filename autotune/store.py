@@ -21,6 +21,8 @@ from memtune.errors import EnvironmentFault, UsageError
 from memtune.yaml_io import save_text
 
 SCHEMA = 1
+RESULT = "result.json"
+"""What a finished search ended with; there is none before."""
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "9p", "fuse.sshfs", "lustre", "gpfs", "beegfs", "ceph"}
 
 
@@ -75,9 +77,12 @@ class StudyFolder:
 
     def __exit__(self, *_: object) -> None:
         """Give the study back."""
-        with contextlib.suppress(OSError):
-            (self.path / "owner.json").unlink()
+        (self.path / "owner.json").unlink(missing_ok=True)
         self._lock.release()
+
+    def discard(self) -> None:
+        """Remove a folder in which nothing was begun."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def fingerprint(self) -> dict[str, Any] | None:
         """What the study was made for, or None for a new one."""

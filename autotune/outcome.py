@@ -1,0 +1,211 @@
+"""What a search ends with: the config that is written, the numbers behind it, or why nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from memtune.autotune.driver import Driver, Finished, trial_config
+from memtune.autotune.judge import Measured, Verdict
+from memtune.autotune.scoring import Scored, Scores
+from memtune.autotune.setup import Setup
+from memtune.config import TunedConfig, load_config
+from memtune.errors import NothingFits
+from memtune.technique import Exactness
+from memtune.units import format_bytes
+
+SCHEMA = 1
+_SHOWN = {"status", "reason", "peak_allocated_bytes", "peak_reserved_bytes", "step_s", "samples_per_s", "losses", "wall_s"}
+Status = Literal["done", "stopped", "interrupted", "dry_run"]
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """How a search ended."""
+
+    status: Status
+    study: str
+    """Folder of the study."""
+    message: str
+    """One sentence: who won and by how much."""
+    config: dict[str, Any] | None = None
+    """The document that was written; None for a dry run."""
+    out: str | None = None
+    measured: dict[str, Any] | None = None
+    predicted: dict[str, Any] | None = None
+    guards: tuple[dict[str, Any], ...] = ()
+    trials: tuple[dict[str, Any], ...] = ()
+    exit_code: int = 0
+
+    @property
+    def interrupted(self) -> bool:
+        """It was ended by a signal; the best so far was written if anything fitted."""
+        return self.status == "interrupted"
+
+    @property
+    def tuned(self) -> TunedConfig | None:
+        """The config that was written."""
+        return load_config(self.config) if self.config is not None else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """One document."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> SearchOutcome:
+        """What `to_dict` wrote."""
+        values = {name: value for name, value in document.items() if name != "schema"}
+        return cls(**{**values, "guards": tuple(values["guards"]), "trials": tuple(values["trials"])})
+
+
+def trial_rows(finished: Sequence[Finished]) -> tuple[dict[str, Any], ...]:
+    """All trials as plain data, in order."""
+    return tuple(
+        {
+            "number": each.number,
+            "role": each.job.role,
+            "name": each.job.name,
+            "summary": each.job.scored.choice.summary,
+            "settings": each.job.scored.choice.dump(),
+            "predicted_peak_bytes": each.job.scored.prediction.peak_allocated_bytes,
+            "predicted_step_s": each.job.scored.prediction.step_s,
+            **each.result.model_dump(
+                mode="json",
+                include=_SHOWN,
+            ),
+        }
+        for each in finished
+    )  # fmt: skip
+
+
+def tuned_config(driver: Driver, scored: Scored, verdict: Verdict, *, confirmed: Finished | None, study: str) -> TunedConfig:
+    """The config of the winner with measurement, prediction and certificate."""
+    winner = verdict.winner
+    guards = {each.guard: numbers(each) for each in driver.measured() if each.guard}
+    guards |= {
+        each.job.name: {"status": each.result.status}
+        for each in driver.finished
+        if each.job.role == "guard" and each.result.status != "ok"
+    }
+    return trial_config(driver.setup, winner.choice).model_copy(
+        update={
+            "measured": {**numbers(winner), "guards": guards},
+            "predicted": predicted(driver, scored),
+            "certificate": _certificate(driver, winner, confirmed),
+            "study": {"name": Path(study).name, "trial": winner.number, "seed": driver.options.seed, "goal": driver.setup.goal},
+        }
+    )
+
+
+def numbers(measured: Measured) -> dict[str, Any]:
+    """What trials measured of one choice."""
+    return {
+        "peak_bytes": measured.peak_bytes,
+        "reserved_bytes": max(each.peak_reserved_bytes or 0 for each in measured.results) or None,
+        "step_s": measured.step_s,
+        "spread_s": measured.spread_s,
+        "samples_per_s": measured.samples_per_step / measured.step_s,
+        "trials": len(measured.results),
+    }
+
+
+def predicted(driver: Driver, scored: Scored) -> dict[str, Any]:
+    """What the simulator said of a choice, with the correction that trials put on it."""
+    prediction, calibration = scored.prediction, driver.pruner.calibration
+    return {
+        "peak_bytes": prediction.peak_allocated_bytes,
+        "reserved_bytes": prediction.peak_reserved_bytes,
+        "step_s": prediction.step_s * calibration.step_correction,
+        "calibrated_by": len(calibration.step_ratios),
+        "hardware": driver.setup.hardware.name,
+    }
+
+
+def _certificate(driver: Driver, winner: Measured, confirmed: Finished | None) -> dict[str, Any]:
+    budget = driver.setup.budget_bytes
+    classes = [each.exactness for each in winner.choice.techniques]
+    exactness = max(classes, key=list(Exactness).index, default=Exactness.BITWISE)
+    reference = driver.reference
+    certificate: dict[str, Any] = {"fits": budget is None or winner.peak_bytes <= budget, "budget_bytes": budget}
+    certificate["confirmed_in_fresh_process"] = confirmed is not None
+    if confirmed is not None:
+        certificate["confirmed_peak_bytes"] = confirmed.result.peak_allocated_bytes
+    if reference is not None:
+        certificate["losses_agree_with"] = reference.job.name or reference.job.scored.choice.summary
+        certificate["largest_relative_loss_difference"] = max(
+            (
+                abs(mine - other) / max(abs(other), 1e-8)
+                for result in winner.results
+                for mine, other in zip(result.losses, reference.result.losses, strict=False)
+            ),
+            default=0.0,
+        )
+    certificate["exactness"] = str(exactness)
+    return certificate
+
+
+def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:
+    """Said before any trial: no setting shards or moves the weights so far that they fit into the budget."""
+    budget = setup.budget_bytes
+    if budget is None or not scores.by_key:
+        return None
+    least = min(each.prediction.peak_by_kind.get("parameters", 0) for each in scores.by_key.values())
+    if least <= budget:
+        return None
+    return NothingFits(
+        f"Nothing fits: the weights alone need {format_bytes(least)} per rank, the limit is {format_bytes(budget)} "
+        f"(short by {format_bytes(least - budget)}).",
+        evidence=f"{setup.made_for.parameters:,} parameters, {format_bytes(setup.parameter_bytes)} in all, on {setup.ranks} rank"
+        + ("s." if setup.ranks > 1 else "."),
+        fix=f"--max-memory {_rounded_up(least)} at the least; more ranks with sharding.states: fsdp; or fewer parameters",
+        code="MT301",
+    )
+
+
+def nothing_fits(driver: Driver) -> NothingFits:
+    """After the trials: which came closest, by how much it missed, and what would help."""
+    setup = driver.setup
+    budget = setup.budget_bytes or setup.hardware.memory_bytes
+    over = [each for each in driver.finished if each.result.status == "oom"]
+    if not over:
+        tried = "; ".join(dict.fromkeys(f"{each.result.status}: {each.result.reason}" for each in driver.finished))
+        return NothingFits(
+            f"No setting ran: {len(driver.finished)} trials, none of them finished.",
+            evidence=tried[:500],
+            fix="memtune trial with one setting shows its log",
+            code="MT301",
+        )
+    closest = min(over, key=lambda each: each.job.scored.prediction.peak_allocated_bytes)
+    prediction = closest.job.scored.prediction
+    needs = max(prediction.peak_allocated_bytes, budget + 1)
+    biggest = max(prediction.peak_by_kind.items(), key=lambda item: item[1], default=("", 0))
+    return NothingFits(
+        f"Nothing fits: the closest of {len(over)} that ran out of memory needs about {format_bytes(needs)}, "
+        f"the limit is {format_bytes(budget)} (short by {format_bytes(needs - budget)}).",
+        evidence=f"Trial {closest.number}, {closest.job.scored.choice.summary}. Biggest: {biggest[0]} {format_bytes(biggest[1])}"
+        + (f", at {prediction.peak_op} in {prediction.peak_module or 'the model'}." if prediction.peak_op else "."),
+        fix=_what_would_help(driver, needs, biggest[0]),
+        code="MT301",
+    )
+
+
+def _what_would_help(driver: Driver, needs_bytes: int, biggest: str) -> str:
+    options, setup = driver.options, driver.setup
+    ideas = [f"--max-memory {_rounded_up(needs_bytes)}"]
+    if options.axes:
+        ideas.append("search all axes (drop --axes)")
+    if options.freeze:
+        ideas.append("drop --freeze")
+    if setup.space.notes:
+        ideas.append(f"a smaller global_batch (now {setup.global_batch}), as the micro-batch may not change")
+    elif biggest in ("activations", "temporaries"):
+        ideas.append("shorter samples, or a loss computed in parts")
+    ideas.append(f"more ranks (now {setup.ranks}), which share parameters, gradients and optimizer state")
+    return "; ".join(ideas)
+
+
+def _rounded_up(n_bytes: int) -> str:
+    unit, name = (2**30, "GiB") if n_bytes >= 2**30 else (2**20, "MiB")
+    return f"{-(-n_bytes * 10 // unit) / 10:g}{name}"

@@ -1,0 +1,112 @@
+"""What to try next: two of three from the simulator's ranking, one of three from Optuna, nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from memtune.autotune.candidates import Choice
+from memtune.autotune.pruning import Pruner
+from memtune.autotune.sampler import Sampler
+from memtune.autotune.scoring import Goal, Scored, Scorer, Scores, fits_budget, predicted_alike
+from memtune.technique import Reason
+
+_ASKS = 16
+"""Suggestions of the sampler that may be pruned before the ranking is used instead."""
+_EVERY = 3
+"""Each third candidate is the sampler's: it knows what trials showed, the ranking what the simulator believes."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A candidate to run; `number` is set where the sampler already made a trial of it."""
+
+    scored: Scored
+    number: int | None = None
+
+
+@dataclass
+class Proposer:
+    """Draws candidates until none is left that could be better than what was measured.
+
+    Attributes:
+        on_pruned: Told number, candidate and reason of each suggestion that is not run.
+    """
+
+    scores: Scores
+    scorer: Scorer
+    sampler: Sampler
+    goal: Goal
+    on_pruned: Callable[[int, Scored, str], None]
+    _turn: int = field(default=0)
+
+    def next(self, pruner: Pruner, tried: Collection[str], best: float | None) -> Proposal | None:
+        """The next candidate, or None when the space is exhausted or no improvement on `best` is predicted.
+
+        Args:
+            pruner: With the calibration that trials allow now.
+            tried: Keys of candidates that ran, run or wait.
+            best: Value of the best that was measured, smaller is better.
+        """
+        open_ = [
+            each
+            for each in self.scores.by_key.values()
+            if each.key not in tried and pruner.reason(each.prediction) is None and self._may_improve(each, pruner, best)
+        ]
+        if not open_:
+            return None
+        self._turn += 1
+        if self._turn % _EVERY == 0:
+            found = self._from_sampler(pruner, tried)
+            if found is not None:
+                return found
+        return Proposal(self._from_ranking(open_, pruner, tried))
+
+    def _from_ranking(self, open_: list[Scored], pruner: Pruner, tried: Collection[str]) -> Scored:
+        """The best that is expected to fit; first one of each group that the simulator cannot tell apart."""
+        seen = [self.scores.by_key[key].prediction for key in tried if key in self.scores.by_key]
+
+        def order(each: Scored) -> tuple[float, ...]:
+            over = not fits_budget(each.prediction, pruner.budget_bytes, pruner.calibration)
+            # Over the expected budget the one most likely to fit comes first.
+            excess = float(each.prediction.peak_allocated_bytes) if over else 0.0
+            return (over, any(predicted_alike(each.prediction, other) for other in seen), excess, *each.rank(self.goal))
+
+        return min(open_, key=order)
+
+    def _from_sampler(self, pruner: Pruner, tried: Collection[str]) -> Proposal | None:
+        for _ in range(_ASKS):
+            number, choice = self.sampler.ask()
+            scored = self._known(choice)
+            if isinstance(scored, str):
+                self.sampler.prune(number, scored)
+                continue
+            reason = pruner.reason(scored.prediction)
+            if scored.key in tried:
+                self.sampler.prune(number, "equal to a candidate that ran")
+            elif reason is not None:
+                self.sampler.prune(number, reason)
+                self.on_pruned(number, scored, reason)
+            else:
+                return Proposal(scored, number)
+        return None
+
+    def _known(self, choice: Choice | None) -> Scored | str:
+        if choice is None:
+            return "its knobs exclude each other"
+        scored = self.scorer.score(choice)
+        if isinstance(scored, Reason):
+            return str(scored)
+        return self.scores.by_key.get(scored.key, scored)
+
+    def _may_improve(self, each: Scored, pruner: Pruner, best: float | None) -> bool:
+        """Whether the better end of its interval beats what was measured; always so before there is data behind the interval."""
+        if best is None or not pruner.calibration.is_calibrated:
+            return True
+        if self.goal == "memory":
+            return pruner.peak_low_bytes(each.prediction) < best
+        if self.goal == "batch":
+            return -float(each.choice.execution.micro_batch or 0) < best
+        fast = pruner.calibration.step_range()[0] * pruner.calibration.step_correction
+        samples = each.prediction.samples_per_s * each.prediction.step_s
+        return each.prediction.step_s * fast / samples < best

@@ -1,0 +1,336 @@
+"""The stages of a search, from its first trial to the config it writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from memtune.autotune import events
+from memtune.autotune.candidates import Choice
+from memtune.autotune.driver import Driver, Finished, Job
+from memtune.autotune.guards import Guard, guards
+from memtune.autotune.judge import Verdict, contenders, judge
+from memtune.autotune.outcome import SearchOutcome, Status, nothing_fits, numbers, predicted, trial_rows, tuned_config
+from memtune.autotune.proposals import Proposer
+from memtune.autotune.sampler import Sampler
+from memtune.autotune.scoring import Scored, Scores
+from memtune.autotune.store import RESULT, StudyFolder
+from memtune.config import save
+from memtune.errors import MemtuneError, NothingFits, UsageError
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Reason
+from memtune.yaml_io import save_text
+
+_DRIFT = 0.05
+"""A guard that runs this much slower or faster at the end than at the start flags the study."""
+
+
+@dataclass
+class Stages:
+    """One search from its first trial to its last; every stage is a method, `run` is their order."""
+
+    driver: Driver
+    sampler: Sampler
+    scores: Scores
+    folder: StudyFolder
+    log: events.EventLog
+    resumed: bool
+
+    def run(self, logged: set[int]) -> SearchOutcome:
+        """All stages; whatever ends the search says so in the log."""
+        try:
+            with self.driver.control.catch_signals():
+                self._announce()
+                again = self.driver.restore(self.sampler.trials(), logged)
+                self._guards(again)
+                self.driver.run_all(job for job in again if job.role != "guard")
+                self._candidates()
+                self._audit()
+                self._largest_batch()
+                self._repeats()
+                verdict, confirmed = self._confirmed()
+                return self._end(verdict, confirmed)
+        except MemtuneError as error:
+            is_empty = isinstance(error, NothingFits)
+            self.log.write(events.SearchFinished(status="nothing_fits" if is_empty else "failed", message=error.what))
+            raise
+
+    # -- stages ------------------------------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        setup, options = self.driver.setup, self.driver.options
+        if not self.resumed:
+            self.log.write(
+                events.SearchStarted(
+                    study=self.folder.name,
+                    workload=setup.workload.path.name,
+                    device=setup.device,
+                    ranks=setup.ranks,
+                    slots=options.slots,
+                    executor=self.driver.executor_name,
+                    goal=setup.goal,
+                    budget_bytes=setup.budget_bytes,
+                    max_trials=options.trials,
+                    time_limit_s=options.time_s,
+                    seed=options.seed,
+                    n_parameters=setup.made_for.parameters,
+                    parameter_bytes=setup.parameter_bytes,
+                    global_batch=setup.global_batch,
+                    hardware=setup.hardware.title,
+                )
+            )
+        step = setup.recording.step
+        self.log.write(
+            events.Recorded(
+                rung=setup.recording.rung,
+                record_s=setup.recording.record_s,
+                n_ops=step.n_ops,
+                blocks=len(step.blocks),
+                plain_peak_bytes=self._plain_peak_bytes(),
+            )
+        )
+        pruned = sum(self.driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values())
+        self.log.write(
+            events.CandidatesScored(
+                n_candidates=self.scores.n_candidates,
+                n_merged=self.scores.n_merged,
+                n_pruned=pruned,
+                n_unfit=self.scores.n_unfit,
+                score_s=self.scores.score_s,
+            )
+        )
+        for text in (*setup.recording.notes, *setup.space.notes, *(f"{name}: {why}" for name, why in setup.space.unfit.items())):
+            self.driver.note(text)
+        network = self.folder.network()
+        if network is not None:
+            self.driver.note(f"the study lies on {network}: run no other search on it from another host", warning=True)
+
+    def _plain_peak_bytes(self) -> int:
+        plain = self._known_guards()[0]
+        return plain[0].scored.prediction.peak_allocated_bytes if plain else 0
+
+    def _known_guards(self) -> tuple[list[Guard], dict[str, Reason]]:
+        return guards(self.driver.setup.scorer, self.driver.setup.global_batch)
+
+    def _guards(self, again: list[Job]) -> None:
+        found, refused = self._known_guards()
+        for name, reason in refused.items():
+            self.driver.note(f"guard {name} cannot be used: {reason}")
+        done = {each.job.name for each in self.driver.finished if each.job.role == "guard"}
+        jobs = [Job("guard", self._listed(each.scored), each.name) for each in found if each.name not in done]
+        self.driver.run_all(jobs)
+
+    def _listed(self, scored: Scored) -> Scored:
+        """The entry of the scores for a candidate, whose prediction may be finer."""
+        return self.scores.by_key.get(scored.key, scored)
+
+    def _candidates(self) -> None:
+        driver, options = self.driver, self.driver.options
+        proposer = Proposer(self.scores, driver.setup.scorer, self.sampler, driver.setup.goal, self._pruned)
+        keep_free = 0 if any(each.job.role == "audit" for each in driver.finished) else 1  # for the audit
+
+        def next_job() -> Job | None:
+            if driver.n_trials + keep_free >= options.trials or self._out_of_time():
+                return None
+            proposal = proposer.next(driver.pruner, driver.tried, driver.best_value())
+            if proposal is None:
+                return None
+            return Job("search", proposal.scored, number=proposal.number)
+
+        driver.drive(next_job)
+
+    def _audit(self) -> None:
+        """Run the pruned candidate that came closest; where it fits, the interval was too narrow and the search goes on."""
+        driver = self.driver
+        if driver.stopped or any(each.job.role == "audit" for each in driver.finished):
+            return
+        left = (each for each in self.scores.by_key.values() if each.key not in driver.tried)
+        borderline = driver.pruner.borderline(left)
+        if borderline is None:
+            return
+        pruned = sum(driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values())
+        driver.run_all([Job("audit", borderline, "audit")])
+        audited = [each for each in driver.finished if each.job.role == "audit"]
+        if not audited:
+            return
+        if audited[0].result.status != "ok":
+            driver.note(f"audit: the pruned candidate closest to the limit does not fit either ({audited[0].result.reason})")
+            return
+        now = sum(driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values())
+        driver.note(
+            f"audit: a pruned candidate fits, so the interval was too narrow; {pruned - now} of {pruned} reconsidered",
+            warning=True,
+        )
+        self._candidates()
+
+    def _largest_batch(self) -> None:
+        """Goal batch: bisect between the largest micro-batch that fits and the next one of the same techniques that does not."""
+        driver = self.driver
+        if driver.setup.goal != "batch":
+            return
+
+        def next_job() -> Job | None:
+            verdict = judge(driver.measured(), "batch")
+            if verdict is None or driver.running or self._out_of_time() or driver.n_trials >= driver.options.trials:
+                return None
+            choice = verdict.winner.choice
+            low = choice.execution.micro_batch or 1
+            high = self._smallest_that_fails(choice, low)
+            if high - low <= max(1, low // 32):
+                return None
+            middle = Choice(Execution(micro_batch=(low + high) // 2), choice.techniques)
+            scored = driver.setup.scorer.score(middle)
+            return None if isinstance(scored, Reason) or scored.key in driver.tried else Job("search", scored)
+
+        while (job := next_job()) is not None and not driver.stopped:
+            driver.run_all([job])
+
+    def _smallest_that_fails(self, choice: Choice, above: int) -> int:
+        """The smallest micro-batch of the same techniques that failed, or that is pruned with proof."""
+        driver = self.driver
+        failed = [
+            each.job.scored.choice.execution.micro_batch or 0
+            for each in driver.finished
+            if each.job.scored.choice.techniques == choice.techniques and each.result.status != "ok"
+        ]
+        high = min((size for size in failed if size > above), default=0)
+        size = above + 1
+        while not high:
+            scored = driver.setup.scorer.score(Choice(Execution(micro_batch=size), choice.techniques))
+            if isinstance(scored, Reason) or driver.pruner.reason(scored.prediction) is not None:
+                high = size
+            size *= 2
+        return high
+
+    def _repeats(self) -> None:
+        """The best three and the best guard again, in turn, so that what slows the machine down slows all of them."""
+        driver, goal = self.driver, self.driver.setup.goal
+        measured = driver.measured()
+        if driver.stopped or goal != "throughput" or len(measured) < 2:
+            return
+        best = contenders(measured, goal)
+        best += [each for each in contenders([each for each in measured if each.guard], goal, 1) if each not in best]
+        by_choice = {each.job.scored.choice: each.job.scored for each in driver.finished}
+        rounds = [Job("repeat", by_choice[each.choice], each.guard) for _ in range(driver.options.repeats) for each in best]
+        driver.run_all(rounds)
+        self._note_drift()
+
+    def _note_drift(self) -> None:
+        for each in self.driver.measured():
+            if each.guard and len(each.results) > 1:
+                first, last = each.results[0], each.results[-1]
+                if (
+                    first.step_s
+                    and last.step_s
+                    and abs(last.step_s / first.step_s - 1) > max(_DRIFT, 2 * each.spread_s / each.step_s)
+                ):
+                    self.driver.note(
+                        f"{each.guard} ran {last.step_s / first.step_s - 1:+.0%} slower at the end than at the start: "
+                        "the machine is busy or throttles, small differences mean little",
+                        warning=True,
+                    )
+
+    def _confirmed(self) -> tuple[Verdict | None, Finished | None]:
+        """The winner once more in a fresh process; one that fails there is out, and the next best is confirmed."""
+        driver = self.driver
+        while True:
+            verdict = judge(driver.measured(), driver.setup.goal)
+            if verdict is None or driver.stopped:
+                return verdict, None
+            scored = self._scored(verdict)
+            driver.run_all([Job("confirm", scored, verdict.winner.guard)])
+            last = next((each for each in reversed(driver.finished) if each.job.role == "confirm"), None)
+            if last is not None and last.job.scored.key == scored.key and last.result.status == "ok":
+                return self._unchanged(verdict), last
+            if driver.stopped:
+                return verdict, None
+            driver.note(f"{verdict.winner.choice.summary} did not hold in a fresh process; the next best is taken", warning=True)
+
+    def _unchanged(self, verdict: Verdict) -> Verdict:
+        """The verdict with the confirming run among the winner's measurements."""
+        winner = next(each for each in self.driver.measured() if each.choice == verdict.winner.choice)
+        return verdict._replace(winner=winner)
+
+    def _scored(self, verdict: Verdict) -> Scored:
+        return next(each.job.scored for each in self.driver.finished if each.job.scored.choice == verdict.winner.choice)
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
+
+    def _end(self, verdict: Verdict | None, confirmed: Finished | None) -> SearchOutcome:
+        driver, control = self.driver, self.driver.control
+        status: Status = "interrupted" if control.interrupted else "stopped" if driver.stopped else "done"
+        trials = trial_rows(driver.finished)
+        if verdict is None:
+            if driver.broken:
+                raise _broken(driver)
+            if not driver.stopped:
+                raise nothing_fits(driver)
+            self.log.write(
+                events.SearchFinished(status="interrupted" if control.interrupted else "stopped", message=driver.stopped)
+            )
+            return SearchOutcome(
+                status, str(self.folder.path), f"{driver.stopped}; nothing that fits was measured yet", trials=trials,
+                exit_code=control.exit_code or 1,
+            )  # fmt: skip
+        scored = self._scored(verdict)
+        config = tuned_config(driver, scored, verdict, confirmed=confirmed, study=str(self.folder.path))
+        out = save(config, driver.options.out)
+        message = verdict.text + (f" (stopped: {driver.broken})" if driver.broken else "")
+        outcome = SearchOutcome(
+            status=status,
+            study=str(self.folder.path),
+            message=message,
+            config=config.document(),
+            out=str(out),
+            measured=numbers(verdict.winner),
+            predicted=predicted(driver, scored),
+            guards=tuple({**row, "is_winner": verdict.winner.guard == row["name"]} for row in trials if row["role"] == "guard"),
+            trials=trials,
+            exit_code=control.exit_code,
+        )
+        if status == "done":
+            save_text(self.folder.path / RESULT, json.dumps(outcome.to_dict(), indent=1) + "\n")
+        self.log.write(
+            events.SearchFinished(
+                status=status if status != "dry_run" else "done",
+                out=str(out),
+                best_number=verdict.winner.number,
+                confirmed=confirmed is not None,
+                message=message,
+            )
+        )
+        return outcome
+
+    def _out_of_time(self) -> bool:
+        """Whether another candidate would leave no time for the repeats and the confirmation."""
+        limit = self.driver.options.time_s
+        if limit is None:
+            return False
+        rest = 1 + (4 * self.driver.options.repeats if self.driver.setup.goal == "throughput" else 0)
+        wall = self.driver.median_wall_s()
+        return self.driver.elapsed_s + min((rest + 1) * wall, limit / 2) >= limit
+
+    def _pruned(self, number: int, scored: Scored, reason: str) -> None:
+        pruner = self.driver.pruner
+        self.log.write(
+            events.TrialPruned(
+                number=number,
+                settings=scored.choice.dump(),
+                summary=scored.choice.summary,
+                predicted_peak_bytes=scored.prediction.peak_allocated_bytes,
+                peak_low_bytes=pruner.peak_low_bytes(scored.prediction),
+                budget_bytes=pruner.budget_bytes or 0,
+                reason=reason,
+            )
+        )
+
+
+def _broken(driver: Driver) -> MemtuneError:
+    last = driver.finished[-1]
+    lines = [line for line in last.result.log_tail.splitlines() if line.strip()]
+    return UsageError(
+        f"Trial {last.number} and {len(driver.finished) - 1} more failed alike, stopping.",
+        evidence=f"{driver.broken}" + (f"   last line: {lines[-1].strip()[:200]}" if lines else ""),
+        fix=f"memtune trial {driver.options.workload} --config … shows it alone; the logs of all trials are in the study folder",
+        code="MT302",
+    )
