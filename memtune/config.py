@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 SCHEMA = 1
+_ALIASES = {("sharding.communication", "plain"): "none"}
+"""Other names of a technique that configs may use, by slot."""
 _SECTIONS = ("memtune", "settings", "measured", "predicted", "certificate", "made_for", "plan", "study")
 
 
@@ -30,7 +32,7 @@ _SECTIONS = ("memtune", "settings", "measured", "predicted", "certificate", "mad
 class Settings:
     """How the step is executed, and one technique per slot; slots that are left out hold the null technique."""
 
-    execution: Execution = Execution()
+    execution: Execution = field(default_factory=Execution)
     techniques: tuple[Technique, ...] = ()
     """The techniques that are not null, in pass order; `Settings.of` makes them so."""
 
@@ -114,15 +116,24 @@ class TunedConfig(BaseModel):
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> TunedConfig:
-    """Read a config from a file or from plain data.
+    """Read a config from a file, from YAML text (anything with a line break or a brace), or from plain data.
 
     Raises:
         ConfigError: It is malformed, has unknown keys, or is of a newer schema; says where, and what is close.
     """
     if isinstance(source, Mapping):
-        return _validated(Document(json.loads(json.dumps(dict(source))), {}, "config"))
+        return _validated(Document(_plain(source), {}, "config"))
+    if isinstance(source, str) and any(mark in source for mark in "\n{"):
+        return _validated(parse(source))
     path = Path(source)
     return _validated(parse(read_text(path), path.name))
+
+
+def _plain(data: Mapping[str, Any]) -> Any:
+    try:
+        return json.loads(json.dumps(dict(data)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the config is not plain data:  {error}", fix="give what a YAML file can hold", code="MT202") from None
 
 
 def _validated(document: Document) -> TunedConfig:
@@ -131,7 +142,6 @@ def _validated(document: Document) -> TunedConfig:
         raise ConfigError(
             f"{document.source}:1  a config is a mapping, this is {_said(data)}.", fix="settings: {…}", code="MT202"
         )
-    _known(document, (), data, _SECTIONS)
     version = data.get("memtune", SCHEMA)
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ConfigError(
@@ -143,9 +153,11 @@ def _validated(document: Document) -> TunedConfig:
             fix="pip install --upgrade memtune",
             code="MT204",
         )
+    _known(document, (), data, _SECTIONS)
     rest = {name: value for name, value in data.items() if name not in ("settings", "plan")}
     plan = _mapping(document, ("plan",), data.get("plan"))
     _known(document, ("plan",), plan, SLOTS)
+    _known(document, ("made_for",), _mapping(document, ("made_for",), data.get("made_for")), tuple(MadeFor.model_fields))
     try:
         return TunedConfig(
             settings=_settings(document, _mapping(document, ("settings",), data.get("settings"))),
@@ -170,6 +182,7 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
             raise ConfigError(
                 f"{document.where(path)}  {slot} does not say which technique it is.", fix=f"{slot}: {{kind: none}}", code="MT202"
             )
+        kind = _ALIASES.get((slot, kind), kind)
         try:
             technique = find(slot, kind)
         except ConfigError as error:
@@ -178,7 +191,8 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
             ) from None
         _known(document, path, node, tuple(technique.model_fields))
         try:
-            techniques[slot] = technique.model_validate_json(json.dumps(node))
+            # Through JSON, where strict means what a config can say: a list is a tuple, a word an enum, "2" is no number.
+            techniques[slot] = technique.model_validate_json(json.dumps({**node, "kind": kind}))
         except ValidationError as error:
             raise _explained(document, path, error) from None
     path = ("settings", "execution")
@@ -226,10 +240,10 @@ def _known(document: Document, path: tuple[str, ...], data: dict[str, Any], know
 
 def _explained(document: Document, path: tuple[str, ...], error: ValidationError) -> ConfigError:
     first = error.errors()[0]
-    where = (*path, *(part for part in first["loc"] if isinstance(part, str | int)))
-    given = first.get("input")
+    where = (*path, *first["loc"])
+    wrong = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     return ConfigError(
-        f"{document.where(where)}  {'.'.join(map(str, where))}: {first['msg'][0].lower()}{first['msg'][1:]}, but got {_said(given)}.",
+        f"{document.where(where)}  {'.'.join(map(str, where))}: {wrong}, but got {_said(first.get('input'))}.",
         fix="memtune techniques  shows what each technique can be given",
         code="MT202",
     )
@@ -309,7 +323,8 @@ def check_made_for(config: TunedConfig, model: nn.Module, ranks: int) -> None:
         count = sum(parameter.numel() for parameter in model.parameters())
         raise ConfigError(
             "this config was made for another model.",
-            evidence=f"It was made for {made_for.parameters:,} parameters ({made_for.model}); this model has {count:,} ({fingerprint(model)}).",
+            evidence=f"It was made for {made_for.parameters:,} parameters ({made_for.model}), "
+            f"this model has {count:,} ({fingerprint(model)}).",
             fix="run  memtune search  on this model, or pass strict=False",
             code="MT206",
         )
@@ -326,18 +341,30 @@ def environment(settings: Settings) -> dict[str, str]:
     return settings.env()
 
 
-def check_environment(settings: Settings) -> None:
-    """Check that what `environment` asks for is set.
+def check_environment(settings: Settings, *, device: str = "cuda") -> None:
+    """Check that what `environment` asks for was set when CUDA started; on CPU none of it has an effect.
 
     Raises:
-        ApplyError: A variable is missing or different; prints the exact `export` line.
+        ApplyError: A variable is missing or different, or came too late; the message holds the exact `export` line.
     """
-    wrong = {name: value for name, value in environment(settings).items() if os.environ.get(name) != value}
-    if wrong:
-        exports = "  ".join(f"export {name}={value}" for name, value in wrong.items())
+    wanted = {} if device == "cpu" else environment(settings)
+    found = [f"{name}={os.environ.get(name, '(not set)')}" for name, value in wanted.items() if os.environ.get(name) != value]
+    if found or (wanted and _started_without(wanted)):
         raise ApplyError(
             "the allocator settings of this config must be in the environment before CUDA starts.",
-            evidence=f"Now: {', '.join(f'{name}={os.environ.get(name, chr(39) * 2)}' for name in wrong)}.",
-            fix=f"{exports}  or  memtune run tuned.yaml -- python train.py",
+            evidence=f"Now: {', '.join(found)}." if found else "CUDA had started before they were set.",
+            fix="export " + " ".join(f"{name}={value}" for name, value in wanted.items())
+            + "   or  memtune run tuned.yaml -- python train.py",
             code="MT314",
-        )
+        )  # fmt: skip
+
+
+def _started_without(wanted: Mapping[str, str]) -> bool:
+    """Whether CUDA runs in this process with other allocator settings than `wanted`, as torch itself tells."""
+    import torch
+
+    in_effect: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if in_effect is None or not torch.cuda.is_initialized():
+        return False
+    options = set(in_effect().split(","))
+    return any(not set(value.split(",")) <= options for name, value in wanted.items() if name.endswith("_ALLOC_CONF"))
