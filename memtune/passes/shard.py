@@ -8,6 +8,7 @@ reduce-scattered is held until the next unit's gradients are there.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -56,8 +57,8 @@ def shard_states(step: Step, how: Sharding) -> Step:
 def _units(step: Step, how: Sharding) -> list[_Unit]:
     """In forward order: the root first (its forward starts first), then the blocks."""
     by_block: dict[int, list[int]] = {}
-    for index, parameter in enumerate(step.parameters):
-        by_block.setdefault(parameter.block, []).append(index)
+    for index in _gathering_order([p.name for p in step.parameters]):
+        by_block.setdefault(step.parameters[index].block, []).append(index)
     after = step.op_phase[: step.n_ops]
     backward = np.flatnonzero((after == Phase.BACKWARD) | (after == Phase.RECOMPUTE))
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
@@ -75,6 +76,23 @@ def _units(step: Step, how: Sharding) -> list[_Unit]:
             bounds = (int(step.enter[blocks[0]]), int(step.leave[blocks[-1]]), int(mine[0]), int(mine[-1]))
             units.append(_Unit(parameters, blocks, *bounds))
     return units
+
+
+def _gathering_order(names: list[str]) -> list[int]:
+    """Rows of `names` in FSDP2's order: a module's own parameters after those of its children (post-order)."""
+    tree: dict[str, Any] = {}
+    for index, name in enumerate(names):
+        *modules, own = name.split(".")
+        node = tree
+        for module in modules:
+            node = node.setdefault(module + ".", {})
+        node[own] = index
+
+    def visit(node: dict[str, Any]) -> list[int]:
+        children = [row for name, child in node.items() if name[-1:] == "." for row in visit(child)]
+        return children + [row for name, row in node.items() if name[-1:] != "."]
+
+    return visit(tree)
 
 
 class _Redirect:
@@ -184,6 +202,7 @@ def _gradients(
     sharded: dict[int, int] = {}
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     last_input: I32 | None = None
+    last = np.empty(0, np.int32)
     for unit in sorted(units, key=lambda unit: unit.last_backward):
         mine = [index for index in unit.parameters if index in gradient_of]
         if not mine:
@@ -231,6 +250,8 @@ def _gradients(
         edit.hold_through(np.concatenate([raw[-1:], given]), np.repeat(last, 2))
         if unit.last_backward == end:
             edit.hold_to_the_end_of_backward(int(last[0]))
+    if how.replicas > 1 and sharded:  # what was all-reduced is let go when backward ends, summed up or not
+        _hold(edit, np.asarray(list(dict.fromkeys(sharded.values())), np.int32), int(last[0]))
     return sharded
 
 
