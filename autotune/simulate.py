@@ -1,0 +1,260 @@
+"""What a program will need and take on some hardware, predicted without running it; the counting itself is native code."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from memtune import _native
+from memtune.hardware import Hardware
+from memtune.op_costs import op_costs
+from memtune.program import Kind, Phase, Program, Resource, Step, Tier
+from memtune.units import MIB, format_bytes, format_seconds
+
+Level = Literal["coarse", "events"]
+
+KINDS = {
+    **{Kind.PARAMETER: "parameters", Kind.GRADIENT: "gradients", Kind.OPTIMIZER: "optimizer", Kind.BUFFER: "buffers"},
+    **{Kind.BATCH: "batch", Kind.TEMPORARY: "temporaries", Kind.WORKSPACE: "workspace", Kind.COMMUNICATION: "communication"},
+}
+ACTIVATIONS = "activations"
+"""Temporaries that autograd saved for backward."""
+RESOURCES = (*(each.name.lower() for each in Resource), "host_issue")
+
+# Half-widths without any trial behind them. Peaks: what the recorder cannot see (kernel workspaces), and on CUDA what differs
+# from the CPU recording. Times: a roofline with table rates is seldom off by more than these factors.
+UNCALIBRATED_PEAK = (0.85, 1.15)
+UNCALIBRATED_STEP = (0.4, 2.5)
+
+# What starts in one section may run beside the rest of that section, not beside the next.
+_SECTIONS: tuple[tuple[Phase, ...], ...] = (
+    (Phase.PROLOGUE,),
+    (Phase.FORWARD,),
+    (Phase.RECOMPUTE, Phase.BACKWARD),
+    (Phase.BOUNDARY,),
+    (Phase.OPTIMIZER,),
+)
+_REPEATED = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
+
+# PyTorch's caching allocator: requests up to 1 MiB come from segments of 2 MiB, larger ones from a pool of their own.
+_SMALL_BYTES = MIB
+_SEGMENT_BYTES = 2 * MIB
+
+
+class Interval(NamedTuple):
+    """Where the truth is expected; `peak_low_bytes` is what pruning may rely on."""
+
+    peak_low_bytes: int
+    peak_high_bytes: int
+    step_low_s: float
+    step_high_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `simulate` says of one candidate; bytes are per rank, of the heaviest rank class."""
+
+    level: Level
+    step_s: float
+    """One optimizer step, all micro-batches, of the slowest rank class."""
+    samples_per_s: float
+    """Over all ranks, each training on a micro-batch of its own."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    host_peak_bytes: int
+    ssd_peak_bytes: int
+    busy_s: dict[str, float]
+    """By resource, `host_issue` among them, for one optimizer step; resources that are not used are left out."""
+    exposed_s: dict[str, float]
+    """Of `busy_s`, not hidden behind compute; at the coarse level as much as cannot be hidden within its phase."""
+    peak_by_kind: dict[str, int]
+    """Device bytes at the peak; they sum up to `peak_allocated_bytes`."""
+    peak_op: str
+    """Name of the first op at the peak, empty for a step without ops."""
+    peak_module: str
+    interval: Interval
+    calibrated: bool
+    step_correction: float = 1.0
+    """Factor that trials have put on `step_s`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {**asdict(self), "interval": self.interval._asdict()}
+
+    def __str__(self) -> str:
+        """Peak and step time with their interval, and the word "uncalibrated" where no trial is behind it."""
+        low, high, fast, slow = self.interval
+        return (
+            f"peak {format_bytes(self.peak_allocated_bytes)} ({format_bytes(low)} to {format_bytes(high)}), "
+            f"step {format_seconds(self.step_s)} ({format_seconds(fast)} to {format_seconds(slow)})"
+            f"{'' if self.calibrated else ', uncalibrated'}"
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What finished trials say of the model: measured over predicted, one ratio each."""
+
+    peak_ratios: tuple[float, ...] = ()
+    step_ratios: tuple[float, ...] = ()
+
+    ENOUGH = 3
+    """Trials from which an interval of their own is made."""
+    LEVEL = 0.9
+    """Share of trials that the interval is meant to hold."""
+
+    def add(self, prediction: Prediction, measured_peak_bytes: int | None, measured_step_s: float | None) -> Calibration:
+        """This calibration with one more trial; what was not measured (an out-of-memory trial has no time) is None."""
+        peaks, steps = self.peak_ratios, self.step_ratios
+        if measured_peak_bytes and prediction.peak_allocated_bytes:
+            peaks += (measured_peak_bytes / prediction.peak_allocated_bytes,)
+        if measured_step_s and prediction.step_s:
+            steps += (measured_step_s * prediction.step_correction / prediction.step_s,)
+        return Calibration(peaks, steps)
+
+    @property
+    def step_correction(self) -> float:
+        """Median of measured over predicted step time, 1 without trials."""
+        return statistics.median(self.step_ratios) if self.step_ratios else 1.0
+
+    def peak_range(self) -> tuple[float, float]:
+        """Factors on the predicted peak between which the truth is expected; the prediction itself is always inside."""
+        low, high = _conformal(self.peak_ratios, floor=0.005) or UNCALIBRATED_PEAK
+        return min(low, 1.0), max(high, 1.0)
+
+    def step_range(self) -> tuple[float, float]:
+        """Factors on the corrected step time between which the truth is expected."""
+        found = _conformal([ratio / self.step_correction for ratio in self.step_ratios], floor=0.02)
+        return found or UNCALIBRATED_STEP
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether there are enough trials for both intervals."""
+        return min(len(self.peak_ratios), len(self.step_ratios)) >= self.ENOUGH
+
+
+def _conformal(ratios: Iterable[float], *, floor: float) -> tuple[float, float] | None:
+    """Median ± the split-conformal quantile of the logarithmic residuals, None with too few of them.
+
+    Where there are too few residuals for the level asked, the largest one is doubled in place of the quantile that is not there.
+    """
+    logs = [math.log(ratio) for ratio in ratios]
+    if len(logs) < Calibration.ENOUGH:
+        return None
+    centre = statistics.median(logs)
+    scores = sorted(abs(each - centre) for each in logs)
+    rank = math.ceil((len(scores) + 1) * Calibration.LEVEL)
+    width = max(scores[rank - 1] if rank <= len(scores) else 2 * scores[-1], floor)
+    return math.exp(centre - width), math.exp(centre + width)
+
+
+def simulate(
+    program: Program, hardware: Hardware, *, level: Level = "coarse", calibration: Calibration | None = None
+) -> Prediction:
+    """Predict peak memory and step time of `program` on `hardware`.
+
+    `coarse` counts live bytes and sums up resources, taking whatever shares a phase to overlap; `events` also schedules every op
+    after what it depends on. The peak is the heaviest rank class's, the time the slowest one's.
+
+    Peak reserved on CUDA: small and large requests each keep the segments of their own peak, since cached blocks never change
+    pools; fragmentation within a pool is not modelled. On CPU reserved is allocated.
+
+    Raises:
+        ValueError: A column of a step is broken.
+    """
+    runs = [_run(each.step, program, hardware, level) for each in program.rank_classes]
+    heaviest = max(runs, key=lambda run: run.live.peak_bytes[Tier.DEVICE])
+    slowest = max(runs, key=lambda run: run.time.step_s)
+    calibration = calibration or Calibration()
+    step_s = slowest.time.step_s * calibration.step_correction
+    reserved = _reserved_bytes(heaviest.live, hardware)
+    peak = heaviest.live.peak_bytes[Tier.DEVICE]
+    op = heaviest.live.peak_op[Tier.DEVICE]
+    step = heaviest.step
+    by_kind = dict(zip((*KINDS.values(), ACTIVATIONS), heaviest.live.bytes_by_kind, strict=True))
+    samples = program.micro_batch * program.accumulate * program.ranks
+    return Prediction(
+        level=level,
+        step_s=step_s,
+        samples_per_s=samples / step_s if step_s else 0.0,
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=reserved,
+        host_peak_bytes=max(run.live.peak_bytes[Tier.HOST] for run in runs),
+        ssd_peak_bytes=max(run.live.peak_bytes[Tier.SSD] for run in runs),
+        busy_s=_named(slowest.time.busy_s, slowest.time.busy_s),
+        exposed_s=_named(slowest.time.exposed_s, slowest.time.busy_s),
+        peak_by_kind={kind: n_bytes for kind, n_bytes in by_kind.items() if n_bytes},
+        peak_op=step.names[step.op_name[op]] if op >= 0 else "",
+        peak_module=step.modules[step.op_module[op]] if op >= 0 else "",
+        interval=_interval(peak, reserved, slowest.time, calibration),
+        calibrated=calibration.is_calibrated,
+        step_correction=calibration.step_correction,
+    )
+
+
+class _Time(NamedTuple):
+    step_s: float
+    low_s: float
+    high_s: float
+    busy_s: list[float]
+    exposed_s: list[float]
+
+
+class _Run(NamedTuple):
+    step: Step
+    live: _native.Live
+    time: _Time
+
+
+def _run(step: Step, program: Program, hardware: Hardware, level: Level) -> _Run:
+    costs = op_costs(step, hardware, ranks=program.ranks)
+    columns = _native.StepColumns(
+        op_phase=step.op_phase, op_resource=step.op_resource, op_s=costs.op_s, op_issue_s=costs.issue_s,
+        bytes=step.bytes, tier=step.tier, kind=step.kind, producer=step.producer, held_until=step.held_until,
+        use_op=step.use_op, use_storage=step.use_storage, use_mutates=step.use_mutates,
+        save_storage=step.save_storage, save_until=step.save_until,
+    )  # fmt: skip
+    live = _native.live(columns, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
+    if level == "coarse":
+        return _Run(step, live, _coarse_time(live, program.accumulate))
+    timeline = _native.schedule(columns, accumulate=program.accumulate, host_computes=hardware.device == "cpu")
+    at = timeline.step_s
+    return _Run(step, live, _Time(at, at, at, list(timeline.busy_s), list(timeline.exposed_s)))
+
+
+def _coarse_time(live: _native.Live, accumulate: int) -> _Time:
+    """Each section of the step takes as long as its busiest resource, and at most as long as all of them together."""
+    compute = Resource.COMPUTE
+    total = low = 0.0
+    busy, exposed = [0.0] * len(RESOURCES), [0.0] * len(RESOURCES)
+    for section in _SECTIONS:
+        times = accumulate if section[0] in _REPEATED else 1
+        sums = [times * sum(row[phase] for phase in section) for row in live.busy_s]
+        low += max(sums)
+        total += sum(sums)
+        for i, seconds in enumerate(sums):
+            busy[i] += seconds
+            exposed[i] += seconds if i == compute else max(0.0, seconds - sums[compute])
+    return _Time(low, low, total, busy, exposed)
+
+
+def _interval(peak: int, reserved: int, time: _Time, calibration: Calibration) -> Interval:
+    """The lower end of the peak is of allocated bytes, which no allocator can undercut; the upper end of reserved ones."""
+    low, high = calibration.peak_range()
+    fast, slow = (factor * calibration.step_correction for factor in calibration.step_range())
+    # With trials behind it the correction already holds how much is hidden.
+    longest = time.step_s if calibration.is_calibrated else time.high_s
+    return Interval(math.floor(peak * low), math.ceil(reserved * high), time.low_s * fast, longest * slow)
+
+
+def _reserved_bytes(live: _native.Live, hardware: Hardware) -> int:
+    if hardware.device == "cpu":
+        return live.peak_bytes[Tier.DEVICE]
+    return sum(-(-peak // _SEGMENT_BYTES) * _SEGMENT_BYTES for peak in live.pool_peak_bytes)
+
+
+def _named(values: Iterable[float], busy: Iterable[float]) -> dict[str, float]:
+    return {name: seconds for name, seconds, used in zip(RESOURCES, values, busy, strict=True) if used > 0}

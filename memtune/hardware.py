@@ -1,0 +1,129 @@
+"""The machine a program is to run on: its memories, rates and links, each number with the place it comes from."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from memtune import hardware_table, measure
+from memtune.errors import EnvironmentFault, UsageError
+
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and the node it stands in; rates are what the data sheet promises, `op_costs` knows what ops reach of them.
+
+    On CPU the device is the whole machine, which all ranks share; on CUDA every rank has a device of its own.
+    """
+
+    name: str
+    """Key in the table (`h100-80g`), or `cpu`."""
+    title: str
+    device: Device
+    memory_bytes: int
+    bf16_flops_per_s: float
+    fp16_flops_per_s: float
+    tf32_flops_per_s: float
+    fp32_flops_per_s: float
+    memory_bytes_per_s: float
+    launch_s: float
+    """What issuing one op costs: the host's time on CUDA, part of the op itself on CPU."""
+    host_to_device_bytes_per_s: float
+    device_to_host_bytes_per_s: float
+    intra_link_bytes_per_s: float
+    """Per device and direction, to the other devices of the node."""
+    intra_link_latency_s: float
+    """Per step of a ring."""
+    inter_link_bytes_per_s: float
+    """Per device and direction, to other nodes."""
+    inter_link_latency_s: float
+    ssd_read_bytes_per_s: float
+    ssd_write_bytes_per_s: float
+    host_memory_bytes: int
+    """Of the node."""
+    host_adam_bytes_per_s: float
+    """Bytes read and written by an optimizer on the node's host threads, all of them together."""
+    cores: int
+    gpus_per_node: int
+    allocation_rounding_bytes: int
+    """The allocator hands out multiples of this; 1 is exact."""
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Where each constant comes from, by field."""
+
+    def matmul_flops_per_s(self, dtype: str) -> float:
+        """Peak rate of matrix products of `dtype`: bfloat16, float16, tf32, all else as float32."""
+        rates = {"bfloat16": self.bf16_flops_per_s, "float16": self.fp16_flops_per_s, "tf32": self.tf32_flops_per_s}
+        return rates.get(dtype, self.fp32_flops_per_s)
+
+    def local_ranks(self, ranks: int) -> int:
+        """How many of `ranks` share one node's host; on CPU they share the device too."""
+        return ranks if self.device == "cpu" else min(ranks, self.gpus_per_node)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        return {**asdict(self), "sources": dict(self.sources)}
+
+
+def names() -> tuple[str, ...]:
+    """Every key that `find` knows."""
+    return tuple(hardware_table.GPUS)
+
+
+def find(name: str) -> Hardware:
+    """The table's entry for `name`; upper case, spaces and underscores are read as `h100-80g` is written.
+
+    Raises:
+        UsageError: There is no such entry; the nearest ones are named.
+    """
+    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    key = hardware_table.ALIASES.get(key, key)
+    if key in hardware_table.GPUS:
+        return _from_constants(key, "cuda", hardware_table.GPUS[key])
+    near = difflib.get_close_matches(key, names(), n=3, cutoff=0.4)
+    raise UsageError(
+        f"No hardware is called '{name}'.",
+        evidence=f"known: {', '.join(names())}",
+        fix=f"use {' or '.join(near)}" if near else "use one of the known names",
+        code="MT204",
+    )
+
+
+def detect(device: Device = "cpu") -> Hardware:
+    """The present machine: for CUDA the table's entry with this device's memory, for CPU what a quick measurement finds.
+
+    Raises:
+        EnvironmentFault: `cuda` is asked for and torch sees no CUDA device.
+    """
+    return _detect_cuda() if device == "cuda" else _from_constants("cpu", "cpu", hardware_table.cpu(measure.cpu()))
+
+
+def _detect_cuda() -> Hardware:
+    if not torch.cuda.is_available():
+        raise EnvironmentFault("torch sees no CUDA device.", fix="use --device cpu, or name a GPU: --gpu-type", code="MT301")
+    found = torch.cuda.get_device_properties(0)
+    known = hardware_table.match(found.name, found.total_memory)
+    seen = "torch.cuda, this machine"
+    # A card that the table lacks is taken for an A10 with this card's memory: slow enough that no plan is too hopeful.
+    constants = dict(hardware_table.GPUS[known or "a10"])
+    if known is None:
+        constants = {name: (value, f"not in the table, taken from the A10: {why}") for name, (value, why) in constants.items()}
+    constants |= {
+        "title": (found.name, seen),
+        "memory_bytes": (found.total_memory, seen),
+        "gpus_per_node": (torch.cuda.device_count(), seen),
+        "host_memory_bytes": (measure.host_memory_bytes(), "the operating system, this machine"),
+        "cores": (measure.cores(), "the operating system, this machine"),
+    }
+    return _from_constants(known or re.sub(r"\W+", "-", found.name.lower()), "cuda", constants)
+
+
+def _from_constants(name: str, device: Device, constants: Mapping[str, tuple[Any, str]]) -> Hardware:
+    values: dict[str, Any] = {key: value for key, (value, _) in constants.items()}
+    return Hardware(name=name, device=device, sources={key: source for key, (_, source) in constants.items()}, **values)

@@ -1,0 +1,157 @@
+"""How long an op occupies its resource: a roofline by op class for compute, bytes and ring steps for everything else.
+
+Everything is a handful of numpy operations over the columns of a Step; what depends only on its names is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from memtune.hardware import Hardware
+from memtune.program import F64, Resource, Step
+
+
+class OpCosts(NamedTuple):
+    """(n,) seconds each."""
+
+    op_s: F64
+    """How long the op occupies its resource."""
+    issue_s: F64
+    """How long the host takes to issue it; 0 on CPU, where the host computes."""
+
+
+class _Reach(NamedTuple):
+    """What ops of a class reach, as fractions of the peak rates."""
+
+    matmul: float
+    memory: float
+
+
+# Op class by parts of its name, first match wins; the last class takes the rest. CPU: measured on one core of a server (AVX-512)
+# at sizes of small training runs. CUDA: rules of thumb for bf16 at large sizes. Trials correct both through Calibration.
+_CLASSES: tuple[tuple[str, tuple[str, ...], _Reach, _Reach], ...] = (
+    ("attention", ("attention", "flash", "sdpa"), _Reach(0.40, 0.5), _Reach(0.50, 0.7)),
+    ("convolution", ("conv",), _Reach(0.45, 0.5), _Reach(0.50, 0.7)),
+    ("recurrent", ("lstm", "gru", "rnn"), _Reach(0.40, 0.5), _Reach(0.35, 0.5)),
+    ("optimizer", ("_fused_adam", "_fused_sgd", "_fused_adagrad", "adam_"), _Reach(1.0, 0.90), _Reach(1.0, 0.85)),
+    ("matmul", ("addmm", "bmm", "aten.mm.", "_scaled_mm", "linear", "matmul", "addmv", "aten.mv.", "_grouped_mm"),
+     _Reach(0.85, 0.9), _Reach(0.70, 0.8)),
+    ("random", ("dropout", "bernoulli", "rand", "normal_", "uniform_"), _Reach(1.0, 0.03), _Reach(1.0, 0.6)),
+    ("gather", ("embedding", "index", "gather", "scatter", "sort", "topk", "unique"), _Reach(1.0, 0.3), _Reach(1.0, 0.4)),
+    ("normalisation", ("norm", "softmax", "nll_loss", "cross_entropy"), _Reach(1.0, 0.45), _Reach(1.0, 0.7)),
+    ("transcendental", ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "erf", "pow", "sin", "cos"),
+     _Reach(1.0, 0.25), _Reach(1.0, 0.8)),
+    ("elementwise", ("",), _Reach(1.0, 0.90), _Reach(1.0, 0.80)),
+)  # fmt: skip
+
+
+def op_class(name: str) -> str:
+    """The class that decides what part of the peak rates an op of this name reaches."""
+    return _CLASSES[_class_index(name)][0]
+
+
+def _class_index(name: str) -> int:
+    return next(i for i, (_, parts, _, _) in enumerate(_CLASSES) if any(part in name for part in parts))
+
+
+@functools.lru_cache(maxsize=256)
+def _reach(names: tuple[str, ...], device: str) -> tuple[F64, F64]:
+    """Fractions of the matmul and the memory rate by name id."""
+    column = 2 if device == "cpu" else 3
+    rows: Sequence[_Reach] = [_CLASSES[_class_index(name)][column] for name in names]  # type: ignore[misc]
+    return np.array([row.matmul for row in rows]), np.array([row.memory for row in rows])
+
+
+@functools.lru_cache(maxsize=256)
+def _all_reduces(names: tuple[str, ...]) -> F64:
+    """By name id: how many times round the ring, 2 for all-reduce, else 1."""
+    return np.array([2.0 if "all_reduce" in name or "allreduce" in name else 1.0 for name in names])
+
+
+def matmul_dtype(step: Step) -> str:
+    """Type in which matrix products run, as far as columns tell: that of most parameters, or 16 bits under autocast."""
+    weights = [(int(step.bytes[p.storage]), p.itemsize, p.storage) for p in step.parameters]
+    if not weights:
+        return "float32"
+    wide = sum(n_bytes // size for n_bytes, size, _ in weights if size >= 4)
+    narrow = sum(n_bytes // size for n_bytes, size, _ in weights if size < 4)
+    return "bfloat16" if narrow > wide or _casts_weights(step) else "float32"
+
+
+def _casts_weights(step: Step) -> bool:
+    if "aten._to_copy.default" not in step.names:
+        return False
+    casting = step.op_name[step.use_op] == step.names.index("aten._to_copy.default")
+    sources = step.use_storage[casting]
+    cast_by = step.use_op[casting][step.parameter_of[sources] >= 0]
+    cast_bytes = step.bytes[np.isin(step.producer, cast_by)].sum()
+    weight_bytes = step.bytes[np.unique(step.use_storage[np.isin(step.use_op, cast_by)])].sum()
+    return bool(cast_bytes > 0 and cast_bytes * 3 < weight_bytes * 2)
+
+
+def op_costs(step: Step, hardware: Hardware, *, ranks: int = 1) -> OpCosts:
+    """Seconds of every op of `step` on one of `ranks` ranks.
+
+    Ranks on one node share its host threads, and on CPU the cores and the memory as well. `op_traffic_bytes` of a collective is
+    its whole message, as the recorder counts it.
+    """
+    local = hardware.local_ranks(ranks)
+    share = local if hardware.device == "cpu" else 1
+    matmul, memory = _reach(step.names, hardware.device)
+    flops_s = share / (matmul * hardware.matmul_flops_per_s(matmul_dtype(step)))
+    byte_s = share / (memory * hardware.memory_bytes_per_s)
+    op_s = np.maximum(step.op_flops * flops_s[step.op_name], step.op_traffic_bytes * byte_s[step.op_name])
+    if hardware.device == "cpu":
+        op_s += hardware.launch_s
+        issue_s = np.zeros(step.n_ops)
+    else:
+        issue_s = np.full(step.n_ops, hardware.launch_s)
+    issue_s[step.op_resource == Resource.NOTHING] = 0.0
+    others = np.flatnonzero(step.op_resource != Resource.COMPUTE)
+    if len(others):
+        op_s[others] = _transfers_s(step, others, hardware, local)
+    return OpCosts(op_s, issue_s)
+
+
+def _transfers_s(step: Step, ops: np.ndarray[tuple[int], np.dtype[np.intp]], hardware: Hardware, local: int) -> F64:
+    """Seconds of ops that are not compute."""
+    resource, group = step.op_resource[ops], step.op_group[ops].astype(np.float64)
+    bytes_per_s = np.array(_bytes_per_s(hardware, local))[resource]
+    latency_s = np.array(_latency_s(hardware))[resource]
+    if hardware.device == "cuda":
+        # A ring over several nodes is as slow as its slowest link; each node sends through all of its network cards at once.
+        across = (resource == Resource.INTRA_LINK) & (group > hardware.gpus_per_node)
+        network = hardware.inter_link_bytes_per_s * hardware.gpus_per_node
+        bytes_per_s[across] = min(hardware.intra_link_bytes_per_s, network)
+        latency_s[across] = hardware.inter_link_latency_s
+    rounds = _all_reduces(step.names)[step.op_name[ops]]
+    steps = np.maximum(group - 1, 0)
+    on_link = np.where(group > 0, rounds * steps / np.maximum(group, 1), 1.0)  # of the message, per rank
+    seconds: F64 = on_link * step.op_traffic_bytes[ops] / bytes_per_s + latency_s * np.where(group > 0, rounds * steps, 1)
+    return seconds
+
+
+def _bytes_per_s(hardware: Hardware, local: int) -> list[float]:
+    """Rate by Resource; what the ranks of a node share is divided."""
+    shared = local if hardware.device == "cpu" else 1
+    return [
+        1.0,
+        hardware.host_to_device_bytes_per_s / shared,
+        hardware.device_to_host_bytes_per_s / shared,
+        hardware.intra_link_bytes_per_s,
+        hardware.inter_link_bytes_per_s,
+        hardware.ssd_read_bytes_per_s / local,
+        hardware.ssd_write_bytes_per_s / local,
+        hardware.host_adam_bytes_per_s / local,
+        np.inf,
+    ]
+
+
+def _latency_s(hardware: Hardware) -> list[float]:
+    """Latency by Resource, per copy or per step of a ring."""
+    start = hardware.launch_s
+    return [0.0, start, start, hardware.intra_link_latency_s, hardware.inter_link_latency_s, 1e-4, 1e-4, start, 0.0]

@@ -1,0 +1,302 @@
+"""Native results against a slow and obvious checker on random steps, and what simulate makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memtune import _native, hardware
+from memtune.autotune.simulate import ACTIVATIONS, Calibration, simulate
+from memtune.op_costs import op_costs
+from memtune.program import FOREVER, Kind, Phase, Program, RankClass, Resource, Step, Tier
+
+GPU = hardware.find("h100-80g")
+CPU = replace(
+    GPU, name="cpu", device="cpu", gpus_per_node=1, allocation_rounding_bytes=1,
+    fp32_flops_per_s=1e11, memory_bytes_per_s=1e10, launch_s=1e-6,
+)  # fmt: skip
+PROLOGUE_OR_END = {Phase.PROLOGUE, Phase.BOUNDARY, Phase.OPTIMIZER}
+
+
+def make_step(ops: int, storages: int, **columns: Any) -> Step:
+    """A step whose columns are neutral unless given: compute ops in forward, device temporaries made by op 0."""
+    uses, saves = len(columns.get("use_op", ())), len(columns.get("save_storage", ()))
+    lengths = {"op": ops, "use": uses, "save": saves, "input": 0}
+    neutral = {"op_block": -1, "op_phase": 1, "op_node": -1, "op_copy_of": -1, "held_until": -1, "ready_after": -1, "owner": -1}
+    kinds = {"I32": np.int32, "I64": np.int64, "U8": np.uint8, "F64": np.float64}
+    data: dict[str, Any] = {"names": ("aten.add.Tensor",), "modules": ("",), "blocks": (), "parameters": ()}
+    for each in fields(Step):
+        if each.name in data:
+            data[each.name] = columns.get(each.name, data[each.name])
+            continue
+        rows = 0 if each.name == "landing" else lengths.get(each.name.split("_")[0], storages)
+        default = {"kind": int(Kind.TEMPORARY)}.get(each.name, neutral.get(each.name, 0))
+        data[each.name] = np.asarray(columns.get(each.name, [default] * rows), kinds[str(each.type)])
+    return Step(**data)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    n, m = draw(st.integers(1, 12)), draw(st.integers(1, 10))
+    few = st.integers(0, m - 1)
+
+    def column(values: st.SearchStrategy[Any], rows: int) -> list[Any]:
+        return draw(st.lists(values, min_size=rows, max_size=rows))
+
+    producer = column(st.integers(-1, n - 1), m)
+    pairs = draw(st.lists(st.tuples(st.integers(0, n - 1), few, st.integers(0, 1)), max_size=20))
+    uses = sorted((max(op, producer[s]), s, mutates) for op, s, mutates in pairs)
+    saves = draw(st.lists(st.tuples(few, st.integers(0, n - 1)), max_size=8))
+    return make_step(
+        n, m,
+        op_phase=column(st.sampled_from([int(p) for p in Phase]), n),
+        op_resource=column(st.sampled_from([int(r) for r in Resource]), n),
+        bytes=column(st.integers(0, 3000), m), tier=column(st.sampled_from([0, 0, 0, 1, 2]), m), kind=column(st.integers(0, 7), m),
+        producer=producer, held_until=column(st.sampled_from([-1, 0, n - 1, int(FOREVER)]), m),
+        use_op=[u[0] for u in uses], use_storage=[u[1] for u in uses], use_mutates=[u[2] for u in uses],
+        save_storage=[s for s, _ in saves], save_until=[max(until, producer[s]) for s, until in saves],
+    )  # fmt: skip
+
+
+def columns_of(step: Step, op_s: Any, issue_s: Any) -> _native.StepColumns:
+    return _native.StepColumns(
+        step.op_phase, step.op_resource, np.asarray(op_s, float), np.asarray(issue_s, float), step.bytes, step.tier, step.kind,
+        step.producer, step.held_until, step.use_op, step.use_storage, step.use_mutates, step.save_storage, step.save_until,
+    )  # fmt: skip
+
+
+# The checker: no arrays, no sweeps; every question is answered by looking at everything.
+
+
+def is_live(step: Step, storage: int, op: int) -> bool:
+    last = max(
+        [int(step.producer[storage]), int(step.held_until[storage])]
+        + [int(o) for o, s in zip(step.use_op, step.use_storage, strict=True) if s == storage]
+        + [int(u) for u, s in zip(step.save_until, step.save_storage, strict=True) if s == storage]
+    )
+    return int(step.producer[storage]) <= op <= last
+
+
+def slow_live(step: Step, tier: int, size: Any, rows: list[int]) -> list[int]:
+    return [
+        sum(size(int(step.bytes[s])) for s in rows if step.tier[s] == tier and is_live(step, s, op)) for op in range(step.n_ops)
+    ]
+
+
+def slow_schedule(
+    step: Step, op_s: list[float], issue_s: list[float], times: int, host_computes: bool
+) -> list[tuple[int, float, float]]:
+    """(resource, start, stop) of every op that runs, the host's work as resource 9; starts are found by scanning all of the past."""
+    done: list[tuple[int, int, float, float]] = []  # op, repetition, start, stop
+    host: list[tuple[int, float, float]] = []
+    for repetition in range(times):
+        for op in range(step.n_ops):
+            phase = step.op_phase[op]
+            if (phase == Phase.PROLOGUE and repetition > 0) or (
+                phase in PROLOGUE_OR_END - {Phase.PROLOGUE} and repetition < times - 1
+            ):
+                continue
+            came = max([stop for _, _, stop in host], default=0.0)
+            if host_computes:
+                came = max([came] + [stop for o, _, _, stop in done if step.op_resource[o] == Resource.COMPUTE])
+            host.append((9, came, came + issue_s[op]))
+            start = came + issue_s[op]
+            nothing = step.op_resource[op] == Resource.NOTHING
+            if not nothing:
+                start = max([start] + [stop for o, _, _, stop in done if step.op_resource[o] == step.op_resource[op]])
+            for o, s, mutates in zip(step.use_op, step.use_storage, step.use_mutates, strict=True):
+                if o == op:
+                    start = max([start, *conflicts(step, done, int(s), bool(mutates))])
+            done.append((op, repetition, start, start + (0.0 if nothing else op_s[op])))
+    return [(int(step.op_resource[op]), start, stop) for op, _, start, stop in done] + host
+
+
+def conflicts(step: Step, done: list[tuple[int, int, float, float]], storage: int, writes: bool) -> list[float]:
+    """When each op has finished that an access to the newest incarnation of `storage` must wait for."""
+    born = max([i for i, (op, _, _, _) in enumerate(done) if op == step.producer[storage]], default=0)
+    stops = []
+    for i, (op, _, _, stop) in enumerate(done):
+        touches = [m for o, s, m in zip(step.use_op, step.use_storage, step.use_mutates, strict=True) if o == op and s == storage]
+        makes = op == step.producer[storage]
+        if i >= born and (makes or any(touches) or (writes and touches)):
+            stops.append(stop)
+    return stops
+
+
+def covered(intervals: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """Seconds of `intervals` during which none of `others` runs, summed up between all borders."""
+    borders = sorted({t for pair in intervals + others for t in pair})
+    total = 0.0
+    for left, right in zip(borders, borders[1:], strict=False):
+        middle = (left + right) / 2
+        if any(a < middle < b for a, b in intervals) and not any(a < middle < b for a, b in others):
+            total += right - left
+    return total
+
+
+@given(steps(), st.sampled_from([1, 512]), st.sampled_from([0, 512, 1024]))
+@settings(max_examples=150, deadline=None)
+def test_live_bytes_equal_the_checker(step: Step, unit: int, small: int) -> None:
+    found = _native.live(columns_of(step, [0] * step.n_ops, [0] * step.n_ops), unit, small)
+
+    def rounded(n_bytes: int) -> int:
+        return -(-n_bytes // unit) * unit
+
+    everything = list(range(step.n_storages))
+    for tier in Tier:
+        at = slow_live(step, tier, rounded if tier == Tier.DEVICE else int, everything)
+        assert found.peak_bytes[tier] == max(at)
+        assert found.peak_op[tier] == at.index(max(at))
+        if unit == 1:
+            assert found.peak_bytes[tier] == step.peak_bytes(tier)
+    is_small = [rounded(int(b)) <= small for b in step.bytes]
+    for pool, wanted in enumerate((True, False)):
+        rows = [s for s in everything if is_small[s] == wanted]
+        assert found.pool_peak_bytes[pool] == max(slow_live(step, Tier.DEVICE, rounded, rows))
+    kinds = [0] * 9
+    for s in everything:
+        if step.tier[s] == Tier.DEVICE and is_live(step, s, found.peak_op[0]):
+            saved = step.kind[s] == Kind.TEMPORARY and s in step.save_storage
+            kinds[8 if saved else int(step.kind[s])] += rounded(int(step.bytes[s]))
+    assert list(found.bytes_by_kind) == kinds
+
+
+@given(steps(), st.randoms(use_true_random=False), st.integers(1, 3), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_events_equal_the_checker(step: Step, random: Any, times: int, host_computes: bool) -> None:
+    op_s = [float(random.randint(0, 5)) for _ in range(step.n_ops)]
+    issue_s = [0.0 if host_computes else float(random.randint(0, 2)) for _ in range(step.n_ops)]
+    found = _native.schedule(columns_of(step, op_s, issue_s), times, host_computes)
+    slow = slow_schedule(step, op_s, issue_s, times, host_computes)
+    assert found.step_s == pytest.approx(max((stop for r, _, stop in slow if r != Resource.NOTHING), default=0.0))
+    compute = [(a, b) for r, a, b in slow if r == Resource.COMPUTE]
+    for resource in range(10):
+        mine = [(a, b) for r, a, b in slow if r == resource]
+        assert found.busy_s[resource] == pytest.approx(sum(b - a for a, b in mine))
+        exposed = covered(mine, [] if resource == Resource.COMPUTE else compute)
+        assert found.exposed_s[resource] == pytest.approx(exposed)
+
+
+@given(steps(), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_coarse_and_events_agree_on_bytes_and_bound_each_other_in_time(step: Step, accumulate: int) -> None:
+    step = replace(step, op_traffic_bytes=np.full(step.n_ops, 10**6))
+    program = Program((RankClass(1, step),), micro_batch=2, accumulate=accumulate)
+    for machine in (CPU, GPU):
+        coarse, events = simulate(program, machine), simulate(program, machine, level="events")
+        assert coarse.peak_allocated_bytes == events.peak_allocated_bytes == sum(coarse.peak_by_kind.values())
+        assert coarse.peak_reserved_bytes >= coarse.peak_allocated_bytes
+        assert events.busy_s == pytest.approx(coarse.busy_s)
+        assert max(events.busy_s.values(), default=0.0) <= events.step_s * (1 + 1e-9)
+        assert events.step_s <= sum(coarse.busy_s.values()) * (1 + 1e-9)
+        assert coarse.step_s <= sum(coarse.busy_s.values()) * (1 + 1e-9)
+
+
+def training(**changes: Any) -> Step:
+    """Forward, backward, optimizer over a parameter (0), a saved activation (1) and a gradient (2)."""
+    columns: dict[str, Any] = {
+        "names": ("aten.mm.default", "aten.add.Tensor"), "modules": ("", "layer"),
+        "op_name": [0, 0, 1], "op_module": [1, 1, 0], "op_phase": [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER],
+        "op_flops": [1e9, 2e9, 0], "op_traffic_bytes": [10**6, 10**6, 10**7],
+        "bytes": [100, 1000, 10], "kind": [Kind.PARAMETER, Kind.TEMPORARY, Kind.GRADIENT], "producer": [-1, 0, 1],
+        "held_until": [FOREVER, -1, -1], "use_op": [0, 1, 2, 2], "use_storage": [0, 0, 0, 2], "use_mutates": [0, 0, 1, 0],
+        "save_storage": [1], "save_until": [1],
+    }  # fmt: skip
+    return make_step(3, 3, **(columns | changes))
+
+
+def program_of(*ranks: tuple[int, Step], accumulate: int = 1) -> Program:
+    return Program(tuple(RankClass(count, step) for count, step in ranks), micro_batch=4, accumulate=accumulate)
+
+
+def test_what_the_peak_is_made_of() -> None:
+    found = simulate(program_of((1, training())), CPU)
+    assert found.peak_allocated_bytes == found.peak_reserved_bytes == 1110
+    assert found.peak_by_kind == {"parameters": 100, ACTIVATIONS: 1000, "gradients": 10}
+    assert (found.peak_op, found.peak_module) == ("aten.mm.default", "layer")
+
+
+def test_cuda_rounds_to_blocks_and_segments() -> None:
+    found = simulate(program_of((1, training(bytes=[100, 3 * 2**20, 10]))), GPU)
+    assert found.peak_allocated_bytes == 512 + 3 * 2**20 + 512
+    assert found.peak_reserved_bytes == 2 * 2**20 + 4 * 2**20
+
+
+def test_the_heaviest_class_decides_the_peak_and_the_slowest_the_time() -> None:
+    heavy, slow = training(bytes=[100, 5000, 10]), training(op_flops=[1e12, 2e9, 0])
+    found = simulate(program_of((1, training()), (1, heavy), (2, slow)), CPU)
+    assert found.peak_allocated_bytes == 5110
+    assert found.step_s == simulate(program_of((4, slow)), CPU).step_s
+    assert found.samples_per_s == pytest.approx(4 * 4 / found.step_s)
+
+
+@pytest.mark.parametrize("level", ["coarse", "events"])
+def test_the_body_is_repeated_and_the_optimizer_is_not(level: Any) -> None:
+    one, four = (simulate(program_of((1, training()), accumulate=n), CPU, level=level) for n in (1, 4))
+    optimizer_s = 10**7 / (0.9 * 1e10) + 1e-6
+    assert four.step_s - optimizer_s == pytest.approx(4 * (one.step_s - optimizer_s))
+    assert four.peak_allocated_bytes == one.peak_allocated_bytes
+
+
+def test_exposed_copies_are_reported_by_name() -> None:
+    step = training(op_resource=[Resource.COMPUTE, Resource.COMPUTE, Resource.DEVICE_TO_HOST])
+    found = simulate(program_of((1, step)), CPU, level="events")
+    assert set(found.busy_s) == {"compute", "device_to_host"}
+    assert found.exposed_s["device_to_host"] == pytest.approx(found.busy_s["device_to_host"])
+    assert "host_issue" in simulate(program_of((1, step)), GPU).busy_s
+
+
+def test_a_step_without_ops() -> None:
+    empty = make_step(0, 1, producer=[-1], held_until=[FOREVER], bytes=[7])
+    found = simulate(program_of((1, empty)), CPU, level="events")
+    assert (found.peak_allocated_bytes, found.step_s, found.samples_per_s, found.peak_op) == (0, 0.0, 0.0, "")
+
+
+def test_a_broken_column_is_named() -> None:
+    with pytest.raises(ValueError, match="use_storage"):
+        simulate(program_of((1, training(use_storage=[0, 0, 0, 9]))), CPU)
+
+
+def test_to_dict_is_plain_and_says_uncalibrated() -> None:
+    found = simulate(program_of((1, training())), CPU)
+    document = found.to_dict()
+    assert document["calibrated"] is False
+    assert document["interval"]["peak_low_bytes"] < document["peak_allocated_bytes"] < document["interval"]["peak_high_bytes"]
+    assert document["interval"]["step_low_s"] < document["step_s"] < document["interval"]["step_high_s"]
+    assert str(found).endswith(", uncalibrated")
+
+
+def test_calibration_corrects_the_step_and_narrows_the_interval() -> None:
+    program, seen = program_of((1, training())), Calibration()
+    plain = simulate(program, CPU)
+    for step_ratio, peak_ratio in ((2.0, 1.01), (2.1, 1.02), (2.2, 1.02)):
+        # Each prediction is corrected by the trials before it; what is kept must be relative to the model itself.
+        found = simulate(program, CPU, calibration=seen)
+        seen = seen.add(found, round(plain.peak_allocated_bytes * peak_ratio), plain.step_s * step_ratio)
+    assert seen.step_ratios == pytest.approx((2.0, 2.1, 2.2))
+    found = simulate(program, CPU, calibration=seen)
+    assert found.calibrated
+    assert "uncalibrated" not in str(found)
+    assert found.step_s == pytest.approx(2.1 * plain.step_s)
+    assert found.interval.step_low_s < 2.0 * plain.step_s < 2.2 * plain.step_s < found.interval.step_high_s
+    assert found.interval.step_high_s < 3 * plain.step_s
+    assert plain.interval.peak_low_bytes < found.interval.peak_low_bytes <= found.peak_allocated_bytes
+    assert found.interval.peak_high_bytes < plain.interval.peak_high_bytes
+
+
+def test_an_out_of_memory_trial_adds_no_step() -> None:
+    found = simulate(program_of((1, training())), CPU)
+    assert Calibration().add(found, 1200, None) == Calibration((1200 / 1110,), ())
+
+
+def test_collectives_cost_ring_steps_and_shared_hosts() -> None:
+    step = training(op_resource=[0, Resource.INTRA_LINK, Resource.HOST_THREADS], op_group=[0, 4, 0])
+    link = replace(GPU, intra_link_bytes_per_s=1e9, intra_link_latency_s=1e-3, host_adam_bytes_per_s=1e9)
+    seconds = op_costs(step, link, ranks=4).op_s
+    assert seconds[1] == pytest.approx(3e-3 + 0.75 * 10**6 / 1e9)
+    assert seconds[2] == pytest.approx(4 * 10**7 / 1e9 + link.launch_s)
