@@ -1,0 +1,127 @@
+"""Candidates rewritten and scored per second: a 24-block GPT, recorded for real, on one core.
+
+    python benchmarks/candidates_speed.py [--json] [--layers 24] [--ranks 1]
+
+A candidate is one choice for every slot; candidates that become the same program (allocator knobs) share its simulation,
+so the table also counts distinct programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+MODEL = """
+import torch, torch.nn.functional as F
+from torch import nn
+LAYERS, DIM, HEADS, SEQ, VOCAB = {layers}, 256, 4, 128, 1024
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.ln_1(x)).chunk(3, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.h = nn.Embedding(VOCAB, DIM), nn.ModuleList(Block() for _ in range(LAYERS))
+        self.ln_f, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens):
+        x = self.wte(tokens)
+        for block in self.h:
+            x = block(x)
+        return self.head(self.ln_f(x))
+
+def model():
+    return GPT()
+
+def batch(size):
+    tokens = torch.randint(VOCAB, (size, SEQ + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+"""
+
+
+def measure(layers: int, ranks: int, gpu_type: str = "h100-80g") -> dict[str, object]:
+    """Build the space of the GPT on `ranks` GPUs and score every candidate once."""
+    import torch
+
+    from memtune import hardware
+    from memtune.autotune.candidates import Rewriter
+    from memtune.autotune.record import record
+    from memtune.autotune.scoring import Scorer
+    from memtune.autotune.space import build_space
+    from memtune.technique import Reason, Target
+    from memtune.workload import Workload
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gpt.py"
+        path.write_text(MODEL.replace("{layers}", str(layers)))
+        recording = record(Workload.load(path))
+    scorer = Scorer(Rewriter(recording, Target(hardware.find(gpu_type), ranks, 80 << 30)))
+    space = build_space(scorer.rewriter, 32 * ranks)
+    started = time.perf_counter()
+    scored = programs = refused = 0
+    last: object = None
+    for choice in space:
+        found = scorer.score(choice)
+        if isinstance(found, Reason):
+            refused += 1
+            continue
+        scored += 1
+        programs += found.prediction is not last
+        last = found.prediction
+    seconds = time.perf_counter() - started
+    return {
+        "schema": 1,
+        "layers": layers,
+        "ranks": ranks,
+        "ops": recording.step.n_ops,
+        "record_s": round(recording.record_s, 2),
+        "candidates": scored + refused,
+        "refused": refused,
+        "programs": programs,
+        "passes": scorer.rewriter.n_passes,
+        "seconds": round(seconds, 3),
+        "candidates_per_s": round((scored + refused) / seconds),
+        "programs_per_s": round(programs / seconds),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    """Print the table, or with --json the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--ranks", type=int, default=1)
+    asked = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    numbers = measure(asked.layers, asked.ranks)
+    if asked.json:
+        print(json.dumps(numbers))
+        return
+    for name, value in numbers.items():
+        print(f"{name:18} {value}")
+
+
+if __name__ == "__main__":
+    main()
