@@ -65,6 +65,7 @@ def test_torn_at_every_byte_of_the_last_record_loses_that_record_alone(tmp_path)
         with EventLog(torn) as log:
             log.write(Note(text="after"))
         assert [e.event for e in read_events(torn)] == ["log_opened", "note", "log_opened", "note"]
+        assert torn.read_bytes().endswith(b"\n")  # nothing of the torn record is left behind the new ones
 
 
 def test_a_log_torn_inside_its_first_line_is_begun_again(tmp_path):
@@ -99,6 +100,8 @@ def test_half_a_line_on_a_full_disk_does_not_fuse_with_the_next(tmp_path, monkey
     with pytest.raises(EnvironmentFault, match="cannot be written") as caught:
         log.write(Note(text="x" * 25))
     assert "No space left" in caught.value.evidence
+    assert (tmp_path / "log").read_bytes().count(b"\n") == 1
+    assert (tmp_path / "log").read_bytes().endswith(b"\n")
     monkeypatch.setattr(events.os, "write", write)
     log.write(Note(text="room again"))
     assert [e.event for e in read_events(tmp_path / "log")] == ["log_opened", "note"]
