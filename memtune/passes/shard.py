@@ -68,13 +68,15 @@ def _units(step: Step, how: Sharding) -> list[_Unit]:
         inside = backward[step.op_module[backward] != 0]
         start = int(inside[0]) if len(inside) else end
         units.append(_Unit(by_block[-1], [], int(step.enter[n_blocks]), int(step.leave[n_blocks]), start, end))
-    for first in range(0, n_blocks, how.blocks_per_unit):
-        blocks = list(range(first, min(first + how.blocks_per_unit, n_blocks)))
+    for start in range(0, n_blocks, how.blocks_per_unit):
+        blocks = list(range(start, min(start + how.blocks_per_unit, n_blocks)))
         mine = backward[np.isin(step.op_block[backward], blocks)]
         parameters = [index for block in blocks for index in by_block.get(block, [])]
         if parameters and len(mine):
-            bounds = (int(step.enter[blocks[0]]), int(step.leave[blocks[-1]]), int(mine[0]), int(mine[-1]))
-            units.append(_Unit(parameters, blocks, *bounds))
+            # What an earlier pass put around a block's forward (copies to the host) runs inside FSDP2's hooks.
+            forward = np.flatnonzero((step.op_phase == Phase.FORWARD) & np.isin(step.op_block, blocks))
+            first, last = min(int(step.enter[blocks[0]]), int(forward[0])), max(int(step.leave[blocks[-1]]), int(forward[-1]))
+            units.append(_Unit(parameters, blocks, first, last, int(mine[0]), int(mine[-1])))
     return units
 
 
@@ -160,6 +162,7 @@ def _forward(
         whole_bytes = shard_bytes[unit.parameters] * how.degree
         buffer = _gather(edit, how, int(whole_bytes.sum()), unit.first_forward, Phase.FORWARD)
         whole, copied = _copy_out(edit, buffer, whole_bytes, unit.first_forward, Phase.FORWARD)
+        _hold(edit, _waiting_source(step, unit.first_forward), copied)
         made[number] = _Gathered(buffer, copied, whole)
         kept = not how.reshard_after_forward or not unit.blocks
         _hold(edit, whole, unit.last_backward if kept else unit.last_forward)
@@ -169,6 +172,17 @@ def _forward(
     if units:
         _hold(edit, np.asarray([made[len(units) - 1].buffer], np.int32), int(step.leave[-1]))
     return made
+
+
+def _waiting_source(step: Step, op: int) -> I32:
+    """What the last copy to the host holds until the copy `op` starts: whatever is put before `op` still sees it."""
+    if "memtune.to_host.default" not in step.names:
+        return np.empty(0, np.int32)
+    copies = np.flatnonzero(step.op_name[: op + 1] == step.names.index("memtune.to_host.default"))
+    if len(copies) < 2 or copies[-1] != op:
+        return np.empty(0, np.int32)
+    sources = step.use_storage[step.use_op == copies[-2]]
+    return sources[step.held_until[sources] == op - 1].astype(np.int32)
 
 
 def _backward(
