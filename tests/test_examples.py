@@ -102,9 +102,9 @@ def test_gpt_activations_are_worth_saving():
     size = 2  # activations grow with the batch: one rank of two has global_batch / 2 samples
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = workload.loss(model, workload.make_batch(size))
-    states_bytes = 16 * sum(param.numel() for param in model.parameters())  # weight, gradient, two moments
+    weights_bytes = 4 * sum(param.numel() for param in model.parameters())
     assert loss.requires_grad
-    assert sum(saved.values()) / size * workload.global_batch / 2 > 0.3 * states_bytes
+    assert sum(saved.values()) / size * workload.global_batch / 2 > 1.2 * weights_bytes
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
