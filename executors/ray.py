@@ -5,7 +5,7 @@ Ray is imported when a RayExecutor is made, not before.
 Rules:
 1. Without an address the executor starts a cluster of its own and joins no other, whatever environment or files say.
 2. Ray does not clean up after a kill. An actor holds the pipe of its shim, so what runs below an actor dies with it; the
-   own cluster is below a shim of the driver as a whole (`ray_cluster.py`).
+   own cluster is below a shim of the driver as a whole (`ray_cluster.py`). Should it end, the next trial starts another.
 3. An actor loads neither torch nor the user's code.
 """
 
@@ -31,6 +31,8 @@ from memtune.executors.outcome import last_line
 from memtune.executors.pool import PoolExecutor
 from memtune.executors.ray_cluster import Cluster, access
 from memtune.executors.watch import SILENCE_S, Event, Lost, run_watched
+
+_ENDED = "was lost: the Ray cluster has ended"
 
 
 class RankActor:
@@ -78,15 +80,19 @@ class RayRanks:
     """
 
     def __init__(self, executor: RayExecutor, trial: Trial, cancelled: threading.Event) -> None:
-        self._ray = executor.ray
+        self._ray, self._executor = executor.ray, executor
         self._actors: dict[int, Any] = {}
         self._polls: dict[Any, int] = {}
         self._early: list[Event] = []
+        self._closed = False
+        self._group: Any = None
         bundle = {"GPU": 1} if trial.device == "cuda" else {"CPU": 1}
-        self._group = self._ray.util.placement_group([bundle] * trial.ranks, strategy="PACK")
+        executor.enter()
         try:
+            self._group = self._ray.util.placement_group([bundle] * trial.ranks, strategy="PACK")
             while not self._ray.wait([self._group.ready()], timeout=0.2)[0]:
-                if cancelled.is_set():
+                if cancelled.is_set() or not executor.alive:
+                    self._early += [Lost(rank, _ENDED) for rank in range(trial.ranks)]
                     return
             self._begin(executor, trial)
         except BaseException:
@@ -148,6 +154,10 @@ class RayRanks:
         """What the ranks said and how they ended since the last call, waiting up to `timeout_s` for the first."""
         stop_s = time.monotonic() + timeout_s
         while self._polls and not self._early:
+            if not self._executor.alive:
+                self._early += [Lost(rank, _ENDED) for rank in sorted(self._polls.values())]
+                self._polls.clear()
+                break
             wait_s = max(0.0, stop_s - time.monotonic())
             for reference in self._ray.wait(list(self._polls), timeout=wait_s)[0]:
                 rank = self._polls.pop(reference)
@@ -163,18 +173,26 @@ class RayRanks:
 
     def stop(self, *, dump: bool, grace_s: float) -> None:
         """Ask all processes to end, their stacks first if `dump`; they are killed after the grace."""
-        for actor in self._actors.values():
+        for actor in self._actors.values() if self._executor.alive else ():
             actor.stop.remote(dump, grace_s)
 
     def close(self) -> None:
         """Kill what is left, end the actors and give their place back."""
-        closing = [actor.close.remote() for actor in self._actors.values()]
-        if closing:
-            self._ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
-        for actor in self._actors.values():
-            self._ray.kill(actor)
-        self._ray.util.remove_placement_group(self._group)
-        self._actors, self._polls = {}, {}
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._executor.alive and self._group is not None:
+                closing = [actor.close.remote() for actor in self._actors.values()]
+                if closing:
+                    self._ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+                for actor in self._actors.values():
+                    self._ray.kill(actor)
+                self._ray.util.remove_placement_group(self._group)
+        finally:
+            self._actors.clear()
+            self._polls.clear()
+            self._executor.leave()
 
 
 class RayExecutor(PoolExecutor):
@@ -204,7 +222,9 @@ class RayExecutor(PoolExecutor):
         command: Sequence[str] = WORKER,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self.ray = require("ray", extra="ray")
+        # Ray prints the death of a worker to standard output, log_to_driver or not; it reads how when it is imported.
+        with _environment({"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}):
+            self.ray = require("ray", extra="ray")
         require("ray.util.scheduling_strategies", extra="ray")
         self.log_dir = make_log_dir(log_dir).resolve()
         self.command, self._silence_s = tuple(command), silence_s
@@ -212,6 +232,7 @@ class RayExecutor(PoolExecutor):
         self.env = {name: os.environ[name] for name in own if name in os.environ}
         self.cluster: Cluster | None = None
         """The own cluster; None on one that was there before."""
+        self._cpus, self._users, self._changed = slots * ranks, 0, threading.Condition()
         if address is None and (mode := os.environ.get("RAY_AUTH_MODE", "token")).lower() != "token":
             what, fix = "Ray would let anyone on the network run code here.", "unset RAY_AUTH_MODE, or --executor local"
             raise EnvironmentFault(what, evidence=f"RAY_AUTH_MODE={mode}", fix=fix, code="MT512")
@@ -219,17 +240,42 @@ class RayExecutor(PoolExecutor):
             raise EnvironmentFault("Ray is in use in this process already.", fix="end it with ray.shutdown()", code="MT511")
         try:
             if address is None:
-                self.cluster = Cluster(slots * ranks)
-                with _environment(access()):
-                    # Ray reads the mode when it is imported, and reads it again just so when it starts a cluster itself.
-                    require("ray._raylet", extra="ray").Config.initialize("")
-                    self._join(self.cluster.address)
+                self._start()
             else:
                 self._join(address)
         except BaseException:
-            self._leave()
+            self._end()
             raise
         super().__init__(slots)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the own cluster runs; another's is taken to."""
+        return self.cluster is None or self.cluster.alive
+
+    def enter(self) -> None:
+        """Begin to use the cluster; an own one that has ended is replaced once nobody uses it any more."""
+        with self._changed:
+            while not self.alive:
+                if self._users == 0:
+                    self._end()
+                    self._start()
+                else:
+                    self._changed.wait(1.0)
+            self._users += 1
+
+    def leave(self) -> None:
+        """The use that `enter` began is over."""
+        with self._changed:
+            self._users -= 1
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        self.cluster = Cluster(self._cpus)
+        with _environment(access()):
+            # Ray reads the mode when it is imported, and reads it again just so when it starts a cluster itself.
+            require("ray._raylet", extra="ray").Config.initialize("")
+            self._join(self.cluster.address)
 
     def _join(self, address: str) -> None:
         """`ray.init`, quiet, and with the process' own reaction to SIGTERM left as it was."""
@@ -249,7 +295,7 @@ class RayExecutor(PoolExecutor):
         self, trial: Trial, slot: int, on_progress: Callable[[Progress], None], cancelled: threading.Event
     ) -> TrialResult | None:
         kind = "GPU" if trial.device == "cuda" else "CPU"
-        there = int(self.ray.cluster_resources().get(kind, 0))
+        there = self._cpus if self.cluster and kind == "CPU" else self._count(kind)
         if there < trial.ranks:
             reason = f"needs {trial.ranks} {kind}s; the Ray cluster has {there}"
             return TrialResult(number=trial.number, status="unfit", reason=reason)
@@ -261,12 +307,19 @@ class RayExecutor(PoolExecutor):
             silence_s=self._silence_s,
         )
 
+    def _count(self, kind: str) -> int:
+        self.enter()
+        try:
+            return int(self.ray.cluster_resources().get(kind, 0))
+        finally:
+            self.leave()
+
     def close(self) -> None:
         """End everything that still runs, and the own cluster; no process survives. May be called twice."""
         super().close()
-        self._leave()
+        self._end()
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
         self.ray.shutdown()
         if self.cluster is not None:
             self.cluster.close()

@@ -14,7 +14,6 @@ import os
 import secrets
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from memtune._imports import require
 from memtune.errors import EnvironmentFault
 from memtune.executors.group import end_shim, start_shim
 from memtune.executors.outcome import last_line
+from memtune.executors.shim import descendants
 
 START_S = 90.0
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum is 75 MiB; only small records go through it
@@ -72,6 +72,11 @@ class Cluster:
             self.close()
             raise
 
+    @property
+    def alive(self) -> bool:
+        """Whether the head and its daemons run."""
+        return self._shim.poll() is None
+
     def close(self) -> None:
         """Kill all of the cluster; returns when nothing of it is left. May be called twice."""
         end_shim(self._shim)
@@ -96,7 +101,10 @@ def _address(shim: subprocess.Popen[bytes], spec: dict[str, Any]) -> str:
 
 
 def head(cpus: int, folder: str) -> None:
-    """Start the cluster, tell its address, and hold it until killed."""
+    """Start the cluster, tell its address, and hold it until killed, or until one of its daemons is gone.
+
+    A cluster without its control store or raylet answers nobody, and Ray would end the driver for it after a minute.
+    """
     ray = require("ray", extra="ray")
     ray.init(
         address="local",  # never another cluster, whatever the environment or an address file says
@@ -109,8 +117,9 @@ def head(cpus: int, folder: str) -> None:
     )
     address = ray.get_runtime_context().gcs_address
     os.write(int(os.environ["MEMTUNE_REPORT_FD"]), json.dumps({"address": address}).encode() + b"\n")
-    while True:
-        signal.pause()
+    while set(descendants(os.getpid()).values()) >= {"gcs_server", "raylet"}:
+        time.sleep(0.5)
+    os._exit(1)  # not by way of Ray's own clean-up, which would wait for them
 
 
 if __name__ == "__main__":

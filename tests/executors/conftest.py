@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,12 +14,12 @@ from typing import Any
 import pytest
 
 from memtune.executors.base import Trial
-from memtune.executors.shim import marked
+from memtune.executors.shim import marked, send
 
 RANK = (sys.executable, str(Path(__file__).with_name("rank.py")))
 
 
-def until(holds: Callable[[], Any], patience_s: float = 10.0) -> Any:
+def until(holds: Callable[[], Any], patience_s: float = 60.0) -> Any:
     """What `holds` returns as soon as that is true."""
     stop = time.monotonic() + patience_s
     while not (value := holds()):
@@ -41,7 +42,7 @@ def ground(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMTUNE_TEST_GROUND", str(tmp_path))
     marker = f"MEMTUNE_TEST_GROUND={tmp_path}"
 
-    def trial(do: str, number: int = 1, ranks: int = 1, deadline_s: float = 15.0, **config: Any) -> Trial:
+    def trial(do: str, number: int = 1, ranks: int = 1, deadline_s: float = 60.0, **config: Any) -> Trial:
         config = {"do": do, "folder": str(tmp_path), **config}
         return Trial(number=number, workload="none", config=config, ranks=ranks, deadline_s=deadline_s)
 
@@ -54,4 +55,6 @@ def ground(tmp_path, monkeypatch):
     yield SimpleNamespace(
         trial=trial, pid=pid, left=left, path=tmp_path, logs=tmp_path / "logs", command=RANK, alive=alive, until=until
     )
-    assert left() == []
+    outlived = left()
+    send(outlived, signal.SIGKILL)
+    assert outlived == []

@@ -29,7 +29,7 @@ list(executor.wait(1000))
 """
 
 
-def finish(executor, patience_s=20):
+def finish(executor, patience_s=60):
     """All results until nothing runs."""
     results, stop = [], time.monotonic() + patience_s
     while executor._tickets and time.monotonic() < stop:

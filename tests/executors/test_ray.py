@@ -25,10 +25,7 @@ import sys
 from memtune.executors.base import Trial
 from memtune.executors.ray import RayExecutor
 address, log_dir, trial, *command = sys.argv[1:]
-for starts in range(1 if address else 2):
-    if starts:
-        executor.close()
-    executor = RayExecutor(address or None, log_dir=log_dir, command=command)
+executor = RayExecutor(address or None, log_dir=log_dir, command=command)
 executor.submit(Trial.model_validate_json(trial))
 while True:
     for event in executor.wait(100):
@@ -53,26 +50,27 @@ else:
 def cluster(tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "rank.py")]
-    executor = RayExecutor(log_dir=logs, command=command, silence_s=2.0)
+    executor = RayExecutor(log_dir=logs, command=command, silence_s=3.0)
     yield executor
     executor.close()
     assert not os.path.exists(executor.cluster.folder)
 
 
 @pytest.fixture
-def arena(cluster, ground):
-    """The shared cluster and the ground, whose mark the ranks carry."""
+def arena(cluster, ground, monkeypatch):
+    """The shared cluster and the ground, whose mark the ranks carry but no cluster that is started meanwhile."""
+    monkeypatch.delenv("MEMTUNE_TEST_GROUND")
 
     def trial(*args, **options):
         mark = {"MEMTUNE_TEST_GROUND": str(ground.path)}
         return ground.trial(*args, **{"ranks": 2, **options}).model_copy(update={"env": mark})
 
     def result():
-        stop = time.monotonic() + 20
+        stop = time.monotonic() + 60
         while time.monotonic() < stop:
             for event in cluster.wait(0.2):
                 if isinstance(event, TrialResult):
-                    ground.until(lambda: not ground.left(), 2)
+                    ground.until(lambda: not ground.left())
                     return event
         raise AssertionError("no result")
 
@@ -124,6 +122,20 @@ def test_worker_killed_twice_is_a_result_and_the_next_trial_runs(arena):
     assert arena.result().status == "ok"
 
 
+@pytest.mark.parametrize("daemon", ["gcs_server", "raylet"])
+def test_a_cluster_that_ends_is_replaced(arena, daemon):
+    arena.cluster.submit(arena.trial("lost_once"))
+    arena.pid("rank-0")
+    arena.pid("rank-1")
+    before = arena.cluster.cluster
+    [victim] = [each for each in psutil.Process(before._shim.pid).children(recursive=True) if each.name() == daemon]
+    victim.kill()
+    result = arena.result()
+    assert (result.status, result.retried) == ("ok", True)
+    assert arena.cluster.cluster is not before
+    assert not os.path.exists(before.folder)
+
+
 def test_crash_and_hang_bring_their_evidence(arena):
     arena.cluster.submit(arena.trial("segfault", number=1, on=1))
     result = arena.result()
@@ -159,7 +171,7 @@ def test_nobody_joins_without_the_token(cluster):
     address = cluster.ray.get_runtime_context().gcs_address
     outside = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     outside["HOME"] = "/nonexistent"
-    asked = subprocess.run([sys.executable, "-c", UNINVITED, address], env=outside, capture_output=True, text=True, timeout=30)
+    asked = subprocess.run([sys.executable, "-c", UNINVITED, address], env=outside, capture_output=True, text=True, timeout=60)
     assert asked.stdout.strip() == "AuthenticationError"
 
 
@@ -190,7 +202,7 @@ def start_driver(ground, address, trial, **env):
 
 def test_joins_a_cluster_by_address_and_leaves_it_running(cluster, ground):
     address = cluster.ray.get_runtime_context().gcs_address
-    output, _ = start_driver(ground, address, ground.trial("gloo_sum", ranks=2), **access()).communicate(timeout=30)
+    output, _ = start_driver(ground, address, ground.trial("gloo_sum", ranks=2), **access()).communicate(timeout=60)
     assert json.loads(output)["losses"] == [12.0]
     assert cluster.ray.cluster_resources()["CPU"] == 2
 
@@ -202,8 +214,12 @@ def test_nothing_outlives_a_killed_driver_and_no_foreign_cluster_is_joined(groun
     stale.write_text("192.0.2.1:6379")
     foreign = {"RAY_ADDRESS": "192.0.2.1:6379", "RAY_TMPDIR": str(ground.path)}
     driver = start_driver(ground, "", ground.trial("daemon_then_sleep", ranks=2), **foreign)
-    ground.until(lambda: driver.poll() is not None or (ground.path / "rank-1").exists(), 25)
-    ground.pid("daemon")
+    pids = [ground.pid(name) for name in ("rank-0", "rank-1")]
+    for name in ("rank-0", "rank-1"):
+        (ground.path / name).unlink()
+    actor_of(pids[1]).kill()
+    for name in ("rank-0", "rank-1", "daemon"):
+        ground.pid(name)
     assert len(ground.left()) > 10  # the driver, the daemons of Ray, two actors, shims, ranks and daemons
     driver.kill()
     assert driver.wait() == -9
