@@ -155,6 +155,8 @@ class Tracer(TorchDispatchMode):
             return  # a view, or a read-out
         name = str(func)
         self._sequence = sequence + 1
+        if torch.is_grad_enabled() and any(t._is_view() for t in mutated) and any(t.requires_grad for t in inputs):
+            self._sequence += 2  # writing into a view makes nodes for base and view, before the output is saved
         op = len(self._ops)
         reads = [self._register(t, Kind.BUFFER) for t in inputs]
         for storage in dict.fromkeys(reads):
@@ -239,7 +241,7 @@ class Tracer(TorchDispatchMode):
             row = len(self._saves)
             block = self._stack[-1][1]
             # An op saves its inputs after its autograd node is made and before it runs, its outputs after it has run.
-            is_output = torch._C._autograd._get_sequence_nr() == self._sequence
+            is_output = torch._C._autograd._get_sequence_nr() <= self._sequence
             self._saves.append([index, len(self._ops), -1, -1, block, int(is_output), -1, -1])
             return self._stand_in_for(tensor, row, column=2)
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.edit import Edit
 from memtune.program import FOREVER, I32, I64, Phase, Resource, Step, Tier
@@ -30,6 +31,9 @@ def move_activations(step: Step, claims: list[MoveClaim]) -> Step:
         return step
     storage, block = step.save_storage[rows], step.save_block[rows]
     n_bytes = step.bytes[storage]
+    claimed = np.zeros(len(step.blocks) + 1, bool)  # the last entry serves block -1
+    claimed[[claim.block for claim in claims if claim.fraction > 0]] = True
+    moved = _Moved(storage, block, claimed)
     edit = Edit(step)
 
     leave = edit.add_ops(
@@ -42,10 +46,10 @@ def move_activations(step: Step, claims: list[MoveClaim]) -> Step:
     )
     edit.add_uses(leave, storage)
     host = edit.add_storages(n_bytes, producer=leave, tier=Tier.HOST)
-    _hold_sources(edit, step, rows, leave)
+    _hold_sources(edit, step, rows, leave, moved)
 
-    readers = _reader_rows(step, storage, block)  # (uses,) row of `rows` whose storage that backward use reads, -1 others
-    moved_save = _shared_saves(step, storage, block)
+    readers = _reader_rows(step, moved)
+    moved_save = _shared_saves(step, moved)
     first, asked = _first_asked(step, moved_save, len(storage))
     back = _come_back(edit, step, storage, block, first, asked, host)
     edit.use_storage = np.where(readers >= 0, back[readers], edit.use_storage).astype(np.int32)
@@ -53,6 +57,21 @@ def move_activations(step: Step, claims: list[MoveClaim]) -> Step:
     edit.drop_saves((moved_save >= 0) & (step.save_until < first[moved_save]))
     edit.save_storage = np.where((moved_save >= 0) & (back[moved_save] >= 0), back[moved_save], edit.save_storage).astype(np.int32)
     return edit.done()
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """What moves: storages, the block that gave each, and (blocks + 1,) whether a block has a claim."""
+
+    storage: I32
+    block: I32
+    claimed: npt.NDArray[np.bool_]
+
+    def index(self, step: Step) -> I32:
+        """(m,) row of each storage here, -1 for what stays."""
+        index = np.full(step.n_storages, -1, np.int32)
+        index[self.storage] = np.arange(len(self.storage), dtype=np.int32)
+        return index
 
 
 def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
@@ -83,7 +102,7 @@ def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
     return np.asarray(chosen, np.int32)
 
 
-def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32) -> None:
+def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, moved: _Moved) -> None:
     """Rule 6: a source stays until just before the next copy, or to the end of the next block's forward.
 
     An op that saves its own outputs holds all it was given and has made until it has packed the last one.
@@ -94,11 +113,11 @@ def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32) -> None:
         at = before[output] - 1
         last_packed = np.full(step.n_ops, -1, np.int32)
         last_packed[at] = leave[output]  # ascending, so the last one stays
-        free_after = _end_without(step, storage, block)
+        free_after = _end_without(step, moved)
         waits = np.flatnonzero((free_after < step.n_ops) & (last_packed[np.minimum(free_after, step.n_ops - 1)] >= 0))
         edit.hold_through(waits.astype(np.int32), last_packed[free_after[waits]])
     end = _forward_end(step)
-    _hold_inputs_of_leavers(edit, step, rows, leave, end)
+    _hold_over_leavers(edit, step, rows, leave, end)
     lands_after = end[np.minimum(block + 1, len(step.blocks) - 1)]
     next_before = np.append(before[1:], step.n_ops)
     by_next = next_before <= lands_after
@@ -115,46 +134,38 @@ def _forward_end(step: Step) -> I32:
     return end
 
 
-def _end_without(step: Step, storage: I32, block: I32) -> I32:
+def _end_without(step: Step, moved: _Moved) -> I32:
     """(m,) `step.end` as it would be if autograd did not hold what moves."""
-    stays = _shared_saves(step, storage, block) < 0
+    stays = _shared_saves(step, moved) < 0
     end = np.maximum(step.held_until, step.producer)
-    np.maximum.at(end, step.use_storage, np.where(_reader_rows(step, storage, block) < 0, step.use_op, -1))
+    np.maximum.at(end, step.use_storage, np.where(_reader_rows(step, moved) < 0, step.use_op, -1))
     np.maximum.at(end, step.save_storage[stays], step.save_until[stays])
     return end
 
 
-def _hold_inputs_of_leavers(edit: Edit, step: Step, rows: I32, leave: I32, end: I32) -> None:
-    """The caller of a block holds the block's input until the block returns, after the last copy that leaves at its end."""
+def _hold_over_leavers(edit: Edit, step: Step, rows: I32, leave: I32, end: I32) -> None:
+    """What a block's callers hold until it returns is there until the last copy that leaves at its end has started."""
     block = step.save_block[rows]
     at_end = step.save_before[rows] == end[block] + 1
-    last_leave = np.full(len(step.blocks), -1, np.int32)
-    last_leave[block[at_end]] = leave[at_end]  # ascending, so the last one stays
-    reads = (step.op_phase[step.use_op] == Phase.FORWARD) & (step.op_block[step.use_op] >= 0)
-    storage, reader = step.use_storage[reads], step.op_block[step.use_op[reads]]
-    held = (_made_in(step)[storage] != reader) & (step.held_until[storage] == end[reader]) & (last_leave[reader] >= 0)
-    edit.hold_through(storage[held], last_leave[reader[held]])
+    last_leave = np.full(step.n_ops, -1, np.int32)
+    last_leave[end[block[at_end]]] = leave[at_end]  # ascending, so the last one stays
+    returns = np.full(step.n_ops, -1, np.int32)
+    returns[end[end >= 0]] = np.flatnonzero(end >= 0)
+    until = np.clip(step.held_until, 0, step.n_ops - 1)
+    held = (step.held_until == until) & (last_leave[until] >= 0) & (_made_in(step) != returns[until])
+    edit.hold_through(np.flatnonzero(held).astype(np.int32), last_leave[until[held]])
 
 
-def _shared_saves(step: Step, storage: I32, block: I32) -> I32:
+def _shared_saves(step: Step, moved: _Moved) -> I32:
     """(v,) index of the moved storage that a save row now finds on the host: in its own block and in claimed later ones."""
-    index = np.full(step.n_storages, -1, np.int32)
-    index[storage] = np.arange(len(storage), dtype=np.int32)
-    claimed = np.zeros(len(step.blocks) + 1, bool)
-    claimed[block] = True
-    found = index[step.save_storage]
-    return np.where((step.save_block >= 0) & claimed[step.save_block], found, -1).astype(np.int32)
+    return np.where(moved.claimed[step.save_block], moved.index(step)[step.save_storage], -1).astype(np.int32)
 
 
-def _reader_rows(step: Step, storage: I32, block: I32) -> I32:
+def _reader_rows(step: Step, moved: _Moved) -> I32:
     """(u,) index of the moved storage that a use reads after it left: in backward or recomputation of a claimed block."""
-    index = np.full(step.n_storages, -1, np.int32)
-    index[storage] = np.arange(len(storage), dtype=np.int32)
-    claimed = np.zeros(len(step.blocks) + 1, bool)
-    claimed[block] = True
     later = (step.op_phase[step.use_op] == Phase.BACKWARD) | (step.op_phase[step.use_op] == Phase.RECOMPUTE)
-    inside = claimed[step.op_block[step.use_op]] & (step.op_block[step.use_op] >= 0)
-    return np.where(later & inside, index[step.use_storage], -1).astype(np.int32)
+    inside = later & moved.claimed[step.op_block[step.use_op]]
+    return np.where(inside, moved.index(step)[step.use_storage], -1).astype(np.int32)
 
 
 def _first_asked(step: Step, moved_save: I32, count: int) -> tuple[I32, I32]:
@@ -183,6 +194,36 @@ def _come_back(edit: Edit, step: Step, storage: I32, block: I32, first: I32, ask
         block=block[asked],
     )
     edit.add_uses(ops, host[asked])
+    _hold_locals(edit, step, storage[asked], ops)
     back = np.full(len(storage), -1, np.int32)
     back[asked] = edit.add_storages(step.bytes[storage[asked]], producer=ops)
     return back
+
+
+def _hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
+    """While outputs that were kept come back in place of an op, the second run holds what the first one held there."""
+    if not (step.op_copy_of >= 0).any():
+        return
+    twin, held = _twins(step), step.held_until.copy()
+    forward = step.op_phase[step.use_op] == Phase.FORWARD
+    np.maximum.at(held, step.use_storage[forward], step.use_op[forward])
+    originals = np.flatnonzero(twin >= 0)
+    for op, kept_op in zip(ops.tolist(), step.producer[storage].tolist(), strict=True):
+        if kept_op >= 0:
+            inside = (step.producer[originals] < kept_op) & (held[originals] >= kept_op)
+            mine = originals[inside & (step.op_block[step.producer[originals]] == step.op_block[kept_op])]
+            edit.hold_through(twin[mine], np.full(len(mine), op, np.int32))
+
+
+def _twins(step: Step) -> I32:
+    """(m,) what the second run made in place of each storage, -1 for none."""
+    twin = np.full(step.n_storages, -1, np.int32)
+    copies = np.flatnonzero((step.producer >= 0) & (step.op_copy_of[step.producer] >= 0))
+    copy_of = np.full(step.n_ops, -1, np.int32)
+    again = np.flatnonzero(step.op_copy_of >= 0)
+    copy_of[step.op_copy_of[again]] = again
+    originals = np.flatnonzero((step.producer >= 0) & (copy_of[step.producer] >= 0))
+    copies = copies[np.lexsort((copies, step.op_copy_of[step.producer[copies]]))]
+    originals = originals[np.lexsort((originals, step.producer[originals]))]
+    twin[originals] = copies
+    return twin

@@ -419,7 +419,9 @@ class _Kept:
     def __init__(self, out: Any, before: int) -> None:
         self.before = before
         """How many recomputed tensors had been saved when the op ran."""
-        self._out: Any = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
+        # Rule 5 needs to see later writes: a detach below autograd would count them apart from the original's.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._out: Any = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
         tensors = [t for t in tree_leaves(self._out) if isinstance(t, Tensor)]
         self._versions = [(t, t._version) for t in tensors]
         self._storages = [weakref.ref(t.untyped_storage()) for t in tensors]
@@ -500,12 +502,14 @@ class _Occurrences:
 
 
 def _changed_buffers(module: nn.Module, versions: dict[str, int]) -> list[str]:
-    """Names of the buffers that a forward changed, and of their neighbours.
+    """Names of the buffers that a forward changed.
 
     BatchNorm's kernel writes its statistics without counting it as a change; its counter of batches does count.
     """
-    changed = {name.rpartition(".")[0] for name, buffer in module.named_buffers() if buffer._version != versions.get(name)}
-    return [name for name, _ in module.named_buffers() if name.rpartition(".")[0] in changed]
+    changed = [name for name, buffer in module.named_buffers() if buffer._version != versions.get(name)]
+    norms = {name.rpartition(".")[0] for name in changed}
+    norms = {name for name in norms if isinstance(module.get_submodule(name), nn.modules.batchnorm._NormBase)}
+    return [name for name, _ in module.named_buffers() if name in changed or name.rpartition(".")[0] in norms]
 
 
 def id_of(tensor: Tensor) -> int:
