@@ -24,13 +24,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str]) -> int:
     """Run one command; returns its exit code. No exception leaves it."""
+    import typer
+
     from memtune.cli._app import app
     from memtune.errors import MemtuneError
 
-    as_json = "--json" in argv
+    own = argv[: argv.index("--")] if "--" in argv else argv  # what follows belongs to the command that `run` starts
+    as_json = "--json" in own
     try:
-        import typer
-
         try:
             code = app(argv, standalone_mode=False, prog_name="memtune")
             return code if isinstance(code, int) else 0
@@ -39,10 +40,12 @@ def run(argv: list[str]) -> int:
         except typer.TyperException as error:
             return _usage(error, as_json)
     except MemtuneError as error:
+        if own and own[0] in ("-v", "--verbose"):
+            traceback.print_exc()
         _say(error, as_json)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _say(MemtuneError("interrupted.", code="MT130"), as_json)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -55,7 +58,8 @@ def _usage(error: object, as_json: bool) -> int:
     from memtune.errors import UsageError
 
     message = (error.format_message() if hasattr(error, "format_message") else str(error)).replace("?.", "?")
-    _say(UsageError(message if message.endswith(("?", ".")) else f"{message}.", fix="memtune --help", code="MT100"), as_json)
+    if message:  # a group without a command has shown its help, and says nothing more
+        _say(UsageError(message if message.endswith(("?", ".")) else f"{message}.", fix="memtune --help", code="MT100"), as_json)
     return 2
 
 

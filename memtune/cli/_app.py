@@ -1,4 +1,4 @@
-"""The commands of `memtune`, in the order in which `--help` lists them."""
+"""The commands of `memtune` and their arguments, in the order in which `--help` lists them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def memtune(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error as well.")] = False,
+) -> None:
+    # What it does is done where errors are shown, in memtune.cli.run; its docstring would replace the help above.
+    ...
+
+
 config_app = typer.Typer(help="Check a config, show it whole, print its schema.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
@@ -27,10 +37,10 @@ Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs that train together.
 Workers = Annotated[int | None, typer.Option(min=1, help="Ranks on CPU (with --device cpu).")]
 GpuType = Annotated[str | None, typer.Option(help="Predict for this GPU: h100-80g, a100-40g, …")]
 Memory = Annotated[str | None, typer.Option("--max-memory", metavar="SIZE", help="Device memory per rank, like 24GiB.")]
-Goal = Annotated[str, typer.Option(metavar="throughput|memory|batch", help="What is best: samples/s, lowest peak, largest micro-batch.")]
+Goal = Annotated[str, typer.Option(metavar="throughput|memory|batch", help="Most samples/s, lowest peak or largest micro-batch.")]
 GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples per optimizer step over all ranks.")]
 Axes = Annotated[str | None, typer.Option(help="Search only these axes: recompute,sharding,offload,allocator,execution.")]
-Freeze = Annotated[list[str] | None, typer.Option(metavar="AXIS=KIND", help="Do not search this axis; may be given more than once.")]
+Freeze = Annotated[list[str] | None, typer.Option(metavar="AXIS=KIND", help="Do not search this axis; repeatable.")]
 Seed = Annotated[int, typer.Option(help="Of weights, data and sampling.")]
 AllowLossy = Annotated[bool, typer.Option("--allow-lossy", help="Also use techniques that change results.")]
 MicroBatch = Annotated[int | None, typer.Option(min=1, help="Instead of the config's.")]
@@ -174,3 +184,9 @@ def config_show(config: ConfigPath, as_json: AsJson = False) -> int:
     return _tools.config_show(config, as_json)
 
 
+@config_app.command("schema")
+def config_schema() -> int:
+    """Print the JSON Schema of a config, with every technique there is."""
+    from memtune.cli import _tools
+
+    return _tools.config_schema()

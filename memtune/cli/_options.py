@@ -10,6 +10,7 @@ from memtune.errors import EnvironmentFault, UsageError
 from memtune.units import parse_bytes, parse_seconds
 
 _GOALS = ("throughput", "memory", "batch")
+_SHORT = ("batch", "alloc", "shard")
 _EXECUTORS = ("auto", "local", "ray", "simulated")
 
 
@@ -26,7 +27,8 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
         from memtune.search_spaces import did_you_mean
 
-        raise UsageError(f"{name} {value} is unknown.{did_you_mean(value, known)}", fix=f"{name} {' or '.join(known)}", code="MT100")
+        what = f"{name} {value} is unknown.{did_you_mean(value, known)}"
+        raise UsageError(what, fix=f"{name} {' or '.join(known)}", code="MT100")
     return value
 
 
@@ -72,7 +74,9 @@ def place(given: dict[str, Any], *, for_trials: bool) -> tuple[Literal["cpu", "c
 
 
 def visible_gpus() -> int:
-    """GPUs that torch sees."""
+    """GPUs that torch sees; without a driver's device file there is no need to ask it, which takes seconds."""
+    if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")):
+        return 0
     import torch
 
     return torch.cuda.device_count()
@@ -84,17 +88,41 @@ def output(path: Path, force: bool) -> Path:
     if path.exists() and not force:
         raise UsageError(f"{path} exists.", fix="--force replaces it, --out NAME writes another", code="MT105")
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise EnvironmentFault(f"{path} cannot be written.", fix="--out a file in a folder that exists and is writable", code="MT403")
+        raise EnvironmentFault(
+            f"{path} cannot be written.", fix="--out a file in a folder that exists and is writable", code="MT403"
+        )
     return path
 
 
+def searched(text: str | None) -> tuple[str, ...]:
+    """`--axes`, each of which must exist."""
+    return tuple(one_of("--axes", part.strip(), _axes()) for part in (text or "").split(",") if part.strip())
+
+
+def _axes() -> tuple[str, ...]:
+    """What people may call an axis or a slot."""
+    from memtune.search_spaces import SLOTS
+
+    return tuple(dict.fromkeys(["execution", *(slot.split(".")[0] for slot in SLOTS), *SLOTS, "micro_batch", *_SHORT]))
+
+
 def frozen(pairs: list[str] | None) -> dict[str, str]:
-    """`--freeze axis=kind`, by axis."""
+    """`--freeze axis=kind`, by axis; raises ConfigError for an axis or kind that does not exist."""
+    from memtune.search_spaces import SLOTS, did_you_mean, kinds
+
     found = {}
     for pair in pairs or []:
         axis, sign, kind = pair.partition("=")
         if not sign or not axis or not kind:
             raise UsageError(f"--freeze {pair} says no choice.", fix="--freeze recompute=full", code="MT100")
+        one_of("--freeze", axis, _axes())
+        if axis in SLOTS and kind not in kinds(axis):
+            raise UsageError(
+                f"--freeze {pair}: there is no technique '{kind}' for {axis}.{did_you_mean(kind, kinds(axis))}",
+                evidence=f"Known: {', '.join(kinds(axis))}.",
+                fix="memtune techniques  lists what there is",
+                code="MT201",
+            )
         found[axis] = kind
     return found
 
@@ -111,7 +139,7 @@ def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
         "budget_bytes": memory(given["max_memory"]),
         "goal": one_of("--goal", given["goal"], _GOALS),
         "global_batch": given["global_batch"],
-        "axes": tuple(part.strip() for part in (given["axes"] or "").split(",") if part.strip()),
+        "axes": searched(given["axes"]),
         "freeze": frozen(given["freeze"]),
         "allow_lossy": given["allow_lossy"],
         "seed": given["seed"],

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
-from memtune.cli._tools import emit
+from memtune.cli._output import emit, results, say
+from memtune.config import load_config
 
-
-def say(text: str) -> None:
-    """One line of progress, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+if TYPE_CHECKING:
+    from memtune.autotune.outcome import SearchOutcome
 
 
 def search(given: dict[str, Any]) -> int:
@@ -28,44 +27,40 @@ def search(given: dict[str, Any]) -> int:
 
     options = SearchOptions(**common, **only)
     folder = study_folder(options)
-    options = replace(options, study=str(Path(folder.path)))
-    control = Control()
-    quiet, as_json = given["quiet"], given["as_json"]
-    tell = (lambda text: None) if quiet else say
-    if options.dry_run:
-        outcome = run_search(options, control, say=tell)
-        if as_json:
-            emit(outcome.to_dict())
+    options = replace(options, study=str(folder.path))
+    control, quiet, screen = Control(), given["quiet"], _wants_screen(given)
+
+    def work() -> SearchOutcome:
+        return run_search(options, control, say=(lambda text: None) if quiet else say)
+
+    with results() as stream:
+        if quiet or options.dry_run:
+            with control.catch_signals():
+                outcome = work()
+        elif screen:
+            from memtune.autotune.tui import with_tui
+
+            outcome = with_tui(work, folder.events, control)
         else:
+            from memtune.autotune.lines import with_lines
+
+            outcome = with_lines(work, folder.events, control)
+        if given["as_json"]:
+            emit(outcome.to_dict(), stream)
+        elif options.dry_run:
             for trial in outcome.trials:
-                print(f"{trial['role']:<7} {trial['name']:<10} {trial['summary']}")
-            say(outcome.message)
-        return outcome.exit_code
-    work = lambda: run_search(options, control, say=tell)  # noqa: E731
-    if quiet:
-        with control.catch_signals():
-            outcome = work()
-    elif _wants_screen(given):
-        from memtune.autotune.tui import with_tui
-
-        outcome = with_tui(work, folder.events, control)
-    else:
-        from memtune.autotune.lines import with_lines
-
-        outcome = with_lines(work, folder.events, control)
-    if as_json:
-        emit(outcome.to_dict())
-    elif outcome.out is not None:
-        if not quiet:
-            _summary(folder.events, outcome.out)
-        print(outcome.out)
-    else:
+                print(f"{trial['role']:<7} {trial['name']:<10} {trial['summary']}", file=stream)
+        elif outcome.out is not None:
+            print(outcome.out, file=stream)
+    if outcome.out is not None and not (quiet or given["as_json"]):
+        _summary(folder.events, outcome.out)
+    elif not quiet:
         say(outcome.message)
     return outcome.exit_code
 
 
 def _wants_screen(given: dict[str, Any]) -> bool:
-    return not given["no_tui"] and not given["as_json"] and sys.stdout.isatty() and sys.stdin.isatty()
+    return not (given["no_tui"] or given["as_json"]) and all(each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr))
 
 
 def _summary(log: Path, out: str) -> None:
@@ -83,17 +78,19 @@ def _summary(log: Path, out: str) -> None:
 def plan(given: dict[str, Any]) -> int:
     """Print the ranking, or one config's prediction."""
     common = _options.common(given, for_trials=False)
+    if given["config"] is not None:
+        load_config(given["config"])  # a typo in it is found before the workload is recorded
 
     from memtune.autotune.options import PlanOptions
     from memtune.autotune.planning import plan as make_plan
 
-    report = make_plan(
-        PlanOptions(**common, config=given["config"], micro_batch=given["micro_batch"], top=given["top"]), say=say
-    )
-    if given["as_json"]:
-        emit(report.to_dict())
-    else:
-        from rich.console import Console
+    options = PlanOptions(**common, config=given["config"], micro_batch=given["micro_batch"], top=given["top"])
+    with results() as stream:
+        report = make_plan(options, say=say)
+        if given["as_json"]:
+            emit(report.to_dict(), stream)
+        else:
+            from rich.console import Console
 
-        Console().print(report.render())
+            Console(file=stream).print(report.render())
     return 0

@@ -3,50 +3,52 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+from memtune.cli._output import emit, results
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.units import format_bytes, format_seconds
 
 SCHEMA = 1
 
 
-def emit(document: dict[str, Any] | list[Any]) -> None:
-    """One JSON document on stdout."""
-    print(json.dumps(document, indent=1))
-
-
 def trial(given: dict[str, Any]) -> int:
     """`memtune trial`: exit 0 when it ran, 1 when it was out of memory, timed out or crashed."""
-    from memtune.autotune.trials import run_trial
     from memtune.cli import _options
+    from memtune.config import load_config
 
+    tuned = load_config(given["config"])
+    executor: Any = _options.one_of("--executor", given["executor"], ("auto", "local", "ray"))
     device, ranks = _options.place(given, for_trials=True)
-    result = run_trial(
-        _options.workload(given["model"]),
-        given["config"],
-        device=device,
-        ranks=ranks,
-        budget_bytes=_options.memory(given["max_memory"]),
-        micro_batch=given["micro_batch"],
-        steps=given["steps"],
-        seed=given["seed"],
-        executor=given["executor"],
-        ray_address=given["ray_address"],
-    )
-    if given["as_json"]:
-        document = result.model_dump(mode="json")
-        emit({"schema": SCHEMA, "loss": document.pop("losses"), **document})
-    elif result.status == "ok":
-        print(f"step {format_seconds(result.step_s or 0)} ± {format_seconds(result.spread_s)}")
-        print(f"peak {format_bytes(result.peak_allocated_bytes or 0)} allocated, {format_bytes(result.peak_reserved_bytes or 0)} reserved")
-        print(f"loss {' '.join(f'{loss:.4f}' for loss in result.losses)}")
-    else:
+
+    from memtune.autotune.trials import run_trial
+
+    with results() as stream:
+        result = run_trial(
+            _options.workload(given["model"]),
+            tuned,
+            device=device,
+            ranks=ranks,
+            budget_bytes=_options.memory(given["max_memory"]),
+            micro_batch=given["micro_batch"],
+            steps=given["steps"],
+            seed=given["seed"],
+            executor=executor,
+            ray_address=given["ray_address"],
+        )
+        if given["as_json"]:
+            document = result.model_dump(mode="json")
+            emit({"schema": SCHEMA, "loss": document.pop("losses"), **document}, stream)
+        elif result.status == "ok":
+            peak, reserved = (format_bytes(each or 0) for each in (result.peak_allocated_bytes, result.peak_reserved_bytes))
+            print(f"step {format_seconds(result.step_s or 0)} ± {format_seconds(result.spread_s)}", file=stream)
+            print(f"peak {peak} allocated, {reserved} reserved", file=stream)
+            print(f"loss {' '.join(f'{loss:.4f}' for loss in result.losses)}", file=stream)
+    if result.status != "ok":
         print(f"{result.status}: {result.reason}\n{result.log_tail}".rstrip(), file=sys.stderr)
     return 0 if result.status == "ok" else 1
 
@@ -89,26 +91,28 @@ def explain(config: Path, as_json: bool) -> int:
     from memtune.config import load_config
 
     tuned = load_config(config)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "slot": each.slot,
             "kind": each.kind,
             "title": each.title,
             "source": each.source,
             "exactness": str(each.exactness),
-            "knobs": {name: value for name, value in each.knobs()},
+            "knobs": dict(each.knobs()),
             "why": " ".join((type(each).__doc__ or "").split("Distinguishing test")[0].split()),
         }
         for each in tuned.settings.techniques
     ]
     if as_json:
-        emit({"schema": SCHEMA, "settings": rows, "measured": tuned.measured, "predicted": tuned.predicted, "certificate": tuned.certificate})
+        numbers = {"measured": tuned.measured, "predicted": tuned.predicted, "certificate": tuned.certificate}
+        emit({"schema": SCHEMA, "execution": tuned.settings.execution.model_dump(mode="json"), "settings": rows, **numbers})
         return 0
     execution = tuned.settings.execution.summary()
     print(f"execution            {execution or 'as the training script does it'}")
     for row in rows:
         knobs = ", ".join(f"{name}={value}" for name, value in row["knobs"].items())
-        print(f"{row['slot']:<20} {row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']}\n{'':21}{row['why']}\n{'':21}{row['source']}")
+        print(f"{row['slot']:<20} {row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']} · {row['exactness']}")
+        print(f"{'':21}{row['why']}\n{'':21}{row['source']}")
     for name in ("measured", "predicted", "certificate"):
         if getattr(tuned, name):
             print(f"{name:<20} " + ", ".join(f"{key} {_human(key, value)}" for key, value in getattr(tuned, name).items()))
@@ -117,7 +121,9 @@ def explain(config: Path, as_json: bool) -> int:
 
 def _human(key: str, value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return format_bytes(value) if key.endswith("_bytes") else format_seconds(value) if key.endswith("_s") and "per" not in key else f"{value:.4g}"
+        if key.endswith("_bytes"):
+            return format_bytes(value)
+        return format_seconds(value) if key.endswith("_s") and "per" not in key else f"{value:.4g}"
     return str(value)
 
 
@@ -156,10 +162,16 @@ def watch(study: str) -> int:
     """`memtune watch`: the screen over an event log."""
     from memtune.autotune.tui import run_tui
 
-    path = next((p for p in (Path(study), Path(study) / "events.jsonl", Path(".memtune") / study / "events.jsonl") if p.is_file()), None)
+    places = (Path(study), Path(study) / "events.jsonl", Path(".memtune") / study / "events.jsonl")
+    path = next((place for place in places if place.is_file()), None)
     if path is None:
         known = sorted(p.parent.name for p in Path(".memtune").glob("*/events.jsonl"))
-        raise EnvironmentFault(f"There is no study {study} here.", evidence=f"Known: {', '.join(known) or 'none'}.", code="MT404")
+        raise EnvironmentFault(
+            f"There is no study {study} here.",
+            evidence=f"Known: {', '.join(known) or 'none'}.",
+            fix="give its name or the path of its events.jsonl",
+            code="MT404",
+        )
     if not sys.stdout.isatty():
         raise UsageError("watch needs a terminal.", fix=f"read {path} instead", code="MT100")
     run_tui(path)
@@ -174,7 +186,8 @@ def config_check(config: Path, as_json: bool) -> int:
     if as_json:
         emit({"schema": SCHEMA, "ok": True, "settings": tuned.settings.dump()})
     else:
-        print(f"{config} is good: {len(tuned.settings.techniques)} techniques, {tuned.settings.execution.summary() or 'plain execution'}")
+        count, execution = len(tuned.settings.techniques), tuned.settings.execution.summary() or "plain execution"
+        print(f"{config} is good: {count} technique{'s' * (count != 1)}, {execution}")
     return 0
 
 
@@ -189,3 +202,10 @@ def config_show(config: Path, as_json: bool) -> int:
         print(dump_yaml(tuned), end="")
     return 0
 
+
+def config_schema() -> int:
+    """`memtune config schema`."""
+    from memtune.config_schema import config_schema as schema
+
+    emit(schema())
+    return 0
