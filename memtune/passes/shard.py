@@ -298,6 +298,9 @@ def _resized(
     target = new_gradient[step.use_storage]
     if accumulated:
         _drop_whole_sums(edit, step, gradient_of)
+        joined = _sums_by_unit(step, sharded)
+        known = edit.use_storage < step.n_storages
+        edit.use_storage[known] = joined[edit.use_storage[known]]
     else:
         edit.use_storage = np.where(by_optimizer & (target >= 0), target, edit.use_storage).astype(np.int32)
         taken = np.asarray(sorted(set(sharded.values())), np.int32)
@@ -310,13 +313,27 @@ def _resized(
     owner = new.owner[mine]
     whole = (n_bytes[mine] % numel[owner] == 0) & (n_bytes[mine] >= numel[owner]) & ~np.isin(mine, raw)
     n_bytes[mine[whole]] = np.round(n_bytes[mine[whole]] * ratio[owner[whole]]).astype(np.int64)
+    if accumulated:
+        gone = np.flatnonzero(joined != np.arange(step.n_storages))
+        np.add.at(n_bytes, joined[gone], n_bytes[gone])
+        n_bytes[gone] = 0
     kind[raw] = Kind.TEMPORARY
     parameters = tuple(
-        p._replace(gradient=p.gradient if accumulated else sharded.get(i, -1), shape=_shard_shape(p, how.degree))
+        p._replace(gradient=int(joined[p.gradient]) if accumulated and p.gradient >= 0 else sharded.get(i, -1), shape=_shard_shape(p, how.degree))
         for i, p in enumerate(new.parameters)
     )
     landing = new.landing if accumulated else np.asarray(list(dict.fromkeys(sharded.values())), np.int32)
     return replace(new, bytes=n_bytes, kind=kind, parameters=parameters, landing=landing)
+
+
+def _sums_by_unit(step: Step, sharded: dict[int, int]) -> I32:
+    """(m,) the storage that holds each one's bytes: the gradients of a unit are parts of one storage, also when summed."""
+    first: dict[int, int] = {}
+    joined = np.arange(step.n_storages, dtype=np.int32)
+    for index, taken in sharded.items():
+        own = step.parameters[index].gradient
+        joined[own] = first.setdefault(taken, own)
+    return joined
 
 
 def _drop_whole_sums(edit: Edit, step: Step, gradient_of: dict[int, int]) -> None:
@@ -339,7 +356,7 @@ def _add_to_sums(edit: Edit, step: Step, parameters: list[int], taken: int, afte
             "aten.add_.Tensor", after=np.repeat(after, count), phase=Phase.BACKWARD, traffic_bytes=3 * shard_bytes[there]
         )
         edit.add_uses(ops, np.full(count, taken, np.int32))
-        edit.add_uses(ops, sums[there], mutates=True)
+        edit.add_uses(ops, np.full(count, sums[0], np.int32), mutates=True)
     return ops
 
 
