@@ -2,7 +2,7 @@
 
 Three rules:
 
-1. A candidate *is* its canonical record: choices with equal records are one candidate (`Choice.key`).
+1. A candidate *is* its canonical record: choices with equal records are one candidate (`Rewriter.key`).
 2. Every verb of a technique sees the program as the passes before it left it, and may look at what other slots chose.
    What it looked at is noted (`_Watched`), so that a memoised pass is used again only where it would come out the same.
 3. A candidate that does not fit is a Reason, never an exception.
@@ -11,7 +11,7 @@ Three rules:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -41,14 +41,6 @@ class Choice(Settings):
         """A choice from plain settings, as `dump` writes them; raises ConfigError where they are malformed."""
         read = load_config({"settings": settings}).settings
         return cls(read.execution, read.techniques)
-
-    def key(self, target: Target) -> str:
-        """The canonical record (rule 1): which mechanisms run with which settings, whoever asked for them."""
-        looked = replace(target, chosen=self.chosen, compiled=self.execution.compile)
-        pairs = set(_flat("execution", self.execution.model_dump(mode="json")))
-        for technique in self.techniques:
-            pairs.update(_flat("", technique.record(looked)))
-        return json.dumps(sorted(pairs))
 
     @cached_property
     def complexity(self) -> tuple[int, int]:
@@ -147,6 +139,7 @@ class Rewriter:
         self._validate = validate
         self._roots: dict[Execution, _Node] = {}
         self._rows = 0
+        self._pairs: dict[Hashable, frozenset[str]] = {}
         self.n_passes = 0
         """Passes that were run, not taken from memory."""
 
@@ -155,7 +148,14 @@ class Rewriter:
         node = self._node(choice)
         if isinstance(node.result, Reason):
             return node.result
-        return Candidate(choice, choice.key(self.target), node.result, node.plans)
+        return Candidate(choice, self.key(choice), node.result, node.plans)
+
+    def key(self, choice: Choice) -> str:
+        """The canonical record (rule 1): which mechanisms run with which settings, whoever asked for them."""
+        pairs = set(self._execution_pairs(choice.execution))
+        for technique in choice.techniques:
+            pairs |= self._record_pairs(technique, choice)
+        return "\n".join(sorted(pairs))
 
     def program(self, choice: Choice) -> Program | Reason:
         """The program of `choice`, or why it does not fit."""
@@ -174,6 +174,23 @@ class Rewriter:
         """Drop all memoised programs."""
         self._roots.clear()
         self._rows = 0
+
+    def _execution_pairs(self, execution: Execution) -> frozenset[str]:
+        known = self._pairs.get(execution)
+        if known is None:
+            known = self._pairs[execution] = frozenset(_flat("execution", execution.model_dump(mode="json")))
+        return known
+
+    def _record_pairs(self, technique: Technique, choice: Choice) -> frozenset[str]:
+        known = self._pairs.get((technique, choice.execution.compile))
+        if known is not None:
+            return known
+        watched = _Watched(choice.chosen)
+        record = technique.record(replace(self.target, chosen=watched, compiled=choice.execution.compile))
+        found = frozenset(_flat("", record))
+        if not watched.seen:  # the same whatever other slots hold
+            self._pairs[technique, choice.execution.compile] = found
+        return found
 
     def _node(self, choice: Choice) -> _Node:
         if self._rows > _MAX_ROWS:

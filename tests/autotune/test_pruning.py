@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from hypothesis import given
+from hypothesis import strategies as st
+from search_world import AXES, rewriter
+
+from memtune.autotune.pruning import Pruner
+from memtune.autotune.scoring import Scored, Scorer, Scores, score_all
+from memtune.autotune.simulate import Calibration
+from memtune.autotune.space import build_space
+
+
+@cache
+def scores(budget: int | None = None) -> Scores:
+    made = rewriter(budget_bytes=budget)
+    return score_all(build_space(made, 8, axes=AXES), Scorer(made), "throughput")
+
+
+def some() -> list[Scored]:
+    return list(scores().by_key.values())
+
+
+@given(st.integers(1, 2**24))
+def test_pruned_means_that_the_lower_end_exceeds_the_budget(budget: int):
+    pruner = Pruner(budget)
+    for each in some():
+        low = pruner.peak_low_bytes(each.prediction)
+        assert low <= each.prediction.peak_allocated_bytes
+        assert (pruner.reason(each.prediction) is not None) == (low > budget)
+
+
+def test_without_a_budget_nothing_is_pruned():
+    assert all(Pruner(None).reason(each.prediction) is None for each in some())
+
+
+def test_the_reason_tells_need_prediction_and_budget():
+    prediction = some()[0].prediction
+    text = Pruner(2**20).reason(prediction)
+    assert text is not None
+    assert "at least" in text
+    assert "1.00 MiB" in text
+    assert prediction.peak_op in text
+
+
+@given(st.integers(2**20, 2**24))
+def test_the_borderline_is_the_pruned_one_closest_to_the_budget(budget: int):
+    pruner = Pruner(budget)
+    lows = sorted(low for each in some() if (low := pruner.peak_low_bytes(each.prediction)) > budget)
+    found = pruner.borderline(some())
+    assert (found is None) == (not lows)
+    if found is not None:
+        assert pruner.peak_low_bytes(found.prediction) == lows[0]
+
+
+@given(st.floats(0.3, 0.84))
+def test_an_audit_that_fits_widens_the_interval_for_all_like_it(ratio: float):
+    prediction = some()[0].prediction
+    budget = round(prediction.peak_allocated_bytes * ratio)
+    pruner = Pruner(budget)
+    assert pruner.reason(prediction) is not None
+    after = pruner.after_audit(prediction, budget)
+    assert after.reason(prediction) is None
+    assert after.peak_low_bytes(prediction) <= budget
+
+
+def test_trials_narrow_the_interval():
+    prediction = some()[0].prediction
+    calibration = Calibration()
+    for _ in range(5):
+        calibration = calibration.add(prediction, prediction.peak_allocated_bytes, 1.0)
+    assert Pruner(1).calibrated(calibration).peak_low_bytes(prediction) > Pruner(1).peak_low_bytes(prediction)
+
+
+def test_equal_candidates_are_merged_and_the_simpler_one_stays():
+    made = rewriter()
+    space = build_space(made, 8, axes=AXES)
+    every_block = tuple(
+        each.model_copy(update={"n": 1}) if each.kind == "every_nth" else each for each in space.slots["recompute"]
+    )
+    doubled = replace(space, slots={**space.slots, "recompute": every_block})
+    found = score_all(doubled, Scorer(made), "throughput")
+    kinds = {each.choice.technique("recompute").kind for each in found.by_key.values()}
+    assert found.n_merged > 0
+    assert kinds == {"none", "full", "selective"}
+    assert len(found.by_key) + found.n_merged + found.n_unfit == found.n_candidates
+
+
+def test_the_best_fitting_are_simulated_op_by_op():
+    budget = 2**23
+    found = scores(budget)
+    fitting = [each for each in found.by_key.values() if each.prediction.peak_allocated_bytes <= budget]
+    best = sorted(fitting, key=lambda each: each.rank("throughput"))[:20]
+    assert all(each.prediction.level == "events" for each in best)
