@@ -51,7 +51,7 @@ def synthetic_step(seed: int = 0) -> Step:
     rows = {"op": n, "use": len(use_op), "save": half, "input": 0, "landing": 0}
     for each in fields(Step):
         if str(each.type) in TYPES:
-            neutral = np.full(rows.get(each.name.split("_")[0], m), 0)
+            neutral = np.full(rows.get(each.name.split("_")[0], m), -1 if each.name == "op_block" else 0)
             columns[each.name] = np.asarray(columns.get(each.name, neutral), TYPES[str(each.type)])
     return Step(names=NAMES, modules=("",), blocks=(), parameters=(), **columns)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ CPU = replace(
     GPU, name="cpu", device="cpu", gpus_per_node=1, allocation_rounding_bytes=1,
     fp32_flops_per_s=1e11, memory_bytes_per_s=1e10, launch_s=1e-6,
 )  # fmt: skip
-PROLOGUE_OR_END = {Phase.PROLOGUE, Phase.BOUNDARY, Phase.OPTIMIZER}
+AT_THE_END = {Phase.BOUNDARY, Phase.OPTIMIZER}
 
 
 def make_step(ops: int, storages: int, **columns: Any) -> Step:
@@ -56,7 +57,8 @@ def steps(draw: st.DrawFn) -> Step:
         n, m,
         op_phase=column(st.sampled_from([int(p) for p in Phase]), n),
         op_resource=column(st.sampled_from([int(r) for r in Resource]), n),
-        bytes=column(st.integers(0, 3000), m), tier=column(st.sampled_from([0, 0, 0, 1, 2]), m), kind=column(st.integers(0, 7), m),
+        bytes=column(st.integers(0, 3000), m), tier=column(st.sampled_from([0, 0, 0, 1, 2]), m),
+        kind=column(st.integers(0, 7), m),
         producer=producer, held_until=column(st.sampled_from([-1, 0, n - 1, int(FOREVER)]), m),
         use_op=[u[0] for u in uses], use_storage=[u[1] for u in uses], use_mutates=[u[2] for u in uses],
         save_storage=[s for s, _ in saves], save_until=[max(until, producer[s]) for s, until in saves],
@@ -91,15 +93,13 @@ def slow_live(step: Step, tier: int, size: Any, rows: list[int]) -> list[int]:
 def slow_schedule(
     step: Step, op_s: list[float], issue_s: list[float], times: int, host_computes: bool
 ) -> list[tuple[int, float, float]]:
-    """(resource, start, stop) of every op that runs, the host's work as resource 9; starts are found by scanning all of the past."""
+    """(resource, start, stop) of every op that runs, the host's work as resource 9; starts are found by scanning the past."""
     done: list[tuple[int, int, float, float]] = []  # op, repetition, start, stop
     host: list[tuple[int, float, float]] = []
     for repetition in range(times):
         for op in range(step.n_ops):
             phase = step.op_phase[op]
-            if (phase == Phase.PROLOGUE and repetition > 0) or (
-                phase in PROLOGUE_OR_END - {Phase.PROLOGUE} and repetition < times - 1
-            ):
+            if (phase == Phase.PROLOGUE and repetition > 0) or (phase in AT_THE_END and repetition < times - 1):
                 continue
             came = max([stop for _, _, stop in host], default=0.0)
             if host_computes:
@@ -132,7 +132,7 @@ def covered(intervals: list[tuple[float, float]], others: list[tuple[float, floa
     """Seconds of `intervals` during which none of `others` runs, summed up between all borders."""
     borders = sorted({t for pair in intervals + others for t in pair})
     total = 0.0
-    for left, right in zip(borders, borders[1:], strict=False):
+    for left, right in pairwise(borders):
         middle = (left + right) / 2
         if any(a < middle < b for a, b in intervals) and not any(a < middle < b for a, b in others):
             total += right - left
