@@ -7,6 +7,7 @@ at key `i`, what goes before it at `i - 1/2` and after it at `i + 1/4`, each in 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +23,12 @@ class Edit:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._names = list(step.names)
-        self._op: dict[str, list[npt.NDArray[np.generic]]] = {name: [getattr(step, name)] for name in _OP_COLUMNS}
-        self._key: list[npt.NDArray[np.float64]] = [np.arange(step.n_ops, dtype=np.float64)]
+        self._new_ops: list[dict[str, Any]] = []  # per insertion, a value or an array per column
+        self._anchors: list[I32] = []
+        self._offsets: list[float] = []
         self.n_ops = step.n_ops
-        self._storage: dict[str, list[npt.NDArray[np.generic]]] = {name: [getattr(step, name)] for name in _STORAGE_COLUMNS}
+        self._new_storages: list[dict[str, Any]] = []
         self.n_storages = step.n_storages
-        self._insertions = 0
         # Columns that may be changed in place.
         self.use_op, self.use_storage, self.use_mutates = step.use_op.copy(), step.use_storage.copy(), step.use_mutates.copy()
         self.save_storage, self.save_before = step.save_storage.copy(), step.save_before.copy()
@@ -38,15 +39,9 @@ class Edit:
         self._drop_uses = np.zeros(len(step.use_op), bool)
         self._drop_saves = np.zeros(len(step.save_storage), bool)
         self._drop_ops = np.zeros(step.n_ops, bool)
-        self._more_uses: list[tuple[I32, I32, npt.NDArray[np.uint8]]] = []
-        self._more_held: list[I32] = []
+        self._more_uses: list[tuple[I32, I32, Any]] = []
         self._releases: list[tuple[I32, I32]] = []
         self._holds: list[tuple[I32, I32]] = []
-
-    def _keys(self, anchor: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64]:
-        keys = anchor + _NUDGE * np.arange(self._insertions, self._insertions + n)
-        self._insertions += n
-        return keys
 
     def name_id(self, name: str) -> int:
         """Id of an op name, added to the table if it is new."""
@@ -77,16 +72,12 @@ class Edit:
         assert anchor is not None
         count = len(anchor)
         rows = np.arange(self.n_ops, self.n_ops + count, dtype=np.int32)
-        offset = -0.5 if before is not None else 0.25
-        self._key.append(self._keys(anchor.astype(np.float64) + offset, count))
-        values = {
-            "op_name": self.name_id(name), "op_module": 0, "op_block": block, "op_phase": int(phase),
-            "op_resource": int(resource), "op_flops": flops, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group,
-            "op_node": -1, "op_copy_of": -1,
-        }  # fmt: skip
-        for column, value in values.items():
-            dtype = self._op[column][0].dtype
-            self._op[column].append(np.broadcast_to(np.asarray(value, dtype), (count,)).copy())
+        self._anchors.append(anchor)
+        self._offsets.append(-0.5 if before is not None else 0.25)
+        self._new_ops.append({
+            "op_name": self.name_id(name), "op_module": 0, "op_block": block, "op_phase": phase, "op_resource": resource,
+            "op_flops": flops, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group, "op_node": -1, "op_copy_of": -1,
+        })  # fmt: skip
         self.n_ops += count
         return rows
 
@@ -102,20 +93,17 @@ class Edit:
     ) -> I32:
         """Add storages made by the ops `producer` (-1: there before the step); returns their rows."""
         count = len(n_bytes)
-        nothing = np.full(count, -1, np.int32)
         rows = np.arange(self.n_storages, self.n_storages + count, dtype=np.int32)
-        self._storage["bytes"].append(n_bytes.astype(np.int64))
-        self._storage["tier"].append(np.full(count, int(tier), np.uint8))
-        self._storage["kind"].append(np.full(count, int(kind), np.uint8))
-        self._storage["producer"].append(producer.astype(np.int32))
-        self._storage["owner"].append(nothing if owner is None else owner.astype(np.int32))
-        self._more_held.append(nothing if held_until is None else held_until.astype(np.int32))
+        self._new_storages.append({
+            "bytes": n_bytes, "tier": tier, "kind": kind, "producer": producer,
+            "owner": -1 if owner is None else owner, "held_until": -1 if held_until is None else held_until,
+        })  # fmt: skip
         self.n_storages += count
         return rows
 
     def add_uses(self, ops: I32, storages: I32, *, mutates: bool = False) -> None:
         """Op `ops[i]` reads (or with `mutates` also writes) storage `storages[i]`."""
-        self._more_uses.append((ops.astype(np.int32), storages.astype(np.int32), np.full(len(ops), int(mutates), np.uint8)))
+        self._more_uses.append((ops, storages, int(mutates)))
 
     def add_saves(self, storages: I32, *, before: I32, until: I32, block: I32, asked: I32, turn: I32) -> None:
         """Storage `storages[i]` is saved for backward just before op `before[i]` and let go after op `until[i]`.
@@ -148,11 +136,10 @@ class Edit:
         step, count = self._step, len(ops)
         new_op = np.full(step.n_ops, -1, np.int32)
         new_op[ops] = np.arange(self.n_ops, self.n_ops + count, dtype=np.int32)
-        self._key.append(self._keys(before.astype(np.float64) - 0.5, count))
-        for column in _OP_COLUMNS:
-            self._op[column].append(getattr(step, column)[ops])
-        self._op["op_copy_of"][-1] = ops.astype(np.int32)
-        self._op["op_phase"][-1] = np.full(count, int(phase), np.uint8)
+        self._anchors.append(before)
+        self._offsets.append(-0.5)
+        columns = {column: getattr(step, column)[ops] for column in _OP_COLUMNS}
+        self._new_ops.append({**columns, "op_copy_of": ops, "op_phase": phase})
         self.n_ops += count
 
         made = np.flatnonzero((step.producer >= 0) & (new_op[step.producer] >= 0)).astype(np.int32)
@@ -166,8 +153,7 @@ class Edit:
             held_until=np.where(held >= 0, new_op[let_go], -1),
             owner=step.owner[made],
         )
-        self._storage["tier"][-1] = step.tier[made]
-        self._storage["kind"][-1] = step.kind[made]
+        self._new_storages[-1].update(tier=step.tier[made], kind=step.kind[made])
         new_storage = np.full(step.n_storages, -1, np.int32)
         new_storage[made] = rows
 
@@ -210,7 +196,7 @@ class Edit:
 
     def done(self) -> Step:
         """The new Step: ops in order of their keys, everything renumbered; storages of removed ops are gone."""
-        keys = np.concatenate(self._key)
+        keys = self._keys()
         alive = np.ones(self.n_ops, bool)
         alive[: len(self._drop_ops)] = ~self._drop_ops
         order = np.argsort(keys, kind="stable")
@@ -220,15 +206,18 @@ class Edit:
         position_or_before = self._positions_before(keys, order)
         position_or_next = np.minimum(np.searchsorted(keys[order], keys), len(order) - 1)
 
-        columns = {name: np.concatenate(parts) for name, parts in self._storage.items()}
-        producer = columns["producer"].astype(np.int32)
+        sizes = [len(each["bytes"]) for each in self._new_storages]
+        columns = {name: _stacked(getattr(self._step, name), self._new_storages, sizes, name) for name in _STORAGE_COLUMNS}
+        producer = columns["producer"]
         stays = (producer < 0) | alive[producer]
         renumber = np.cumsum(stays, dtype=np.int32) - 1
-        held = np.concatenate([self.held_until, *self._more_held])
+        held = _stacked(self.held_until, self._new_storages, sizes, "held_until")
         held = np.where((held < 0) | (held == FOREVER), held, position_or_before[np.clip(held, 0, self.n_ops - 1)])
-        for storages, ops in self._releases:
+        if self._releases:
+            storages, ops = (np.concatenate(parts) for parts in zip(*self._releases, strict=True))
             np.maximum.at(held, storages, position[ops] - 1)
-        for storages, ops in self._holds:  # what is held FOREVER stays so: no position is larger
+        if self._holds:  # what is held FOREVER stays so: no position is larger
+            storages, ops = (np.concatenate(parts) for parts in zip(*self._holds, strict=True))
             np.maximum.at(held, storages, position_or_before[ops])
         columns["held_until"] = held.astype(np.int32)
         ready = np.concatenate([self.ready_after, np.full(self.n_storages - len(self.ready_after), -1, np.int32)])
@@ -238,12 +227,15 @@ class Edit:
         keep = ~self._drop_uses
         use_op = np.concatenate([self.use_op[keep], *(ops for ops, _, _ in self._more_uses)])
         use_storage = np.concatenate([self.use_storage[keep], *(storages for _, storages, _ in self._more_uses)])
-        use_mutates = np.concatenate([self.use_mutates[keep], *(mutates for _, _, mutates in self._more_uses)])
+        uses = [{"mutates": mutates} for _, _, mutates in self._more_uses]
+        use_mutates = _stacked(self.use_mutates[keep], uses, [len(ops) for ops, _, _ in self._more_uses], "mutates")
         use_position = position[use_op]
         by_op = np.argsort(use_position, kind="stable")
         kept = ~self._drop_saves
-        ops = {name: np.concatenate(parts)[order] for name, parts in self._op.items()}
-        ops["op_copy_of"] = np.where(ops["op_copy_of"] < 0, -1, position_or_before[ops["op_copy_of"]]).astype(np.int32)
+        counts = [len(anchor) for anchor in self._anchors]
+        op_columns = {name: _stacked(getattr(self._step, name), self._new_ops, counts, name)[order] for name in _OP_COLUMNS}
+        copy_of = op_columns["op_copy_of"]
+        op_columns["op_copy_of"] = np.where(copy_of < 0, -1, position_or_before[copy_of]).astype(np.int32)
         return replace(
             self._step,
             names=tuple(self._names),
@@ -253,7 +245,7 @@ class Edit:
             )
             if not stays.all()
             else self._step.parameters,
-            **ops,
+            **op_columns,
             **{name: column[stays] for name, column in columns.items()},
             use_op=use_position[by_op],
             use_storage=renumber[use_storage[by_op]],
@@ -272,12 +264,45 @@ class Edit:
             input_storage=renumber[self._step.input_storage],
         )
 
+    def _keys(self) -> npt.NDArray[np.float64]:
+        """(ops,) sort key of every op; insertions at one place keep the order of their calls."""
+        old = np.arange(self._step.n_ops, dtype=np.float64)
+        if not self._anchors:
+            return old
+        new = np.concatenate(self._anchors) + np.repeat(self._offsets, [len(anchor) for anchor in self._anchors])
+        return np.concatenate([old, new + _NUDGE * np.arange(len(new))])
+
     def _positions_before(self, keys: npt.NDArray[np.float64], order: npt.NDArray[np.intp]) -> I32:
         """(ops,) position of each op, or for a removed op of the last one before it."""
         return (np.searchsorted(keys[order], keys, side="right") - 1).astype(np.int32)
 
 
-_OP_COLUMNS = ("op_name", "op_module", "op_block", "op_phase", "op_resource", "op_flops", "op_traffic_bytes", "op_rng", "op_group")
+def _stacked(old: npt.NDArray[Any], parts: list[dict[str, Any]], sizes: list[int], column: str) -> npt.NDArray[Any]:
+    """`old`, then each part's value of `column`, repeated where it is one number."""
+    if not parts:
+        return old.copy()
+    values = [part[column] for part in parts]
+    scalars = [0 if isinstance(value, np.ndarray) else value for value in values]
+    out = np.concatenate([old, np.repeat(np.asarray(scalars, old.dtype), sizes)])
+    start = len(old)
+    for value, size in zip(values, sizes, strict=True):
+        if isinstance(value, np.ndarray):
+            out[start : start + size] = value
+        start += size
+    return out
+
+
+_OP_COLUMNS = (
+    "op_name",
+    "op_module",
+    "op_block",
+    "op_phase",
+    "op_resource",
+    "op_flops",
+    "op_traffic_bytes",
+    "op_rng",
+    "op_group",
+)
 _OP_COLUMNS += ("op_node", "op_copy_of")
 _STORAGE_COLUMNS = ("bytes", "tier", "kind", "producer", "owner")
 
@@ -293,7 +318,11 @@ def accumulate_gradients(step: Step) -> Step:
     edit = Edit(step)
     made_at = step.ready_after[gradients]
     adds = edit.add_ops(
-        "aten.add_.Tensor", after=made_at, phase=Phase.BACKWARD, traffic_bytes=3 * step.bytes[gradients], block=step.op_block[made_at]
+        "aten.add_.Tensor",
+        after=made_at,
+        phase=Phase.BACKWARD,
+        traffic_bytes=3 * step.bytes[gradients],
+        block=step.op_block[made_at],
     )
     sums = edit.add_storages(
         step.bytes[gradients],
@@ -320,4 +349,3 @@ def accumulate_gradients(step: Step) -> Step:
         landing=moved[gradients],
         parameters=tuple(p._replace(gradient=int(moved[p.gradient])) if p.gradient >= 0 else p for p in new.parameters),
     )
-
