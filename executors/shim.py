@@ -287,9 +287,7 @@ class Shim:
 
     def terminate(self) -> None:
         """Ask all processes below to end."""
-        below = list(descendants(os.getpid()))
-        send(below, signal.SIGTERM)
-        send(below, signal.SIGCONT)
+        send(list(descendants(os.getpid())), signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill all processes below, again and again until none is left."""

@@ -115,6 +115,21 @@ def test_collectives_meet_in_a_file(ground):
     assert (result.status, result.losses) == ("ok", [12.0])
 
 
+def test_ranks_listen_on_the_loopback_only(ground, meanwhile):
+    cancelled = threading.Event()
+    trial = ground.trial("gloo_sum", ranks=2, skip=1)
+    result = meanwhile(lambda: run_group(trial, ground.command, log_dir=ground.logs, cancelled=cancelled))
+    listening = [
+        each.laddr.ip
+        for process in [psutil.Process(pid) for pid in (ground.pid("rank-1"), *ground.left())]
+        for each in process.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    cancelled.set()
+    assert result() is None
+    assert set(listening) == {"127.0.0.1"}
+
+
 @pytest.mark.parametrize("skip", [0, 1])
 def test_silence_after_steps_is_a_hang_and_names_who_stopped_first(ground, skip):
     """Rank 1 always says its last after rank 0; the stacks tell who waits for whom."""
@@ -132,7 +147,9 @@ def test_hang_ends_at_the_deadline_with_stacks(ground):
 
 
 def test_a_stopped_process_is_ended_too(ground):
-    assert run(ground, "stopped", deadline_s=1.0)[0].status == "timeout"
+    result, _ = run(ground, "stopped", deadline_s=4)
+    assert result.status == "timeout"
+    assert "in stopped" in result.log_tail
 
 
 def test_a_child_deaf_to_term_is_killed(ground, monkeypatch):

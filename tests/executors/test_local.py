@@ -8,11 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from memtune.errors import EnvironmentFault
 from memtune.executors.base import Executor, TrialResult
 from memtune.executors.local import LocalExecutor
+from memtune.executors.shim import send
 
 DRIVER = """
 import sys
@@ -107,6 +109,19 @@ def test_nothing_outlives_a_killed_driver(ground, number):
     driver.wait()
     ground.until(lambda: not ground.left(), 10)
     assert not list(Path(ground.path).glob("memtune-*"))
+
+
+def test_no_rank_outlives_driver_and_shims(ground):
+    driver = drive(ground)
+    ranks = [ground.pid(name) for name in ("rank-0", "rank-1")]
+    shims = {psutil.Process(rank).parent() for rank in ranks}
+    driver.send_signal(signal.SIGSTOP)
+    for shim in shims:
+        shim.kill()
+    driver.kill()
+    driver.wait()
+    ground.until(lambda: not any(map(ground.alive, ranks)), 10)
+    send(ground.left(), signal.SIGKILL)  # the daemon, which only the killed could have known of
 
 
 def test_nothing_outlives_a_driver_that_forgets_to_close(ground):
