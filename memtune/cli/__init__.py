@@ -72,22 +72,25 @@ def _say(error: MemtuneError, as_json: bool) -> None:
 
 def _bug(as_json: bool) -> int:
     from memtune.errors import MemtuneError
-    from memtune.runtime.shim import cache_dir
 
-    path: Path = cache_dir() / f"traceback-{int(time.time())}-{os.getpid()}.txt"
-    last = traceback.format_exc()
+    trace = traceback.format_exc()
+    path = _cache_folder() / f"traceback-{int(time.time())}-{os.getpid()}.txt"
+    evidence = f"The traceback is in {path}."
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(last)
-    except OSError:
-        print(last, file=sys.stderr)
-    _say(
-        MemtuneError(
-            f"a bug in memtune: {last.strip().splitlines()[-1][:200]}",
-            evidence=f"The traceback is in {path}.",
-            fix="please report it with that file",
-            code="MT900",
-        ),
-        as_json,
-    )
+        path.write_text(trace)
+    except OSError as error:
+        evidence = f"The traceback could not be kept ({error}):\n{trace}"
+    what = f"a bug in memtune: {trace.strip().splitlines()[-1][:200]}"
+    _say(MemtuneError(what, evidence=evidence, fix="please report it with that file", code="MT900"), as_json)
     return 4
+
+
+def _cache_folder() -> Path:
+    try:
+        from memtune.runtime.shim import cache_dir
+    except Exception:  # it needs torch, and a broken torch may be what is being reported
+        import tempfile
+
+        return Path(tempfile.gettempdir())
+    return cache_dir()

@@ -82,18 +82,6 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def output(path: Path, force: bool) -> Path:
-    """The file to write, checked now rather than after the search."""
-    folder = path.resolve().parent
-    if path.exists() and not force:
-        raise UsageError(f"{path} exists.", fix="--force replaces it, --out NAME writes another", code="MT105")
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise EnvironmentFault(
-            f"{path} cannot be written.", fix="--out a file in a folder that exists and is writable", code="MT403"
-        )
-    return path
-
-
 def searched(text: str | None) -> tuple[str, ...]:
     """`--axes`, each of which must exist."""
     return tuple(one_of("--axes", part.strip(), _axes()) for part in (text or "").split(",") if part.strip())
@@ -147,9 +135,12 @@ def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
 
 
 def search_only(given: dict[str, Any]) -> dict[str, Any]:
-    """What a search has beyond a plan."""
+    """What a search has beyond a plan; the file to write is checked now rather than after the search."""
+    from memtune.autotune.store import check_writable
+
+    check_writable(given["out"], force=given["force"] or given["resume"])
     return {
-        "out": output(given["out"], given["force"] or given["resume"]),
+        "out": given["out"],
         "force": given["force"],
         "study": given["study"],
         "resume": given["resume"],
