@@ -114,9 +114,17 @@ def explain(config: Path, as_json: bool) -> int:
         print(f"{row['slot']:<20} {row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']} · {row['exactness']}")
         print(f"{'':21}{row['why']}\n{'':21}{row['source']}")
     for name in ("measured", "predicted", "certificate"):
-        if getattr(tuned, name):
-            print(f"{name:<20} " + ", ".join(f"{key} {_human(key, value)}" for key, value in getattr(tuned, name).items()))
+        part = getattr(tuned, name)
+        if part:
+            print(f"{name:<20} {_numbers(part)}")
+        for group, inner in part.items():
+            for key, value in inner.items() if isinstance(inner, dict) else ():
+                print(f"  {f'{group}, {key}':<19}{_numbers(value) if isinstance(value, dict) else _human(key, value)}")
     return 0
+
+
+def _numbers(part: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {_human(key, value)}" for key, value in part.items() if not isinstance(value, dict))
 
 
 def _human(key: str, value: Any) -> str:
@@ -124,7 +132,7 @@ def _human(key: str, value: Any) -> str:
         if key.endswith("_bytes"):
             return format_bytes(value)
         return format_seconds(value) if key.endswith("_s") and "per" not in key else f"{value:.4g}"
-    return str(value)
+    return "none" if value is None else str(value)
 
 
 def doctor(as_json: bool) -> int:
