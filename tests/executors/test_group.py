@@ -10,7 +10,7 @@ from functools import partial
 import psutil
 import pytest
 
-from memtune.executors.group import log_path, run_group
+from memtune.executors.group import Place, log_path, rank_env, run_group
 
 
 def run(ground, do, **options):
@@ -113,6 +113,19 @@ def test_a_record_that_is_none_is_a_crash(ground):
 def test_collectives_meet_in_a_file(ground):
     result, _ = run(ground, "gloo_sum", ranks=2)
     assert (result.status, result.losses) == ("ok", [12.0])
+
+
+def test_environment_of_a_rank(ground, monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    trial = ground.trial("well", ranks=4).model_copy(update={"env": {"PYTORCH_ALLOC_CONF": "x", "PYTHONUNBUFFERED": ""}})
+    here = rank_env(trial, Place(range(4), cores=9, env={"CUDA_VISIBLE_DEVICES": "2,3"}), 3, "/scratch", "mark")
+    assert (here["RANK"], here["WORLD_SIZE"], here["LOCAL_RANK"], here["OMP_NUM_THREADS"]) == ("3", "4", "3", "2")
+    assert (here["PYTORCH_ALLOC_CONF"], here["PYTHONUNBUFFERED"], here["CUDA_VISIBLE_DEVICES"]) == ("x", "", "2,3")
+    assert (here["MEMTUNE_RENDEZVOUS"], here["GLOO_SOCKET_IFNAME"]) == ("file:///scratch/rendezvous", "lo")
+    there = rank_env(trial, Place([3], rendezvous="tcp://10.0.0.1:1234"), 0, "/scratch", "mark")
+    assert (there["RANK"], there["LOCAL_RANK"], there["MEMTUNE_RENDEZVOUS"]) == ("3", "0", "tcp://10.0.0.1:1234")
+    assert "GLOO_SOCKET_IFNAME" not in there
 
 
 def test_ranks_listen_on_the_loopback_only(ground, meanwhile):

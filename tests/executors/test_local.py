@@ -122,6 +122,7 @@ def test_no_rank_outlives_driver_and_shims(ground):
     driver.wait()
     ground.until(lambda: not any(map(ground.alive, ranks)), 10)
     send(ground.left(), signal.SIGKILL)  # the daemon, which only the killed could have known of
+    ground.until(lambda: not ground.left())
 
 
 def test_nothing_outlives_a_driver_that_forgets_to_close(ground):
