@@ -80,12 +80,14 @@ def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[li
     """Rule 1. Types do not mix (item sizes tell them apart); what stays open at the end is closed in order of its start."""
     full: list[list[_Arrival]] = []
     filling: dict[int, list[_Arrival]] = {}
+    filled_bytes: dict[int, int] = {}
     for arrival in arrivals:
         itemsize = step.parameters[arrival.parameter].itemsize
-        bucket = filling.setdefault(itemsize, [])
-        bucket.append(arrival)
-        if sum(int(step.bytes[a.storage]) for a in bucket) >= bucket_bytes:
+        filling.setdefault(itemsize, []).append(arrival)
+        filled_bytes[itemsize] = filled_bytes.get(itemsize, 0) + int(step.bytes[arrival.storage])
+        if filled_bytes[itemsize] >= bucket_bytes:
             full.append(filling.pop(itemsize))
+            filled_bytes[itemsize] = 0
     return sorted([*full, *filling.values()], key=lambda bucket: bucket[0].at)
 
 

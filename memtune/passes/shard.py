@@ -7,6 +7,7 @@ reduce-scattered is held until the next unit's gradients are there.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,8 @@ class Sharding:
     blocks_per_unit: int = 1
     replicas_across_nodes: bool = False
     """Whether the ranks that hold the same shard sit on different nodes, each with a network card of its own."""
+    stages_messages: bool = False
+    """Whether collectives copy their whole message first, as gloo does on CPU (measured; NCCL does not)."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +106,19 @@ class _Redirect:
     def __init__(self, step: Step) -> None:
         self._parameter = np.where(step.op_phase[step.use_op] < Phase.BOUNDARY, step.parameter_of[step.use_storage], -1)
         self._forward = step.op_phase[step.use_op] == Phase.FORWARD
-        self._new = np.full(len(step.use_op), -1, np.int32)
+        # (parameters + 1,) the copies that forward and that backward use; the last entry serves "no parameter".
+        self._in_forward = np.full(len(step.parameters) + 1, -1, np.int32)
+        self._in_backward = self._in_forward.copy()
 
     def to(self, parameters: list[int], storages: I32, *, forward: bool | None) -> None:
-        copy_of = np.full(int(max(parameters)) + 2, -1, np.int32)
-        copy_of[parameters] = storages
-        found = np.where(self._parameter < len(copy_of) - 1, copy_of[np.minimum(self._parameter, len(copy_of) - 1)], -1)
-        found[self._parameter < 0] = -1
-        mine = found >= 0
-        if forward is not None:
-            mine &= self._forward == forward
-        self._new[mine] = found[mine]
+        if forward is not False:
+            self._in_forward[parameters] = storages
+        if forward is not True:
+            self._in_backward[parameters] = storages
 
     def apply(self, use_storage: I32) -> I32:
-        return np.where(self._new >= 0, self._new, use_storage).astype(np.int32)
+        new = np.where(self._forward, self._in_forward[self._parameter], self._in_backward[self._parameter])
+        return np.where(new >= 0, new, use_storage).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ def _gather(edit: Edit, how: Sharding, n_bytes: int, before: int, phase: Phase) 
     )
     edit.add_uses(gather, buffer)
     edit.add_uses(gather, buffer, mutates=True)
+    if how.stages_messages:
+        _scratch(edit, n_bytes, gather)
     return int(buffer[0])
 
 
@@ -240,6 +244,11 @@ def _gradients(
             traffic_bytes=n_bytes * how.degree,
             group=how.degree,
         )
+        if how.stages_messages:
+            # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
+            uneven = [index for index in mine if step.parameters[index].shape[0] % how.degree]
+            _scratch(edit, int(shard_bytes[uneven].sum()) * how.degree, pack)
+            _scratch(edit, n_bytes * how.degree, reduce)
         edit.add_uses(reduce, given)
         edit.add_uses(reduce, taken, mutates=True)
         last = reduce
@@ -278,9 +287,13 @@ def _raw_gradients(step: Step) -> dict[int, int]:
             raw[index] = storage
     adds = (step.use_mutates == 1) & (step.producer[step.use_storage] < 0) & np.isin(step.use_storage, list(sums))
     adds &= step.op_phase[step.use_op] < Phase.BOUNDARY
+    is_sum = np.zeros(step.n_storages, bool)
+    is_sum[step.use_storage[adds]] = True
+    added = np.full(step.n_ops, -1, np.int32)  # what each of these ops adds
+    others = ~is_sum[step.use_storage]
+    added[step.use_op[others][::-1]] = step.use_storage[others][::-1]
     for op, storage in zip(step.use_op[adds].tolist(), step.use_storage[adds].tolist(), strict=True):
-        others = step.use_storage[(step.use_op == op) & (step.use_storage != storage)]
-        raw[sums[storage]] = int(others[0])
+        raw[sums[storage]] = int(added[op])
     return raw
 
 
@@ -360,12 +373,16 @@ def _add_to_sums(edit: Edit, step: Step, parameters: list[int], taken: int, afte
     return ops
 
 
+def _scratch(edit: Edit, n_bytes: int, op: I32) -> None:
+    edit.add_storages(np.asarray([n_bytes], np.int64), producer=op, kind=Kind.WORKSPACE)
+
+
 def _hold(edit: Edit, storages: I32, op: int) -> None:
     edit.hold_through(storages, np.full(len(storages), op, np.int32))
 
 
 def _numel(parameter: Parameter) -> int:
-    return int(np.prod(parameter.shape, dtype=np.int64))
+    return math.prod(parameter.shape)
 
 
 def _shard_shape(parameter: Parameter, degree: int) -> tuple[int, ...]:
@@ -374,5 +391,5 @@ def _shard_shape(parameter: Parameter, degree: int) -> tuple[int, ...]:
 
 def _shard_numel(parameter: Parameter, degree: int) -> int:
     """Elements of the largest shard (rank 0's), which is also what the others are padded to."""
-    return int(np.prod(_shard_shape(parameter, degree), dtype=np.int64))
+    return math.prod(_shard_shape(parameter, degree))
 
