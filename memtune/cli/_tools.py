@@ -119,7 +119,7 @@ def explain(config: Path, as_json: bool) -> int:
             print(f"{name:<20} {_numbers(part)}")
         for group, inner in part.items():
             for key, value in inner.items() if isinstance(inner, dict) else ():
-                print(f"  {f'{group}, {key}':<19}{_numbers(value) if isinstance(value, dict) else _human(key, value)}")
+                print(f"  {f'{group}, {key}':<24} {_numbers(value) if isinstance(value, dict) else _human(key, value)}")
     return 0
 
 
