@@ -80,6 +80,7 @@ class Fsdp(Technique):
             reshard_after_forward=self.reshard_after_forward,
             blocks_per_unit=self.blocks_per_unit,
             replicas_across_nodes=program.ranks > target.hardware.gpus_per_node,
+            stages_messages=target.device == "cpu",
         )
         return program.with_step(shard_states(program.step, how))
 
