@@ -118,7 +118,7 @@ def _gradients(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     with _no_dropout(model):
-        loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        loss(model, batch).backward()
     found = [each.grad for each in model.parameters()]
     model.zero_grad(set_to_none=True)
     with torch.no_grad():

@@ -233,7 +233,7 @@ class Edit:
         by_op = np.argsort(use_position, kind="stable")
         kept = ~self._drop_saves
         counts = [len(anchor) for anchor in self._anchors]
-        op_columns = {name: _stacked(getattr(self._step, name), self._new_ops, counts, name)[order] for name in _OP_COLUMNS}
+        op_columns: dict[str, Any] = {name: _stacked(getattr(self._step, name), self._new_ops, counts, name)[order] for name in _OP_COLUMNS}
         copy_of = op_columns["op_copy_of"]
         op_columns["op_copy_of"] = np.where(copy_of < 0, -1, position_or_before[copy_of]).astype(np.int32)
         return replace(
@@ -292,7 +292,7 @@ def _stacked(old: npt.NDArray[Any], parts: list[dict[str, Any]], sizes: list[int
     return out
 
 
-_OP_COLUMNS = (
+_OP_COLUMNS: tuple[str, ...] = (
     "op_name",
     "op_module",
     "op_block",

@@ -49,7 +49,7 @@ def accumulate(
             loss = loss_function(model, here)
             if len(batches) > 1:
                 loss = loss / len(batches)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             part = loss.detach()
             total = part if total is None else total + part
             del loss, here, part

@@ -44,7 +44,7 @@ class _Record:
     kind: Kind
 
 
-class ModeLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
     """Counts what is live while it is entered (`with ledger:`), in this thread and the backward threads that follow from it.
 
     Args:
@@ -123,7 +123,7 @@ class ModeLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.label(list(model.buffers()), Kind.BUFFER)
         for parameter in self._parameters:
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(
                     lambda p: self.label(p.grad, Kind.GRADIENT)
                 )
                 self._handles.append(handle)

@@ -295,7 +295,7 @@ class SignatureCollector:
         return 0
 
 
-class RealOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+class RealOutputs(TorchDispatchMode):  # torch's __init_subclass__
     """Gives fake outputs the sizes that the real op on CPU returns, for the ops whose fake implementation says otherwise.
 
     Enter it inside the FakeTensorMode and outside a recorder, so that the recorder sees what a real run would. Each such op is
