@@ -73,6 +73,12 @@ class HostOptimizer:
             for parameter, host in self._pairs:
                 torch.ops.memtune.copy_to_device_(local(parameter), host)
                 host.grad = None
+        for value in self._state():  # made inside `tier(HOST)`; where no native ledger noticed (fake tensors), say so
+            if value.device.type == "cpu" and tier_of(value) != HOST:
+                mark(value, HOST)
+
+    def _state(self) -> list[Tensor]:
+        return [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
 
     def check(self) -> dict[str, Any]:
         """Bytes of weights and state on the host.
@@ -80,7 +86,7 @@ class HostOptimizer:
         Raises:
             ApplyError: Some state tensor of the optimizer is still on the device.
         """
-        values = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        values = self._state()
         strayed = [v for v in values if v.is_cuda or (self._device.type == "cpu" and tier_of(v) != HOST and v.numel() > 1)]
         if strayed:
             raise ApplyError(f"{len(strayed)} tensors of the optimizer's state are still on {self._device}.", code="MT309")

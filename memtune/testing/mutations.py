@@ -1,0 +1,260 @@
+"""Seeded defects of `rewrite` and `apply`: a suite that does not fail under each of them proves nothing.
+
+A mutation changes a mechanism or a technique while its context is entered, and says which check of the suite shows it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from unittest.mock import patch
+
+import numpy as np
+
+from memtune.program import FOREVER, Kind, Program, Step, Tier
+from memtune.runtime import activations, random_state, transfer
+from memtune.runtime.activations import ActivationTable
+from memtune.runtime.context import Context, Snapshot
+from memtune.technique import Technique
+
+Check = Literal["drift", "training", "untouched"]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One defect."""
+
+    name: str
+    shown_by: Check
+    seed: Callable[[type[Technique]], AbstractContextManager[Any]]
+    """Context in which the defect is there, given the technique that is tested."""
+    needs: str = ""
+    """Model of the suite that it takes to show it; '' for any."""
+
+    def __str__(self) -> str:
+        """The name."""
+        return self.name
+
+
+def mutations(technique: type[Technique]) -> list[Mutation]:
+    """The defects that the suite of `technique` must notice."""
+    found = [Mutation("rewrite frees a tensor one op late", "drift", _late), Mutation("rewrite loses an op", "drift", _lost_op)]
+    if technique.model_fields["kind"].annotation is not None and _is_null(technique):
+        return [*found, Mutation("apply recomputes a block", "drift", _claims)]
+    found += [
+        Mutation("apply does nothing", "drift", _no_apply),
+        Mutation("rewrite does nothing", "drift", _no_rewrite),
+        Mutation("a failed apply is not undone", "untouched", lambda _: patch.object(Snapshot, "restore", lambda self: None)),
+    ]
+    return found + _BY_SLOT.get(technique.slot, lambda kind: [])(technique)
+
+
+def _is_null(technique: type[Technique]) -> bool:
+    from memtune.search_spaces import NULL_KINDS
+
+    return technique.__module__.rpartition(".")[2] == NULL_KINDS[technique.slot]
+
+
+# -- of any technique -------------------------------------------------------------------------------------------------------
+
+
+def _rewrites(change: Callable[[Step], Step]) -> Callable[[type[Technique]], AbstractContextManager[Any]]:
+    """Every rewrite of the technique is followed by `change`."""
+
+    def seed(technique: type[Technique]) -> AbstractContextManager[Any]:
+        original = technique.rewrite
+
+        def rewrite(self: Technique, program: Program, plan: Any, target: Any) -> Program:
+            done = original(self, program, plan, target)
+            return done.with_step(change(done.step))
+
+        return patch.object(technique, "rewrite", rewrite)
+
+    return seed
+
+
+def _one_op_late(step: Step) -> Step:
+    mine = np.flatnonzero((step.kind == Kind.TEMPORARY) & (step.tier == Tier.DEVICE) & (step.end < step.n_ops - 1))
+    longest = mine[np.argmax(step.bytes[mine])]
+    held = step.held_until.copy()
+    held[longest] = step.end[longest] + 1
+    return replace(step, held_until=held)
+
+
+def _without_last_op(step: Step) -> Step:
+    last, uses = step.n_ops - 1, step.use_op < step.n_ops - 1
+    columns = {name: getattr(step, name)[:last] for name in vars(step) if name.startswith("op_")}
+    held = np.where(step.held_until == FOREVER, FOREVER, np.minimum(step.held_until, last - 1)).astype(np.int32)
+    uses_left = {name: getattr(step, name)[uses] for name in ("use_op", "use_storage", "use_mutates")}
+    return replace(step, **columns, **uses_left, held_until=held, save_until=np.minimum(step.save_until, last - 1))
+
+
+_late, _lost_op = _rewrites(_one_op_late), _rewrites(_without_last_op)
+
+
+def _no_rewrite(technique: type[Technique]) -> AbstractContextManager[Any]:
+    return patch.object(technique, "rewrite", lambda self, program, plan, target: program)
+
+
+def _no_apply(technique: type[Technique]) -> AbstractContextManager[Any]:
+    return patch.object(technique, "apply", lambda self, context, plan: None)
+
+
+def _claims(technique: type[Technique]) -> AbstractContextManager[Any]:
+    def apply(self: Technique, context: Context, plan: Any) -> None:
+        table = ActivationTable(context.model, context.blocks)
+        table.claim_recompute(0)
+        table.install()
+
+    return patch.object(technique, "apply", apply)
+
+
+# -- of the activation table ------------------------------------------------------------------------------------------------
+
+
+def _dropped_claim(verb: str) -> Callable[[type[Technique]], AbstractContextManager[Any]]:
+    """The last block of those that are claimed first is not: claim number 0 is lost."""
+
+    def seed(technique: type[Technique]) -> AbstractContextManager[Any]:
+        original = getattr(ActivationTable, verb)
+
+        def claim(self: ActivationTable, index: int, *args: Any, **kwargs: Any) -> None:
+            if index > 0:
+                original(self, index, *args, **kwargs)
+
+        return patch.object(ActivationTable, verb, claim)
+
+    return seed
+
+
+def _keeps_too_much(technique: type[Technique]) -> AbstractContextManager[Any]:
+    original = ActivationTable.claim_recompute
+
+    def claim(self: ActivationTable, index: int, keep: Callable[[Any], bool] | None = None) -> None:
+        original(self, index, lambda op: "layer_norm" in str(op) or (keep is not None and keep(op)))
+
+    return patch.object(ActivationTable, "claim_recompute", claim)
+
+
+def _one_block_less(technique: type[Technique]) -> AbstractContextManager[Any]:
+    module = sys.modules[technique.__module__]
+    original = module.recompute_blocks  # type: ignore[attr-defined]
+    return patch.object(module, "recompute_blocks", lambda step, blocks, *keep: original(step, blocks[:-1], *keep))
+
+
+def _replay_mixes_up(technique: type[Technique]) -> AbstractContextManager[Any]:
+    """The second run hands out each tensor under the number of its neighbour of the same kind."""
+    original = activations._Frame.keep_back
+
+    def keep_back(self: Any, n: int, tensor: Any) -> None:
+        original(self, n, tensor + 1 if n == 0 and tensor.is_floating_point() else tensor)
+
+    return patch.object(activations._Frame, "keep_back", keep_back)
+
+
+def _no_random_state(technique: type[Technique]) -> AbstractContextManager[Any]:
+    return patch.object(random_state.RandomState, "_set", lambda self: None)
+
+
+def _buffers_stay(technique: type[Technique]) -> AbstractContextManager[Any]:
+    return patch.object(activations._Frame, "_put_back_buffers", lambda self: nullcontext())
+
+
+def _frames_stay(technique: type[Technique]) -> AbstractContextManager[Any]:
+    """What a block needs for its second run is never let go."""
+    leaked: list[Any] = []
+    original = activations._Frame.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        leaked.append(self)
+
+    return patch.object(activations._Frame, "__init__", __init__)
+
+
+def _source_stays(technique: type[Technique]) -> AbstractContextManager[Any]:
+    def arrive(self: Any) -> None:
+        transfer.wait(self._host)
+
+    return patch.object(activations._Entry, "arrive", arrive)
+
+
+# -- of copies ---------------------------------------------------------------------------------------------------------------
+
+
+def _skipped_copy(technique: type[Technique]) -> AbstractContextManager[Any]:
+    """Bytes are said to have left, but the host memory is as it was made."""
+
+    def start(host: Any, x: Any) -> None:
+        host.fill_(1)
+
+    return patch.object(transfer, "_start", start)
+
+
+@contextmanager
+def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
+    from memtune.runtime.host_optimizer import HostOptimizer
+
+    original = HostOptimizer._weights_up
+
+    def up(self: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
+        pairs, self._pairs = self._pairs, self._pairs[1:]
+        original(self, optimizer, args, kwargs)
+        self._pairs = pairs
+        pairs[0][1].grad = None
+
+    with patch.object(HostOptimizer, "_weights_up", up):
+        yield
+
+
+@contextmanager
+def _gradient_stays(technique: type[Technique]) -> Iterator[None]:
+    from memtune.runtime.host_optimizer import HostOptimizer
+
+    kept: list[Any] = []
+    original = HostOptimizer._arrived
+
+    def arrived(self: Any, host: Any) -> None:
+        kept.append(self._source.grad)
+        original(self, host)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(HostOptimizer, "_arrived", arrived))
+        yield
+
+
+def _state_on_device(step: Step) -> Step:
+    tier = step.tier.copy()
+    tier[step.kind == Kind.OPTIMIZER] = Tier.DEVICE
+    return replace(step, tier=tier)
+
+
+def _of_recompute(technique: type[Technique]) -> list[Mutation]:
+    return [
+        Mutation("apply drops a claim", "drift", _dropped_claim("claim_recompute")),
+        Mutation("rewrite recomputes one block less", "drift", _one_block_less),
+        Mutation("apply keeps an op that is recomputed", "drift", _keeps_too_much, needs="gpt"),
+        Mutation("what a second run needs is never let go", "drift", _frames_stay),
+        Mutation("a recomputed tensor is wrong", "training", _replay_mixes_up),
+        Mutation("the random state is not put back", "training", _no_random_state, needs="gpt"),
+        Mutation("BatchNorm's statistics are not put back", "training", _buffers_stay, needs="cnn_bn"),
+    ]
+
+
+_BY_SLOT: dict[str, Callable[[type[Technique]], list[Mutation]]] = {
+    "recompute": _of_recompute,
+    "offload.activations": lambda _: [
+        Mutation("apply drops a claim", "drift", _dropped_claim("claim_move")),
+        Mutation("the source is not let go", "drift", _source_stays),
+        Mutation("a copy is skipped", "training", _skipped_copy),
+    ],
+    "offload.states": lambda _: [
+        Mutation("rewrite leaves the state on the device", "drift", _rewrites(_state_on_device)),
+        Mutation("gradients are not let go", "drift", _gradient_stays),
+        Mutation("one weight does not come back", "training", _weights_stay_down),
+        Mutation("a copy is skipped", "training", _skipped_copy),
+    ],
+}

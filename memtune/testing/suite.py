@@ -1,0 +1,250 @@
+"""The conformance suite: what every technique must pass, whoever wrote it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from memtune._apply import Tuned, apply
+from memtune.config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.errors import ApplyError, MemtuneError
+from memtune.search_spaces import find, kinds
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Exactness, Technique
+from memtune.testing.drift import drift, plain_program, target_of
+from memtune.testing.mutations import Mutation, mutations
+from memtune.testing.training import SEED, build, differences, one_step, plain, settings_of, train
+
+_OURS = ("memtune.runtime", "memtune.search_spaces")
+
+
+class TechniqueSuite:
+    """Base class of a technique's test; pytest collects the inherited tests from the subclass.
+
+    Attributes:
+        technique: The class under test.
+        models: Workload files by name; every test that trains or records runs on each.
+        variants: Knob settings to test; the defaults when empty.
+        quick: Names of the models on which the seeded mutations are tried, cheapest first.
+        tolerance: For `Exactness.REORDERED`: largest difference relative to the largest value of a tensor.
+    """
+
+    technique: ClassVar[type[Technique]]
+    models: ClassVar[Mapping[str, Path]]
+    variants: ClassVar[tuple[Technique, ...]] = ()
+    quick: ClassVar[tuple[str, ...]] = ()
+    tolerance: ClassVar[float] = 0.0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Gives the subclass a copy of every test, once per model, variant or mutation."""
+        import pytest
+
+        super().__init_subclass__(**kwargs)
+        if not hasattr(cls, "technique"):
+            return
+        variants = cls.variants or (cls.default(),)
+        variant = pytest.mark.parametrize("variant", variants, ids=[_named(each) for each in variants])
+        model = pytest.mark.parametrize("model", list(cls.models))
+        mutation = pytest.mark.parametrize("mutation", mutations(cls.technique), ids=str)
+        for name, marks in {
+            "test_survives_yaml_and_json": (variant,),
+            "test_plan_is_plain_data_and_stable": (model, variant),
+            "test_trains_as_the_plain_model": (model, variant),
+            "test_rewrite_equals_the_recording_of_apply": (model, variant),
+            "test_failed_apply_leaves_everything_untouched": (variant,),
+            "test_suite_fails_under": (mutation,),
+        }.items():
+            if name not in vars(cls):
+                setattr(cls, name, functools.reduce(lambda test, mark: mark(test), marks, _copied(getattr(TechniqueSuite, name))))
+
+    @classmethod
+    def default(cls) -> Technique:
+        """The technique with default knobs."""
+        return cls.technique(kind=cls.technique.__module__.rpartition(".")[2])
+
+    # -- the catalogue -----------------------------------------------------------------------------------------------------
+
+    def test_kind_is_the_file_and_slot_the_folder(self) -> None:
+        """`find(slot, kind)` is this class, and its record tells what it stands for."""
+        technique = self.default()
+        assert technique.kind in kinds(self.technique.slot)
+        assert find(self.technique.slot, technique.kind) is self.technique
+        assert f".{self.technique.slot}.{technique.kind}" in self.technique.__module__
+        assert self.technique.title
+        assert self.technique.source
+        assert json.dumps(technique.record(target_of(technique)))
+
+    def test_survives_yaml_and_json(self, variant: Technique) -> None:
+        """A config that holds it is equal after a round trip."""
+        config = TunedConfig(settings=Settings.of(Execution(), {variant.slot: variant}))
+        assert load_config(dump_yaml(config)) == config
+        assert load_config(json.loads(json.dumps(config.document()))) == config
+        assert config.settings.technique(variant.slot) == variant
+
+    def test_plan_is_plain_data_and_stable(self, model: str, variant: Technique) -> None:
+        """Two plans for one program have one hash, and survive JSON."""
+        program, target = plain_program(self.models[model]), target_of(variant)
+        one, other = variant.plan(program, target), variant.plan(program, target)
+        assert one.sha256 == other.sha256
+        assert type(one).model_validate_json(one.model_dump_json()) == one
+
+    # -- against the plain model --------------------------------------------------------------------------------------------
+
+    def test_trains_as_the_plain_model(self, model: str, variant: Technique) -> None:
+        """Losses, every gradient, and the weights and buffers after three optimizer steps, in its class of exactness."""
+        self.check_training(model, variant)
+
+    def test_rewrite_equals_the_recording_of_apply(self, model: str, variant: Technique) -> None:
+        """Ops, live bytes of every tier at every op, and bytes on every link."""
+        self.check_drift(model, variant)
+
+    def test_failed_apply_leaves_everything_untouched(self, variant: Technique) -> None:
+        """Whatever fails, and wherever in `apply`, the model and its optimizer train as if nothing had been tried."""
+        self.check_untouched(self._quick()[0], variant)
+
+    def test_audit_tells_whether_it_is_in_effect(self) -> None:
+        """The audit passes after a step, and fails when a parameter is in no group or the technique was undone."""
+        workload, model, optimizer = build(self.models[self._quick()[0]])
+        tuned = apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)
+        one_step(workload, model, optimizer, tuned, seed=SEED)
+        assert tuned.audit()
+        self._must_notice(tuned, self.sabotage)
+        self._must_notice(tuned, lambda tuned: tuned.optimizer.param_groups[0]["params"].clear() or tuned._context.represented.clear())
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        """Undo the technique behind memtune's back; False where there is nothing to undo."""
+        table = tuned._context.activations
+        claimed = any(region.recompute or region.move for region in table.regions)
+        table.remove()
+        return claimed
+
+    def _must_notice(self, tuned: Tuned, change: Any) -> None:
+        import pytest
+
+        if change(tuned) is not False:
+            with pytest.raises(ApplyError):
+                tuned.audit()
+
+    # -- the suite itself ----------------------------------------------------------------------------------------------------
+
+    def test_suite_fails_under(self, mutation: Mutation) -> None:
+        """The check that should show a seeded defect does."""
+        if mutation.needs and mutation.needs not in self.models:
+            import pytest
+
+            pytest.skip(f"no model {mutation.needs} in this suite")
+        check = {"drift": self.check_drift, "training": self.check_training, "untouched": self.check_untouched}[mutation.shown_by]
+        model = mutation.needs or self._quick()[0]
+        plain(self.models[model])  # what it is compared with is made before the defect
+        variant = (self.variants or (self.default(),))[0]
+        with mutation.seed(self.technique):
+            try:
+                check(model, variant)
+            except (AssertionError, MemtuneError):
+                return
+        raise AssertionError(f"nothing failed although {mutation}")
+
+    # -- the checks ----------------------------------------------------------------------------------------------------------
+
+    def check_training(self, model: str, variant: Technique) -> None:
+        """Raise AssertionError where training with `variant` differs from the plain model's."""
+        path = self.models[model]
+        tolerance = self.tolerance if self.technique.exactness is not Exactness.BITWISE else 0.0
+        found = differences(train(path, variant), plain(path), tolerance)
+        assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
+
+    def check_drift(self, model: str, variant: Technique) -> None:
+        """Raise AssertionError where the recording of `apply` differs from `rewrite`."""
+        found = drift(self.models[model], variant)
+        assert not found, found
+
+    def check_untouched(self, model: str, variant: Technique) -> None:
+        """Raise AssertionError where a failure in `apply` leaves a trace."""
+        path = self.models[model]
+        calls = _Failing(None)
+        workload, net, optimizer = build(path)
+        with calls:
+            apply(net, optimizer, {"settings": settings_of(variant)}, strict=False)
+        for at in sorted({1, calls.count // 3, calls.count // 2, calls.count * 4 // 5, calls.count} - {0}):
+            workload, net, optimizer = build(path)
+            one_step(workload, net, optimizer, None, seed=SEED)  # so that there is optimizer state to lose
+            before = _state(net, optimizer)
+            try:
+                with _Failing(at):
+                    apply(net, optimizer, {"settings": settings_of(variant)}, strict=False)
+            except _InjectedError:
+                pass
+            assert _state(net, optimizer) == before, f"call {at} of {calls.count} failed and left a trace"
+            got = one_step(workload, net, optimizer, None, seed=SEED + 1)
+            workload, net, optimizer = build(path)
+            one_step(workload, net, optimizer, None, seed=SEED)
+            wanted = one_step(workload, net, optimizer, None, seed=SEED + 1)
+            assert torch.equal(got[0], wanted[0])
+            assert all(torch.equal(got[1][name], wanted[1][name]) for name in wanted[1])
+
+    def _quick(self) -> tuple[str, ...]:
+        return self.quick or tuple(self.models)[:1]
+
+
+class _InjectedError(Exception):
+    """The failure that the suite injects."""
+
+
+class _Failing:
+    """Inside, the `at`-th call of a function of memtune's mechanisms fails; with None, calls are only counted."""
+
+    def __init__(self, at: int | None) -> None:
+        self.count, self._at = 0, at
+
+    def __enter__(self) -> _Failing:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(_OURS) or name.endswith(".context"):  # the way back itself does not fail
+            return
+        self.count += 1
+        if self.count == self._at:
+            raise _InjectedError
+
+
+def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What must be as it was, by identity: modules and their attributes, parameters, optimizer groups, state and hooks."""
+    modules = {name: (type(module), {key: _ids(value) for key, value in vars(module).items()}) for name, module in model.named_modules()}
+    return {
+        "modules": modules,
+        "parameters": [(name, id(parameter), parameter._version) for name, parameter in model.named_parameters()],
+        "groups": [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups],
+        "state": {id(parameter): {key: _ids(value) for key, value in state.items()} for parameter, state in optimizer.state.items()},
+        "optimizer": {key: _ids(value) for key, value in vars(optimizer).items() if "hooks" in key},
+    }
+
+
+def _ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): id(each) for key, each in value.items()}
+    return id(value) if isinstance(value, Tensor) else type(value)
+
+
+def _named(technique: Technique) -> str:
+    knobs = ",".join(f"{name}={value}" for name, value in technique.knobs() if value != type(technique).model_fields[name].default)
+    return f"{technique.kind}({knobs})" if knobs else technique.kind
+
+
+def _copied(function: Any) -> Any:
+    """A function of its own with the same body, so that marks on it stay with one suite."""
+    twin = type(function)(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    return functools.update_wrapper(twin, function, updated=())

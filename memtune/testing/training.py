@@ -1,0 +1,139 @@
+"""Real training under a config, step by step, and what differs from the plain model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtune._apply import Tuned, apply
+from memtune.runtime.loop import accumulate
+from memtune.runtime.prepare import prepare_model
+from memtune.runtime.tiers import HOST, tier
+from memtune.technique import Technique
+from memtune.workload import Workload
+
+CPU = torch.device("cpu")
+SEED = 7
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a few training steps gave, copied."""
+
+    losses: list[Tensor]
+    gradients: list[dict[str, Tensor]]
+    """By parameter name, one mapping per step; parameters without a gradient are left out."""
+    weights: dict[str, Tensor]
+    """Parameters and buffers after the last step."""
+
+
+def settings_of(*techniques: Technique) -> dict[str, Any]:
+    """`settings` of a config that holds the given techniques, as plain data."""
+    from memtune.config import Settings
+    from memtune.search_spaces.execution import Execution
+
+    return Settings.of(Execution(), {each.slot: each for each in techniques}).dump()
+
+
+def build(path: Path) -> tuple[Workload, nn.Module, Optimizer]:
+    """The workload in `path`, its model in training mode, and its optimizer, from a fixed seed."""
+    workload = Workload.load(path)
+    torch.manual_seed(SEED)
+    model = prepare_model(workload.build_model()).train()
+    return workload, model, workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+
+
+def train(path: Path, *techniques: Technique, steps: int = 3, micro_batches: int = 2, size: int = 2) -> Run:
+    """Train the workload in `path` for a few optimizer steps with `techniques` applied; none of them: the plain model.
+
+    Args:
+        path: The workload's file.
+        techniques: One per slot, in any order.
+        steps: Optimizer steps.
+        micro_batches: Micro-batches per step.
+        size: Samples per micro-batch.
+    """
+    workload, model, optimizer = build(path)
+    tuned = apply(model, optimizer, {"settings": settings_of(*techniques)}, strict=False) if techniques else None
+    losses, gradients = [], []
+    for step in range(steps):
+        loss, gradient = one_step(workload, model, optimizer, tuned, seed=SEED + 1 + step, micro_batches=micro_batches, size=size)
+        losses.append(loss)
+        gradients.append(gradient)
+    if tuned is not None:
+        tuned.audit()
+    state = model.state_dict() if tuned is None else tuned.state_dict()["model"]
+    return Run(losses, gradients, {name: whole(value).clone() for name, value in state.items()})
+
+
+@cache
+def plain(path: Path) -> Run:
+    """`train` without techniques, once per process."""
+    return train(path)
+
+
+def one_step(
+    workload: Workload,
+    model: nn.Module,
+    optimizer: Optimizer,
+    tuned: Tuned | None,
+    *,
+    seed: int,
+    micro_batches: int = 2,
+    size: int = 2,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One optimizer step whose batches and random numbers follow from `seed`; returns loss and gradients."""
+    torch.manual_seed(seed)
+    with tier(HOST):
+        batches = [workload.make_batch(size) for _ in range(micro_batches)]
+    runner = model if tuned is None else tuned.model
+    sync = None if tuned is None else tuned._context.sync
+    loss = accumulate(runner, workload.loss, batches, CPU, sync=sync or (lambda last: nullcontext()))
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss, gradients
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach()
+
+
+def differences(got: Run, wanted: Run, tolerance: float = 0.0) -> list[str]:
+    """What is not equal, one line each.
+
+    Args:
+        got: A run with techniques.
+        wanted: The plain model's.
+        tolerance: Largest difference allowed, relative to the largest value of the tensor; 0 asks for equal bits.
+    """
+    found = []
+    for step, (one, other) in enumerate(zip(got.losses, wanted.losses, strict=True)):
+        if not _equal(one, other, tolerance):
+            found.append(f"loss of step {step}: {one.item()!r} against {other.item()!r}")
+    for step, (mine, theirs) in enumerate(zip(got.gradients, wanted.gradients, strict=True)):
+        found += _named(f"gradient of step {step}", mine, theirs, tolerance)
+    return found + _named("after the last step", got.weights, wanted.weights, tolerance)
+
+
+def _named(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> list[str]:
+    if set(mine) != set(theirs):
+        return [f"{what}: only one of the two has {sorted(set(mine) ^ set(theirs))[:3]}"]
+    return [f"{what}: {name}" for name in theirs if not _equal(mine[name], theirs[name], tolerance)]
+
+
+def _equal(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if tolerance == 0 or not one.is_floating_point():
+        return torch.equal(one, other)
+    scale = float(other.abs().max()) if other.numel() else 0.0
+    return one.shape == other.shape and bool(((one - other).abs() <= tolerance * max(scale, 1e-30)).all())
