@@ -97,7 +97,8 @@ def run(rank: _Rank) -> dict[str, Any]:
         rank.say(stage=f"step {step + 1}/{trial.warmup_steps + trial.steps}", device_bytes=ledger.live_bytes())
         _step(rank, workload, tuned, step, measured)
     measured.note_peaks(ledger)
-    return _record(rank, tuned, ledger, measured)
+    samples = _micro_batch(rank, workload, tuned) * tuned.config.settings.execution.accumulate * rank.world
+    return {**_record(tuned, ledger, measured), "samples_per_step": samples}
 
 
 def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module]:
@@ -170,14 +171,20 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
 def _batches(rank: _Rank, workload: Workload, tuned: Tuned, step: int) -> list[Any]:
     """This rank's samples of the step, the same for every config, cut into the config's micro-batches."""
     execution = tuned.config.settings.execution
-    wanted = rank.trial.global_batch or workload.global_batch
-    micro = execution.micro_batch or (wanted // rank.world // execution.accumulate if wanted else 1)
+    micro = _micro_batch(rank, workload, tuned)
     torch.manual_seed((rank.trial.seed + 1) * 7919 + step * 104_729 + rank.rank)
     with tier(HOST):
         if execution.accumulate == 1:
             return [workload.make_batch(micro)]
         parts = split_batch(workload.make_batch(micro * execution.accumulate), execution.accumulate)
         return parts if isinstance(parts, list) else [workload.make_batch(micro) for _ in range(execution.accumulate)]
+
+
+def _micro_batch(rank: _Rank, workload: Workload, tuned: Tuned) -> int:
+    """Samples of one micro-batch: the config's, else what its accumulation leaves of this rank's share of the global batch."""
+    execution = tuned.config.settings.execution
+    wanted = rank.trial.global_batch or workload.global_batch
+    return execution.micro_batch or (max(1, wanted // rank.world // execution.accumulate) if wanted else 1)
 
 
 def _synchronise(rank: _Rank) -> None:
@@ -187,7 +194,7 @@ def _synchronise(rank: _Rank) -> None:
         torch.cuda.synchronize()
 
 
-def _record(rank: _Rank, tuned: Tuned, ledger: Ledger, measured: _Measured) -> dict[str, Any]:
+def _record(tuned: Tuned, ledger: Ledger, measured: _Measured) -> dict[str, Any]:
     return {
         "status": "ok",
         "peak_allocated_bytes": measured.peak_allocated,
@@ -205,7 +212,9 @@ def _record(rank: _Rank, tuned: Tuned, ledger: Ledger, measured: _Measured) -> d
 def main() -> int:
     """Run this rank; whatever happens ends in one record, out of memory and bad configs included."""
     trial = Trial.model_validate_json(Path(os.environ["MEMTUNE_TRIAL_FILE"]).read_text())
-    place = {name: int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
+    place = {
+        name: int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    }
     rank = _Rank(trial, place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"], int(os.environ["MEMTUNE_REPORT_FD"]))
     rank.say(stage="starting")
     try:
@@ -217,7 +226,10 @@ def main() -> int:
         result = {"status": "crash", "reason": " ".join(str(error).split())}
     except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
         traceback.print_exc(file=sys.stderr)
-        result = {"status": "crash", "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
+        result = {
+            "status": "crash",
+            "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
+        }
     rank.say(result=result)
     if dist.is_initialized() and result["status"] == "ok":
         dist.destroy_process_group()
