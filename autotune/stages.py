@@ -36,6 +36,10 @@ class Stages:
     log: events.EventLog
     resumed: bool
 
+    def __post_init__(self) -> None:
+        setup = self.driver.setup
+        self._proposer = Proposer(self.scores, setup.scorer, self.sampler, setup.goal, self._pruned)
+
     def run(self, logged: set[int]) -> SearchOutcome:
         """All stages; whatever ends the search says so in the log."""
         try:
@@ -44,7 +48,9 @@ class Stages:
                 again = self.driver.restore(self.sampler.trials(), logged)
                 self._guards(again)
                 self.driver.run_all(job for job in again if job.role != "guard")
-                self._candidates()
+                self._candidates(self.driver.options.trials // 2)  # by then the interval has trials behind it
+                self._audit()
+                self._candidates(self.driver.options.trials)
                 self._audit()
                 self._largest_batch()
                 self._repeats()
@@ -124,25 +130,28 @@ class Stages:
         """The entry of the scores for a candidate, whose prediction may be finer."""
         return self.scores.by_key.get(scored.key, scored)
 
-    def _candidates(self) -> None:
-        driver, options = self.driver, self.driver.options
-        proposer = Proposer(self.scores, driver.setup.scorer, self.sampler, driver.setup.goal, self._pruned)
-        keep_free = 0 if any(each.job.role == "audit" for each in driver.finished) else 1  # for the audit
+    def _candidates(self, until: int) -> None:
+        """Run what is proposed until so many trials have been counted, one of all being kept for the audit."""
+        driver = self.driver
+        keep_free = 0 if self._is_audited() else 1
 
         def next_job() -> Job | None:
-            if driver.n_trials + keep_free >= options.trials or self._out_of_time():
+            if driver.n_trials >= min(until, driver.options.trials - keep_free) or self._out_of_time():
                 return None
-            proposal = proposer.next(driver.pruner, driver.tried, driver.best_value())
+            proposal = self._proposer.next(driver.pruner, driver.tried, driver.best_value())
             if proposal is None:
                 return None
             return Job("search", proposal.scored, number=proposal.number)
 
         driver.drive(next_job)
 
+    def _is_audited(self) -> bool:
+        return any(each.job.role == "audit" for each in self.driver.finished)
+
     def _audit(self) -> None:
-        """Run the pruned candidate that came closest; where it fits, the interval was too narrow and the search goes on."""
+        """Run the pruned candidate that came closest; where it fits, the interval was too narrow and the rest is reconsidered."""
         driver = self.driver
-        if driver.stopped or any(each.job.role == "audit" for each in driver.finished):
+        if driver.stopped or self._is_audited():
             return
         left = (each for each in self.scores.by_key.values() if each.key not in driver.tried)
         borderline = driver.pruner.borderline(left)
@@ -161,7 +170,6 @@ class Stages:
             f"audit: a pruned candidate fits, so the interval was too narrow; {pruned - now} of {pruned} reconsidered",
             warning=True,
         )
-        self._candidates()
 
     def _largest_batch(self) -> None:
         """Goal batch: bisect between the largest micro-batch that fits and the next one of the same techniques that does not."""

@@ -1,0 +1,465 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from search_world import AXES, GPT, prepared, truth
+
+from memtune.autotune import events, study
+from memtune.autotune.candidates import Choice
+from memtune.autotune.control import Control
+from memtune.autotune.events import read_events
+from memtune.autotune.options import SearchOptions
+from memtune.autotune.outcome import SearchOutcome
+from memtune.autotune.scoring import Scored
+from memtune.autotune.store import StudyFolder
+from memtune.config import load_config
+from memtune.errors import EnvironmentFault, MemtuneError, NothingFits, UsageError
+from memtune.executors.base import Trial, TrialResult
+from memtune.executors.simulated import SimulatedExecutor
+from memtune.search_spaces.execution import Execution
+
+BUDGET = 6 * 2**20  # the plain model needs 8.1 MiB, full recompute 4.9
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "prepare", prepared)
+
+
+def asked(**changes: Any) -> SearchOptions:
+    base = SearchOptions(
+        workload=GPT, device="cpu", axes=AXES, budget_bytes=BUDGET, trials=8, repeats=1, study="s", out=Path("tuned.yaml")
+    )
+    return replace(base, **changes)
+
+
+def run(
+    options: SearchOptions, predict: Callable[[Trial], TrialResult] | None = None, control: Control | None = None, slots: int = 1
+) -> SearchOutcome:
+    return study.search(options, control, executor=SimulatedExecutor(predict or truth(options), slots=slots))
+
+
+def log() -> list[Any]:
+    return list(read_events(".memtune/s/events.jsonl"))
+
+
+def of(kind: type[Any]) -> list[Any]:
+    return [each for each in log() if isinstance(each, kind)]
+
+
+def test_a_search_measures_guards_audits_confirms_and_writes_what_can_be_loaded():
+    outcome = run(asked())
+    assert outcome.status == "done"
+    assert outcome.exit_code == 0
+    roles = [each["role"] for each in outcome.trials]
+    assert roles.count("guard") == 2
+    assert roles.count("audit") == 1
+    assert roles.count("confirm") == 1
+    assert roles[-1] == "confirm"
+    assert sum(role in ("guard", "search", "audit") for role in roles) == 8
+    written = load_config("tuned.yaml")
+    assert written.document() == outcome.config
+    assert outcome.tuned is not None
+    assert outcome.tuned.settings == written.settings
+    certificate = written.certificate
+    assert certificate["fits"] is True
+    assert certificate["confirmed_in_fresh_process"] is True
+    assert certificate["confirmed_peak_bytes"] <= BUDGET
+    assert SearchOutcome.from_dict(outcome.to_dict()) == outcome
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_ships_fits_and_is_never_worse_than_a_guard(seed: int):
+    options = asked(seed=seed, budget_bytes=[5, 6, 7, 8, 9, 12][seed] * 2**20)
+    outcome = run(options, truth(options, peak=0.1, step=1.0))
+    assert outcome.measured is not None
+    assert outcome.measured["peak_bytes"] <= (options.budget_bytes or 0)
+    fitting = [each for each in outcome.trials if each["status"] == "ok"]
+    guards = [each for each in fitting if each["role"] == "guard"]
+    worst_noise = 1.03
+    assert all(outcome.measured["step_s"] <= each["step_s"] * worst_noise for each in guards)
+    searched = {each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")}
+    assert len(searched) == sum(each["role"] in ("guard", "search", "audit") for each in outcome.trials)
+
+
+def test_several_trials_at_a_time_keep_the_limit():
+    outcome = run(asked(slots=3), slots=3)
+    assert sum(each["role"] in ("guard", "search", "audit") for each in outcome.trials) == 8
+
+
+def test_the_log_tells_the_whole_story():
+    outcome = run(asked())
+    assert len(of(events.TrialFinished)) == len(outcome.trials)
+    assert [each.status for each in of(events.SearchFinished)] == ["done"]
+    assert of(events.SearchFinished)[0].best_number == next(
+        each["number"]
+        for each in outcome.trials
+        if each["settings"] == outcome.config["settings"]  # type: ignore[index]
+    )
+    assert of(events.CandidatesScored)[0].n_candidates > 50
+    assert of(events.Calibrated)[-1].n_trials > 3
+
+
+def test_when_the_plain_setting_is_best_it_is_written_and_said():
+    options = asked(budget_bytes=64 * 2**20)
+    honest = truth(options, noise=0.0, step=0.0)
+
+    def plain_is_fast(trial: Trial) -> TrialResult:
+        result = honest(trial)
+        is_plain = trial.config["settings"] == {"execution": {"micro_batch": 8}}
+        return result.model_copy(update={"step_s_all": [1.0 if is_plain else 2.0] * 3, "step_s": 1.0 if is_plain else 2.0})
+
+    outcome = run(options, plain_is_fast)
+    assert "your own setting" in outcome.message
+    assert load_config("tuned.yaml").settings.techniques == ()
+
+
+def test_nothing_fits_says_the_closest_by_how_much_and_what_would_help():
+    options = asked(budget_bytes=2 * 2**20)
+    with pytest.raises(NothingFits) as caught:
+        run(options, truth(options, peak=0.0))
+    message = str(caught.value)
+    assert "MT301" in message
+    assert "short by" in message
+    assert "--max-memory" in message
+    assert of(events.SearchFinished)[0].status == "nothing_fits"
+    assert not Path("tuned.yaml").exists()
+
+
+def test_a_budget_below_the_weights_is_said_before_any_trial():
+    def never(trial: Trial) -> TrialResult:
+        raise AssertionError("a trial was run")
+
+    with pytest.raises(NothingFits, match="the weights alone need") as caught:
+        run(asked(budget_bytes=300_000), never)
+    assert "234,880 parameters" in caught.value.evidence
+
+
+def test_an_audit_that_fits_widens_the_interval_and_the_search_goes_on():
+    options = asked(trials=14)
+    honest = truth(options, peak=0.0)
+
+    def smaller(trial: Trial) -> TrialResult:
+        needs = honest(trial.model_copy(update={"budget_bytes": None}))
+        peak = round((needs.peak_allocated_bytes or 0) * 0.7)
+        return needs.model_copy(update={"peak_allocated_bytes": peak, "peak_reserved_bytes": peak})
+
+    # The interval narrows to what the first trials show; only the audited ones are far below it.
+    seen: list[str] = []
+
+    def first_honest(trial: Trial) -> TrialResult:
+        seen.append(str(trial.number))
+        result = honest(trial)
+        return smaller(trial) if result.status == "oom" and len(seen) > 5 else result
+
+    outcome = run(options, first_honest)
+    notes = [each.text for each in of(events.Note)]
+    assert any("interval was too narrow" in text for text in notes)
+    assert any(each["role"] == "audit" and each["status"] == "ok" for each in outcome.trials)
+
+
+def test_an_audit_that_does_not_fit_is_shown():
+    run(asked())
+    assert any(each.text.startswith("audit: the pruned candidate") for each in of(events.Note))
+
+
+def test_losses_that_disagree_make_a_trial_invalid():
+    options = asked()
+    honest = truth(options)
+
+    def wrong(trial: Trial) -> TrialResult:
+        result = honest(trial)
+        if "activations" in trial.config["settings"].get("offload", {}) and result.status == "ok":
+            return result.model_copy(update={"losses": [5.0, 3.0, 1.0], "step_s_all": [1e-6] * 3, "step_s": 1e-6})
+        return result
+
+    outcome = run(options, wrong)
+    bad = [each for each in outcome.trials if each["reason"].startswith("invalid")]
+    assert bad
+    assert all(each["status"] == "unfit" for each in bad)
+    assert "activations" not in outcome.config["settings"].get("offload", {})  # type: ignore[index]
+
+
+def test_the_same_crash_five_times_stops_and_is_shown_once():
+    calls = []
+
+    def crash(trial: Trial) -> TrialResult:
+        calls.append(trial.number)
+        return TrialResult(
+            number=trial.number, status="crash", reason=f"RuntimeError: boom at 0x{trial.number}", log_tail="model.py:88"
+        )
+
+    with pytest.raises(UsageError) as caught:
+        run(asked(trials=20), crash)
+    assert caught.value.code == "MT302"
+    assert "boom" in str(caught.value)
+    assert len(calls) == 5
+
+
+def test_a_winner_that_fails_when_confirmed_is_replaced_by_the_next():
+    options = asked(repeats=0)
+    honest = truth(options)
+    done: dict[str, int] = {}
+
+    def flaky(trial: Trial) -> TrialResult:
+        key = str(trial.config["settings"])
+        done[key] = done.get(key, 0) + 1
+        first_confirmed = done[key] == 2 and sum(count == 2 for count in done.values()) == 1
+        return TrialResult(number=trial.number, status="oom", reason="fragmented") if first_confirmed else honest(trial)
+
+    outcome = run(options, flaky)
+    confirms = [each for each in outcome.trials if each["role"] == "confirm"]
+    assert [each["status"] for each in confirms] == ["oom", "ok"]
+    assert outcome.config["settings"] == confirms[1]["settings"] != confirms[0]["settings"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_ctrl_c_keeps_the_best_so_far(after: int):
+    options, control = asked(), Control()
+    honest = truth(options)
+
+    def interrupting(trial: Trial) -> TrialResult:
+        if trial.number == after:
+            control.interrupt()
+        return honest(trial)
+
+    outcome = run(options, interrupting, control)
+    assert outcome.interrupted
+    assert outcome.exit_code == 130
+    assert Path("tuned.yaml").exists() == (outcome.config is not None)
+    assert (outcome.config is not None) == (after >= 1)  # trial 0, the plain setting, does not fit
+    assert of(events.SearchFinished)[0].status == "interrupted"
+
+
+def test_a_real_ctrl_c_ends_the_search_orderly():
+    options = asked()
+    honest = truth(options)
+
+    def signalling(trial: Trial) -> TrialResult:
+        if trial.number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest(trial)
+
+    outcome = run(options, signalling)
+    assert outcome.exit_code == 130
+    assert Path("tuned.yaml").exists()
+
+
+def test_an_interrupted_search_goes_on_where_it_was_and_ends_like_another():
+    options, control = asked(), Control()
+    honest = truth(options)
+    run(options, lambda trial: (control.interrupt() if trial.number == 4 else None, honest(trial))[1], control)
+    told = [(each.number, each.result) for each in of(events.TrialFinished)]
+    outcome = run(replace(options, resume=True, force=True))
+    assert outcome.status == "done"
+    assert [(each.number, each.result) for each in of(events.TrialFinished)][: len(told)] == told
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    assert len(counted) == 8
+    assert len(set(counted)) == 8
+
+
+def test_a_finished_study_prints_its_result_however_often():
+    outcome = run(asked())
+
+    def never(trial: Trial) -> TrialResult:
+        raise AssertionError("a trial was run")
+
+    for _ in range(3):
+        Path("tuned.yaml").unlink()
+        again = run(asked(resume=True), never)
+        assert again.config == outcome.config
+        assert load_config("tuned.yaml").document() == outcome.config
+
+
+def test_a_changed_budget_is_refused_with_the_difference():
+    control = Control()
+    control.stop()
+    run(asked(), control=control)
+    with pytest.raises(UsageError, match="made for something else") as caught:
+        run(asked(budget_bytes=BUDGET + 1, resume=True))
+    assert f"options.budget_bytes: {BUDGET} → {BUDGET + 1}" in caught.value.evidence
+
+
+def test_a_study_in_use_is_refused_at_once():
+    with StudyFolder(Path(".memtune/s")), pytest.raises(EnvironmentFault, match=f"in use by pid {os.getpid()}"):
+        run(asked())
+
+
+def test_a_damaged_study_is_rebuilt_from_the_event_log():
+    options, control = asked(), Control()
+    honest = truth(options)
+    run(options, lambda trial: (control.interrupt() if trial.number == 5 else None, honest(trial))[1], control)
+    told = {each.summary for each in of(events.TrialFinished)}
+    Path(".memtune/s/study.db").write_bytes(b"garbage" * 1000)
+    outcome = run(replace(options, resume=True, force=True))
+    assert told <= {each["summary"] for each in outcome.trials}
+    assert Path(".memtune/s/study.db.corrupt").exists()
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    assert len(counted) == len(set(counted)) == 8
+
+
+def test_goal_memory_ships_the_lowest_peak_that_was_measured():
+    outcome = run(asked(goal="memory"))
+    assert outcome.measured is not None
+    assert outcome.measured["peak_bytes"] == min(
+        each["peak_allocated_bytes"] for each in outcome.trials if each["status"] == "ok"
+    )
+
+
+def test_goal_batch_ships_the_largest_micro_batch_that_fits():
+    options = asked(goal="batch", trials=24)
+    outcome = run(options, truth(options, peak=0.0))
+    assert outcome.config is not None
+    sizes = {
+        each["status"] == "ok": each["settings"]["execution"]["micro_batch"]
+        for each in sorted(outcome.trials, key=lambda each: each["settings"]["execution"]["micro_batch"])
+        if each["status"] == "ok"
+    }
+    assert outcome.config["settings"]["execution"]["micro_batch"] == sizes[True] > 8
+    made = prepared(options)
+    winner = Choice.from_document(outcome.config["settings"])
+    size = winner.execution.micro_batch or 0
+    larger = made.scorer.score(Choice(Execution(micro_batch=size + max(2, size // 16)), winner.techniques))
+    assert isinstance(larger, Scored)
+    assert larger.prediction.peak_allocated_bytes > BUDGET
+
+
+def test_a_dry_run_touches_nothing():
+    outcome = run(asked(dry_run=True))
+    assert outcome.status == "dry_run"
+    assert len(outcome.trials) == 8
+    assert list(Path().iterdir()) == []
+
+
+def test_without_a_name_each_search_gets_its_own_study_and_resume_takes_the_last():
+    options = asked(study=None)
+    assert study.study_folder(options).name == "gpt-1"
+    Path(".memtune/gpt-7").mkdir(parents=True)
+    assert study.study_folder(options).name == "gpt-8"
+    assert study.study_folder(replace(options, resume=True)).name == "gpt-7"
+    assert study.study_folder(replace(options, study="elsewhere/s")).path == Path("elsewhere/s")
+
+
+def test_an_existing_output_is_refused_before_anything_runs():
+    Path("tuned.yaml").write_text("mine")
+    with pytest.raises(UsageError, match="exists"):
+        run(asked())
+    assert Path("tuned.yaml").read_text() == "mine"
+    assert not Path(".memtune").exists()
+
+
+def test_time_is_a_limit_that_leaves_room_for_the_confirmation():
+    options = asked(time_s=0.0, trials=50)
+    outcome = run(options)
+    roles = [each["role"] for each in outcome.trials]
+    assert roles.count("guard") == 2
+    assert "search" not in roles
+    assert roles[-1] == "confirm"
+
+
+def test_a_pause_holds_back_trials_until_it_ends():
+    options, control = asked(), Control()
+    honest = truth(options)
+    paused_at: list[float] = []
+
+    def pausing(trial: Trial) -> TrialResult:
+        if trial.number == 2 and not paused_at:
+            control.pause()
+            paused_at.append(time.monotonic())
+            threading.Timer(0.6, lambda: control.pause(False)).start()
+        return honest(trial)
+
+    outcome = run(options, pausing, control)
+    kinds = [type(each) for each in log()]
+    assert kinds.count(events.Paused) == kinds.count(events.Resumed) == 1
+    between = kinds[kinds.index(events.Paused) : kinds.index(events.Resumed)]
+    assert events.TrialStarted not in between
+    assert outcome.status == "done"
+
+
+def test_drift_of_the_machine_is_flagged():
+    options = asked(repeats=2)
+    honest = truth(options, noise=0.001)
+    outcome = run(options, lambda trial: slower(honest(trial), 1.0 + 0.02 * trial.number))
+    assert outcome.status == "done"
+    assert any("the machine is busy" in each.text for each in of(events.Note) if each.level == "warning")
+
+
+def slower(result: TrialResult, factor: float) -> TrialResult:
+    if result.step_s is None:
+        return result
+    return result.model_copy(
+        update={"step_s": result.step_s * factor, "step_s_all": [each * factor for each in result.step_s_all]}
+    )
+
+
+DRIVER = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from search_world import prepared, truth
+from memtune.autotune import study
+from memtune.executors.simulated import SimulatedExecutor
+from test_study_options import OPTIONS
+study.prepare = prepared
+study.search(OPTIONS, executor=SimulatedExecutor(truth(OPTIONS)))
+"""
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 17))])
+def test_kill_9_at_a_random_moment_loses_at_most_what_ran(seed: int, tmp_path: Path):
+    options = asked(force=True, resume=True, study=str(tmp_path / "killed"), out=tmp_path / "tuned.yaml")
+    (tmp_path / "test_study_options.py").write_text(
+        f"from pathlib import Path, PosixPath\nfrom memtune.autotune.options import SearchOptions\nOPTIONS = {options!r}\n"
+    )
+    program = DRIVER.format(path=[str(tmp_path), *sys.path])
+    moments = random.Random(seed)
+    kept: dict[int, Any] = {}
+    log_path = tmp_path / "killed" / "events.jsonl"
+    for _ in range(2):
+        process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+        target = moments.randint(3, 9)  # events of this process after which it is killed, while it goes on writing
+        before = len(list(read_events(log_path)))
+        while process.poll() is None and len(list(read_events(log_path))) < before + target:
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+        told = {each.number: each.result for each in read_events(log_path) if isinstance(each, events.TrialFinished)}
+        assert kept.items() <= told.items()
+        kept = told
+    outcome = study.search(options, executor=SimulatedExecutor(truth(options)))
+    rows = {each["number"]: each for each in outcome.trials}
+    assert kept.keys() <= rows.keys()
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    assert len(counted) == len(set(counted)) == 8
+
+
+def test_real_trials_on_this_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    Path("run").mkdir(exist_ok=True)
+    options = asked(trials=3, repeats=0, study=str(Path("run/s").resolve()), out=Path("run/tuned.yaml"), axes=("recompute",))
+    outcome = study.search(options)
+    statuses = {each["name"]: each["status"] for each in outcome.trials if each["role"] == "guard"}
+    assert statuses == {"plain": "oom", "full recompute": "ok"}
+    assert outcome.measured is not None
+    assert outcome.measured["peak_bytes"] <= BUDGET
+    certificate = load_config("run/tuned.yaml").certificate
+    assert certificate["confirmed_in_fresh_process"]
+    assert certificate["largest_relative_loss_difference"] < 1e-5
+
+
+def test_every_error_is_one_of_ours():
+    with pytest.raises(MemtuneError):
+        run(asked(trials=20), lambda trial: TrialResult(number=trial.number, status="timeout", reason="hung"))
