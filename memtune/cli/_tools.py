@@ -213,7 +213,7 @@ def config_show(config: Path, as_json: bool) -> int:
 
 def config_schema() -> int:
     """`memtune config schema`."""
-    from memtune.config_schema import config_schema as schema
+    from memtune.cli._schema import schema
 
     emit(schema())
     return 0

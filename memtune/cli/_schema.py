@@ -14,7 +14,7 @@ from memtune.search_spaces.execution import Execution
 _REF = "#/$defs/{model}"
 
 
-def config_schema() -> dict[str, Any]:
+def schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of a whole config: every slot with every technique that may stand in it."""
     by_slot = {slot: [find(slot, kind) for kind in kinds(slot)] for slot in SLOTS}
     models: list[type[BaseModel]] = [Execution, MadeFor, *(each for found in by_slot.values() for each in found)]
