@@ -14,10 +14,11 @@ struct Interval {
 // What runs on one resource, in order; intervals that touch become one.
 class Track {
  public:
-  double free_at() const { return intervals_.empty() ? 0 : intervals_.back().stop; }
+  double free_at() const { return free_at_; }
 
   void add(double start, double stop) {
     busy_s_ += stop - start;
+    free_at_ = stop;  // also after an op that takes no time: the next one still comes after it
     if (!intervals_.empty() && start <= intervals_.back().stop) {
       intervals_.back().stop = stop;
     } else if (stop > start) {
@@ -40,7 +41,7 @@ class Track {
 
  private:
   std::vector<Interval> intervals_;
-  double busy_s_ = 0;
+  double busy_s_ = 0, free_at_ = 0;
 };
 
 // Storages by the op that allocates them: `storages[first[op]] .. storages[first[op + 1]]`.

@@ -58,6 +58,16 @@ void a_copy_waits_for_a_computing_host_only() {
   CHECK(near(schedule(step.view(), 1, false).step_s, 5 + 1));     // issued at once
 }
 
+void an_op_without_duration_keeps_its_place() {
+  StepData step = copy_beside_compute();
+  step.op_resource = {kCompute, kToHost, kToHost, kToHost};
+  step.op_s = {2, 0, 1, 0};
+  step.use_op = {1};
+  step.use_storage = {0};
+  step.use_mutates = {0};
+  CHECK(near(schedule(step.view(), 1, false).step_s, 3));  // op 1 waits for op 0, and op 2 comes after op 1
+}
+
 void only_the_body_repeats() {
   StepData step = copy_beside_compute();
   step.op_phase = {kPrologue, kForward, kBackward, kOptimizer};
@@ -72,5 +82,6 @@ int main() {
   a_writer_waits_for_readers();
   the_host_issues_one_op_after_another();
   a_copy_waits_for_a_computing_host_only();
+  an_op_without_duration_keeps_its_place();
   only_the_body_repeats();
 }
