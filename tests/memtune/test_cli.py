@@ -81,6 +81,7 @@ BAD = [
     ("run nope.yaml -- true", 2, "no file nope.yaml"),
     ("run c.yaml", 2, "memtune run c.yaml -- python train.py"),
     ("run c.yaml -- no-such-program", 2, "no command no-such-program"),
+    ("run c.yaml -- no-such-program --json", 2, "no command no-such-program"),
     ("watch nothing", 3, "no study nothing"),
 ]
 

@@ -179,6 +179,13 @@ def test_scalars_follow_yaml_1_2():
     }
 
 
+@pytest.mark.parametrize(
+    "text", ["true", "Null", "NO", "", "~", "1", "1e3", ".inf", "- a", "a: b", "a #b", " a", "é", "\x85", "\U0001f600"]
+)
+def test_text_stays_text(text: str):
+    assert parse(flow({text: text})).data == {text: text}
+
+
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=("Cs",))),
     lambda inner: (
