@@ -187,7 +187,9 @@ class Step:
         """Bytes that autograd holds after forward, each storage once, parameters and what outlives the step left out."""
         rows = slice(None) if block is None else self.save_block == block
         storages = np.unique(self.save_storage[rows])
-        return int(self.bytes[storages][self.held_until[storages] != FOREVER].sum())
+        producer = self.producer[storages]
+        later = (producer >= 0) & (self.op_phase[producer] > Phase.FORWARD)  # made, or made again, by backward
+        return int(self.bytes[storages][(self.held_until[storages] != FOREVER) & ~later].sum())
 
     def saved_by_autograd(self) -> npt.NDArray[np.bool_]:
         """(m,) True where autograd holds the storage for backward."""

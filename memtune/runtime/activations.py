@@ -89,10 +89,12 @@ class ActivationTable:
         region.move, region.min_bytes = fraction, min_bytes
 
     def install(self) -> None:
-        """Wrap the forward of every region that has a claim."""
-        for region in self.regions:
+        """Wrap the forward of every region that has a claim, and of those at whose end a copy lands (Rule 6)."""
+        for before, region in zip([None, *self.regions], self.regions, strict=False):
             if region.recompute or region.move:
-                self._wrap(region)
+                self._wrap(region, self._claimed(region))
+            elif before is not None and before.move:
+                self._wrap(region, self._landing(region))
 
     def remove(self) -> None:
         """Give every region its own forward back."""
@@ -100,9 +102,8 @@ class ActivationTable:
             undo()
         self._undo.clear()
 
-    def _wrap(self, region: Region) -> None:
-        module, original = region.module, region.module.forward
-        had = "forward" in vars(module)
+    def _claimed(self, region: Region) -> Callable[..., Any]:
+        original = region.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -111,6 +112,21 @@ class ActivationTable:
             del args, kwargs  # the frame holds them (moved ones only as bytes on the host)
             return frame.run()
 
+        return forward
+
+    def _landing(self, region: Region) -> Callable[..., Any]:
+        original = region.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            self.region_ends(region)
+            return out
+
+        return forward
+
+    def _wrap(self, region: Region, forward: Callable[..., Any]) -> None:
+        module, original = region.module, region.module.forward
+        had = "forward" in vars(module)
         module.forward = forward  # type: ignore[method-assign]
 
         def undo() -> None:

@@ -1,15 +1,96 @@
-"""Recompute of every block: nothing inside a block is saved."""
+"""Recompute of every block: only what the blocks were called with is saved."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from zoo_paths import ZOO
 
+from memtune._apply import apply
+from memtune.program import Phase
 from memtune.search_spaces.recompute.full import Full
 from memtune.testing import TechniqueSuite, rewritten
+from memtune.testing.training import build, one_step, settings_of
+
+SAVED_BYTES = {
+    "autocast": 21_252, "cnn_bn": 263_140, "gpt": 165_636, "hf_llama": 171_524, "inplace_views": 27_648,
+    "lora": 25_348, "lstm": 33_300, "moe": 35_340, "tied": 58_892, "tobf16": 24_068,
+}  # fmt: skip
 
 
 class TestFull(TechniqueSuite):
     technique = Full
     models = ZOO
     quick = ("tied",)
+
+    @pytest.mark.parametrize("model", ZOO)
+    def test_saved_bytes(self, model: str) -> None:
+        assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
+
+    def test_each_block_saves_its_input_alone_and_its_ops_run_twice(self) -> None:
+        plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], self.default())
+        assert [step.saved_bytes(block) for block in range(4)] == [2 * 32 * 64 * 4] * 4  # (micro-batch, sequence, width) float32
+        inside = (step.op_block >= 0) & (step.op_phase == Phase.RECOMPUTE)
+        again = Counter(step.names[i] for i in step.op_name[inside])
+        first = Counter(plain.names[i] for i in plain.op_name[(plain.op_block >= 0) & (plain.op_phase == Phase.FORWARD)])
+        assert first["aten.addmm.default"] == 16  # qkv, out, up, down in each of 4 blocks
+        assert again["aten.addmm.default"] == 12  # the last matmul of a block comes after the last tensor that was saved
+        assert set(again) == set(first)
+
+    def test_batchnorm_statistics_are_those_of_one_forward(self) -> None:
+        workload, model, optimizer = build(ZOO["cnn_bn"])
+        tuned = apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)
+        one_step(workload, model, optimizer, tuned, seed=1, micro_batches=3)
+        assert model.get_submodule("layer1.0.bn1").num_batches_tracked == 3
+        other_workload, other, other_optimizer = build(ZOO["cnn_bn"])
+        one_step(other_workload, other, other_optimizer, None, seed=1, micro_batches=3)
+        assert all(torch.equal(one, two) for one, two in zip(model.buffers(), other.buffers(), strict=True))
+
+    def test_graph_that_is_kept_can_be_walked_twice(self) -> None:
+        gradients = []
+        for tuned in (True, False):
+            workload, model, optimizer = build(ZOO["gpt"])
+            if tuned:
+                apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)
+            torch.manual_seed(3)
+            loss = workload.loss(model, workload.make_batch(2))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+
+    def test_without_gradients_nothing_is_kept_or_run_twice(self) -> None:
+        workload, model, optimizer = build(ZOO["gpt"])
+        outputs = []
+        batch = workload.make_batch(2)
+        tuned = apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)
+        model.eval()
+        with torch.no_grad():
+            outputs.append(workload.loss(model, batch))
+        assert not tuned._context.activations.traffic.forwards
+        tuned._context.activations.remove()
+        outputs.append(workload.loss(model, batch).detach())
+        assert torch.equal(*outputs)
+
+    def test_inside_the_users_own_checkpoint(self) -> None:
+        gradients = []
+        for tuned in (True, False):
+            workload, model, optimizer = build(ZOO["tied"])
+            if tuned:
+                apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)
+            _checkpointed(model.layers)
+            torch.manual_seed(3)
+            workload.loss(model, workload.make_batch(2)).backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+
+
+def _checkpointed(layers: nn.ModuleList) -> None:
+    """The user wraps each block once more."""
+    for layer in layers:
+        inner = layer.forward
+        layer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)

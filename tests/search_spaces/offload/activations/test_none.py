@@ -1,0 +1,17 @@
+"""Activations stay where they are."""
+
+from __future__ import annotations
+
+from zoo_paths import ZOO
+
+from memtune.program import Resource
+from memtune.search_spaces.offload.activations.none import OnDevice
+from memtune.testing import TechniqueSuite, rewritten
+
+
+class TestOnDevice(TechniqueSuite):
+    technique = OnDevice
+    models = {name: ZOO[name] for name in ("gpt",)}
+
+    def test_nothing_leaves_the_device(self) -> None:
+        assert not (rewritten(ZOO["gpt"], self.default()).op_resource == Resource.DEVICE_TO_HOST).any()

@@ -1,0 +1,18 @@
+"""States stay where they are."""
+
+from __future__ import annotations
+
+from zoo_paths import ZOO
+
+from memtune.program import Kind, Tier
+from memtune.search_spaces.offload.states.none import OnDevice
+from memtune.testing import TechniqueSuite, rewritten
+
+
+class TestOnDevice(TechniqueSuite):
+    technique = OnDevice
+    models = {name: ZOO[name] for name in ("gpt",)}
+
+    def test_state_is_on_the_device(self) -> None:
+        step = rewritten(ZOO["gpt"], self.default())
+        assert (step.tier[step.kind == Kind.OPTIMIZER] == Tier.DEVICE).all()

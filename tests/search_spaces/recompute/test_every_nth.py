@@ -1,0 +1,37 @@
+"""Recompute of one block in n: the others save what they saved before."""
+
+from __future__ import annotations
+
+import pytest
+from zoo_paths import ZOO
+
+from memtune.search_spaces.recompute.every_nth import EveryNth
+from memtune.testing import TechniqueSuite, rewritten
+from memtune.testing.drift import plain_program, target_of
+
+SAVED_BYTES = {
+    "autocast": 123_908, "cnn_bn": 356_068, "gpt": 726_788, "hf_llama": 459_780, "inplace_views": 64_512,
+    "lora": 88_068, "lstm": 356_884, "moe": 85_900, "tied": 100_108, "tobf16": 65_284,
+}  # fmt: skip
+
+
+class TestEveryNth(TechniqueSuite):
+    technique = EveryNth
+    models = {name: path for name, path in ZOO.items() if name not in ("autocast", "tobf16")}  # those are as `tied` here
+    quick = ("gpt",)
+    variants = (EveryNth(kind="every_nth"), EveryNth(kind="every_nth", n=3))
+
+    @pytest.mark.parametrize("model", ZOO)
+    def test_saved_bytes(self, model: str) -> None:
+        assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
+
+    def test_blocks_in_between_save_what_they_saved(self) -> None:
+        plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], self.default())
+        saved = [step.saved_bytes(block) for block in range(4)]
+        assert [saved[0], saved[2]] == [2 * 32 * 64 * 4] * 2
+        assert [saved[1], saved[3]] == [plain.saved_bytes(1), plain.saved_bytes(3)]
+
+    def test_more_than_the_blocks_is_a_reason(self) -> None:
+        program, technique = plain_program(ZOO["gpt"]), EveryNth(kind="every_nth", n=4)
+        assert "4 blocks" in str(technique.fits(program, target_of(technique)))
+        assert self.default().fits(program, target_of()) is None
