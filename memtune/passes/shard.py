@@ -134,7 +134,12 @@ def _gather(edit: Edit, how: Sharding, n_bytes: int, before: int, phase: Phase) 
     make = edit.add_ops("aten.empty.memory_format", before=at, phase=phase, resource=Resource.NOTHING)
     buffer = edit.add_storages(np.asarray([n_bytes], np.int64), producer=make, kind=Kind.COMMUNICATION)
     gather = edit.add_ops(
-        "memtune.all_gather_into_.default", before=at, phase=phase, resource=Resource.INTRA_LINK, traffic_bytes=n_bytes, group=how.degree
+        "memtune.all_gather_into_.default",
+        before=at,
+        phase=phase,
+        resource=Resource.INTRA_LINK,
+        traffic_bytes=n_bytes,
+        group=how.degree,
     )
     edit.add_uses(gather, buffer)
     edit.add_uses(gather, buffer, mutates=True)
@@ -332,7 +337,10 @@ def _resized(
         n_bytes[gone] = 0
     kind[raw] = Kind.TEMPORARY
     parameters = tuple(
-        p._replace(gradient=int(joined[p.gradient]) if accumulated and p.gradient >= 0 else sharded.get(i, -1), shape=_shard_shape(p, how.degree))
+        p._replace(
+            gradient=int(joined[p.gradient]) if accumulated and p.gradient >= 0 else sharded.get(i, -1),
+            shape=_shard_shape(p, how.degree),
+        )
         for i, p in enumerate(new.parameters)
     )
     landing = new.landing if accumulated else np.asarray(list(dict.fromkeys(sharded.values())), np.int32)
@@ -392,4 +400,3 @@ def _shard_shape(parameter: Parameter, degree: int) -> tuple[int, ...]:
 def _shard_numel(parameter: Parameter, degree: int) -> int:
     """Elements of the largest shard (rank 0's), which is also what the others are padded to."""
     return math.prod(_shard_shape(parameter, degree))
-

@@ -22,7 +22,9 @@ def require_ranks(context: Context, what: str) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ApplyError(
-            f"{what} needs several processes, but this one is alone.", fix="torchrun --nproc-per-node 2 your_script.py", code="MT320"
+            f"{what} needs several processes, but this one is alone.",
+            fix="torchrun --nproc-per-node 2 your_script.py",
+            code="MT320",
         )
     _require_same_weights(context)
 

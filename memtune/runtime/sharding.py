@@ -48,7 +48,9 @@ def shard(context: Context, *, degree: int, reshard_after_forward: bool, blocks_
     require_ranks(context, "fsdp")
     if context.ranks % degree:
         raise ApplyError(
-            f"degree={degree} must divide the {context.ranks} ranks.", fix=f"degree: {_divisor(context.ranks, degree)}", code="MT321"
+            f"degree={degree} must divide the {context.ranks} ranks.",
+            fix=f"degree: {_divisor(context.ranks, degree)}",
+            code="MT321",
         )
     before = dict(context.model.named_parameters())
     arguments: dict[str, Any] = {"mesh": mesh(context.device.type, degree), "reshard_after_forward": reshard_after_forward}
@@ -95,5 +97,3 @@ def _check(context: Context, degree: int) -> dict[str, Any]:
 
 def _divisor(ranks: int, wanted: int) -> int:
     return min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - wanted))
-
-

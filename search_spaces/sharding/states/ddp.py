@@ -43,7 +43,9 @@ class Ddp(Technique):
             return Reason("there is only one rank", "--gpus or --workers 2 and more")
         unused = [p.name for p in program.step.parameters if p.trainable and p.gradient < 0]
         if unused and not self.find_unused_parameters:
-            return Reason(f"{len(unused)} trainable parameters get no gradient, {unused[0]} first", "find_unused_parameters: true")
+            return Reason(
+                f"{len(unused)} trainable parameters get no gradient, {unused[0]} first", "find_unused_parameters: true"
+            )
         if self.find_unused_parameters and not unused:
             return Reason("every trainable parameter gets a gradient", "find_unused_parameters: false")
         return None
@@ -64,5 +66,5 @@ class Ddp(Technique):
         return {"states.shard": factors, "states.buckets": buckets}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """torch's own bucket size and a large one; `fits` picks whether to look for unused parameters."""
+        """Torch's own bucket size and a large one; `fits` picks whether to look for unused parameters."""
         return {"bucket_cap_mb": (25, 100), "find_unused_parameters": (False, True)}

@@ -54,7 +54,9 @@ class Fsdp(Technique):
             return Reason("there is only one rank to shard over", "--gpus or --workers 2 and more")
         if self.degree is not None and target.ranks % self.degree:
             near = [d for d in range(2, target.ranks + 1) if target.ranks % d == 0]
-            return Reason(f"degree={self.degree} must divide the {target.ranks} ranks", f"degree: {' or '.join(map(str, near[:4]))}")
+            return Reason(
+                f"degree={self.degree} must divide the {target.ranks} ranks", f"degree: {' or '.join(map(str, near[:4]))}"
+            )
         return None
 
     def _units_do_not_fit(self, step: Step) -> Reason | None:
@@ -125,4 +127,6 @@ def _no_unit_of_their_own(step: Step, blocks_per_unit: int) -> Reason | None:
     if not strays.any():
         return None
     index = int(step.parameter_of[step.use_storage[strays][0]])
-    return Reason(f"{step.parameters[index].name} is used outside its unit", "blocks that share no parameter with the rest of the model")
+    return Reason(
+        f"{step.parameters[index].name} is used outside its unit", "blocks that share no parameter with the rest of the model"
+    )

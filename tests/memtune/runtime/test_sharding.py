@@ -69,7 +69,9 @@ def whole(tensor: Tensor) -> Tensor:
 # -- what runs on each rank -----------------------------------------------------------------------------------------------------
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, tuned: Tuned | None, rank: int, micro_batches: int) -> dict[str, Any]:
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tuned: Tuned | None, rank: int, micro_batches: int
+) -> dict[str, Any]:
     """Two steps; each rank takes its half of the samples. The gradients are read by a hook just before the update."""
     gradients: dict[str, Tensor] = {}
 
@@ -144,9 +146,19 @@ def broken(kind: str) -> dict[str, Any]:
         sharding.rebind, apply.__globals__["audit"] = original, original_audit
     after = dict(model.named_parameters())
     same = after.keys() == parameters.keys() and all(after[name] is parameters[name] for name in parameters)
-    held = all(a is b for group, old in zip(optimizer.param_groups, groups, strict=True) for a, b in zip(group["params"], old, strict=True))
+    held = all(
+        a is b
+        for group, old in zip(optimizer.param_groups, groups, strict=True)
+        for a, b in zip(group["params"], old, strict=True)
+    )
     trains = steps(model, optimizer, None, 0, 1)["losses"]
-    return {"message": message, "same": same, "held": held, "classes": [type(m) for m in model.modules()] == classes, "trains": trains}
+    return {
+        "message": message,
+        "same": same,
+        "held": held,
+        "classes": [type(m) for m in model.modules()] == classes,
+        "trains": trains,
+    }
 
 
 def different() -> str:
@@ -186,7 +198,9 @@ def close(got: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_trains_as_the_plain_model_on_the_union_batch(ranks: list[Any], plain: dict[str, Any], name: str, micro_batches: int) -> None:
+def test_trains_as_the_plain_model_on_the_union_batch(
+    ranks: list[Any], plain: dict[str, Any], name: str, micro_batches: int
+) -> None:
     runs = [rank[name][micro_batches] for rank in ranks]
     for step, wanted in enumerate(plain["losses"]):
         mean = sum(run["losses"][step] for run in runs) / RANKS
@@ -262,7 +276,9 @@ def test_a_failure_half_way_leaves_everything_as_it_was(ranks: list[Any], plain:
 
 
 def test_ranks_that_hold_different_weights_are_refused(ranks: list[Any]) -> None:
-    assert all("1 parameters differ between the 2 ranks" in rank["different"] and "h.1.0.weight" in rank["different"] for rank in ranks)
+    assert all(
+        "1 parameters differ between the 2 ranks" in rank["different"] and "h.1.0.weight" in rank["different"] for rank in ranks
+    )
 
 
 def test_one_process_alone_is_told_what_to_do() -> None:
@@ -278,8 +294,8 @@ def test_one_process_alone_is_told_what_to_do() -> None:
 def peaks(path: str, kinds: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Per kind: bytes that stay between steps, and the smallest peak of three steps."""
     from memtune.runtime.ledger import Ledger
-    from memtune.testing.training import build as build_zoo
     from memtune.runtime.tiers import HOST, tier
+    from memtune.testing.training import build as build_zoo
 
     ledger, found = Ledger.open("cpu"), {}
     for kind in kinds:

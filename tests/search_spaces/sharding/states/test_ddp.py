@@ -1,0 +1,135 @@
+"""DDP: when it fits, and what its pass says of buckets, sums and the link. On real ranks: memtune/runtime/test_sharding.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gloo import run_ranks
+from sharding_program import program, step, target, with_parameter
+from torch import Tensor, nn
+
+from memtune._apply import apply
+from memtune.program import FOREVER, Kind, Phase, Step
+from memtune.search_spaces.sharding.states.ddp import Ddp
+from memtune.technique import NO_PLAN
+
+GRADIENTS = sum(int(step().bytes[p.gradient]) for p in step().parameters)
+
+
+def rewritten(cap: int = 25, *, ranks: int = 2, accumulate: int = 1, model: str = "gpt") -> Step:
+    after = Ddp(bucket_cap_mb=cap).rewrite(program(model, ranks=ranks, accumulate=accumulate), NO_PLAN, target(ranks)).step
+    after.validate()
+    return after
+
+
+def ops(step: Step, name: str) -> list[int]:
+    return [op for op in range(step.n_ops) if step.names[step.op_name[op]] == name]
+
+
+def buckets(step: Step) -> list[int]:
+    rows = (step.kind == Kind.GRADIENT) & (step.producer < 0) & (step.held_until == FOREVER)
+    return [int(n_bytes) for n_bytes in step.bytes[rows]]
+
+
+def test_fits_two_ranks_and_more() -> None:
+    assert "only one rank" in str(Ddp().fits(program(), target(1)))
+    assert Ddp().fits(program(), target(2)) is None
+    assert Ddp().fits(program("lora"), target(2)) is None  # frozen parameters are fine
+
+
+def test_a_parameter_without_gradient_must_be_looked_for() -> None:
+    unused = with_parameter(4, gradient=-1)
+    assert "1 trainable parameters get no gradient" in str(Ddp().fits(unused, target(2)))
+    assert Ddp(find_unused_parameters=True).fits(unused, target(2)) is None
+    assert "every trainable parameter" in str(Ddp(find_unused_parameters=True).fits(program(), target(2)))
+
+
+def test_buckets_hold_all_gradients_for_ever() -> None:
+    assert buckets(rewritten()) == [GRADIENTS]
+    # The buckets of DDP exist beside gradients on their way in: at least one copy more than the plain step holds at its end.
+    assert rewritten().live_bytes()[0] == step().live_bytes()[0] + GRADIENTS
+
+
+def test_buckets_close_when_they_reach_their_size() -> None:
+    from memtune.passes.replicate import Replication, replicate
+
+    after = replicate(step(), Replication(2, 100_000))
+    found = buckets(after)
+    assert sum(found) == GRADIENTS
+    assert all(each >= 100_000 for each in found[:-1])
+    assert len(found) > 3
+    assert [int(after.op_traffic_bytes[op]) for op in ops(after, "c10d.allreduce_.default")] == found
+
+
+def test_all_reduces_run_behind_the_backward_that_fills_them() -> None:
+    from memtune.passes.replicate import Replication, replicate
+
+    after = replicate(step(), Replication(4, 100_000))
+    reduced = ops(after, "c10d.allreduce_.default")
+    last = int((after.op_phase == Phase.BACKWARD).nonzero()[0][-1])
+    assert reduced[0] < last - 20
+    assert {int(after.op_group[op]) for op in reduced} == {4}
+    assert {int(after.op_phase[op]) for op in reduced} == {Phase.BACKWARD}
+
+
+def test_with_accumulation_sums_exist_beside_the_buckets_and_one_micro_batch_averages() -> None:
+    once, twice = rewritten(), rewritten(accumulate=2)
+    assert twice.live_bytes()[0] == once.live_bytes()[0] + GRADIENTS
+    assert {int(twice.op_phase[op]) for op in ops(twice, "c10d.allreduce_.default")} == {Phase.BOUNDARY}  # once per step
+
+
+def test_the_optimizer_reads_the_buckets() -> None:
+    after = rewritten()
+    first = int((after.op_phase == Phase.OPTIMIZER).nonzero()[0][0])
+    assert not ((after.kind == Kind.GRADIENT) & (after.producer >= 0)).any()
+    assert {p.gradient for p in after.parameters} == set(after.landing.tolist())
+    assert (after.use_op[after.use_storage == after.landing[0]] >= first).any()
+
+
+def test_buffers_follow_the_first_rank() -> None:
+    sent = ops(rewritten(model="cnn_bn"), "c10d.broadcast_.default")
+    assert len(sent) == 1
+    assert not ops(rewritten(), "c10d.broadcast_.default")
+
+
+def test_record_tells_it_from_sharding() -> None:
+    assert Ddp().record(target(2))["states.shard"] == {"parameters": 1, "gradients": 1, "optimizer": 1}
+    assert Ddp().record(target(2)) != Ddp(bucket_cap_mb=100).record(target(2))
+
+
+# -- a parameter that some ranks do not use -----------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        out: Tensor = self.sometimes(y) if x[0, 0] > 0 else y
+        return out
+
+
+def gated() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Gated()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"sharding": {"states": {"kind": "ddp", "find_unused_parameters": True}}}
+    tuned = apply(model, optimizer, {"settings": settings}, loss=lambda model, x: model(x).square().mean(), strict=False)
+    sign = 1.0 if torch.distributed.get_rank() == 0 else -1.0
+    for _ in range(2):
+        tuned.step([sign * torch.ones(2, 4)])
+    return {
+        "moved": {name: p.detach() - before[name] for name, p in model.named_parameters()},
+        "names": list(tuned.state_dict()["model"]),
+    }
+
+
+def test_unused_parameters_are_found() -> None:
+    first, second = run_ranks(gated, 2)
+    assert all(torch.equal(first["moved"][name], second["moved"][name]) for name in first["moved"])
+    assert first["moved"]["sometimes.weight"].abs().max() > 0
+    assert first["names"] == ["always.weight", "always.bias", "sometimes.weight", "sometimes.bias"]

@@ -1,0 +1,125 @@
+"""FSDP: when it fits, what it stands for, and that its pass follows its knobs. Its numbers: memtune/passes/test_shard.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gloo import run_ranks
+from sharding_program import program, target, with_parameter
+from torch import Tensor, nn
+
+from memtune._apply import apply
+from memtune.program import Kind, Program, RankClass, Resource
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
+from memtune.technique import NO_PLAN
+
+
+@pytest.mark.parametrize(
+    ("knobs", "ranks", "reason"),
+    [
+        ({}, 1, "only one rank"),
+        ({"degree": 3}, 4, "degree=3 must divide the 4 ranks (degree: 2 or 4)"),
+        ({"blocks_per_unit": 5}, 2, "there are 4 blocks (at most 4)"),
+        ({}, 2, None),
+        ({"degree": 2, "reshard_after_forward": False, "blocks_per_unit": 4}, 8, None),
+    ],
+)
+def test_fits(knobs: dict[str, Any], ranks: int, reason: str | None) -> None:
+    found = Fsdp(**knobs).fits(program(ranks=ranks), target(ranks))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_a_scalar_parameter_is_a_reason() -> None:
+    found = Fsdp().fits(with_parameter(3, shape=()), target(2))
+    assert "has no dimension to divide" in str(found)
+
+
+def test_two_types_in_one_unit_are_a_reason() -> None:
+    assert "another type" in str(Fsdp().fits(with_parameter(5, itemsize=2), target(2)))
+    assert Fsdp().fits(with_parameter(5, itemsize=2, trainable=False), target(2)) is None
+
+
+def test_a_weight_shared_between_blocks_is_a_reason_unless_one_unit_holds_both() -> None:
+    shared = with_parameter(3, block=1)  # a weight that block 0 uses, but block 1 holds
+    assert "is used outside its unit" in str(Fsdp().fits(shared, target(2)))
+    assert Fsdp(blocks_per_unit=2).fits(shared, target(2)) is None
+
+
+def test_a_model_without_blocks_is_one_unit() -> None:
+    plain = program().step
+    outside = tuple(p._replace(block=-1) for p in plain.parameters)
+    step = replace(plain, blocks=(), parameters=outside, op_block=np.full_like(plain.op_block, -1))
+    without = Program((RankClass(2, step),), 2)
+    assert Fsdp().fits(without, target(2)) is None
+    assert "always stays gathered" in str(Fsdp(reshard_after_forward=False).fits(without, target(2)))
+
+
+def test_all_ranks_is_one_candidate_however_it_is_said() -> None:
+    assert Fsdp().record(target(8)) == Fsdp(degree=8).record(target(8)) != Fsdp(degree=4).record(target(8))
+    assert Fsdp().record(target(8))["states.shard"] == {"parameters": 8, "gradients": 8, "optimizer": 8}
+
+
+def test_the_pass_follows_the_knobs() -> None:
+    step = Fsdp(degree=4).rewrite(program(ranks=16), NO_PLAN, target(16)).step
+    by_name = {name: [op for op in range(step.n_ops) if step.names[step.op_name[op]] == name] for name in step.names}
+    assert {int(step.op_group[op]) for op in by_name["memtune.all_gather_into_.default"]} == {4}
+    assert {int(step.op_group[op]) for op in by_name["c10d.allreduce_.default"]} == {4}
+    assert {int(step.op_resource[op]) for op in by_name["c10d.allreduce_.default"]} == {Resource.INTER_LINK}  # 8 GPUs a node
+    kept = Fsdp(degree=4, reshard_after_forward=False).rewrite(program(ranks=16), NO_PLAN, target(16)).step
+    assert len(by_name["memtune.all_gather_into_.default"]) == 9  # root and four blocks, the blocks once more in backward
+    assert sum(kept.names[name] == "memtune.all_gather_into_.default" for name in kept.op_name) == 5
+
+
+def test_only_gloo_stages_its_messages() -> None:
+    def scratch(device: str) -> int:
+        step = Fsdp().rewrite(program(), NO_PLAN, target(2, device)).step
+        return int(step.bytes[step.kind == Kind.WORKSPACE].sum())
+
+    assert scratch("cuda") == 0 < scratch("cpu")
+
+
+def test_every_choice_is_a_valid_knob() -> None:
+    for knob, values in Fsdp().choices().items():
+        assert values[0] == getattr(Fsdp(), knob)
+        for value in values:
+            Fsdp(**{knob: value})
+
+
+# -- two copies of two shards ------------------------------------------------------------------------------------------------------
+
+
+def two_by_two() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    x = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.mse_loss(model(batch), torch.ones_like(batch))
+
+    if torch.distributed.is_initialized():
+        settings = {"sharding": {"states": {"kind": "fsdp", "degree": 2}}}
+        tuned = apply(model, optimizer, {"settings": settings}, loss=loss, strict=False)
+        tuned.step([x[torch.distributed.get_rank()]])
+        shard = next(model.parameters()).to_local().shape  # type: ignore[operator]
+        after = tuned.state_dict()["model"]
+    else:
+        loss(model, x.flatten(0, 1)).backward()
+        optimizer.step()
+        after, shard = model.state_dict(), next(model.parameters()).shape
+    return {"gradients": {name: before[name] - after[name] for name in before}, "shard": tuple(shard)}
+
+
+def test_copies_of_shards_train_as_the_plain_model() -> None:
+    plain = two_by_two()
+    for rank in run_ranks(two_by_two, 4):
+        assert rank["shard"] == (4, 8)
+        for name, wanted in plain["gradients"].items():
+            # 4 ranks, 16 summands each, and the rounding of weights of size 1 when the gradient is read off them
+            assert (rank["gradients"][name] - wanted).abs().max() <= 2 * 21 * torch.finfo(torch.float32).eps
