@@ -70,6 +70,7 @@ def trial_rows(finished: Sequence[Finished]) -> tuple[dict[str, Any], ...]:
             "summary": each.job.scored.choice.summary,
             "settings": each.job.scored.choice.dump(),
             "predicted_peak_bytes": each.job.scored.prediction.peak_allocated_bytes,
+            "predicted_reserved_bytes": each.job.scored.prediction.peak_reserved_bytes,
             "predicted_step_s": each.job.scored.prediction.step_s,
             **each.result.model_dump(
                 mode="json",

@@ -73,11 +73,16 @@ def _search(arguments: argparse.Namespace, budget: str, size: str) -> tuple[dict
 def _errors(trials: list[dict[str, Any]]) -> dict[str, float]:
     """Median relative error (predicted / measured - 1) of each figure over the trials that ran."""
     found: dict[str, float] = {}
-    for figure in ("peak_allocated_bytes", "peak_reserved_bytes", "step_s"):
+    pairs = {
+        "peak_allocated_bytes": "predicted_peak_bytes",
+        "peak_reserved_bytes": "predicted_reserved_bytes",
+        "step_s": "predicted_step_s",
+    }
+    for figure, predicted in pairs.items():
         ratios = [
-            trial["predicted"][figure] / trial["measured"][figure] - 1
+            trial[predicted] / trial[figure] - 1
             for trial in trials
-            if trial.get("status") == "ok" and (trial.get("measured") or {}).get(figure) and (trial.get("predicted") or {}).get(figure)
+            if trial.get("status") == "ok" and trial.get(figure) and trial.get(predicted)
         ]
         if ratios:
             found[figure] = round(statistics.median(map(abs, ratios)), 4)

@@ -102,7 +102,7 @@ def apply(
     context = Context(model, optimizer, blocks, _device_of(model), ActivationTable(model, blocks))
     if strict:
         check_made_for(config, model, context.ranks)
-    check_environment(config.settings)
+    check_environment(config.settings, device=context.device.type)
     snapshot = Snapshot(model, optimizer)
     try:
         _apply_axes(context, config)
