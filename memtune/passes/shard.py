@@ -191,7 +191,8 @@ def _waiting_source(step: Step, op: int) -> I32:
     if len(copies) < 2 or copies[-1] != op:
         return np.empty(0, np.int32)
     sources = step.use_storage[step.use_op == copies[-2]]
-    return sources[step.held_until[sources] == op - 1].astype(np.int32)
+    waiting: I32 = sources[step.held_until[sources] == op - 1]
+    return waiting
 
 
 def _backward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from memtune.errors import ApplyError
 from memtune.runtime.context import Context
 from memtune.runtime.ranks import require_ranks
 from memtune.runtime.transfer import COUNTERS
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
 
 
 class Replicas:
@@ -51,13 +54,14 @@ class Replicas:
     def _sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.wrapper.no_sync()
 
-    def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average one bucket in place: what DDP does itself, with every byte counted."""
         whole = bucket.buffer().div_(self._ranks)
         self._averaged_bytes += whole.nbytes
         COUNTERS.add("collective", 2 * whole.nbytes * (self._ranks - 1) // self._ranks)
         work = dist.all_reduce(whole, async_op=True)
-        return work.get_future().then(_first)  # type: ignore[union-attr]  # async_op: there is work
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
+        return averaged
 
     def _check(self) -> dict[str, Any]:
         if self.wrapper.module is not self._model:

@@ -1,4 +1,4 @@
-"""FSDP2 and DDP on real gloo ranks: same training as the plain model, same optimizer object, plain state dicts, all or nothing."""
+"""FSDP2 and DDP on real gloo ranks: training as the plain model, the same optimizer object, plain state dicts, all or nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().clone()
 
 
-# -- what runs on each rank -----------------------------------------------------------------------------------------------------
+# -- what runs on each rank ---------------------------------------------------------------------------------------
 
 
 def steps(
@@ -188,7 +188,7 @@ def plain() -> dict[str, Any]:
     return steps(model, optimizer, None, 0, 1) | {"state": {"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
 
 
-# -- what must be true ----------------------------------------------------------------------------------------------------------
+# -- what must be true --------------------------------------------------------------------------------------------
 
 
 def close(got: Tensor, wanted: Tensor) -> bool:
@@ -237,7 +237,9 @@ def test_shards_are_shards(ranks: list[Any]) -> None:
     local = [rank["fsdp"][1]["local"] for rank in ranks]
     assert [each["h.0.0.weight"] for each in local] == [(4, DIM), (3, DIM)]  # 7 rows over 2 ranks
     assert [each["wte.weight"] for each in local] == [(6, DIM), (5, DIM)]
-    assert ranks[0]["fsdp"][1]["audit"]["sharding.states"] == {"degree": 2, "units": 4, "shard_bytes": 4 * (6 * 6 + 3 * 6 + 3 + 3 * (4 * 6 + 4 + 3 * 7 + 3))}  # fmt: skip
+    root, block = 6 * 6 + 3 * 6 + 3, 4 * 6 + 4 + 3 * 7 + 3
+    wanted = {"degree": 2, "units": 4, "shard_bytes": 4 * (root + 3 * block)}
+    assert ranks[0]["fsdp"][1]["audit"]["sharding.states"] == wanted
     assert ranks[0]["ddp"][1]["local"]["h.0.0.weight"] == (7, DIM)
 
 
@@ -288,7 +290,7 @@ def test_one_process_alone_is_told_what_to_do() -> None:
     assert "torchrun" in str(caught.value)
 
 
-# -- the peak, by the native ledger -----------------------------------------------------------------------------------------------
+# -- the peak, by the native ledger -------------------------------------------------------------------------------
 
 
 def peaks(path: str, kinds: tuple[str, ...]) -> dict[str, tuple[int, int]]:
@@ -303,7 +305,7 @@ def peaks(path: str, kinds: tuple[str, ...]) -> dict[str, tuple[int, int]]:
         workload, model, optimizer = build_zoo(Path(path))
         tuned = apply(model, optimizer, {"settings": {"sharding": {"states": {"kind": kind}}}}, loss=workload.loss, strict=False)
         measured = []
-        for step in range(5):
+        for _ in range(5):
             with tier(HOST):
                 batches = [workload.make_batch(2)]
             ledger.reset_peak()

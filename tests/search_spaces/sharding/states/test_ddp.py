@@ -98,7 +98,7 @@ def test_record_tells_it_from_sharding() -> None:
     assert Ddp().record(target(2)) != Ddp(bucket_cap_mb=100).record(target(2))
 
 
-# -- a parameter that some ranks do not use -----------------------------------------------------------------------------------------
+# -- a parameter that some ranks do not use -----------------------------------------------------------------------
 
 
 class Gated(nn.Module):

@@ -90,7 +90,7 @@ def test_every_choice_is_a_valid_knob() -> None:
             Fsdp(**{knob: value})
 
 
-# -- two copies of two shards ------------------------------------------------------------------------------------------------------
+# -- two copies of two shards -------------------------------------------------------------------------------------
 
 
 def two_by_two() -> dict[str, Any]:
