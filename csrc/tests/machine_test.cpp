@@ -68,6 +68,22 @@ void an_op_without_duration_keeps_its_place() {
   CHECK(near(schedule(step.view(), 1, false).step_s, 3));  // op 1 waits for op 0, and op 2 comes after op 1
 }
 
+// Each repetition makes storage 0 anew, copies it to the host for long, and writes into it.
+void a_storage_made_again_has_no_readers() {
+  StepData step = copy_beside_compute();
+  step.op_phase = {kForward, kForward, kForward};
+  step.op_resource = {kCompute, kCompute, kToHost};
+  step.op_s = {1, 1, 10};
+  step.op_issue_s = {0, 0, 0};
+  step.use_op = {1, 2};
+  step.use_storage = {0, 0};
+  step.use_mutates = {1, 0};
+  step.producer = {0, -1};
+  const Timeline out = schedule(step.view(), 2, false);
+  CHECK(near(out.step_s, 2 + 10 + 10));
+  CHECK(near(out.exposed_s[kToHost], 20 - 2));  // compute of the second repetition runs beside the first copy
+}
+
 void only_the_body_repeats() {
   StepData step = copy_beside_compute();
   step.op_phase = {kPrologue, kForward, kBackward, kOptimizer};
@@ -83,5 +99,6 @@ int main() {
   the_host_issues_one_op_after_another();
   a_copy_waits_for_a_computing_host_only();
   an_op_without_duration_keeps_its_place();
+  a_storage_made_again_has_no_readers();
   only_the_body_repeats();
 }
