@@ -130,18 +130,21 @@ def record(workload: Workload, *, small: int = 2, large: int = 4, workspace: Wor
         if same:
             second = _with_workspaces(second, scratch[1], somewhere)
     if session.fake is None:
-        notes.append(f"sizes may depend on the data: they are known at micro-batches {small} and {large}, others lie on their line")
+        notes.append(f"sizes may depend on the data: between micro-batches {small} and {large} and beyond they lie on a line")
     if not same:
         notes.append(f"the step at micro-batch {large} has other ops than at {small}: sizes are only known at {small}")
-        slopes: tuple[Any, ...] = (np.zeros_like(first.bytes), np.zeros_like(first.op_flops), np.zeros_like(first.op_traffic_bytes))
-    else:
-        per = large - small
-        slopes = (
-            (second.bytes - first.bytes) // per,
-            (second.op_flops - first.op_flops) / per,
-            (second.op_traffic_bytes - first.op_traffic_bytes) // per,
-        )
-    return Recording(small, first, *slopes, session.rung, tuple(notes), time.monotonic() - started, frozenset({small, large}))
+        second = first
+    return Recording(
+        small=small,
+        step=first,
+        bytes_slope=(second.bytes - first.bytes) // (large - small),
+        flops_slope=(second.op_flops - first.op_flops) / (large - small),
+        traffic_slope=(second.op_traffic_bytes - first.op_traffic_bytes) // (large - small),
+        rung=session.rung,
+        notes=tuple(notes),
+        record_s=time.monotonic() - started,
+        checked=frozenset({small, large} if same else {small}),
+    )
 
 
 def check(recording: Recording, session: Session, micro_batch: int, workspace: WorkspaceTable | None = None) -> Recording:
@@ -191,7 +194,8 @@ def open_session(workload: Workload, micro_batch: int) -> tuple[Session, Trace, 
             if rung == RUNGS[-1]:
                 if isinstance(error, MemtuneError):
                     raise
-                raise WorkloadError(f"One training step fails: {error}", fix="make it train without memtune first", code="MT118") from error
+                fix = "make it train without memtune first"
+                raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
             notes.append(f"rung {rung}: {_why(error)}")
     raise AssertionError("unreachable: the last rung returns or raises")
 

@@ -49,7 +49,7 @@ class Tracer(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, blocks: list[str], *, stand_ins: bool = True) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.signatures: list[str] = []
         self._model, self._optimizer, self._blocks, self._stand_ins = model, optimizer, blocks, stand_ins
         self.phase = Phase.FORWARD
@@ -181,10 +181,10 @@ class Tracer(TorchDispatchMode):
         self.signatures.append("" if seam or group else signature(func, args, kwargs))
         kind = Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
         for tensor in fresh:
-            storage = tensor.untyped_storage()
-            if storage._cdata in self._ids:
+            made = tensor.untyped_storage()
+            if made._cdata in self._ids:
                 continue
-            index = self._new_storage(storage, kind, producer=op)
+            index = self._new_storage(made, kind, producer=op)
             if seam and seam.output_tier != Tier.DEVICE:
                 self._tier[index] = int(seam.output_tier)
 
@@ -431,7 +431,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
@@ -477,7 +477,7 @@ def _watch_resizes(tracer: Tracer) -> Iterator[None]:
         tracer.resized(self, before, self.nbytes())
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -22,9 +22,7 @@ def optimizer_on_host(step: Step) -> Step:
     edit = Edit(step)
     down = _copies(edit, step, "memtune.to_host.default", np.full(len(mine), first, np.int32), gradients, Resource.DEVICE_TO_HOST)
     owner = step.owner[gradients]
-    host_gradients = edit.add_storages(
-        step.bytes[gradients], producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner
-    )
+    host_gradients = edit.add_storages(step.bytes[gradients], producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
     host_weights = edit.add_storages(
         step.bytes[weights],
         producer=np.full(len(mine), -1, np.int32),

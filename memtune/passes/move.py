@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.edit import Edit
-from memtune.program import FOREVER, I32, I64, Phase, Resource, Step, Tier
+from memtune.program import FOREVER, I32, Phase, Resource, Step, Tier
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def move_activations(step: Step, claims: list[MoveClaim]) -> Step:
     edit.use_storage = np.where(readers >= 0, back[readers], edit.use_storage).astype(np.int32)
     # Some saves are let go without ever being asked for.
     edit.drop_saves((moved_save >= 0) & (step.save_until < first[moved_save]))
-    edit.save_storage = np.where((moved_save >= 0) & (back[moved_save] >= 0), back[moved_save], edit.save_storage).astype(np.int32)
+    returned = (moved_save >= 0) & (back[moved_save] >= 0)
+    edit.save_storage = np.where(returned, back[moved_save], edit.save_storage).astype(np.int32)
     return edit.done()
 
 

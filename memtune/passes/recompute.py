@@ -190,9 +190,7 @@ def _hold_inputs_and_kept(
     asked = np.concatenate([starts[step.input_block[inputs]], taken[step.producer[outputs]]])
     order = np.argsort(block, kind="stable")
     block, storage, asked = block[order].astype(np.int32), storage[order].astype(np.int32), asked[order].astype(np.int32)
-    edit.add_saves(
-        storage, before=end[block] + 1, until=runs.release[block], block=block, asked=asked, turn=runs.turn[block]
-    )
+    edit.add_saves(storage, before=end[block] + 1, until=runs.release[block], block=block, asked=asked, turn=runs.turn[block])
 
 
 def _hold_tried(edit: Edit, step: Step, tried: Mask, kept: Mask, number: Mask, end: I32) -> None:

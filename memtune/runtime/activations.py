@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.errors import ApplyError
-from memtune.runtime import transfer
+from memtune.runtime.kept import KeepMode, Kept, ReplayMode
+from memtune.runtime.moved import Entry, Moved, View, id_of
 from memtune.runtime.random_state import RandomState
 
 
@@ -70,8 +70,8 @@ class ActivationTable:
         self._lasting = {id_of(buffer) for buffer in model.buffers()}
         self.regions = [Region(name, model.get_submodule(name), index) for index, name in enumerate(regions)]
         self.traffic = Traffic()
-        self._entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
-        self._on_the_way: tuple[_Entry, int] | None = None
+        self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        self._on_the_way: tuple[Entry, int] | None = None
         self._undo: list[Callable[[], None]] = []
 
     def claim_recompute(self, index: int, keep: Callable[[Any], bool] | None = None) -> None:
@@ -127,11 +127,11 @@ class ActivationTable:
     def _wrap(self, region: Region, forward: Callable[..., Any]) -> None:
         module, original = region.module, region.module.forward
         had = "forward" in vars(module)
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
         def undo() -> None:
             if had:
-                module.forward = original  # type: ignore[method-assign]
+                module.forward = original
             else:
                 del module.forward
 
@@ -139,7 +139,7 @@ class ActivationTable:
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
-    def entry(self, tensor: Tensor, region: Region, budget: list[int]) -> _Entry:
+    def entry(self, tensor: Tensor, region: Region, budget: list[int]) -> Entry:
         """The entry of `tensor`'s storage: the one it was moved by, or a new one that is kept or moved by `region`'s claim.
 
         `budget` counts the claimable bytes that the region has seen and those it has moved.
@@ -153,7 +153,7 @@ class ActivationTable:
         if wanted:
             budget[0] += n_bytes
         moved = wanted and region.move > 0 and budget[1] + n_bytes <= region.move * budget[0]
-        entry = _Entry(self, tensor, moved)
+        entry = Entry(self.land, tensor, moved)
         if moved:
             budget[1] += n_bytes
             self.traffic.moved_bytes += n_bytes
@@ -178,68 +178,6 @@ class ActivationTable:
         self.land(None if region.index == len(self.regions) - 1 else region.index)
 
 
-class _Entry:
-    """One storage that autograd saved: on the device, on its way, on the host, or back."""
-
-    def __init__(self, table: ActivationTable, tensor: Tensor, moved: bool) -> None:
-        self._table, self.moved = table, moved
-        self._source: Tensor | None = None
-        self._host: Tensor | None = None
-        self._device = tensor.device
-        self._storage = weakref.ref(tensor.untyped_storage())  # addresses are used again, storages are not
-        self._back: Tensor | None = None
-
-    def is_of(self, tensor: Tensor) -> bool:
-        return self._storage() is tensor.untyped_storage()
-
-    def leave(self, tensor: Tensor) -> None:
-        self._source = _whole(tensor)
-        self._host = torch.ops.memtune.to_host(self._source)
-
-    def arrive(self) -> None:
-        assert self._host is not None
-        transfer.wait(self._host)
-        self._source = None
-
-    def fetch(self, like: _View) -> Tensor:
-        if self._back is None:
-            self._table.land()
-            assert self._host is not None
-            self._back = torch.ops.memtune.to_device(self._host, self._device)
-            self._host = None
-        return like.of(self._back)
-
-
-@dataclass(frozen=True)
-class _View:
-    """How a tensor looks into its storage."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    requires_grad: bool
-
-    @classmethod
-    def describe(cls, tensor: Tensor) -> _View:
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.requires_grad)
-
-    def of(self, whole: Tensor) -> Tensor:
-        flat = whole if whole.dtype == self.dtype else whole.view(self.dtype)
-        return torch.as_strided(flat, self.size, self.stride, self.offset)
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """A tensor whose storage is (or may be) on the host."""
-
-    entry: _Entry
-    view: _View
-
-    def get(self) -> Tensor:
-        return self.entry.fetch(self.view)
-
-
 class _Number:
     """The n-th tensor that the region's forward saved and that is recomputed."""
 
@@ -261,9 +199,9 @@ class _Frame:
         self._args: Any = (args, kwargs)
         self.fixed = {id_of(t) for t in [*region.module.parameters(), *region.module.buffers()]}
         self.inputs = {id_of(t): t for t in tree_leaves(self._args) if _is_plain(t)}
-        self.kept: dict[tuple[str, int], _Kept] = {}
+        self.kept: dict[tuple[str, int], Kept] = {}
         self._budget = [0, 0]
-        self._decided: dict[int, _Entry] = {}
+        self._decided: dict[int, Entry] = {}
         self.count = 0
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
@@ -279,7 +217,8 @@ class _Frame:
         recompute = self.region.recompute
         inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
         buffers = {name: buffer._version for name, buffer in self.region.module.named_buffers()} if recompute else {}
-        mode = _KeepMode(self) if recompute and self.region.keep is not None else nullcontext()
+        keep = self.region.keep if recompute else None
+        mode = nullcontext() if keep is None else KeepMode(keep, self.kept, lambda: self.count)
         packer = _Packer(self)
         with saved_tensors_hooks(packer, _unpack), mode:
             out = self._forward(*args, **kwargs)
@@ -314,16 +253,16 @@ class _Frame:
             kept.settle(self.claim)
         self.table.traffic.recomputed_regions.add(self.region.name)
 
-    def claim(self, tensor: Tensor) -> Tensor | _Moved:
+    def claim(self, tensor: Tensor) -> Tensor | Moved:
         """Rule 2: `tensor` as it is, or its place on the host."""
         if not self.region.move or self.table.lasts(tensor):
             return tensor
         entry = self._decided.get(id_of(tensor))
         if entry is None or not entry.is_of(tensor):
             entry = self._decided[id_of(tensor)] = self.table.entry(tensor, self.region, self._budget)
-        return _Moved(entry, _View.describe(tensor)) if entry.moved else tensor
+        return Moved(entry, View.describe(tensor)) if entry.moved else tensor
 
-    def pack(self, tensor: Tensor) -> Tensor | _Moved | _Number:
+    def pack(self, tensor: Tensor) -> Tensor | Moved | _Number:
         """What autograd is given in place of `tensor`, by Rules 1 to 3."""
         key = id_of(tensor)
         if key in self.fixed or not _is_plain(tensor):
@@ -356,7 +295,7 @@ class _Frame:
 
     def _run_again(self) -> None:
         args, kwargs = tree_map(_as_input, self._args)
-        mode = _ReplayMode(self.kept) if self.region.keep is not None else nullcontext()
+        mode = ReplayMode(self.kept) if self.region.keep is not None else nullcontext()
         replay = _Replay(self, {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
         assert self._random is not None
         with ExitStack() as stack:
@@ -402,7 +341,7 @@ class _Packer:
     def __init__(self, frame: _Frame) -> None:
         self.frame: _Frame | None = frame
 
-    def __call__(self, tensor: Tensor) -> Tensor | _Moved | _Number:
+    def __call__(self, tensor: Tensor) -> Tensor | Moved | _Number:
         assert self.frame is not None
         return self.frame.pack(tensor)
 
@@ -429,94 +368,6 @@ class _Enough(Exception):
     """The second run has saved the last tensor that is needed."""
 
 
-class _Kept:
-    """The outputs of one op that a recomputed region keeps."""
-
-    def __init__(self, out: Any, before: int) -> None:
-        self.before = before
-        """How many recomputed tensors had been saved when the op ran."""
-        # Rule 5 needs to see later writes: a detach below autograd would count them apart from the original's.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            self._out: Any = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
-        tensors = [t for t in tree_leaves(self._out) if isinstance(t, Tensor)]
-        self._versions = [(t, t._version) for t in tensors]
-        self._storages = [weakref.ref(t.untyped_storage()) for t in tensors]
-
-    def unchanged(self) -> bool:
-        """Nothing has written into the outputs since they were kept."""
-        return all(t._version == version for t, version in self._versions)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """`tensor` looks into one of the outputs, as they were kept or as they came back from the host."""
-        storage = tensor.untyped_storage()
-        return any(kept() is storage for kept in self._storages) and self.unchanged()
-
-    def settle(self, claim: Callable[[Tensor], Tensor | _Moved]) -> None:
-        """Let the table move what is kept; from here on nothing can change it."""
-        self._out = tree_map(lambda t: claim(t) if isinstance(t, Tensor) else t, self._out)
-        self._versions = []
-
-    def claimed(self, tensor: Tensor, claim: Tensor | _Moved) -> Tensor | _Moved:
-        """Autograd saved an output and the table decided; what went to the host is not held here any longer."""
-        if isinstance(claim, _Moved):
-            storage = tensor.untyped_storage()
-            self._versions = [(t, version) for t, version in self._versions if t.untyped_storage() is not storage]
-            self._out = tree_map(
-                lambda t: _Moved(claim.entry, _View.describe(t))
-                if isinstance(t, Tensor) and t.untyped_storage() is storage
-                else t,
-                self._out,
-            )
-        return claim
-
-    def take(self) -> Any:
-        """The outputs, for the second run."""
-        out = tree_map(lambda t: t.get() if isinstance(t, _Moved) else t.detach() if isinstance(t, Tensor) else t, self._out)
-        self._storages = [weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, Tensor)]
-        return out
-
-
-class _KeepMode(TorchDispatchMode):
-    """First run: remembers the outputs of the ops that the region keeps."""
-
-    def __init__(self, frame: _Frame) -> None:
-        super().__init__()
-        self._frame, self._seen = frame, _Occurrences()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        assert self._frame.region.keep is not None
-        if self._frame.region.keep(func):
-            self._frame.kept[self._seen.next(func)] = _Kept(out, self._frame.count)
-        return out
-
-
-class _ReplayMode(TorchDispatchMode):
-    """Second run: hands out what was kept instead of computing it, each once."""
-
-    def __init__(self, kept: dict[tuple[str, int], _Kept]) -> None:
-        super().__init__()
-        self._kept, self._seen = kept, _Occurrences()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = self._kept.get(self._seen.next(func))
-        if kept is None:
-            return func(*args, **(kwargs or {}))
-        return kept.take()
-
-
-class _Occurrences:
-    """Numbers the calls of each op: (op, 0), (op, 1), …"""
-
-    def __init__(self) -> None:
-        self._count: dict[str, int] = {}
-
-    def next(self, func: Any) -> tuple[str, int]:
-        name = str(func)
-        self._count[name] = self._count.get(name, -1) + 1
-        return name, self._count[name]
-
-
 def _changed_buffers(module: nn.Module, versions: dict[str, int]) -> list[str]:
     """Names of the buffers that a forward changed.
 
@@ -528,22 +379,11 @@ def _changed_buffers(module: nn.Module, versions: dict[str, int]) -> list[str]:
     return [name for name, _ in module.named_buffers() if name in changed or name.rpartition(".")[0] in norms]
 
 
-def id_of(tensor: Tensor) -> int:
-    """Identity of a tensor's storage while it lives."""
-    return tensor.untyped_storage()._cdata
-
-
 def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and not hasattr(value, "to_local")
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """All of `tensor`'s storage as one flat tensor."""
-    flat = tensor.detach()
-    return torch.as_strided(flat, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-
-
-def _unpack(packed: Tensor | _Moved | _Number) -> Tensor:
+def _unpack(packed: Tensor | Moved | _Number) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed.get()
 
 
@@ -553,7 +393,7 @@ def _never(packed: int) -> Tensor:
 
 def _as_input(value: Any) -> Any:
     """An input of the second run: same bytes, a leaf of its own graph."""
-    if isinstance(value, _Moved):
+    if isinstance(value, Moved):
         return value.get().detach().requires_grad_(value.view.requires_grad)
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)

@@ -90,7 +90,8 @@ def compare(predicted: Step, real: Step) -> str:
         live, recorded_live = predicted.live_bytes(tier), real.live_bytes(tier)
         if not np.array_equal(live, recorded_live):
             op = int(np.flatnonzero(live != recorded_live)[0])
-            return f"{tier.name} at op {op} ({one[op]}): {live[op]} bytes, recorded {recorded_live[op]}: {_who(predicted, real, op)}"
+            who = _who(predicted, real, op)
+            return f"{tier.name} at op {op} ({one[op]}): {live[op]} bytes, recorded {recorded_live[op]}: {who}"
     for link in _LINKS:
         mine_bytes, their_bytes = (int(s.op_traffic_bytes[s.op_resource == link].sum()) for s in (predicted, real))
         if mine_bytes != their_bytes:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 from memtune.program import FOREVER, Kind, Program, Step, Tier
-from memtune.runtime import activations, random_state, transfer
+from memtune.runtime import activations, moved, random_state, transfer
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context, Snapshot
 from memtune.technique import Technique
@@ -42,14 +42,15 @@ class Mutation:
 def mutations(technique: type[Technique]) -> list[Mutation]:
     """The defects that the suite of `technique` must notice."""
     found = [Mutation("rewrite frees a tensor one op late", "drift", _late), Mutation("rewrite loses an op", "drift", _lost_op)]
-    if technique.model_fields["kind"].annotation is not None and _is_null(technique):
+    if _is_null(technique):
         return [*found, Mutation("apply recomputes a block", "drift", _claims)]
     found += [
         Mutation("apply does nothing", "drift", _no_apply),
         Mutation("rewrite does nothing", "drift", _no_rewrite),
         Mutation("a failed apply is not undone", "untouched", lambda _: patch.object(Snapshot, "restore", lambda self: None)),
     ]
-    return found + _BY_SLOT.get(technique.slot, lambda kind: [])(technique)
+    of_slot = _BY_SLOT.get(technique.slot)
+    return found if of_slot is None else found + of_slot(technique)
 
 
 def _is_null(technique: type[Technique]) -> bool:
@@ -116,7 +117,7 @@ def _claims(technique: type[Technique]) -> AbstractContextManager[Any]:
 
 
 def _dropped_claim(verb: str) -> Callable[[type[Technique]], AbstractContextManager[Any]]:
-    """The last block of those that are claimed first is not: claim number 0 is lost."""
+    """The first block's claim is lost."""
 
     def seed(technique: type[Technique]) -> AbstractContextManager[Any]:
         original = getattr(ActivationTable, verb)
@@ -141,12 +142,12 @@ def _keeps_too_much(technique: type[Technique]) -> AbstractContextManager[Any]:
 
 def _one_block_less(technique: type[Technique]) -> AbstractContextManager[Any]:
     module = sys.modules[technique.__module__]
-    original = module.recompute_blocks  # type: ignore[attr-defined]
+    original = module.recompute_blocks
     return patch.object(module, "recompute_blocks", lambda step, blocks, *keep: original(step, blocks[:-1], *keep))
 
 
 def _replay_mixes_up(technique: type[Technique]) -> AbstractContextManager[Any]:
-    """The second run hands out each tensor under the number of its neighbour of the same kind."""
+    """The first tensor that is handed out is one too large."""
     original = activations._Frame.keep_back
 
     def keep_back(self: Any, n: int, tensor: Any) -> None:
@@ -179,7 +180,7 @@ def _source_stays(technique: type[Technique]) -> AbstractContextManager[Any]:
     def arrive(self: Any) -> None:
         transfer.wait(self._host)
 
-    return patch.object(activations._Entry, "arrive", arrive)
+    return patch.object(moved.Entry, "arrive", arrive)
 
 
 # -- of copies ---------------------------------------------------------------------------------------------------------------

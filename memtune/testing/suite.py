@@ -120,7 +120,7 @@ class TechniqueSuite:
         one_step(workload, model, optimizer, tuned, seed=SEED)
         assert tuned.audit()
         self._must_notice(tuned, self.sabotage)
-        self._must_notice(tuned, lambda tuned: tuned.optimizer.param_groups[0]["params"].clear() or tuned._context.represented.clear())
+        self._must_notice(tuned, _forget_parameters)
 
     def sabotage(self, tuned: Tuned) -> bool:
         """Undo the technique behind memtune's back; False where there is nothing to undo."""
@@ -204,6 +204,12 @@ class TechniqueSuite:
         return self.quick or tuple(self.models)[:1]
 
 
+def _forget_parameters(tuned: Tuned) -> None:
+    for group in tuned.optimizer.param_groups:
+        group["params"].clear()
+    tuned._context.represented.clear()
+
+
 class _InjectedError(Exception):
     """The failure that the suite injects."""
 
@@ -233,14 +239,17 @@ class _Failing:
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What must be as it was, by identity: modules and their attributes, parameters, optimizer groups, state and hooks."""
-    modules = {name: (type(module), {key: _ids(value) for key, value in vars(module).items()}) for name, module in model.named_modules()}
     return {
-        "modules": modules,
+        "modules": {name: (type(module), _all_ids(vars(module))) for name, module in model.named_modules()},
         "parameters": [(name, id(parameter), parameter._version) for name, parameter in model.named_parameters()],
         "groups": [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups],
-        "state": {id(parameter): {key: _ids(value) for key, value in state.items()} for parameter, state in optimizer.state.items()},
+        "state": {id(parameter): _all_ids(state) for parameter, state in optimizer.state.items()},
         "optimizer": {key: _ids(value) for key, value in vars(optimizer).items() if "hooks" in key},
     }
+
+
+def _all_ids(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _ids(value) for key, value in values.items()}
 
 
 def _ids(value: Any) -> Any:
@@ -250,7 +259,8 @@ def _ids(value: Any) -> Any:
 
 
 def _named(technique: Technique) -> str:
-    knobs = ",".join(f"{name}={value}" for name, value in technique.knobs() if value != type(technique).model_fields[name].default)
+    fields = type(technique).model_fields
+    knobs = ",".join(f"{name}={value}" for name, value in technique.knobs() if value != fields[name].default)
     return f"{technique.kind}({knobs})" if knobs else technique.kind
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 from zoo_paths import ZOO
 
@@ -17,7 +19,9 @@ SAVED_BYTES = {
 
 class TestEveryNth(TechniqueSuite):
     technique = EveryNth
-    models = {name: path for name, path in ZOO.items() if name not in ("autocast", "tobf16")}  # those are as `tied` here
+    models: ClassVar = {
+        name: path for name, path in ZOO.items() if name not in ("autocast", "tobf16")
+    }
     quick = ("gpt",)
     variants = (EveryNth(kind="every_nth"), EveryNth(kind="every_nth", n=3))
 

@@ -37,9 +37,8 @@ class TestFull(TechniqueSuite):
         inside = (step.op_block >= 0) & (step.op_phase == Phase.RECOMPUTE)
         again = Counter(step.names[i] for i in step.op_name[inside])
         first = Counter(plain.names[i] for i in plain.op_name[(plain.op_block >= 0) & (plain.op_phase == Phase.FORWARD)])
-        assert first["aten.addmm.default"] == 16  # qkv, out, up, down in each of 4 blocks
-        assert again["aten.addmm.default"] == 12  # the last matmul of a block comes after the last tensor that was saved
-        assert set(again) == set(first)
+        assert again["aten.addmm.default"] == first["aten.addmm.default"] == 16  # qkv, out, up, down in each of 4 blocks
+        assert (first - again) == Counter({"aten.add.Tensor": 4})  # a block's last op comes after the last tensor it saved
 
     def test_batchnorm_statistics_are_those_of_one_forward(self) -> None:
         workload, model, optimizer = build(ZOO["cnn_bn"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 from zoo_paths import ZOO
 
@@ -16,7 +18,7 @@ SAVED_BYTES = {
 
 class TestKeepAll(TechniqueSuite):
     technique = KeepAll
-    models = {name: ZOO[name] for name in ("gpt", "cnn_bn")}
+    models: ClassVar = {name: ZOO[name] for name in ("gpt", "cnn_bn")}
     quick = ("gpt",)
 
     @pytest.mark.parametrize("model", ZOO)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from zoo_paths import ZOO
 
 from memtune.program import Kind, Tier
@@ -11,7 +13,7 @@ from memtune.testing import TechniqueSuite, rewritten
 
 class TestOnDevice(TechniqueSuite):
     technique = OnDevice
-    models = {name: ZOO[name] for name in ("gpt",)}
+    models: ClassVar = {name: ZOO[name] for name in ("gpt",)}
 
     def test_state_is_on_the_device(self) -> None:
         step = rewritten(ZOO["gpt"], self.default())

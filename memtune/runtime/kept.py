@@ -1,0 +1,101 @@
+"""What a recomputed region keeps: outputs of some ops, handed out in the second run in place of running them again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memtune.runtime.moved import Moved, View
+
+
+class Kept:
+    """The outputs of one op that a recomputed region keeps."""
+
+    def __init__(self, out: Any, before: int) -> None:
+        self.before = before
+        """How many recomputed tensors had been saved when the op ran."""
+        # Rule 5 needs to see later writes: a detach below autograd would count them apart from the original's.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._out: Any = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
+        tensors = [t for t in tree_leaves(self._out) if isinstance(t, Tensor)]
+        self._versions = [(t, t._version) for t in tensors]
+        self._storages = [weakref.ref(t.untyped_storage()) for t in tensors]
+
+    def unchanged(self) -> bool:
+        """Nothing has written into the outputs since they were kept."""
+        return all(t._version == version for t, version in self._versions)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """`tensor` looks into one of the outputs, as they were kept or as they came back from the host."""
+        storage = tensor.untyped_storage()
+        return any(kept() is storage for kept in self._storages) and self.unchanged()
+
+    def settle(self, claim: Callable[[Tensor], Tensor | Moved]) -> None:
+        """Let the table move what is kept; from here on nothing can change it."""
+        self._out = tree_map(lambda t: claim(t) if isinstance(t, Tensor) else t, self._out)
+        self._versions = []
+
+    def claimed(self, tensor: Tensor, claim: Tensor | Moved) -> Tensor | Moved:
+        """Autograd saved an output and the table decided; what went to the host is not held here any longer."""
+        if isinstance(claim, Moved):
+            storage = tensor.untyped_storage()
+            self._versions = [(t, version) for t, version in self._versions if t.untyped_storage() is not storage]
+            self._out = tree_map(
+                lambda t: Moved(claim.entry, View.describe(t)) if isinstance(t, Tensor) and t.untyped_storage() is storage else t,
+                self._out,
+            )
+        return claim
+
+    def take(self) -> Any:
+        """The outputs, for the second run."""
+        out = tree_map(lambda t: t.get() if isinstance(t, Moved) else t.detach() if isinstance(t, Tensor) else t, self._out)
+        self._storages = [weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, Tensor)]
+        return out
+
+
+class KeepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+    """First run: remembers the outputs of the ops that the region keeps."""
+
+    def __init__(self, keep: Callable[[Any], bool], kept: dict[tuple[str, int], Kept], count: Callable[[], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keep, self._kept, self._count, self._seen = keep, kept, count, _Occurrences()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op and keeps what it returned if it is one of those."""
+        out = func(*args, **(kwargs or {}))
+        if self._keep(func):
+            self._kept[self._seen.next(func)] = Kept(out, self._count())
+        return out
+
+
+class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+    """Second run: hands out what was kept instead of computing it, each once."""
+
+    def __init__(self, kept: dict[tuple[str, int], Kept]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._seen = kept, _Occurrences()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op, unless its outputs were kept."""
+        kept = self._kept.get(self._seen.next(func))
+        if kept is None:
+            return func(*args, **(kwargs or {}))
+        return kept.take()
+
+
+class _Occurrences:
+    """Numbers the calls of each op: (op, 0), (op, 1) and so on."""
+
+    def __init__(self) -> None:
+        self._count: dict[str, int] = {}
+
+    def next(self, func: Any) -> tuple[str, int]:
+        name = str(func)
+        self._count[name] = self._count.get(name, -1) + 1
+        return name, self._count[name]

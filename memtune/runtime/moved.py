@@ -1,0 +1,92 @@
+"""One storage that autograd saved and the activation table moved: on its way, on the host, or back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memtune.runtime import transfer
+
+
+class Entry:
+    """One storage that autograd saved: on the device, on its way, on the host, or back."""
+
+    def __init__(self, land: Callable[[], None], tensor: Tensor, moved: bool) -> None:
+        self._land, self.moved = land, moved
+        self._source: Tensor | None = None
+        self._host: Tensor | None = None
+        self._device = tensor.device
+        self._storage = weakref.ref(tensor.untyped_storage())  # addresses are used again, storages are not
+        self._back: Tensor | None = None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """`tensor` looks into this storage."""
+        return self._storage() is tensor.untyped_storage()
+
+    def leave(self, tensor: Tensor) -> None:
+        """Start the copy to the host; the source is held until `arrive`."""
+        self._source = _whole(tensor)
+        self._host = torch.ops.memtune.to_host(self._source)
+
+    def arrive(self) -> None:
+        """Complete the copy and let the source go."""
+        assert self._host is not None
+        transfer.wait(self._host)
+        self._source = None
+
+    def fetch(self, like: View) -> Tensor:
+        """The tensor on the device again; the storage comes back once and is shared by all that look into it."""
+        if self._back is None:
+            self._land()
+            assert self._host is not None
+            self._back = torch.ops.memtune.to_device(self._host, self._device)
+            self._host = None
+        return like.of(self._back)
+
+
+@dataclass(frozen=True)
+class View:
+    """How a tensor looks into its storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+
+    @classmethod
+    def describe(cls, tensor: Tensor) -> View:
+        """How `tensor` looks into its storage."""
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.requires_grad)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same look into `whole`, a flat tensor of the storage's bytes."""
+        flat = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+        return torch.as_strided(flat, self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A tensor whose storage is (or may be) on the host."""
+
+    entry: Entry
+    view: View
+
+    def get(self) -> Tensor:
+        """The tensor, on the device."""
+        return self.entry.fetch(self.view)
+
+
+def id_of(tensor: Tensor) -> int:
+    """Identity of a tensor's storage while it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of `tensor`'s storage as one flat tensor."""
+    flat = tensor.detach()
+    return torch.as_strided(flat, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
