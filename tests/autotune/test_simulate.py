@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from memtune import _native, hardware
 from memtune.autotune.simulate import ACTIVATIONS, Calibration, simulate
-from memtune.op_costs import op_costs
-from memtune.program import FOREVER, Kind, Phase, Program, RankClass, Resource, Step, Tier
+from memtune.op_costs import matmul_dtype, op_costs
+from memtune.program import FOREVER, Kind, Parameter, Phase, Program, RankClass, Resource, Step, Tier
 
 GPU = hardware.find("h100-80g")
 CPU = replace(
@@ -300,3 +300,27 @@ def test_collectives_cost_ring_steps_and_shared_hosts() -> None:
     seconds = op_costs(step, link, ranks=4).op_s
     assert seconds[1] == pytest.approx(3e-3 + 0.75 * 10**6 / 1e9)
     assert seconds[2] == pytest.approx(4 * 10**7 / 1e9 + link.launch_s)
+
+
+def test_a_ring_over_nodes_is_as_slow_as_its_slowest_link() -> None:
+    step = training(op_resource=[0, Resource.INTRA_LINK, Resource.INTRA_LINK], op_group=[0, 8, 16])
+    slow = replace(
+        GPU, intra_link_bytes_per_s=1e9, inter_link_bytes_per_s=1e6, intra_link_latency_s=0.0, inter_link_latency_s=0.0
+    )
+    seconds = op_costs(step, slow, ranks=16).op_s
+    assert seconds[1] == pytest.approx(7 / 8 * 10**6 / 1e9)
+    assert seconds[2] == pytest.approx(15 / 16 * 10**7 / 8e6)  # eight network cards in each node
+
+
+def test_ranks_on_a_cpu_share_its_cores() -> None:
+    one, two = (op_costs(training(), replace(CPU, launch_s=0.0), ranks=n).op_s for n in (1, 2))
+    assert two == pytest.approx(2 * one)
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "cast_bytes", "dtype"), [(4, 0, "float32"), (2, 0, "bfloat16"), (4, 50, "bfloat16"), (4, 200, "float32")]
+)
+def test_the_type_of_matrix_products(itemsize: int, cast_bytes: int, dtype: str) -> None:
+    weight = Parameter("w", 0, -1, (100 // itemsize,), itemsize, True, -1)
+    casts = {"names": ("aten._to_copy.default", "aten.add.Tensor"), "bytes": [100, cast_bytes, 10]} if cast_bytes else {}
+    assert matmul_dtype(training(parameters=(weight,), op_name=[0, 1, 1], **casts)) == dtype
