@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 
 from memtune.edit import Edit
-from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
+from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
 def optimizer_on_host(step: Step) -> Step:
@@ -18,11 +19,14 @@ def optimizer_on_host(step: Step) -> Step:
     optimizer = step.op_phase == Phase.OPTIMIZER
     if not len(mine) or not optimizer.any():
         return step
+    sizes = np.asarray([math.prod(p.shape) * p.itemsize for p in mine], np.int64)  # of parts of a shared storage, where sharded
     first, last = np.flatnonzero(optimizer)[[0, -1]].astype(np.int32)
     edit = Edit(step)
-    down = _copies(edit, step, "memtune.to_host.default", np.full(len(mine), first, np.int32), gradients, Resource.DEVICE_TO_HOST)
+    down = _copies(
+        edit, step, "memtune.to_host.default", np.full(len(mine), first, np.int32), gradients, sizes, Resource.DEVICE_TO_HOST
+    )
     owner = step.owner[gradients]
-    host_gradients = edit.add_storages(step.bytes[gradients], producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
+    host_gradients = edit.add_storages(sizes, producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
     host_weights = edit.add_storages(
         step.bytes[weights],
         producer=np.full(len(mine), -1, np.int32),
@@ -37,8 +41,9 @@ def optimizer_on_host(step: Step) -> Step:
     edit.use_storage = np.where(inside, moved[edit.use_storage], edit.use_storage).astype(np.int32)
 
     # A gradient is let go on the device when the next one starts down, the last one when it has arrived.
-    edit.held_until[gradients] = -1
-    edit.let_go_before(gradients[:-1], down[1:])
+    freed = step.held_until[gradients] != FOREVER  # DDP's buckets stay
+    edit.held_until[gradients[freed]] = -1
+    edit.let_go_before(gradients[:-1][freed[:-1]], down[1:][freed[:-1]])
     up = edit.add_ops(
         "memtune.copy_to_device_.default",
         after=np.full(len(mine), last, np.int32),
@@ -53,8 +58,8 @@ def optimizer_on_host(step: Step) -> Step:
     return _on_host(new)
 
 
-def _copies(edit: Edit, step: Step, name: str, before: I32, storages: I32, resource: Resource) -> I32:
-    ops = edit.add_ops(name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=step.bytes[storages])
+def _copies(edit: Edit, step: Step, name: str, before: I32, storages: I32, sizes: I64, resource: Resource) -> I32:
+    ops = edit.add_ops(name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=sizes)
     edit.add_uses(ops, storages)
     return ops
 
