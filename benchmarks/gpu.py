@@ -58,7 +58,7 @@ def _search(arguments: argparse.Namespace, budget: str, size: str) -> tuple[dict
     with tempfile.TemporaryDirectory() as place:
         command = [
             *(sys.executable, "-m", "memtune", "search", str(ROOT / "examples" / "gpt.py"), "--device", arguments.device),
-            *("--workers", "1") if arguments.device == "cpu" else ("--gpus", "1"),
+            *(("--workers", "1") if arguments.device == "cpu" else ("--gpus", "1")),
             *("--max-memory", budget, "--trials", str(arguments.trials), "--time", arguments.time, "--executor", "local"),
             *("--out", f"{place}/tuned.yaml", "--json"),
         ]
