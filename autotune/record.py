@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from memtune.autotune.tracer import Tracer
+from memtune.autotune.untraced import as_in_training
 from memtune.batches import map_tensors
 from memtune.edit import Edit
 from memtune.errors import MemtuneError, WorkloadError
@@ -56,6 +57,8 @@ class Session:
     blocks: list[str]
     sizes: WorkspaceTable
     """What CPU kernels really return, where their fake implementations differ."""
+    assumed: list[str] = field(default_factory=list)
+    """What user code would have asked the data, and the answer it was given."""
 
     def batch(self, size: int) -> Any:
         """One micro-batch of `size` samples; made for real, then made fake where the rung is."""
@@ -72,8 +75,11 @@ class Session:
         """Inside, tensors are fake where the rung is, outputs have their real sizes, and draws start from the seed."""
         with torch.random.fork_rng(devices=[]), self.mode:
             torch.manual_seed(SEED)
-            with nullcontext() if self.fake is None else RealOutputs(self.sizes):
+            if self.fake is None:
                 yield
+            else:
+                with as_in_training(self.assumed), RealOutputs(self.sizes):
+                    yield
 
     def warm_up(self, size: int) -> None:
         """One step without tracing, so that the optimizer has its state."""
@@ -93,10 +99,11 @@ class Session:
                 accumulate(self.model, self.workload.loss, batches[:-1], CPU)
                 batches = batches[-1:]
             with tracer.recording():
-                accumulate(self.model, self.workload.loss, batches, CPU)
+                loss = accumulate(self.model, self.workload.loss, batches, CPU)
                 tracer.note_gradients()
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
+                del loss  # held as long as `train_step` holds it
         return Trace(tracer.step(), tracer.signatures)
 
 
@@ -129,6 +136,7 @@ def record(workload: Workload, *, small: int = 2, large: int = 4, workspace: Wor
         first = _with_workspaces(first, scratch[0], somewhere)
         if same:
             second = _with_workspaces(second, scratch[1], somewhere)
+    notes += session.assumed
     if session.fake is None:
         notes.append(f"sizes may depend on the data: between micro-batches {small} and {large} and beyond they lie on a line")
     if not same:

@@ -1,0 +1,188 @@
+"""Recording: the rung, the blocks, sizes as functions of the micro-batch, and bytes equal to a real run's."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from zoo_paths import BAD, ZOO
+
+from memtune.autotune.record import SEED, check, record, start_session
+from memtune.errors import WorkloadError
+from memtune.program import Kind, Recording
+from memtune.runtime import shim
+from memtune.runtime.loop import train_step
+from memtune.runtime.mode_ledger import ModeLedger
+from memtune.runtime.prepare import prepare_model
+from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.workspace import WorkspaceTable
+from memtune.testing.drift import recording_of
+from memtune.workload import Workload
+
+CPU = torch.device("cpu")
+RUNGS = {"moe": "real-step", "tobf16": "real-init"}
+WHY = {"moe": ("nonzero", "nonzero", "nonzero"), "tobf16": ("_local_scalar_dense", "item()")}
+N_BLOCKS = {
+    "autocast": 3, "cnn_bn": 4, "gpt": 4, "hf_llama": 3, "inplace_views": 3,
+    "lora": 4, "lstm": 3, "moe": 2, "tied": 3, "tobf16": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("model", ZOO)
+def test_lowest_rung_that_does_and_why_the_others_did_not(model: str) -> None:
+    recording = recording_of(ZOO[model])
+    assert recording.rung == RUNGS.get(model, "fake")
+    failed = [note for note in recording.notes if note.startswith("rung ")]
+    assert len(failed) == len(WHY.get(model, ()))
+    for note, reason in zip(failed, WHY.get(model, ()), strict=True):
+        assert reason in note
+
+
+@pytest.mark.parametrize("model", ZOO)
+def test_blocks_and_their_ops(model: str) -> None:
+    step = recording_of(ZOO[model]).step
+    assert len(step.blocks) == N_BLOCKS[model]
+    assert set(step.op_block[step.op_phase == 1]) >= set(range(len(step.blocks)))
+
+
+# moe: routing follows the data; lstm: oneDNN rounds the reserve of its kernel up in steps.
+@pytest.mark.parametrize("model", [name for name in ZOO if name not in ("moe", "lstm")])
+def test_sizes_at_a_third_micro_batch_lie_on_the_line(model: str) -> None:
+    recording = recording_of(ZOO[model])
+    session = start_session(Workload.load(ZOO[model]), recording.rung)
+    session.warm_up(6)
+    real, affine = session.trace(6), recording.at(6)
+    assert np.array_equal(real.bytes, affine.bytes)
+    assert np.array_equal(real.live_bytes(), affine.live_bytes())
+    assert np.allclose(real.op_flops, affine.op_flops)
+    assert np.array_equal(real.op_traffic_bytes, affine.op_traffic_bytes)
+
+
+@pytest.mark.parametrize("model", ["moe", "lstm"])
+def test_sizes_off_the_line_are_recorded_at_the_size_that_is_used(model: str) -> None:
+    recording = recording_of(ZOO[model])
+    session = start_session(Workload.load(ZOO[model]), recording.rung)
+    session.warm_up(6)
+    checked = check(recording, session, 6)
+    assert 6 in checked.checked
+    assert checked.at(6) is checked.exact[6]
+    assert not np.array_equal(checked.at(6).bytes, recording.at(6).bytes)
+    assert any("micro-batch 6 was recorded by itself" in note for note in checked.notes)
+    assert check(checked, session, 6) is checked
+
+
+def test_what_depends_on_the_data_is_said() -> None:
+    assert any("depend on the data" in note for note in recording_of(ZOO["moe"]).notes)
+    assert any("packed sequences" in note for note in recording_of(ZOO["hf_llama"]).notes)
+
+
+def test_a_recording_is_the_same_each_time_and_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one = record(Workload.load(ZOO["moe"]))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    other = record(Workload.load(ZOO["moe"]))
+    assert np.array_equal(one.step.bytes, other.step.bytes)
+
+
+def test_without_a_table_the_notes_say_that_workspaces_are_missing() -> None:
+    assert any("workspaces were not measured" in note for note in recording_of(ZOO["gpt"]).notes)
+    assert not (recording_of(ZOO["gpt"]).step.kind == Kind.WORKSPACE).any()
+
+
+def test_what_no_rung_can_run_is_the_users_error() -> None:
+    with pytest.raises(WorkloadError):
+        record(Workload.load(BAD["shapes"]))
+
+
+class Real:
+    """The step that `record` recorded at micro-batch 2, for real: one step to warm up, one that is measured."""
+
+    def __init__(self, path: Path) -> None:
+        self.workload = Workload.load(path)
+        torch.manual_seed(SEED)
+        self.model: nn.Module = prepare_model(self.workload.build_model()).train()
+        self.optimizer = self.workload.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
+
+    def step(self) -> None:
+        torch.manual_seed(SEED)
+        with tier(HOST):
+            batch = self.workload.make_batch(2)
+        train_step(self.model, self.optimizer, self.workload.loss, [batch], CPU)
+
+
+@pytest.mark.parametrize("model", ZOO)
+def test_tensor_bytes_are_those_of_a_real_run(model: str) -> None:
+    real, ledger = Real(ZOO[model]), ModeLedger()
+    ledger.watch(real.model, real.optimizer)
+    with ledger:
+        real.step()
+        ledger.reset_peak()
+        real.step()
+    assert recording_of(ZOO[model]).at(2).peak_bytes() == ledger.peak_bytes(), ledger.peak_op()
+    ledger.close()
+
+
+@pytest.fixture(scope="module")
+def table() -> WorkspaceTable:
+    if shim.available() is not None:
+        pytest.skip(f"no native ledger here: {shim.available()}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = WorkspaceTable.cached()
+    torch.set_num_threads(threads)
+    return made
+
+
+def with_workspaces(path: Path, table: WorkspaceTable) -> Recording:
+    return record(Workload.load(path), workspace=table)
+
+
+@pytest.mark.parametrize("model", ZOO)
+def test_with_workspaces_the_native_peak_is_explained(model: str, table: WorkspaceTable) -> None:
+    recording = with_workspaces(ZOO[model], table)
+    step = recording.at(2)
+    shim.install()
+    gc.collect()
+    base = shim.live_bytes()
+    real = Real(ZOO[model])
+    real.step()
+    shim.reset_peak()
+    real.step()
+    native = shim.peak_bytes() - base
+    rows = np.flatnonzero(step.kind == Kind.WORKSPACE)
+    named = "\n".join(f"{step.bytes[row]:>9} {step.names[step.op_name[step.producer[row]]]}" for row in rows)
+    assert abs(step.peak_bytes() - native) <= 0.005 * native, f"predicted {step.peak_bytes()}, native {native}:\n{named}"
+
+
+def test_convolutions_have_workspaces_and_a_recompute_has_them_again(table: WorkspaceTable) -> None:
+    from memtune.passes.recompute import recompute_blocks
+
+    step = with_workspaces(ZOO["cnn_bn"], table).at(2)
+    scratch = np.flatnonzero(step.kind == Kind.WORKSPACE)
+    assert {"aten.convolution_backward.default"} <= {step.names[step.op_name[op]] for op in step.producer[scratch]}
+    assert (step.end[scratch] == step.producer[scratch]).all()
+    again = recompute_blocks(step, list(range(4)))
+    assert (again.kind == Kind.WORKSPACE).sum() > len(scratch)
+
+
+def test_a_table_that_knows_all_ops_is_not_measured_again(table: WorkspaceTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_workspaces(ZOO["tied"], table)
+    monkeypatch.setattr(WorkspaceTable, "fill_in_child", lambda *_: pytest.fail("measured again"))
+    started = time.monotonic()
+    assert with_workspaces(ZOO["tied"], table).record_s <= time.monotonic() - started
