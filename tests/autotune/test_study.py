@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from search_world import AXES, GPT, prepared, truth
 
-from memtune.autotune import events, study
+from memtune.autotune import events, setup, study
 from memtune.autotune.candidates import Choice
 from memtune.autotune.control import Control
 from memtune.autotune.events import read_events
@@ -447,15 +447,14 @@ def test_kill_9_at_a_random_moment_loses_at_most_what_ran(seed: int, tmp_path: P
 
 
 def test_real_trials_on_this_machine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()
-    Path("run").mkdir(exist_ok=True)
-    options = asked(trials=3, repeats=0, study=str(Path("run/s").resolve()), out=Path("run/tuned.yaml"), axes=("recompute",))
+    monkeypatch.setattr(study, "prepare", setup.prepare)
+    options = asked(trials=3, repeats=0, axes=("recompute",))
     outcome = study.search(options)
     statuses = {each["name"]: each["status"] for each in outcome.trials if each["role"] == "guard"}
     assert statuses == {"plain": "oom", "full recompute": "ok"}
     assert outcome.measured is not None
     assert outcome.measured["peak_bytes"] <= BUDGET
-    certificate = load_config("run/tuned.yaml").certificate
+    certificate = load_config("tuned.yaml").certificate
     assert certificate["confirmed_in_fresh_process"]
     assert certificate["largest_relative_loss_difference"] < 1e-5
 
