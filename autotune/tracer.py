@@ -175,7 +175,7 @@ class Tracer(TorchDispatchMode):
             traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
         rng = int(torch.Tag.nondeterministic_seeded in func.tags)
         n_flops = flops.count(func, args, kwargs, out)
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         node_number = -1 if node is None or phase is not Phase.BACKWARD else node._sequence_nr() % 2**31
         self._ops.append((name, module, block, int(phase), int(resource), n_flops, traffic, rng, group, node_number))
         self.signatures.append("" if seam or group else signature(func, args, kwargs))
@@ -194,7 +194,7 @@ class Tracer(TorchDispatchMode):
     def _place(self, sequence: int) -> tuple[int, int, Phase]:
         if self.phase is not Phase.FORWARD:
             return 0, -1, self.phase
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return *self._stack[-1], Phase.FORWARD
         if torch.is_grad_enabled():  # forward ops inside backward: a recomputation

@@ -160,5 +160,3 @@ def _join_ranks(model: nn.Module) -> None:
     """Under torchrun the process group is started if the script has not done so yet."""
     if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("nccl" if _device_of(model).type == "cuda" else "gloo")
-
-

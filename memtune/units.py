@@ -34,12 +34,11 @@ def parse_seconds(text: str) -> float:
 def format_bytes(n_bytes: float) -> str:
     """`n_bytes` with three significant digits in the largest binary unit that leaves at least one: `1.50 GiB`."""
     sign, size = ("-" if n_bytes < 0 else ""), abs(float(n_bytes))
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size /= 1024
-    else:
-        unit = "TiB"
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while size >= 1024 and power < len(units) - 1:
+        size, power = size / 1024, power + 1
+    unit = units[power]
     digits = 0 if unit == "B" or size >= 100 else 1 if size >= 10 else 2
     return f"{sign}{size:.{digits}f} {unit}"
 

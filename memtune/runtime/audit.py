@@ -46,7 +46,9 @@ def _activations(context: Context) -> dict[str, Any]:
     ran = table.traffic.forwards
     idle = sorted(recompute & ran - table.traffic.recomputed_regions)
     if ran and len(idle) == len(recompute) and recompute:
-        raise ApplyError(f"{len(idle)} blocks ran but nothing in them is recomputed.", evidence=f"First: {idle[0]}.", code="MT313")
+        raise ApplyError(
+            f"{len(idle)} blocks ran but nothing in them is recomputed.", evidence=f"First: {idle[0]}.", code="MT313"
+        )
     return {
         "recomputed_blocks": len(recompute),
         "moved_blocks": sum(region.move > 0 for region in claimed),

@@ -25,7 +25,8 @@ class SeamAllGather(AllGather):
     ) -> dist.Work | None:
         """Gather `input_tensor` (numel) of all ranks into `output_tensor` (ranks × numel)."""
         if async_op:
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+            work: dist.Work | None = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+            return work
         torch.ops.memtune.all_gather_into_(output_tensor, input_tensor, group.group_name, group.size())
         return None
 
@@ -43,6 +44,9 @@ class SeamReduceScatter(ReduceScatter):
         """Reduce `input_tensor` (ranks × numel) over the ranks and keep this rank's part in `output_tensor` (numel)."""
         name = next((name for known, name in _OP_NAMES.items() if op == known), None)
         if async_op or name is None:
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            work: dist.Work | None = dist.reduce_scatter_tensor(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+            return work
         torch.ops.memtune.reduce_scatter_into_(output_tensor, input_tensor, group.group_name, group.size(), name)
         return None

@@ -59,7 +59,7 @@ class Kept:
         return out
 
 
-class KeepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+class KeepMode(TorchDispatchMode):
     """First run: remembers the outputs of the ops that the region keeps."""
 
     def __init__(self, keep: Callable[[Any], bool], kept: dict[tuple[str, int], Kept], count: Callable[[], int]) -> None:
@@ -74,7 +74,7 @@ class KeepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
         return out
 
 
-class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+class ReplayMode(TorchDispatchMode):
     """Second run: hands out what was kept instead of computing it, each once."""
 
     def __init__(self, kept: dict[tuple[str, int], Kept]) -> None:

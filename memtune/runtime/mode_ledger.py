@@ -123,9 +123,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         self.label(list(model.buffers()), Kind.BUFFER)
         for parameter in self._parameters:
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(
-                    lambda p: self.label(p.grad, Kind.GRADIENT)
-                )
+                handle = parameter.register_post_accumulate_grad_hook(lambda p: self.label(p.grad, Kind.GRADIENT))
                 self._handles.append(handle)
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._find_kinds()))

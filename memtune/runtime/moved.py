@@ -61,7 +61,7 @@ class View:
     @classmethod
     def describe(cls, tensor: Tensor) -> View:
         """How `tensor` looks into its storage."""
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.requires_grad)
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.requires_grad)
 
     def of(self, whole: Tensor) -> Tensor:
         """The same look into `whole`, a flat tensor of the storage's bytes."""
@@ -83,7 +83,7 @@ class Moved:
 
 def id_of(tensor: Tensor) -> int:
     """Identity of a tensor's storage while it lives."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _whole(tensor: Tensor) -> Tensor:

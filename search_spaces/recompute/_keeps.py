@@ -12,7 +12,9 @@ MATMULS = frozenset(
     )
 )  # fmt: skip
 
-_ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward", "aten._cudnn_attention")
+_ATTENTION = (
+    "aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward", "aten._cudnn_attention",
+)  # fmt: skip
 
 
 def is_matmul_or_attention(op: Any) -> bool:

@@ -19,9 +19,7 @@ SAVED_BYTES = {
 
 class TestEveryNth(TechniqueSuite):
     technique = EveryNth
-    models: ClassVar = {
-        name: path for name, path in ZOO.items() if name not in ("autocast", "tobf16")
-    }
+    models: ClassVar = {name: path for name, path in ZOO.items() if name not in ("autocast", "tobf16")}
     quick = ("gpt",)
     variants = (EveryNth(kind="every_nth"), EveryNth(kind="every_nth", n=3))
 
