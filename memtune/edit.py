@@ -233,7 +233,9 @@ class Edit:
         by_op = np.argsort(use_position, kind="stable")
         kept = ~self._drop_saves
         counts = [len(anchor) for anchor in self._anchors]
-        op_columns: dict[str, Any] = {name: _stacked(getattr(self._step, name), self._new_ops, counts, name)[order] for name in _OP_COLUMNS}
+        op_columns: dict[str, Any] = {
+            name: _stacked(getattr(self._step, name), self._new_ops, counts, name)[order] for name in _OP_COLUMNS
+        }
         copy_of = op_columns["op_copy_of"]
         op_columns["op_copy_of"] = np.where(copy_of < 0, -1, position_or_before[copy_of]).astype(np.int32)
         return replace(
