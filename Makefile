@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 EXECUTOR ?= local
-BUDGET ?= 600MiB
+BUDGET ?= 400MiB
 DEMO_OUT ?= tuned.yaml
 PYTEST_ARGS ?=
 DEVICE ?= cuda
