@@ -54,6 +54,10 @@ def optimizer_on_host(step: Step) -> Step:
     edit.add_uses(up, host_weights)
     edit.add_uses(up, weights, mutates=True)
     edit.hold_through(host_gradients, up)
+    # What Python holds to the end of the step (the loss) is there until the last weight is up.
+    late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
+    late = np.flatnonzero(late).astype(np.int32)
+    edit.hold_through(late, np.full(len(late), up[-1], np.int32))
     new = edit.done()
     return _on_host(new)
 

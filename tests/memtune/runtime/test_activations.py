@@ -1,0 +1,240 @@
+"""The activation table: claims, exact gradients, memory that is let go, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memtune.errors import ApplyError
+from memtune.runtime import activations, transfer
+from memtune.runtime.activations import ActivationTable
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def make(block: Callable[[], nn.Module] = Block, n: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(block() for _ in range(n)))
+
+
+def table_on(model: nn.Module, claim: Callable[[ActivationTable, int], None]) -> ActivationTable:
+    table = ActivationTable(model, [name for name, _ in model.named_children()])
+    for index in range(len(table.regions)):
+        claim(table, index)
+    table.install()
+    return table
+
+
+def is_matmul(op: Any) -> bool:
+    return str(op) in ("aten.addmm.default", "aten.mm.default")
+
+
+CLAIMS: dict[str, Callable[[ActivationTable, int], None]] = {
+    "recompute": lambda table, i: table.claim_recompute(i),
+    "selective": lambda table, i: table.claim_recompute(i, is_matmul),
+    "move": lambda table, i: table.claim_move(i, 1.0, 0),
+    "move half of one": lambda table, i: table.claim_move(i, 0.5, 0) if i == 1 else None,
+    "recompute and move": lambda table, i: (table.claim_recompute(i, is_matmul), table.claim_move(i, 1.0, 0))[0],
+}
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_gradients_are_equal_to_the_bit_with_and_without_input_gradient(claim: Any) -> None:
+    for requires_grad in (False, True):
+        x = torch.randn(4, 16, requires_grad=requires_grad)
+        wanted = gradients(make(), x)
+        of_input = None if x.grad is None else x.grad.clone()
+        x.grad = None
+        model = make()
+        table_on(model, claim)
+        assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
+        assert of_input is None or torch.equal(x.grad, of_input)
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_nothing_is_left_when_backward_is_over(claim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[weakref.ref[Any]] = []
+    original = activations._Frame.__init__
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        frames.append(weakref.ref(self))
+
+    monkeypatch.setattr(activations._Frame, "__init__", note)
+    model = make()
+    table_on(model, claim)
+    gc.disable()  # nothing may wait for the collector
+    try:
+        gradients(model, torch.randn(4, 16))
+        assert frames
+        assert not any(frame() for frame in frames)
+    finally:
+        gc.enable()
+
+
+def test_a_frame_ends_with_its_last_recomputed_tensor_not_with_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd keeps the pack hook with everything it saved; a hook that names the frame would keep it."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x)))
+
+    frames: list[weakref.ref[Any]] = []
+    original = activations._Frame.__init__
+    monkeypatch.setattr(
+        activations._Frame, "__init__", lambda self, *a, **k: (original(self, *a, **k), frames.append(weakref.ref(self)))[0]
+    )
+    model = nn.Sequential(Late())
+    table_on(model, lambda table, i: table.claim_recompute(i))
+    alive: list[bool] = []
+    x = torch.randn(4, 16, requires_grad=True)
+    x.register_hook(lambda grad: alive.append(frames[0]() is not None))
+    model(x).sum().backward()
+    assert alive == [False]
+
+
+def test_what_autograd_forgets_is_not_computed_again() -> None:
+    """A product whose graph is dropped before backward: the second run stops before it."""
+    runs: list[str] = []
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.used(x))
+            runs.append("used")
+            torch.tanh(self.unused(y))
+            runs.append("unused")
+            return y
+
+    model = nn.Sequential(Two())
+    table_on(model, lambda table, i: table.claim_recompute(i))
+    model(torch.randn(4, 16, requires_grad=True)).sum().backward()
+    assert runs == ["used", "unused"]  # tanh itself is the last wanted tensor: the second run ends inside it
+
+
+class InPlace(nn.Module):
+    """Writes into a matmul's output through a view after it was kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y[:, 0].mul_(2.0)
+        return self.out(y.tanh_())
+
+
+def test_a_kept_output_that_is_written_into_is_not_kept() -> None:
+    x = torch.randn(4, 16)
+    wanted = gradients(make(InPlace), x)
+    model = make(InPlace)
+    table_on(model, CLAIMS["selective"])
+    assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
+
+
+def test_buffers_are_as_after_one_forward() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh())
+
+    x = torch.randn(8, 16)
+    plain, model = make(block), make(block)
+    gradients(plain, x)
+    table_on(model, CLAIMS["recompute"])
+    gradients(model, x)
+    assert all(torch.equal(one, two) for one, two in zip(plain.buffers(), model.buffers(), strict=True))
+    assert model[0][1].num_batches_tracked == 1
+
+
+def test_bytes_cross_the_link_once_each_way() -> None:
+    model = make(lambda: nn.Tanh(), n=2)
+    table_on(model, CLAIMS["move"])
+    transfer.COUNTERS.take()
+    gradients(nn.Sequential(nn.Linear(16, 16), model), torch.randn(4, 16))
+    assert transfer.COUNTERS.take() == {"device_to_host": 2 * 4 * 16 * 4, "host_to_device": 2 * 4 * 16 * 4}
+
+
+def test_without_gradient_nothing_is_claimed() -> None:
+    model = make()
+    table = table_on(model, CLAIMS["move"])
+    with torch.no_grad():
+        model(torch.randn(4, 16))
+    assert not table.traffic.forwards
+    assert table.traffic.moved_bytes == 0
+
+
+def test_remove_gives_back_the_forwards() -> None:
+    model = make()
+    table = table_on(model, lambda table, i: table.claim_move(i, 1.0, 0) if i == 0 else None)
+    assert ["forward" in vars(block) for block in model] == [True, True, False]  # the second lands the first one's copy
+    table.remove()
+    assert not any("forward" in vars(block) for block in model)
+
+
+def test_two_claims_of_one_kind_are_refused() -> None:
+    table = ActivationTable(make(), ["0"])
+    table.claim_recompute(0)
+    table.claim_move(0, 1.0, 0)
+    with pytest.raises(ApplyError, match="two techniques recompute 0"):
+        table.claim_recompute(0)
+    with pytest.raises(ApplyError, match="two techniques move the activations of 0"):
+        table.claim_move(0, 0.5, 0)
+
+
+def test_a_block_that_changes_its_input_is_refused_by_name() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x += self.layer(x).tanh()
+            return x
+
+    model = make(Adds, n=1)
+    table_on(model, CLAIMS["recompute"])
+    with pytest.raises(ApplyError, match="0 changes its input in place"):
+        model(torch.randn(4, 16))
+
+
+def test_a_block_that_does_something_else_the_second_time_is_refused() -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.runs = nn.Linear(16, 16), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            return self.layer(x).tanh().sin() if self.runs == 1 else self.layer(x)
+
+    model = make(Fickle, n=1)
+    table_on(model, CLAIMS["recompute"])
+    with pytest.raises(ApplyError, match="when it was run again"):
+        model(torch.randn(4, 16)).sum().backward()
