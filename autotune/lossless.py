@@ -142,17 +142,13 @@ class _WithoutDropout(TorchFunctionMode):
 
 @contextmanager
 def _no_dropout(model: nn.Module) -> Iterator[None]:
+    """Dropout modules call the functions; recurrent layers have it inside their kernel."""
     recurrent = [(each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)]
-    dropouts = [each for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd) and each.training]
     for rnn, _ in recurrent:
         rnn.dropout = 0.0
-    for dropout in dropouts:
-        dropout.eval()
     try:
         with _WithoutDropout():
             yield
     finally:
         for rnn, rate in recurrent:
             rnn.dropout = rate
-        for dropout in dropouts:
-            dropout.train()

@@ -53,6 +53,19 @@ def model(): return M()
     assert verdict(tmp_path, body + MEAN) == ""
 
 
+def test_dropout_between_recurrent_layers_does_not_count(tmp_path: Path):
+    body = """
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 8, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(8, 5)
+    def forward(self, x):
+        return self.head(self.rnn(x[:, None])[0][:, -1])
+def model(): return M()
+"""
+    assert verdict(tmp_path, body + MEAN) == ""
+
+
 def test_batch_norm_is_caught(tmp_path: Path):
     assert "BatchNorm" in verdict(tmp_path, MLP.format(inner="nn.BatchNorm1d(8)") + MEAN)
 

@@ -108,6 +108,12 @@ def test_a_config_that_cannot_be_used_here_is_unfit_with_the_reason(tmp_path: Pa
     assert found.reason
 
 
+def test_a_batch_that_may_not_be_cut_is_not_cut_and_it_is_said():
+    found = plan(asked(workload=str(zoo_paths.ZOO["cnn_bn"]), axes=("execution", "recompute")))
+    assert {each.accumulate for each in found.rows} == {1}
+    assert any("BatchNorm" in note for note in found.notes)
+
+
 def test_what_is_misspelt_is_said(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text("settings: {recompte: {kind: full}}")

@@ -80,7 +80,7 @@ def test_equal_candidates_are_merged_and_the_simpler_one_stays():
     every_block = tuple(
         each.model_copy(update={"n": 1}) if each.kind == "every_nth" else each for each in space.slots["recompute"]
     )
-    doubled = replace(space, slots={**space.slots, "recompute": every_block})
+    doubled = replace(space, slots={**space.slots, "recompute": every_block[::-1]})
     found = score_all(doubled, Scorer(made), "throughput")
     kinds = {each.choice.technique("recompute").kind for each in found.by_key.values()}
     assert found.n_merged > 0

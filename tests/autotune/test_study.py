@@ -264,10 +264,31 @@ def test_an_interrupted_search_goes_on_where_it_was_and_ends_like_another():
     told = [(each.number, each.result) for each in of(events.TrialFinished)]
     outcome = run(replace(options, resume=True, force=True))
     assert outcome.status == "done"
-    assert [(each.number, each.result) for each in of(events.TrialFinished)][: len(told)] == told
+    finished = [(each.number, each.result) for each in of(events.TrialFinished)]
+    assert finished[: len(told)] == told
+    assert [number for number, _ in finished] == [each["number"] for each in outcome.trials]
     counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
     assert len(counted) == 8
     assert len(set(counted)) == 8
+
+
+def test_a_result_that_a_crash_left_out_of_the_log_is_added():
+    options, control = asked(), Control()
+    honest = truth(options)
+    run(options, lambda trial: (control.interrupt() if trial.number == 4 else None, honest(trial))[1], control)
+    path = Path(".memtune/s/events.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if b'"trial_finished"' in line[:40])
+    path.write_bytes(b"".join(lines[:last]) + lines[last][:50])  # torn, as a crash in the middle of the write leaves it
+    outcome = run(replace(options, resume=True, force=True))
+    assert sorted(each.number for each in of(events.TrialFinished)) == [each["number"] for each in outcome.trials]
+
+
+def test_a_space_that_is_exhausted_ends_the_search_and_nothing_runs_twice():
+    options = asked(axes=("recompute",), trials=50, budget_bytes=64 * 2**20, repeats=0)
+    outcome = run(options, truth(options, step=0.0, noise=0.0))
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
+    assert 2 < len(counted) == len(set(counted)) < 10
 
 
 def test_a_finished_study_prints_its_result_however_often():
