@@ -232,7 +232,7 @@ class _Frame:
                 )
             self._changed_buffers = _changed_buffers(self.region.module, buffers)
         self.inputs = {}
-        del args, kwargs, inputs
+        del args, kwargs, inputs, mode  # the mode names all that was kept, needed or not
         if recompute:
             self._settle()
         else:
