@@ -334,7 +334,7 @@ class Driver:
             if isinstance(scored, Reason):
                 continue
             role: events.Role = trial.role  # type: ignore[assignment]  # written by this class
-            job = Job(role, scored, trial.name)
+            job = Job(role, self.setup.scorer.refined(scored), trial.name)
             if trial.result is not None:
                 done = Finished(job, trial.number, trial.result)
                 if trial.number not in logged:

@@ -10,7 +10,7 @@ from memtune.autotune.candidates import Choice
 from memtune.autotune.guards import guards
 from memtune.autotune.options import PlanOptions
 from memtune.autotune.pruning import Pruner
-from memtune.autotune.scoring import Scored, predicted_alike
+from memtune.autotune.scoring import Scored, alike
 from memtune.autotune.setup import Setup, prepare
 from memtune.config import load_config
 from memtune.search_spaces.execution import Execution
@@ -131,7 +131,7 @@ def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None
     return PlanReport(
         facts=_facts(setup),
         rows=tuple(_planned(each, pruner, alike=count) for each, count in _merge_alike(ranked, options.top)),
-        guards=tuple(_planned(each.scored, pruner, guard=each.name) for each in found),
+        guards=tuple(_planned(setup.scorer.refined(each.scored), pruner, guard=each.name) for each in found),
         unfit={name: str(reason) for name, reason in setup.space.unfit.items()},
         refused={**scores.unfit, **{f"{name}: {reason}": 1 for name, reason in refused.items()}},
         n_candidates=scores.n_candidates,
@@ -190,7 +190,7 @@ def _merge_alike(ranked: list[Scored], count: int) -> list[tuple[Scored, int]]:
     """The first `count` that the simulator tells apart, each with how many it stands for; alike ones are neighbours."""
     rows: list[tuple[Scored, int]] = []
     for each in ranked:
-        if rows and predicted_alike(rows[-1][0].prediction, each.prediction):
+        if rows and alike(rows[-1][0].prediction) == alike(each.prediction):
             rows[-1] = (rows[-1][0], rows[-1][1] + 1)
         elif len(rows) == count:
             break

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from memtune.autotune.candidates import Choice
 from memtune.autotune.pruning import Pruner
 from memtune.autotune.sampler import Sampler
-from memtune.autotune.scoring import Goal, Scored, Scorer, Scores, fits_budget, predicted_alike
+from memtune.autotune.scoring import EVENTS_FOR, Goal, Scored, Scorer, Scores, alike, fits_budget
 from memtune.technique import Reason
 
 _ASKS = 16
@@ -48,33 +49,38 @@ class Proposer:
             tried: Keys of candidates that ran, run or wait.
             best: Value of the best that was measured, smaller is better.
         """
-        open_ = [
-            each
-            for each in self.scores.by_key.values()
-            if each.key not in tried and pruner.reason(each.prediction) is None and self._may_improve(each, pruner, best)
-        ]
-        if not open_:
-            return None
         self._turn += 1
         if self._turn % _EVERY == 0:
-            found = self._from_sampler(pruner, tried)
+            found = self._from_sampler(pruner, tried, best)
             if found is not None:
                 return found
-        return Proposal(self._from_ranking(open_, pruner, tried))
+        for each in self._ranked(pruner, tried):
+            refined = self._refined(each)
+            if self._may_improve(refined, pruner, best):
+                return Proposal(refined)
+        return None
 
-    def _from_ranking(self, open_: list[Scored], pruner: Pruner, tried: Collection[str]) -> Scored:
-        """The best that is expected to fit; first one of each group that the simulator cannot tell apart."""
-        seen = [self.scores.by_key[key].prediction for key in tried if key in self.scores.by_key]
+    def _ranked(self, pruner: Pruner, tried: Collection[str]) -> list[Scored]:
+        """The best few that are not pruned; those expected to fit first, then one of each group that is alike."""
+        seen = {alike(self.scores.by_key[key].prediction) for key in tried if key in self.scores.by_key}
 
         def order(each: Scored) -> tuple[float, ...]:
             over = not fits_budget(each.prediction, pruner.budget_bytes, pruner.calibration)
             # Over the expected budget the one most likely to fit comes first.
             excess = float(each.prediction.peak_allocated_bytes) if over else 0.0
-            return (over, any(predicted_alike(each.prediction, other) for other in seen), excess, *each.rank(self.goal))
+            return (over, alike(each.prediction) in seen, excess, *each.rank(self.goal))
 
-        return min(open_, key=order)
+        untried = (
+            each for each in self.scores.by_key.values() if each.key not in tried and pruner.reason(each.prediction) is None
+        )
+        return heapq.nsmallest(EVENTS_FOR, untried, key=order)
 
-    def _from_sampler(self, pruner: Pruner, tried: Collection[str]) -> Proposal | None:
+    def _refined(self, each: Scored) -> Scored:
+        refined = self.scorer.refined(each)
+        self.scores.by_key[each.key] = refined
+        return refined
+
+    def _from_sampler(self, pruner: Pruner, tried: Collection[str], best: float | None) -> Proposal | None:
         for _ in range(_ASKS):
             number, choice = self.sampler.ask()
             scored = self._known(choice)
@@ -87,6 +93,8 @@ class Proposer:
             elif reason is not None:
                 self.sampler.prune(number, reason)
                 self.on_pruned(number, scored, reason)
+            elif not self._may_improve(scored, pruner, best):
+                self.sampler.prune(number, "predicted to be no better than what was measured")
             else:
                 return Proposal(scored, number)
         return None
@@ -97,7 +105,7 @@ class Proposer:
         scored = self.scorer.score(choice)
         if isinstance(scored, Reason):
             return str(scored)
-        return self.scores.by_key.get(scored.key, scored)
+        return self._refined(self.scores.by_key.get(scored.key, scored))
 
     def _may_improve(self, each: Scored, pruner: Pruner, best: float | None) -> bool:
         """Whether the better end of its interval beats what was measured; always so before there is data behind the interval."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.simulate import Calibration, Prediction, simulate
-from memtune.autotune.space import ENUMERATE_UP_TO, Space
+from memtune.autotune.space import ENUMERATE_UP_TO, SAMPLE, Space
 from memtune.program import Program
 from memtune.technique import Reason
 
@@ -33,15 +33,16 @@ class Scored:
         """Smaller is better for `goal`; ties go to the candidate that is faster, needs less and is simpler."""
         step_per_sample = 1 / self.prediction.samples_per_s if self.prediction.samples_per_s else math.inf
         peak = float(self.prediction.peak_allocated_bytes)
+        # The levels differ by more than candidates do, so they are never compared: what was looked at more closely comes first.
         first = {"throughput": step_per_sample, "memory": peak, "batch": -float(self.choice.execution.micro_batch or 0)}[goal]
-        return (first, step_per_sample, peak, *self.choice.complexity)
+        return (self.prediction.level != "events", first, step_per_sample, peak, *self.choice.complexity)
 
 
 @dataclass(frozen=True)
 class Scores:
     """The whole space as the simulator sees it."""
 
-    by_key: Mapping[str, Scored]
+    by_key: dict[str, Scored]
     unfit: Mapping[str, int]
     """How many candidates were refused, by reason."""
     n_candidates: int
@@ -73,11 +74,19 @@ class Scorer:
             self._last = (candidate.program, simulate(candidate.program, hardware))
         return Scored(choice, candidate.key, self._last[1])
 
+    def refined(self, scored: Scored) -> Scored:
+        """`scored` with the prediction of the events level, the one that trials are compared with."""
+        if scored.prediction.level == "events":
+            return scored
+        found = self.score(scored.choice, level="events")
+        assert isinstance(found, Scored)  # it fitted before
+        return replace(scored, prediction=found.prediction)
+
 
 def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Scores:
     """Score the whole space, or a sample of it where it is larger than `ENUMERATE_UP_TO`; the best again, op by op."""
     started = time.monotonic()
-    choices: Iterable[Choice] = space if space.size <= ENUMERATE_UP_TO else space.sample(ENUMERATE_UP_TO, seed)
+    choices: Iterable[Choice] = space if space.size <= ENUMERATE_UP_TO else space.sample(SAMPLE, seed)
     by_key: dict[str, Scored] = {}
     unfit: Counter[str] = Counter()
     n_candidates = n_merged = 0
@@ -96,32 +105,20 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
 
 
 def _refine(by_key: dict[str, Scored], scorer: Scorer, goal: Goal) -> None:
-    """Simulate the best programs op by op. Coarse times are lower ends, so the best `EVENTS_FOR` are found best-first."""
+    """Simulate the best programs op by op; neighbours that became one program share one prediction object."""
     budget = scorer.rewriter.target.budget_bytes
-    programs: dict[int, list[Scored]] = {}  # neighbours that became one program share one prediction object
+    programs: dict[int, list[Scored]] = {}
     for each in by_key.values():
         if budget is None or each.prediction.peak_allocated_bytes <= budget:
             programs.setdefault(id(each.prediction), []).append(each)
-    waiting = [(min(each.rank(goal) for each in group), number, group) for number, group in enumerate(programs.values())]
-    heapq.heapify(waiting)
-    found = 0
-    while waiting and found < EVENTS_FOR:
-        _, number, group = heapq.heappop(waiting)
-        if group[0].prediction.level == "events":
-            found += 1
-            continue
-        refined = scorer.score(group[0].choice, level="events")
-        if isinstance(refined, Scored):
-            group = [replace(each, prediction=refined.prediction) for each in group]
-            by_key.update({each.key: each for each in group})
-            heapq.heappush(waiting, (min(each.rank(goal) for each in group), number, group))
+    for group in heapq.nsmallest(EVENTS_FOR, programs.values(), key=lambda group: min(each.rank(goal) for each in group)):
+        refined = scorer.refined(group[0]).prediction
+        by_key.update({each.key: replace(each, prediction=refined) for each in group})
 
 
-def predicted_alike(one: Prediction, other: Prediction) -> bool:
-    """Whether the simulator tells two candidates apart at all; one of each such group is tried first."""
-    return (one.peak_allocated_bytes, one.peak_reserved_bytes) == (other.peak_allocated_bytes, other.peak_reserved_bytes) and (
-        math.isclose(one.step_s, other.step_s, rel_tol=1e-6)
-    )
+def alike(prediction: Prediction) -> tuple[object, ...]:
+    """What the simulator can tell candidates apart by; of each group that is alike one is tried first."""
+    return prediction.peak_allocated_bytes, prediction.peak_reserved_bytes, f"{prediction.step_s:.6g}"
 
 
 def fits_budget(prediction: Prediction, budget_bytes: int | None, calibration: Calibration) -> bool:

@@ -18,7 +18,8 @@ from memtune.search_spaces.execution import Execution
 from memtune.technique import Exactness, Reason, Technique
 
 ENUMERATE_UP_TO = 50_000
-"""Products up to this size are scored whole; larger ones are sampled."""
+"""Products up to this size are scored whole; of larger ones a sample is."""
+SAMPLE = 20_000
 EXECUTION = "execution"
 MICRO_BATCH = "execution.micro_batch"
 _ALIASES = {"batch": EXECUTION, "micro_batch": MICRO_BATCH, "alloc": "allocator", "shard": "sharding"}
@@ -48,20 +49,42 @@ class Space:
                 yield Choice.of(execution, {each.slot: each for each in techniques})
 
     def sample(self, count: int, seed: int) -> list[Choice]:
-        """`count` different choices drawn with `seed`, in pass order; all of them where there are no more."""
+        """About `count` different choices drawn with `seed`, in pass order; all of them where there are no more.
+
+        Every combination of kinds with default knobs is among them. What only differs in the last pass is drawn together:
+        it costs no further program.
+        """
         if count >= self.size:
             return list(self)
-        axes = [self.executions, *self._in_pass_order()]
-        drawn = random.Random(seed).sample(range(self.size), count)
-        choices = []
-        for index in sorted(drawn):
-            picked: list[Any] = []
-            for axis in reversed(axes):
-                index, here = divmod(index, len(axis))
-                picked.append(axis[here])
-            execution, *techniques = reversed(picked)
-            choices.append(Choice.of(execution, {each.slot: each for each in techniques}))
-        return choices
+        axes = self._axes()
+        block = len(axes[-1])
+        drawn = set(random.Random(seed).sample(range(self.size // block), max(1, count // block)))
+        drawn.update(self._default_blocks(axes))
+        return [self._choice(axes, index) for start in sorted(drawn) for index in range(start * block, (start + 1) * block)]
+
+    def _axes(self) -> list[tuple[Any, ...]]:
+        return [self.executions, *self._in_pass_order()]
+
+    def _default_blocks(self, axes: list[tuple[Any, ...]]) -> list[int]:
+        """Numbers of the blocks that hold each combination of kinds with the first knobs of each."""
+        firsts: list[list[int]] = [list(range(len(self.executions)))]
+        for techniques in axes[1:-1]:
+            firsts.append(list({each.kind: i for i, each in reversed(list(enumerate(techniques)))}.values()))
+        blocks = []
+        for places in itertools.product(*firsts):
+            number = 0
+            for axis, place in zip(axes, places, strict=False):
+                number = number * len(axis) + place
+            blocks.append(number)
+        return blocks
+
+    def _choice(self, axes: list[tuple[Any, ...]], index: int) -> Choice:
+        picked: list[Any] = []
+        for axis in reversed(axes):
+            index, here = divmod(index, len(axis))
+            picked.append(axis[here])
+        execution, *techniques = reversed(picked)
+        return Choice.of(execution, {each.slot: each for each in techniques})
 
     def parameters(self, choice: Choice) -> dict[str, Any]:
         """`choice` as the sampler's parameters: micro-batch, the kind in each slot, the knobs of that kind."""

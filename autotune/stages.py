@@ -127,8 +127,10 @@ class Stages:
         self.driver.run_all(jobs)
 
     def _listed(self, scored: Scored) -> Scored:
-        """The entry of the scores for a candidate, whose prediction may be finer."""
-        return self.scores.by_key.get(scored.key, scored)
+        """The entry of the scores for a candidate, with the finer prediction."""
+        refined = self.driver.setup.scorer.refined(self.scores.by_key.get(scored.key, scored))
+        self.scores.by_key[scored.key] = refined
+        return refined
 
     def _candidates(self, until: int) -> None:
         """Run what is proposed until so many trials have been counted, one of all being kept for the audit."""
@@ -158,7 +160,7 @@ class Stages:
         if borderline is None:
             return
         pruned = sum(driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values())
-        driver.run_all([Job("audit", borderline, "audit")])
+        driver.run_all([Job("audit", self._listed(borderline), "audit")])
         audited = [each for each in driver.finished if each.job.role == "audit"]
         if not audited:
             return
@@ -188,7 +190,11 @@ class Stages:
                 return None
             middle = Choice(Execution(micro_batch=(low + high) // 2), choice.techniques)
             scored = driver.setup.scorer.score(middle)
-            return None if isinstance(scored, Reason) or scored.key in driver.tried else Job("search", scored)
+            return (
+                None
+                if isinstance(scored, Reason) or scored.key in driver.tried
+                else Job("search", driver.setup.scorer.refined(scored))
+            )
 
         while (job := next_job()) is not None and not driver.stopped:
             driver.run_all([job])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from search_world import rewriter
 
-from memtune.autotune.candidates import Candidate
+from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.guards import guards
 from memtune.autotune.scoring import Scorer
 from memtune.autotune.space import batch_sizes, build_space, executions, variants
@@ -99,13 +99,24 @@ def test_a_batch_that_may_not_be_cut_freezes_the_axis_and_says_so():
 
 
 def test_a_sample_holds_different_choices_of_the_space_and_repeats_by_seed():
-    space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload"))
-    drawn = space.sample(50, seed=3)
-    assert len({(each.execution, each.techniques) for each in drawn}) == 50
-    assert drawn == space.sample(50, seed=3) != space.sample(50, seed=4)
+    space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload", "allocator"))
+    drawn = space.sample(space.size // 4, seed=3)
+    assert drawn == space.sample(space.size // 4, seed=3) != space.sample(space.size // 4, seed=4)
     every = {(each.execution, each.techniques) for each in space}
     assert len(every) == space.size
-    assert {(each.execution, each.techniques) for each in drawn} <= every
+    found = {(each.execution, each.techniques) for each in drawn}
+    assert found < every
+    assert len(found) == len(drawn)
+    order = {choice: i for i, choice in enumerate(space)}
+    assert [order[each] for each in drawn] == sorted(order[each] for each in drawn)
+
+
+def test_a_sample_holds_every_combination_of_kinds_with_default_knobs():
+    space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload", "allocator"))
+    drawn = set(space.sample(1, seed=0))
+    for execution in space.executions:
+        for kinds in itertools.product(*({each.kind: each for each in reversed(some)}.values() for some in space.slots.values())):
+            assert Choice.of(execution, {each.slot: each for each in kinds}) in drawn
 
 
 def test_variants_begin_with_the_defaults():
