@@ -6,6 +6,9 @@ is framed by two hooks. Gradients go down one after the other: each is let go on
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,8 +36,18 @@ class HostOptimizer:
         for group in self._optimizer.param_groups:
             group["params"] = [self._host_copy(parameter) for parameter in group["params"]]
         context.represented.update(self._pairs)
+        self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
+        self._optimizer.step = self._closing(self._optimizer.step)  # type: ignore[method-assign]
         self._optimizer.register_step_pre_hook(self._gradients_down)
         self._optimizer.register_step_post_hook(self._weights_up)
+
+    def _closing(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def closing(*args: Any, **kwargs: Any) -> Any:
+            with self._host:
+                return step(*args, **kwargs)
+
+        return closing
 
     def _host_copy(self, parameter: nn.Parameter) -> nn.Parameter:
         host = _to_host_now(local(parameter))
@@ -59,8 +72,7 @@ class HostOptimizer:
             self._source = parameter
         if on_the_way is not None:
             self._arrived(on_the_way)
-        self._inside = tier(HOST)
-        self._inside.__enter__()
+        self._host.enter_context(tier(HOST))
 
     def _arrived(self, host: nn.Parameter) -> None:
         assert host.grad is not None
@@ -68,7 +80,7 @@ class HostOptimizer:
         self._source.grad = None
 
     def _weights_up(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._inside.__exit__(None, None, None)
+        self._host.close()
         with torch.no_grad():
             for parameter, host in self._pairs:
                 torch.ops.memtune.copy_to_device_(local(parameter), host)
