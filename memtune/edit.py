@@ -232,12 +232,7 @@ class Edit:
         use_position = position[use_op]
         by_op = np.argsort(use_position, kind="stable")
         kept = ~self._drop_saves
-        counts = [len(anchor) for anchor in self._anchors]
-        op_columns: dict[str, Any] = {
-            name: _stacked(getattr(self._step, name), self._new_ops, counts, name)[order] for name in _OP_COLUMNS
-        }
-        copy_of = op_columns["op_copy_of"]
-        op_columns["op_copy_of"] = np.where(copy_of < 0, -1, position_or_before[copy_of]).astype(np.int32)
+        op_columns = self._op_columns(order, position_or_before)
         return replace(
             self._step,
             names=tuple(self._names),
@@ -265,6 +260,16 @@ class Edit:
             leave=position_or_before[np.clip(self._step.leave, 0, self.n_ops - 1)],
             input_storage=renumber[self._step.input_storage],
         )
+
+    def _op_columns(self, order: npt.NDArray[np.intp], position_or_before: I32) -> dict[str, Any]:
+        """The columns of all ops in their new order."""
+        counts = [len(anchor) for anchor in self._anchors]
+        op_columns: dict[str, Any] = {
+            name: _stacked(getattr(self._step, name), self._new_ops, counts, name)[order] for name in _OP_COLUMNS
+        }
+        copy_of = op_columns["op_copy_of"]
+        op_columns["op_copy_of"] = np.where(copy_of < 0, -1, position_or_before[copy_of]).astype(np.int32)
+        return op_columns
 
     def _keys(self) -> npt.NDArray[np.float64]:
         """(ops,) sort key of every op; insertions at one place keep the order of their calls."""
