@@ -34,6 +34,8 @@ _MEASURE_S = 2.0
 """Measured steps together take about this long, within `_STEPS`."""
 _STEPS = (3, 20)
 _COUNTED = ("guard", "search", "audit")
+_DECISIVE = ("repeat", "confirm")
+"""What fails in one of these is out, however it did before."""
 _POLL_S = 0.25
 
 
@@ -64,6 +66,7 @@ class Driver:
         pruner: With the calibration so far.
         stopped: Why no more trials are run, empty while they are.
         broken: The reason of the crashes that stopped the search.
+        finalists: Keys of what runs again in turn; once a round of all of them is done, only those rounds decide.
         reference: The trial with whose losses others are compared: the first guard that fits, else the first trial.
     """
 
@@ -81,6 +84,7 @@ class Driver:
         self.finished: list[Finished] = []
         self.running: dict[int, Job] = {}
         self.tried: set[str] = set()
+        self.finalists: set[str] = set()
         self.stopped = self.broken = ""
         self._sampler, self._executor, self._log = sampler, executor, log
         self.reference: Finished | None = None
@@ -106,19 +110,22 @@ class Driver:
         return time.monotonic() - self._started_s
 
     def measured(self) -> list[Measured]:
-        """What fits and may be believed, all trials of a choice together."""
-        rejected = {each.job.scored.key for each in self.finished if each.result.status != "ok" and each.job.role == "confirm"}
+        """What fits and may be believed, all trials of a choice together; `rounds` of those that ran in turn to the end."""
+        rejected = {each.job.scored.key for each in self.finished if each.result.status != "ok" and each.job.role in _DECISIVE}
         groups: dict[str, list[Finished]] = {}
         for each in self.finished:
             if each.result.status == "ok" and each.job.scored.key not in rejected:
                 groups.setdefault(each.job.scored.key, []).append(each)
+        repeats = {key: [each.result for each in group if each.job.role == "repeat"] for key, group in groups.items()}
+        complete = min((len(repeats.get(key, ())) for key in self.finalists - rejected), default=0)
         return [
             Measured(
                 group[0].job.scored.choice,
                 tuple(each.result for each in group),
                 guard=next((each.job.name for each in group if each.job.role == "guard"), ""),
+                rounds=tuple(repeats[key][:complete]) if key in self.finalists else (),
             )
-            for group in groups.values()
+            for key, group in groups.items()
         ]
 
     def best_value(self) -> float | None:

@@ -4,6 +4,8 @@ Rules:
 1. A trial whose losses differ from those of the first feasible guard by more than its class of exactness allows is invalid.
 2. Closer than the spread is a tie, and a tie goes to the simpler choice: fewer slots in use, then fewer knobs changed.
 3. What does not beat every feasible guard by more than the spread does not ship; the best guard does.
+4. What was measured at other times is not compared: once the best few have run again in turn, only those rounds count, and two
+   choices are compared round by round, so that a machine that became slower in between has slowed both.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ class Measured:
     choice: Choice
     results: tuple[TrialResult, ...]
     guard: str = ""
+    rounds: tuple[TrialResult, ...] = ()
+    """Of `results`, those run in turn with the other finalists; times are taken from them where there are any."""
 
     @property
     def number(self) -> int:
@@ -38,17 +42,13 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """Median over all measured steps of all its trials."""
-        return statistics.median(self._steps())
+        """Median over its trials of the median step of each."""
+        return statistics.median(_middle(each) for each in self._timed())
 
     @property
     def spread_s(self) -> float:
-        """Half the interquartile range of the measured steps: one hiccup of the machine does not make everything a tie."""
-        steps = self._steps()
-        if len(steps) < 2:
-            return 0.0
-        low, _, high = statistics.quantiles(steps, n=4, method="inclusive")
-        return (high - low) / 2
+        """Median over its trials of half the interquartile range of each one's steps: a hiccup does not make all a tie."""
+        return statistics.median(_spread(each) for each in self._timed())
 
     @property
     def peak_bytes(self) -> int:
@@ -73,8 +73,30 @@ class Measured:
         """Of `value`; bytes and micro-batches repeat exactly."""
         return self.spread_s / self.samples_per_step if goal == "throughput" else 0.0
 
-    def _steps(self) -> list[float]:
-        return [step for each in self.results for step in each.step_s_all or [each.step_s or math.inf]]
+    def per_round(self, goal: Goal) -> list[tuple[float, float]]:
+        """Value and spread in every round; empty for what was not run in turn, or where rounds make no difference."""
+        if goal != "throughput":
+            return []
+        return [(_middle(each) / self.samples_per_step, _spread(each) / self.samples_per_step) for each in self.rounds]
+
+    def _timed(self) -> tuple[TrialResult, ...]:
+        return self.rounds or self.results
+
+
+def _steps(result: TrialResult) -> list[float]:
+    return result.step_s_all or [result.step_s or math.inf]
+
+
+def _middle(result: TrialResult) -> float:
+    return statistics.median(_steps(result))
+
+
+def _spread(result: TrialResult) -> float:
+    steps = _steps(result)
+    if len(steps) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(steps, n=4, method="inclusive")
+    return (high - low) / 2
 
 
 class Verdict(NamedTuple):
@@ -86,9 +108,10 @@ class Verdict(NamedTuple):
 
 
 def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
-    """The winner among what was measured and fits, by rules 2 and 3; None if nothing fits."""
+    """The winner among what was measured and fits, by rules 2 to 4; None if nothing fits."""
     if not measured:
         return None
+    measured = [each for each in measured if each.rounds] or measured
     winner = _simplest_of_the_best(measured, goal)
     guards = [each for each in measured if each.guard]
     if winner.guard:
@@ -102,8 +125,21 @@ def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
 
 
 def beats(one: Measured, other: Measured, goal: Goal) -> bool:
-    """Whether `one` is better than `other` by more than the spread of either."""
+    """Whether `one` is better than `other` by more than the spread of either; round by round where both ran in turn."""
+    mine, others = one.per_round(goal), other.per_round(goal)
+    if mine and len(mine) == len(others):
+        gain = statistics.median(b - a for (a, _), (b, _) in zip(mine, others, strict=True))
+        return gain > statistics.median(max(a, b) for (_, a), (_, b) in zip(mine, others, strict=True))
     return other.value(goal) - one.value(goal) > max(one.spread(goal), other.spread(goal))
+
+
+def rounds_disagree(finalists: Sequence[Measured], goal: Goal) -> bool:
+    """Whether another round is worth its time: the rounds do not name the same best, so what lies between them is noise."""
+    rounds = [each.per_round(goal) for each in finalists]
+    if len(rounds) < 2 or not all(rounds):
+        return False
+    best = {min(range(len(rounds)), key=lambda i: values[i][0]) for values in zip(*rounds, strict=False)}
+    return len(best) > 1
 
 
 def contenders(measured: Sequence[Measured], goal: Goal, count: int = 3) -> list[Measured]:

@@ -35,18 +35,19 @@ _DROPOUTS = {
 Gradients = list[Tensor | None]
 
 
-def batch_is_lossless(workload: Workload, *, parameter_bytes: int = 0) -> Reason | None:
+def batch_is_lossless(workload: Workload, *, parameter_bytes: int = 0, threads: int | None = None) -> Reason | None:
     """Compares real gradients on the CPU; None, or why the micro-batch must stay what it is.
 
     Args:
         workload: The user's model, batch and loss.
         parameter_bytes: Of the model, to see beforehand whether the comparison fits into host memory; 0 skips that.
+        threads: CPU threads to compare on, None: as many as torch has. On a busy machine many wait for each other.
     """
     needed, free = _COPIES * parameter_bytes, psutil.virtual_memory().available
     if needed > free:
         room = f"that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
         return Reason(f"equal gradients could not be checked: {room}")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _on_threads(threads):
         torch.manual_seed(0)
         model = workload.build_model().train()
         batch = workload.make_batch(SAMPLES)
@@ -54,6 +55,16 @@ def batch_is_lossless(workload: Workload, *, parameter_bytes: int = 0) -> Reason
         if isinstance(halves, str):
             return Reason(f"equal gradients could not be checked: {halves}")
         return _compare(model, workload.loss, batch, halves)
+
+
+@contextmanager
+def _on_threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _compare(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, halves: list[Any]) -> Reason | None:

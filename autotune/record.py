@@ -6,7 +6,7 @@ The ladder: a model that cannot be built or run on one rung is tried on the next
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -107,13 +107,21 @@ class Session:
         return Trace(tracer.step(), tracer.signatures)
 
 
-def record(workload: Workload, *, small: int = 2, large: int = 4, workspace: WorkspaceTable | None = None) -> Recording:
+def record(
+    workload: Workload,
+    *,
+    small: int = 2,
+    large: int = 4,
+    sizes: Iterable[int] = (),
+    workspace: WorkspaceTable | None = None,
+) -> Recording:
     """Record one training step of `workload`.
 
     Args:
         workload: The user's model, batch, loss and optimizer.
         small: First micro-batch; 1 gives another program than 2 and more, so it is never used to extrapolate.
         large: Second micro-batch; sizes in between and beyond follow from the two.
+        sizes: Micro-batches that will be used: recorded themselves too, where that needs no real step.
         workspace: Where the scratch of CPU kernels is looked up, op by op; what is missing is measured in a child process
             and saved. Without it the recording holds tensors only, and says so in its notes.
 
@@ -142,7 +150,7 @@ def record(workload: Workload, *, small: int = 2, large: int = 4, workspace: Wor
     if not same:
         notes.append(f"the step at micro-batch {large} has other ops than at {small}: sizes are only known at {small}")
         second = first
-    return Recording(
+    recording = Recording(
         small=small,
         step=first,
         bytes_slope=(second.bytes - first.bytes) // (large - small),
@@ -150,9 +158,11 @@ def record(workload: Workload, *, small: int = 2, large: int = 4, workspace: Wor
         traffic_slope=(second.op_traffic_bytes - first.op_traffic_bytes) // (large - small),
         rung=session.rung,
         notes=tuple(notes),
-        record_s=time.monotonic() - started,
         checked=frozenset({small, large} if same else {small}),
     )
+    for size in sorted(set(sizes)) if session.fake is not None else ():
+        recording = check(recording, session, size, workspace)
+    return replace(recording, record_s=time.monotonic() - started)
 
 
 def check(recording: Recording, session: Session, micro_batch: int, workspace: WorkspaceTable | None = None) -> Recording:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,9 +21,12 @@ from memtune.autotune.space import Space, batch_sizes, build_space, executions
 from memtune.blocks import compress
 from memtune.config import MadeFor, fingerprint
 from memtune.errors import EnvironmentFault
+from memtune.executors.group import usable_cores
 from memtune.executors.probe import probe
 from memtune.hardware import Device, Hardware
 from memtune.program import Kind, Recording
+from memtune.runtime import shim
+from memtune.runtime.workspace import WorkspaceTable
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason, Target
 from memtune.workload import Workload
@@ -84,17 +87,17 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     device = _device(options, for_trials)
     machine = hardware.find(options.gpu_type) if options.gpu_type else hardware.detect(device)
     workload = Workload.load(options.workload)
+    global_batch = options.global_batch or workload.global_batch or _DEFAULT_SAMPLES * options.ranks
+    shares = executions(global_batch, options.ranks)  # says at once if the ranks cannot share the batch
     say("recording one training step")
-    recording = record(workload)
+    recording = record(workload, sizes=_sizes_used(shares), workspace=_workspaces(device, options.ranks))
     budget = options.budget_bytes or (machine.memory_bytes if device == "cuda" else None)
     if budget is None and options.goal == "batch":
         budget = machine.memory_bytes // options.ranks
-    global_batch = options.global_batch or workload.global_batch or _DEFAULT_SAMPLES * options.ranks
-    executions(global_batch, options.ranks)  # says at once if the ranks cannot share the batch
     frozen: Reason | None = None
     if options.goal != "batch":
         say("checking that micro-batches add up to the batch")
-        frozen = batch_is_lossless(workload, parameter_bytes=parameter_bytes(recording))
+        frozen = batch_is_lossless(workload, parameter_bytes=parameter_bytes(recording), threads=_threads(options.ranks))
     scorer = Scorer(Rewriter(recording, Target(machine, options.ranks, budget)))
     space = build_space(
         scorer.rewriter,
@@ -111,6 +114,24 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
         workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
         _made_for(workload, recording, machine, options.ranks, global_batch),
     )  # fmt: skip
+
+
+def _sizes_used(shares: Sequence[Execution]) -> set[int]:
+    """The plain micro-batch, from which the others are cut, and 1, at which a step may have other ops than at 2 and more."""
+    sizes = {each.micro_batch for each in shares if each.micro_batch}
+    return {max(sizes), *(sizes & {1})} if sizes else set()
+
+
+def _workspaces(device: Device, ranks: int) -> WorkspaceTable | None:
+    """What CPU kernels allocate on the threads that a trial's ranks will have; None where it cannot be measured."""
+    if device != "cpu" or shim.available() is not None:
+        return None
+    return WorkspaceTable.cached(threads=_threads(ranks))
+
+
+def _threads(ranks: int) -> int:
+    """CPU threads that a trial gives to each of its ranks."""
+    return max(1, usable_cores() // ranks)
 
 
 def _device(options: TargetOptions, for_trials: bool) -> Device:

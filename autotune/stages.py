@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 
 from memtune.autotune import events
 from memtune.autotune.candidates import Choice
 from memtune.autotune.driver import Driver, Finished, Job
 from memtune.autotune.guards import Guard, guards
-from memtune.autotune.judge import Verdict, contenders, judge
+from memtune.autotune.judge import Verdict, contenders, judge, rounds_disagree
 from memtune.autotune.outcome import SearchOutcome, Status, nothing_fits, numbers, predicted, trial_rows, tuned_config
 from memtune.autotune.proposals import Proposer
 from memtune.autotune.sampler import Sampler
@@ -225,9 +226,18 @@ class Stages:
         best = contenders(measured, goal)
         best += [each for each in contenders([each for each in measured if each.guard], goal, 1) if each not in best]
         by_choice = {each.job.scored.choice: each.job.scored for each in driver.finished}
-        rounds = [Job("repeat", by_choice[each.choice], each.guard) for _ in range(driver.options.repeats) for each in best]
-        driver.run_all(rounds)
+        jobs = [Job("repeat", by_choice[each.choice], each.guard) for each in best]
+        driver.finalists = {job.scored.key for job in jobs}
+        rounds = driver.options.repeats
+        self._run_rounds(jobs, rounds)
+        if rounds > 1 and rounds_disagree([each for each in driver.measured() if each.rounds], goal) and not self._out_of_time():
+            self._run_rounds(jobs, rounds + 1)
         self._note_drift()
+
+    def _run_rounds(self, jobs: list[Job], rounds: int) -> None:
+        """Each of `jobs` in turn until all have run so often, those of an earlier process counted."""
+        done = Counter(each.job.scored.key for each in self.driver.finished if each.job.role == "repeat")
+        self.driver.run_all(job for turn in range(rounds) for job in jobs if done[job.scored.key] <= turn)
 
     def _note_drift(self) -> None:
         for each in self.driver.measured():

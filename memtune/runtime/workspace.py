@@ -161,12 +161,17 @@ def _stop(device: torch.device) -> tuple[int, int]:
     return shim.peak_bytes(), shim.live_bytes()
 
 
-def made_for(device: torch.device | str = "cpu") -> dict[str, str | int]:
-    """What the entries of a table depend on besides the signature; a table made for anything else is not used."""
+def made_for(device: torch.device | str = "cpu", threads: int | None = None) -> dict[str, str | int]:
+    """What the entries of a table depend on besides the signature; a table made for anything else is not used.
+
+    Args:
+        device: Where the ops run.
+        threads: How many threads they will have on CPU; None: as many as this process has.
+    """
     if torch.device(device).type == "cuda":
         return {"torch": torch.__version__, "device": torch.cuda.get_device_name(device)}
     capability = torch.backends.cpu.get_cpu_capability()
-    return {"torch": torch.__version__, "device": f"cpu-{capability}", "threads": torch.get_num_threads()}
+    return {"torch": torch.__version__, "device": f"cpu-{capability}", "threads": threads or torch.get_num_threads()}
 
 
 # -- the table ----------------------------------------------------------------------------------------------------------
@@ -214,7 +219,7 @@ class WorkspaceTable:
         wanted = [key for key in dict.fromkeys(keys) if key not in self.entries and key not in self.unknown]
         if not wanted:
             return
-        request = {"device": str(device), "threads": torch.get_num_threads(), "keys": wanted}
+        request = {"device": str(device), "threads": self.made_for.get("threads", 1), "keys": wanted}
         run = subprocess.run(
             [sys.executable, "-m", "memtune.runtime.workspace"], input=json.dumps(request), capture_output=True, text=True,
             timeout=_CHILD_TIMEOUT_S, check=False,
@@ -264,9 +269,9 @@ class WorkspaceTable:
         return path
 
     @classmethod
-    def cached(cls, device: torch.device | str = "cpu") -> WorkspaceTable:
-        """The table that was saved for this machine; an empty one when there is none or it cannot be read."""
-        wanted = made_for(device)
+    def cached(cls, device: torch.device | str = "cpu", threads: int | None = None) -> WorkspaceTable:
+        """The table that was saved for this machine (and so many CPU threads); empty when there is none or it is unreadable."""
+        wanted = made_for(device, threads)
         return _read(_cache_path(wanted), wanted)
 
 

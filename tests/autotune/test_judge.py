@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memtune.autotune.candidates import Choice
-from memtune.autotune.judge import Measured, beats, judge, loss_tolerance, losses_disagree
+from memtune.autotune.judge import Measured, beats, judge, loss_tolerance, losses_disagree, rounds_disagree
 from memtune.executors.base import TrialResult
 from memtune.search_spaces import find
 from memtune.search_spaces.execution import Execution
@@ -48,6 +48,35 @@ def test_one_hiccup_does_not_make_everything_a_tie():
     verdict = judge([slow, fast], "throughput")
     assert verdict is not None
     assert verdict.winner is fast
+
+
+def in_turn(number: int, rounds: list[list[float]], *techniques: Technique, first: float = 1.0, guard: str = "") -> Measured:
+    results = [measured(number, each, *techniques).results[0] for each in [[first], *rounds]]
+    return Measured(measured(number, [first], *techniques).choice, tuple(results), guard, tuple(results[1:]))
+
+
+def test_a_machine_that_slows_down_between_rounds_slows_all_finalists_alike():
+    slow = in_turn(1, [[1.00, 1.01, 1.02], [2.00, 2.02, 2.04]], FULL)
+    fast = in_turn(2, [[0.90, 0.91, 0.92], [1.80, 1.82, 1.84]], EVERY, HOST)
+    assert beats(fast, slow, "throughput")
+    assert not rounds_disagree([slow, fast], "throughput")
+
+
+def test_a_time_from_before_the_machine_slowed_down_wins_nothing():
+    lucky = measured(1, [0.5, 0.5, 0.5], FULL)  # once, while the machine was quiet
+    first = in_turn(2, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], EVERY, first=0.4)
+    other = in_turn(3, [[1.2, 1.2, 1.2], [1.2, 1.2, 1.2]], HOST, first=0.4)
+    verdict = judge([lucky, first, other], "throughput")
+    assert verdict is not None
+    assert verdict.winner is first
+    assert verdict.winner.step_s == 1.0
+
+
+def test_rounds_that_name_another_best_ask_for_one_more():
+    one, two = in_turn(1, [[1.0], [1.2]], FULL), in_turn(2, [[1.1], [1.1]], EVERY)
+    assert rounds_disagree([one, two], "throughput")
+    assert not rounds_disagree([one, two], "memory")
+    assert not rounds_disagree([one], "throughput")
 
 
 def test_when_the_users_own_setting_is_best_it_ships_and_it_is_said():
