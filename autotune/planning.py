@@ -105,6 +105,8 @@ class PlanReport:
         if self.config is None:
             lines.append(Text(_counts(self), "dim"))
             lines += [Text(f"not used  {name}: {reason}", "dim") for name, reason in self.unfit.items()]
+        elif self.config.status == "unfit":
+            lines.append(Text(f"cannot be used: {self.config.reason}"))
         lines += [Text(note, "dim") for note in self.notes]
         return Group(*lines)
 
@@ -237,7 +239,7 @@ def _counts(report: PlanReport) -> str:
 
 def _cells(planned: Planned) -> tuple[str, str, str, str]:
     if planned.step_s is None or planned.peak_allocated_bytes is None:
-        return planned.summary, "", "", planned.reason
+        return planned.summary, "–", "–", "–"
     over = "" if planned.status == "ok" else " over"
     more = f"  (+{planned.alike - 1} alike)" if planned.alike > 1 else ""
     return (

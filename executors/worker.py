@@ -221,8 +221,8 @@ def main() -> int:
         result = run(rank)
     except torch.OutOfMemoryError as error:
         result = {"status": "oom", "reason": str(error).split("\n")[0]}
-    except MemtuneError as error:
-        traceback.print_exc(file=sys.stderr)
+    except MemtuneError as error:  # says what, why and how to go on; where in memtune it was raised helps nobody
+        print(error, file=sys.stderr)
         result = {"status": "crash", "reason": " ".join(str(error).split())}
     except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
         traceback.print_exc(file=sys.stderr)

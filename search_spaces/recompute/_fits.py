@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from memtune.program import Kind, Phase, Step
 from memtune.technique import Reason
 
 
-def why_not(step: Step, compiled: bool) -> Reason | None:
-    """None if every block of `step` can be recomputed."""
+def why_not(step: Step, compiled: bool, keeps: Callable[[str], bool] | None = None) -> Reason | None:
+    """None if every block of `step` can be recomputed, and recomputing them gives up something.
+
+    Args:
+        step: The step without recompute.
+        compiled: Whether the model runs compiled.
+        keeps: Ops whose outputs stay although their block runs again; None: no op's.
+    """
     if not step.blocks:
         return Reason("the model has no blocks to recompute", "say which they are: def blocks(model) in model.py")
     if compiled:
@@ -17,7 +25,18 @@ def why_not(step: Step, compiled: bool) -> Reason | None:
     changed = _changed_inputs(step)
     if changed:
         return Reason(f"{changed} changes its input in place", "write x = x + y instead of x += y there")
+    if not _frees_something(step, keeps):
+        return Reason("autograd saves nothing inside the blocks that could be recomputed", "recompute: {kind: none}")
     return None
+
+
+def _frees_something(step: Step, keeps: Callable[[str], bool] | None) -> bool:
+    """Whether some block saves what an op of its own made, other than an op of `keeps`."""
+    made_by = step.producer[step.save_storage]
+    inside = made_by[(made_by >= 0) & (step.save_block >= 0) & (step.op_block[made_by] == step.save_block)]
+    if keeps is None:
+        return inside.size > 0
+    return any(not keeps(step.names[name]) for name in np.unique(step.op_name[inside]).tolist())
 
 
 def _changed_inputs(step: Step) -> str:

@@ -29,7 +29,7 @@ class Selective(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that do not change their input, in eager mode."""
-        return why_not(program.step, target.compiled)
+        return why_not(program.step, target.compiled, is_matmul_or_attention)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Every block runs again in backward, but for its matmuls and attention."""

@@ -1,0 +1,46 @@
+"""Recompute is refused, with the reason, where it could free nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memtune import hardware
+from memtune.search_spaces import find
+from memtune.technique import Target
+from memtune.testing.drift import plain_program
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(*[{block} for _ in range(3)])
+
+def batch(size):
+    return torch.randn(size, 8)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+KINDS = ("full", "every_nth", "selective")
+
+
+@pytest.mark.parametrize(
+    ("block", "refused"),
+    [
+        ("nn.Linear(8, 8)", {"full", "every_nth", "selective"}),
+        ("nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))", {"selective"}),
+        ("nn.Sequential(nn.Linear(8, 8), nn.GELU())", {"selective"}),
+        ("nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())", set()),
+    ],
+)
+def test_blocks_that_save_nothing_of_their_own_are_refused(block: str, refused: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(block=block))
+    program = plain_program(path)
+    assert len(program.step.blocks) == 3
+    found = {kind: find("recompute", kind)(kind=kind).fits(program, Target(hardware.find("a100-80g"))) for kind in KINDS}  # type: ignore[call-arg]
+    assert {kind for kind, reason in found.items() if reason} == refused
+    assert all("nothing inside the blocks" in str(found[kind]) for kind in refused)
