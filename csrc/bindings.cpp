@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "edit/bind.h"
 #include "simulator/bind.h"
 
 namespace nb = nanobind;
@@ -13,5 +14,6 @@ NB_MODULE(_native, m) {
   m.doc() = "memtune's native code: free of torch's ABI, over plain arrays of bytes and seconds.";
   m.def("version", [] { return std::string(MEMTUNE_VERSION); },
         "Version of memtune this module was built from; another one than the package's means: build again.");
+  bind_edit(m);
   bind_simulator(m);
 }

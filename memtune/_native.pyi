@@ -13,6 +13,16 @@ def version() -> str:
     Version of memtune this module was built from; another one than the package's means: build again.
     """
 
+def order_rows(removed: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], anchor: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], after: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
+    """
+    New order of rows and insertions: (rows that stay, position by row with -1 for removed ones and one more -1, position or that of the last row before, position or that of the next row). ValueError for an anchor outside [-1, rows].
+    """
+
+def sort_uses(op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], mutates: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], n_ops: int) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.uint8], dict(shape=(None,))]]:
+    """
+    (op, storage, mutates) sorted by op, uses of one op in their order. ValueError for an op outside the step.
+    """
+
 class StepColumns:
     """
     The columns of one step with the seconds of its ops, checked once; ValueError names a bad column.

@@ -1,20 +1,20 @@
 """How passes change a Step: collect copies, insertions and redirections, then build the new Step once.
 
-Ops are addressed by their row in the step at hand; new rows get the next numbers. Positions are sort keys: op `i` sits
-at key `i`, what goes before it at `i - 1/2` and after it at `i + 1/4`, each in the order of the calls.
+Ops are addressed by their row in the step at hand; new rows get the next numbers. Insertions at one place keep the order of
+the calls, and what goes after an op comes before what goes before the next one.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
-
-_NUDGE = 1e-8  # separates insertions at one place; 10^6 of them still fit into a quarter
+from memtune import _native
+from memtune.parameters import columns_of
+from memtune.program import FOREVER, I32, I64, U8, Kind, Phase, Resource, Step, Tier
 
 
 class Edit:
@@ -25,17 +25,19 @@ class Edit:
         self._names = list(step.names)
         self._new_ops: list[dict[str, Any]] = []  # per insertion, a value or an array per column
         self._anchors: list[I32] = []
-        self._offsets: list[float] = []
+        self._after: list[bool] = []  # the anchor, else before it
         self.n_ops = step.n_ops
         self._new_storages: list[dict[str, Any]] = []
         self.n_storages = step.n_storages
-        # Columns that may be changed in place.
-        self.use_op, self.use_storage, self.use_mutates = step.use_op.copy(), step.use_storage.copy(), step.use_mutates.copy()
-        self.save_storage, self.save_before = step.save_storage.copy(), step.save_before.copy()
-        self.save_until, self.save_used_until = step.save_until.copy(), step.save_used_until.copy()
-        self.save_asked, self.save_turn = step.save_asked.copy(), step.save_turn.copy()
-        self.save_block, self.save_is_output = step.save_block.copy(), step.save_is_output.copy()
+        # Columns of the step at hand that may be changed or replaced.
+        self.bytes, self.tier, self.kind, self.op_resource = step.bytes.copy(), step.tier, step.kind.copy(), step.op_resource
+        self.use_storage = step.use_storage
+        self.save_storage, self.save_before = step.save_storage, step.save_before
+        self.save_until, self.save_used_until = step.save_until, step.save_used_until
+        self.save_asked, self.save_turn = step.save_asked, step.save_turn
+        self.save_block, self.save_is_output = step.save_block, step.save_is_output
         self.held_until, self.ready_after = step.held_until.copy(), step.ready_after.copy()
+        self.parameters, self.landing = step.parameters, step.landing
         self._drop_uses = np.zeros(len(step.use_op), bool)
         self._drop_saves = np.zeros(len(step.save_storage), bool)
         self._drop_ops = np.zeros(step.n_ops, bool)
@@ -53,30 +55,30 @@ class Edit:
 
     def add_ops(
         self,
-        name: str,
+        name: str | I32,
         *,
         before: I32 | None = None,
         after: I32 | None = None,
         phase: Phase,
-        resource: Resource = Resource.COMPUTE,
+        resource: Resource | U8 = Resource.COMPUTE,
         traffic_bytes: I64 | int = 0,
-        flops: float = 0.0,
         block: I32 | int = -1,
-        group: int = 0,
+        group: I32 | int = 0,
     ) -> I32:
-        """Insert one op per anchor in `before` or `after` (existing rows, ascending); returns the new rows.
+        """Insert one op per anchor in `before` or `after` (existing rows); returns the new rows.
 
-        Pass `before` = n_ops of the original step to append at the end.
+        Pass `before` = n_ops of the original step to append at the end, an array of `name_id`s to insert several ops at once.
         """
         anchor = before if before is not None else after
         assert anchor is not None
         count = len(anchor)
         rows = np.arange(self.n_ops, self.n_ops + count, dtype=np.int32)
         self._anchors.append(anchor)
-        self._offsets.append(-0.5 if before is not None else 0.25)
+        self._after.append(before is None)
+        names = self.name_id(name) if isinstance(name, str) else name
         self._new_ops.append({
-            "op_name": self.name_id(name), "op_module": 0, "op_block": block, "op_phase": phase, "op_resource": resource,
-            "op_flops": flops, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group, "op_node": -1, "op_copy_of": -1,
+            "op_name": names, "op_module": 0, "op_block": block, "op_phase": phase, "op_resource": resource,
+            "op_flops": 0.0, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group, "op_node": -1, "op_copy_of": -1,
         })  # fmt: skip
         self.n_ops += count
         return rows
@@ -87,7 +89,7 @@ class Edit:
         *,
         producer: I32,
         tier: Tier = Tier.DEVICE,
-        kind: Kind = Kind.TEMPORARY,
+        kind: Kind | U8 = Kind.TEMPORARY,
         held_until: I32 | None = None,
         owner: I32 | None = None,
     ) -> I32:
@@ -96,7 +98,7 @@ class Edit:
         rows = np.arange(self.n_storages, self.n_storages + count, dtype=np.int32)
         self._new_storages.append({
             "bytes": n_bytes, "tier": tier, "kind": kind, "producer": producer,
-            "owner": -1 if owner is None else owner, "held_until": -1 if held_until is None else held_until,
+            "owner": -1 if owner is None else owner, "held_until": -1 if held_until is None else held_until, "ready_after": -1,
         })  # fmt: skip
         self.n_storages += count
         return rows
@@ -137,7 +139,7 @@ class Edit:
         new_op = np.full(step.n_ops, -1, np.int32)
         new_op[ops] = np.arange(self.n_ops, self.n_ops + count, dtype=np.int32)
         self._anchors.append(before)
-        self._offsets.append(-0.5)
+        self._after.append(False)
         columns = {column: getattr(step, column)[ops] for column in _OP_COLUMNS}
         self._new_ops.append({**columns, "op_copy_of": ops, "op_phase": phase})
         self.n_ops += count
@@ -195,108 +197,124 @@ class Edit:
         self._drop_saves |= rows
 
     def done(self) -> Step:
-        """The new Step: ops in order of their keys, everything renumbered; storages of removed ops are gone."""
-        keys = self._keys()
-        alive = np.ones(self.n_ops, bool)
-        alive[: len(self._drop_ops)] = ~self._drop_ops
-        order = np.argsort(keys, kind="stable")
-        order = order[alive[order]]
-        position = np.full(self.n_ops + 1, -1, np.int32)  # the last entry serves index -1
-        position[order] = np.arange(len(order), dtype=np.int32)
-        position_or_before = self._positions_before(keys, order)
-        position_or_next = np.minimum(np.searchsorted(keys[order], keys), len(order) - 1)
-
-        sizes = [len(each["bytes"]) for each in self._new_storages]
-        columns = {name: _stacked(getattr(self._step, name), self._new_storages, sizes, name) for name in _STORAGE_COLUMNS}
-        producer = columns["producer"]
-        stays = (producer < 0) | alive[producer]
-        renumber = np.cumsum(stays, dtype=np.int32) - 1
-        held = _stacked(self.held_until, self._new_storages, sizes, "held_until")
-        held = np.where((held < 0) | (held == FOREVER), held, position_or_before[np.clip(held, 0, self.n_ops - 1)])
-        if self._releases:
-            storages, ops = (np.concatenate(parts) for parts in zip(*self._releases, strict=True))
-            np.maximum.at(held, storages, position[ops] - 1)
-        if self._holds:  # what is held FOREVER stays so: no position is larger
-            storages, ops = (np.concatenate(parts) for parts in zip(*self._holds, strict=True))
-            np.maximum.at(held, storages, position_or_before[ops])
-        columns["held_until"] = held.astype(np.int32)
-        ready = np.concatenate([self.ready_after, np.full(self.n_storages - len(self.ready_after), -1, np.int32)])
-        columns["ready_after"] = np.where(ready < 0, -1, position_or_before[np.clip(ready, 0, self.n_ops - 1)]).astype(np.int32)
-        columns["producer"] = np.where(producer < 0, -1, position[producer]).astype(np.int32)
-
-        keep = ~self._drop_uses
-        use_op = np.concatenate([self.use_op[keep], *(ops for ops, _, _ in self._more_uses)])
-        use_storage = np.concatenate([self.use_storage[keep], *(storages for _, storages, _ in self._more_uses)])
-        uses = [{"mutates": mutates} for _, _, mutates in self._more_uses]
-        use_mutates = _stacked(self.use_mutates[keep], uses, [len(ops) for ops, _, _ in self._more_uses], "mutates")
-        use_position = position[use_op]
-        by_op = np.argsort(use_position, kind="stable")
-        kept = ~self._drop_saves
-        op_columns = self._op_columns(order, position_or_before)
+        """The new Step: ops in their new order, everything renumbered; storages of removed ops are gone."""
+        order = self._order()
+        storages, renumber = self._storage_columns(order)
+        if renumber is None:
+            parameters = self.parameters
+        else:
+            known = columns_of(self.parameters)
+            parameters = replace(known, storage=renumber[known.storage], gradient=renumber[known.gradient]).records()
         return replace(
             self._step,
             names=tuple(self._names),
-            parameters=tuple(
-                p._replace(storage=int(renumber[p.storage]), gradient=int(renumber[p.gradient]) if p.gradient >= 0 else -1)
-                for p in self._step.parameters
-            )
-            if not stays.all()
-            else self._step.parameters,
-            **op_columns,
-            **{name: column[stays] for name, column in columns.items()},
-            use_op=use_position[by_op],
-            use_storage=renumber[use_storage[by_op]],
-            use_mutates=use_mutates[by_op],
-            save_storage=renumber[self.save_storage[kept]],
-            save_before=position_or_before[np.clip(self.save_before[kept], 0, self.n_ops - 1)],
-            save_until=position_or_before[np.clip(self.save_until[kept], 0, self.n_ops - 1)],
-            save_used_until=position_or_before[np.clip(self.save_used_until[kept], 0, self.n_ops - 1)],
-            save_asked=np.where(self.save_asked[kept] < 0, -1, position_or_next[self.save_asked[kept]]).astype(np.int32),
-            save_turn=self.save_turn[kept],
-            save_block=self.save_block[kept],
-            save_is_output=self.save_is_output[kept],
-            landing=renumber[self._step.landing],
-            enter=position_or_before[np.clip(self._step.enter, 0, self.n_ops - 1)],
-            leave=position_or_before[np.clip(self._step.leave, 0, self.n_ops - 1)],
-            input_storage=renumber[self._step.input_storage],
+            parameters=parameters,
+            **self._op_columns(order),
+            **storages,
+            **self._use_columns(order, renumber),
+            **self._save_columns(order, renumber),
+            landing=_renumbered(self.landing, renumber),
+            enter=order.moved(self._step.enter),
+            leave=order.moved(self._step.leave),
+            input_storage=_renumbered(self._step.input_storage, renumber),
         )
 
-    def _op_columns(self, order: npt.NDArray[np.intp], position_or_before: I32) -> dict[str, Any]:
-        """The columns of all ops in their new order."""
-        counts = [len(anchor) for anchor in self._anchors]
-        op_columns: dict[str, Any] = {
-            name: _stacked(getattr(self._step, name), self._new_ops, counts, name)[order] for name in _OP_COLUMNS
-        }
-        copy_of = op_columns["op_copy_of"]
-        op_columns["op_copy_of"] = np.where(copy_of < 0, -1, position_or_before[copy_of]).astype(np.int32)
-        return op_columns
+    def _order(self) -> _Order:
+        anchors = np.concatenate([np.empty(0, np.int32), *self._anchors], dtype=np.int32, casting="same_kind")
+        after = np.repeat(np.asarray(self._after, bool), [len(anchor) for anchor in self._anchors])
+        rows, position, before, following = _native.order_rows(self._drop_ops, anchors, after)
+        return _Order(rows.astype(np.intp), position, before, following)
 
-    def _keys(self) -> npt.NDArray[np.float64]:
-        """(ops,) sort key of every op; insertions at one place keep the order of their calls."""
-        old = np.arange(self._step.n_ops, dtype=np.float64)
-        if not self._anchors:
-            return old
-        new = np.concatenate(self._anchors) + np.repeat(self._offsets, [len(anchor) for anchor in self._anchors])
-        return np.concatenate([old, new + _NUDGE * np.arange(len(new))])
+    def _op_columns(self, order: _Order) -> dict[str, Any]:
+        sizes = [len(anchor) for anchor in self._anchors]
+        columns = {name: self._stacked(name, self._new_ops, sizes)[order.rows] for name in _OP_COLUMNS}
+        columns["op_copy_of"] = order.moved(columns["op_copy_of"], none=-1)
+        return columns
 
-    def _positions_before(self, keys: npt.NDArray[np.float64], order: npt.NDArray[np.intp]) -> I32:
-        """(ops,) position of each op, or for a removed op of the last one before it."""
-        return (np.searchsorted(keys[order], keys, side="right") - 1).astype(np.int32)
+    def _storage_columns(self, order: _Order) -> tuple[dict[str, Any], I32 | None]:
+        """The columns of all storages, and the new number of each, None where they keep their numbers."""
+        sizes = [len(each["bytes"]) for each in self._new_storages]
+        columns = {name: self._stacked(name, self._new_storages, sizes) for name in _STORAGE_COLUMNS}
+        producer = columns["producer"]
+        held = order.moved(columns["held_until"], none=-1)
+        held[columns["held_until"] == FOREVER] = FOREVER
+        if self._releases:
+            storages, ops = (np.concatenate(parts) for parts in zip(*self._releases, strict=True))
+            np.maximum.at(held, storages, order.position[ops] - 1)
+        if self._holds:  # what is held FOREVER stays so: no position is larger
+            storages, ops = (np.concatenate(parts) for parts in zip(*self._holds, strict=True))
+            np.maximum.at(held, storages, order.before[ops])
+        columns["held_until"] = held
+        columns["ready_after"] = order.moved(columns["ready_after"], none=-1)
+        columns["producer"] = order.position[producer]  # its last entry serves -1
+        if not self._drop_ops.any():
+            return columns, None
+        stays = (producer < 0) | (columns["producer"] >= 0)
+        if stays.all():
+            return columns, None
+        renumber = np.append(np.cumsum(stays, dtype=np.int32) - 1, np.int32(-1))  # the last entry serves -1
+        return {name: column[stays] for name, column in columns.items()}, renumber
+
+    def _use_columns(self, order: _Order, renumber: I32 | None) -> dict[str, Any]:
+        keep = slice(None) if not self._drop_uses.any() else ~self._drop_uses
+        use_op = np.concatenate([self._step.use_op[keep], *(ops for ops, _, _ in self._more_uses)])
+        use_storage = np.concatenate([self.use_storage[keep], *(storages for _, storages, _ in self._more_uses)])
+        use_mutates = np.empty(len(use_op), np.uint8)
+        start = len(use_op) - sum(len(ops) for ops, _, _ in self._more_uses)
+        use_mutates[:start] = self._step.use_mutates[keep]
+        for ops, _, mutates in self._more_uses:
+            use_mutates[start : start + len(ops)] = mutates
+            start += len(ops)
+        storages = _renumbered(use_storage, renumber)
+        op, storage, mutates = _native.sort_uses(order.position[use_op], storages, use_mutates, len(order.rows))
+        return {"use_op": op, "use_storage": storage, "use_mutates": mutates}
+
+    def _save_columns(self, order: _Order, renumber: I32 | None) -> dict[str, Any]:
+        columns: dict[str, Any] = {name: getattr(self, name) for name in _SAVE_COLUMNS}
+        if self._drop_saves.any():
+            columns = {name: column[~self._drop_saves] for name, column in columns.items()}
+        columns["save_storage"] = _renumbered(columns["save_storage"], renumber)
+        for name in ("save_before", "save_until", "save_used_until"):
+            columns[name] = order.moved(columns[name])
+        asked = columns["save_asked"]
+        columns["save_asked"] = np.where(asked < 0, np.int32(-1), order.following[asked])
+        return columns
+
+    def _stacked(self, column: str, parts: list[dict[str, Any]], sizes: list[int]) -> npt.NDArray[Any]:
+        """A column as it is now, then each part's value of it, repeated where it is one number."""
+        old = vars(self).get(column)
+        if old is None:
+            old = getattr(self._step, column)
+        if not parts:
+            return old  # type: ignore[no-any-return]
+        out = np.empty(len(old) + sum(sizes), old.dtype)
+        out[: len(old)] = old
+        start = len(old)
+        for part, size in zip(parts, sizes, strict=True):
+            out[start : start + size] = part[column]
+            start += size
+        return out
 
 
-def _stacked(old: npt.NDArray[Any], parts: list[dict[str, Any]], sizes: list[int], column: str) -> npt.NDArray[Any]:
-    """`old`, then each part's value of `column`, repeated where it is one number."""
-    if not parts:
-        return old.copy()
-    values = [part[column] for part in parts]
-    scalars = [0 if isinstance(value, np.ndarray) else value for value in values]
-    out = np.concatenate([old, np.repeat(np.asarray(scalars, old.dtype), sizes)])
-    start = len(old)
-    for value, size in zip(values, sizes, strict=True):
-        if isinstance(value, np.ndarray):
-            out[start : start + size] = value
-        start += size
-    return out
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """Where ops go: `_native.order_rows`."""
+
+    rows: npt.NDArray[np.intp]
+    position: I32
+    before: I32
+    following: I32
+
+    def moved(self, ops: I32, *, none: int | None = None) -> I32:
+        """The new positions of `ops`, or for removed ones of the last op before them; negative ones become `none` if given."""
+        moved: I32 = self.before[np.minimum(np.maximum(ops, 0), len(self.before) - 1)]
+        if none is not None:
+            moved[ops < 0] = none
+        return moved
+
+
+def _renumbered(storages: I32, renumber: I32 | None) -> I32:
+    return storages if renumber is None else renumber[storages]
 
 
 _OP_COLUMNS: tuple[str, ...] = (
@@ -311,7 +329,9 @@ _OP_COLUMNS: tuple[str, ...] = (
     "op_group",
 )
 _OP_COLUMNS += ("op_node", "op_copy_of")
-_STORAGE_COLUMNS = ("bytes", "tier", "kind", "producer", "owner")
+_STORAGE_COLUMNS = ("bytes", "tier", "kind", "producer", "owner", "held_until", "ready_after")
+_SAVE_COLUMNS: tuple[str, ...] = ("save_storage", "save_before", "save_until", "save_used_until", "save_asked", "save_turn")
+_SAVE_COLUMNS += ("save_is_output", "save_block")
 
 
 def accumulate_gradients(step: Step) -> Step:
@@ -347,12 +367,8 @@ def accumulate_gradients(step: Step) -> Step:
     edit.hold_to_the_end_of_backward(int(adds[-1]))
     edit.held_until[gradients] = -1
     edit.ready_after[gradients] = -1
-    new = edit.done()
-    kind = new.kind.copy()
-    kind[gradients] = Kind.TEMPORARY
-    return replace(
-        new,
-        kind=kind,
-        landing=moved[gradients],
-        parameters=tuple(p._replace(gradient=int(moved[p.gradient])) if p.gradient >= 0 else p for p in new.parameters),
-    )
+    edit.kind[gradients] = Kind.TEMPORARY
+    edit.landing = moved[gradients]
+    known = columns_of(step.parameters)
+    edit.parameters = replace(known, gradient=np.where(known.gradient >= 0, moved[known.gradient], -1)).records()
+    return edit.done()

@@ -13,10 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from memtune.parameters import Parameter as Parameter
+from memtune.parameters import columns_of
 
 FOREVER = np.int32(2**31 - 1)
 """`held_until` of what outlives the step: parameters, buffers, optimizer state."""
@@ -71,19 +74,6 @@ class Kind(IntEnum):
     TEMPORARY = 5
     WORKSPACE = 6
     COMMUNICATION = 7
-
-
-class Parameter(NamedTuple):
-    """One parameter of the model and the storages that belong to it (-1: none)."""
-
-    name: str
-    storage: int
-    gradient: int
-    shape: tuple[int, ...]
-    itemsize: int
-    trainable: bool
-    block: int
-    """Index of the block that holds it, -1 outside every block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +155,14 @@ class Step:
     def parameter_of(self) -> I32:
         """(m,) index of the parameter whose weights a storage holds, -1 for all others."""
         index = np.full(self.n_storages, -1, np.int32)
-        for i, parameter in enumerate(self.parameters):
-            index[parameter.storage] = i
+        index[columns_of(self.parameters).storage] = np.arange(len(self.parameters), dtype=np.int32)
         return index
+
+    @cached_property
+    def use_phase(self) -> U8:
+        """(u,) phase of the op of each use."""
+        phase: U8 = self.op_phase[self.use_op]
+        return phase
 
     def live_bytes(self, tier: Tier = Tier.DEVICE) -> I64:
         """(n,) bytes of `tier` that are live while each op runs."""
@@ -214,9 +209,10 @@ class Step:
         _check("autograd lets go after it saved", self.save_until >= self.producer[self.save_storage])
         _check("names cover op_name", (self.op_name >= 0) & (self.op_name < len(self.names)))
         _check("blocks cover op_block", (self.op_block >= -1) & (self.op_block < len(self.blocks)))
-        for parameter in self.parameters:
-            if not 0 <= parameter.storage < m or parameter.gradient >= m:
-                raise ValueError(f"parameter {parameter.name} points outside the {m} storages")
+        parameters = columns_of(self.parameters)
+        outside = (parameters.storage < 0) | (parameters.storage >= m) | (parameters.gradient >= m)
+        if outside.any():
+            raise ValueError(f"parameter {parameters.names[int(outside.argmax())]} points outside the {m} storages")
 
 
 def _check(invariant: str, holds: npt.NDArray[np.bool_]) -> None:

@@ -7,14 +7,19 @@ reduce-scattered is held until the next unit's gradients are there.
 
 from __future__ import annotations
 
-import math
+import functools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.edit import Edit
-from memtune.program import I32, I64, Kind, Parameter, Phase, Resource, Step
+from memtune.parameters import ParameterColumns, columns_of, numel_of
+from memtune.passes.units import Ragged, Units, column, units_of
+from memtune.program import I32, I64, Kind, Phase, Resource, Step
+
+Mask = npt.NDArray[np.bool_]
+NOTHING = Resource.NOTHING
 
 
 @dataclass(frozen=True)
@@ -31,373 +36,355 @@ class Sharding:
     """Whether collectives copy their whole message first, as gloo does on CPU (measured; NCCL does not)."""
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Parameters that are gathered together, and where in the step that happens."""
-
-    parameters: list[int]
-    blocks: list[int]  # empty for the root
-    first_forward: int  # gathered before this op …
-    last_forward: int  # … and freed after this one
-    first_backward: int
-    last_backward: int
-
-
 def shard_states(step: Step, how: Sharding) -> Step:
     """`step` as one rank runs it under FSDP2."""
-    units = _units(step, how)
+    units = units_of(step, how.blocks_per_unit)
     edit = Edit(step)
-    shard_bytes = np.asarray([_shard_numel(p, how.degree) * p.itemsize for p in step.parameters], np.int64)
-    gradient_of = _raw_gradients(step)
     uses = _Redirect(step)
-    forward = _forward(edit, step, how, units, shard_bytes, uses)
-    _backward(edit, step, how, units, shard_bytes, uses, forward)
-    sharded = _gradients(edit, step, how, units, shard_bytes, gradient_of)
+    if len(units):
+        _forward(edit, step, how, units, uses)
+        if how.reshard_after_forward:
+            _backward(edit, step, how, units, uses)
+    reduced = _gradients(edit, step, how)
     edit.use_storage = uses.apply(edit.use_storage)
-    return _resized(edit, step, how, shard_bytes, gradient_of, sharded)
+    return _resized(edit, step, how, reduced)
 
 
-def _units(step: Step, how: Sharding) -> list[_Unit]:
-    """In forward order: the root first (its forward starts first), then the blocks."""
-    by_block: dict[int, list[int]] = {}
-    for index in _gathering_order([p.name for p in step.parameters]):
-        by_block.setdefault(step.parameters[index].block, []).append(index)
-    after = step.op_phase[: step.n_ops]
-    backward = np.flatnonzero((after == Phase.BACKWARD) | (after == Phase.RECOMPUTE))
-    end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
-    units = []
-    n_blocks = len(step.blocks)
-    if -1 in by_block:
-        inside = backward[step.op_module[backward] != 0]
-        start = int(inside[0]) if len(inside) else end
-        units.append(_Unit(by_block[-1], [], int(step.enter[n_blocks]), int(step.leave[n_blocks]), start, end))
-    for start in range(0, n_blocks, how.blocks_per_unit):
-        blocks = list(range(start, min(start + how.blocks_per_unit, n_blocks)))
-        mine = backward[np.isin(step.op_block[backward], blocks)]
-        parameters = [index for block in blocks for index in by_block.get(block, [])]
-        if parameters and len(mine):
-            # What an earlier pass put around a block's forward (copies to the host) runs inside FSDP2's hooks.
-            forward = np.flatnonzero((step.op_phase == Phase.FORWARD) & np.isin(step.op_block, blocks))
-            first, last = min(int(step.enter[blocks[0]]), int(forward[0])), max(int(step.leave[blocks[-1]]), int(forward[-1]))
-            units.append(_Unit(parameters, blocks, first, last, int(mine[0]), int(mine[-1])))
-    return units
+@dataclass(frozen=True, eq=False)
+class _Shards:
+    """The largest shard (rank 0's) of every parameter, which is also what the others are padded to; one entry each."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    numel: I64
+    n_bytes: I64
+    uneven: Mask
+    """Whether the ranks do not divide the first dimension."""
 
 
-def _gathering_order(names: list[str]) -> list[int]:
-    """Rows of `names` in FSDP2's order: a module's own parameters after those of its children (post-order)."""
-    tree: dict[str, Any] = {}
-    for index, name in enumerate(names):
-        *modules, own = name.split(".")
-        node = tree
-        for module in modules:
-            node = node.setdefault(module + ".", {})
-        node[own] = index
-
-    def visit(node: dict[str, Any]) -> list[int]:
-        children = [row for name, child in node.items() if name[-1:] == "." for row in visit(child)]
-        return children + [row for name, row in node.items() if name[-1:] != "."]
-
-    return visit(tree)
+@functools.lru_cache(maxsize=64)
+def _shards(columns: ParameterColumns, degree: int) -> _Shards:
+    shapes = tuple((-(-shape[0] // degree), *shape[1:]) if shape else shape for shape in columns.shapes)
+    numel = numel_of(shapes)
+    uneven = np.asarray([not shape or shape[0] % degree > 0 for shape in columns.shapes], bool)
+    return _Shards(shapes, numel, numel * columns.itemsize, uneven)
 
 
 class _Redirect:
     """Which uses of a whole parameter now go to which gathered copy: by op range, before the optimizer."""
 
     def __init__(self, step: Step) -> None:
-        self._parameter = np.where(step.op_phase[step.use_op] < Phase.BOUNDARY, step.parameter_of[step.use_storage], -1)
-        self._forward = step.op_phase[step.use_op] == Phase.FORWARD
+        self._parameter, self._forward = _parameter_uses(step)
         # (parameters + 1,) the copies that forward and that backward use; the last entry serves "no parameter".
         self._in_forward = np.full(len(step.parameters) + 1, -1, np.int32)
         self._in_backward = self._in_forward.copy()
 
-    def to(self, parameters: list[int], storages: I32, *, forward: bool | None) -> None:
-        if forward is not False:
-            self._in_forward[parameters] = storages
-        if forward is not True:
-            self._in_backward[parameters] = storages
+    def to(self, parameters: I32, storages: I32, *, forward: bool) -> None:
+        (self._in_forward if forward else self._in_backward)[parameters] = storages
 
     def apply(self, use_storage: I32) -> I32:
         new = np.where(self._forward, self._in_forward[self._parameter], self._in_backward[self._parameter])
-        return np.where(new >= 0, new, use_storage).astype(np.int32)
+        redirected: I32 = np.where(new >= 0, new, use_storage)
+        return redirected
 
 
-@dataclass(frozen=True)
+@functools.lru_cache(maxsize=8)
+def _parameter_uses(step: Step) -> tuple[I32, Mask]:
+    """(u,) parameter that each use before the optimizer reads, -1 for none, and whether it is in forward."""
+    return np.where(step.use_phase < Phase.BOUNDARY, step.parameter_of[step.use_storage], -1), step.use_phase == Phase.FORWARD
+
+
+@dataclass(frozen=True, eq=False)
 class _Gathered:
-    buffer: int
-    copied_out: int
+    """What an all-gather of some units made: (units,) buffers and copying ops, and the whole parameters unit by unit."""
+
+    buffer: I32
+    copy: I32
     whole: I32
 
 
-def _gather(edit: Edit, how: Sharding, n_bytes: int, before: int, phase: Phase) -> int:
-    """The buffer of an all-gather that starts before op `before`; returns its storage."""
-    at = np.asarray([before], np.int32)
-    make = edit.add_ops("aten.empty.memory_format", before=at, phase=phase, resource=Resource.NOTHING)
-    buffer = edit.add_storages(np.asarray([n_bytes], np.int64), producer=make, kind=Kind.COMMUNICATION)
-    gather = edit.add_ops(
-        "memtune.all_gather_into_.default",
-        before=at,
+def _gather(edit: Edit, how: Sharding, whole: Ragged, before: I32, copied_before: I32, phase: Phase) -> _Gathered:
+    """Gather units, in their order, each before op `before` and copied out into whole parameters before op `copied_before`.
+
+    `whole` holds the bytes of the parameters; ops of a unit: its buffer, its all-gather, an allocation a parameter, the copy.
+    """
+    sums, per_unit = whole.sums(), whole.count + 3
+    make = np.cumsum(per_unit) - per_unit
+    gather, allocate, copy = make + 1, whole.places(make + 2), make + 2 + whole.count
+    n_ops = int(per_unit.sum())
+    rows = edit.add_ops(
+        column(
+            n_ops, np.int32,
+            (make, edit.name_id("aten.empty.memory_format")), (gather, edit.name_id("memtune.all_gather_into_.default")),
+            (allocate, edit.name_id("memtune.allocate")), (copy, edit.name_id("fsdp.split_with_sizes_copy.default")),
+        ),
+        before=column(
+            n_ops, np.int32, (make, before), (gather, before), (allocate, copied_before[whole.part]), (copy, copied_before)
+        ),
         phase=phase,
-        resource=Resource.INTRA_LINK,
-        traffic_bytes=n_bytes,
-        group=how.degree,
-    )
-    edit.add_uses(gather, buffer)
-    edit.add_uses(gather, buffer, mutates=True)
-    if how.stages_messages:
-        _scratch(edit, n_bytes, gather)
-    return int(buffer[0])
-
-
-def _copy_out(edit: Edit, buffer: int, whole_bytes: I64, before: int, phase: Phase) -> tuple[I32, int]:
-    """Allocate the whole parameters and copy the buffer into them; returns their storages and the copying op."""
-    count = len(whole_bytes)
-    makes = edit.add_ops("memtune.allocate", before=np.full(count, before, np.int32), phase=phase, resource=Resource.NOTHING)
-    whole = edit.add_storages(whole_bytes, producer=makes, kind=Kind.COMMUNICATION)
-    n_bytes = int(whole_bytes.sum())
-    copy = edit.add_ops(
-        "fsdp.split_with_sizes_copy.default", before=np.asarray([before], np.int32), phase=phase, traffic_bytes=2 * n_bytes
-    )
-    edit.add_uses(copy, np.asarray([buffer], np.int32))
-    edit.add_uses(np.full(count, copy[0], np.int32), whole, mutates=True)
-    return whole, int(copy[0])
-
-
-def _forward(
-    edit: Edit, step: Step, how: Sharding, units: list[_Unit], shard_bytes: I64, uses: _Redirect
-) -> dict[int, _Gathered]:
-    """Gather each unit when its forward starts; its buffer stays until the next unit has copied out, the last to the end."""
-    made: dict[int, _Gathered] = {}
-    for number, unit in enumerate(units):
-        whole_bytes = shard_bytes[unit.parameters] * how.degree
-        buffer = _gather(edit, how, int(whole_bytes.sum()), unit.first_forward, Phase.FORWARD)
-        whole, copied = _copy_out(edit, buffer, whole_bytes, unit.first_forward, Phase.FORWARD)
-        _hold(edit, _waiting_source(step, unit.first_forward), copied)
-        made[number] = _Gathered(buffer, copied, whole)
-        kept = not how.reshard_after_forward or not unit.blocks
-        _hold(edit, whole, unit.last_backward if kept else unit.last_forward)
-        uses.to(unit.parameters, whole, forward=None if kept else True)
-        if number:
-            _hold(edit, np.asarray([made[number - 1].buffer], np.int32), copied)
-    if units:
-        _hold(edit, np.asarray([made[len(units) - 1].buffer], np.int32), int(step.leave[-1]))
+        resource=column(n_ops, np.uint8, (make, NOTHING), (gather, Resource.INTRA_LINK), (allocate, NOTHING), (copy, 0)),
+        traffic_bytes=column(n_ops, np.int64, (gather, sums), (copy, 2 * sums)),
+        group=column(n_ops, np.int32, (gather, how.degree)),
+    )  # fmt: skip
+    # Storages of a unit: its buffer, what the collective copies first, the whole parameters.
+    staged = int(how.stages_messages)
+    buffer = make + (staged - 2) * np.arange(len(make))
+    inside = whole.places(buffer + 1 + staged)
+    parts = [(buffer, rows[make], sums, Kind.COMMUNICATION), (inside, rows[allocate], whole.values, Kind.COMMUNICATION)]
+    if staged:
+        parts.append((buffer + 1, rows[gather], sums, Kind.WORKSPACE))
+    storages = _storages(edit, parts)
+    made = _Gathered(storages[buffer], rows[copy], storages[inside])
+    edit.add_uses(rows[gather], made.buffer)
+    edit.add_uses(rows[gather], made.buffer, mutates=True)
+    edit.add_uses(made.copy, made.buffer)
+    edit.add_uses(made.copy[whole.part], made.whole, mutates=True)
     return made
+
+
+def _storages(edit: Edit, parts: list[tuple[I64, I32, I64, Kind]]) -> I32:
+    """Add storages given by kind: (place among the new ones, producer, bytes, kind) each."""
+    count = sum(len(place) for place, *_ in parts)
+    return edit.add_storages(
+        column(count, np.int64, *((place, n_bytes) for place, _, n_bytes, _ in parts)),
+        producer=column(count, np.int32, *((place, producer) for place, producer, _, _ in parts)),
+        kind=column(count, np.uint8, *((place, kind) for place, _, _, kind in parts)),
+    )
+
+
+def _forward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redirect) -> None:
+    """Gather each unit when its forward starts; its buffer stays until the next unit has copied out, the last to the end."""
+    whole = replace(
+        units.parameters, values=_shards(columns_of(step.parameters), how.degree).n_bytes[units.parameters.values] * how.degree
+    )
+    first = units.first_forward
+    made = _gather(edit, how, whole, first, first, Phase.FORWARD)
+    for op, copy in zip(first.tolist(), made.copy.tolist(), strict=True):
+        waiting = _waiting_source(step, op)
+        edit.hold_through(waiting, np.full(len(waiting), copy, np.int32))
+    # (units,) what stays gathered between forward and backward
+    kept = np.full(len(units), not how.reshard_after_forward)
+    kept[0] |= units.has_root
+    edit.hold_through(made.whole, np.where(kept, units.last_backward, units.last_forward)[whole.part])
+    edit.hold_through(made.buffer, np.append(made.copy[1:], step.leave[-1:]))
+    uses.to(units.parameters.values, made.whole, forward=True)
+    again = kept[whole.part]
+    uses.to(units.parameters.values[again], made.whole[again], forward=False)
 
 
 def _waiting_source(step: Step, op: int) -> I32:
     """What the last copy to the host holds until the copy `op` starts: whatever is put before `op` still sees it."""
-    if "memtune.to_host.default" not in step.names:
-        return np.empty(0, np.int32)
-    copies = np.flatnonzero(step.op_name[: op + 1] == step.names.index("memtune.to_host.default"))
-    if len(copies) < 2 or copies[-1] != op:
-        return np.empty(0, np.int32)
+    nothing = np.empty(0, np.int32)
+    if op >= step.n_ops or step.names[step.op_name[op]] != "memtune.to_host.default":
+        return nothing
+    copies = np.flatnonzero(step.op_name[: op + 1] == step.op_name[op])
+    if len(copies) < 2:
+        return nothing
     sources = step.use_storage[step.use_op == copies[-2]]
     waiting: I32 = sources[step.held_until[sources] == op - 1]
     return waiting
 
 
-def _backward(
-    edit: Edit, step: Step, how: Sharding, units: list[_Unit], shard_bytes: I64, uses: _Redirect, made: dict[int, _Gathered]
-) -> None:
+def _backward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redirect) -> None:
     """Gather again, one unit ahead: a unit's buffer is filled when the one after it (in forward order) starts its backward."""
-    if not how.reshard_after_forward:
+    order = np.arange(len(units))[::-1][: len(units) - units.has_root]
+    if not len(order):
         return
-    buffers: dict[int, int] = {}
-    order = [number for number in reversed(range(len(units))) if units[number].blocks]
-    root = next((number for number, unit in enumerate(units) if not unit.blocks), None)
-    sizes = {number: shard_bytes[units[number].parameters] * how.degree for number in order}
-    if root is not None and order:
-        buffers[order[0]] = _gather(edit, how, int(sizes[order[0]].sum()), units[root].first_backward, Phase.BACKWARD)
-    for place, number in enumerate(order):
-        unit = units[number]
-        if number not in buffers:
-            buffers[number] = _gather(edit, how, int(sizes[number].sum()), unit.first_backward, Phase.BACKWARD)
-        whole, _ = _copy_out(edit, buffers[number], sizes[number], unit.first_backward, Phase.BACKWARD)
-        _hold(edit, whole, unit.last_backward)
-        uses.to(unit.parameters, whole, forward=False)
-        if place + 1 < len(order):
-            ahead = order[place + 1]
-            buffers[ahead] = _gather(edit, how, int(sizes[ahead].sum()), unit.first_backward, Phase.BACKWARD)
+    parameters = units.parameters.picked(order)
+    whole = replace(parameters, values=_shards(columns_of(step.parameters), how.degree).n_bytes[parameters.values] * how.degree)
+    first = units.first_backward[order]
+    start = units.first_backward[0] if units.has_root else first[0]
+    made = _gather(edit, how, whole, np.append(start, first[:-1]).astype(np.int32), first, Phase.BACKWARD)
+    edit.hold_through(made.whole, units.last_backward[order][whole.part])
+    uses.to(parameters.values, made.whole, forward=False)
 
 
-def _gradients(
-    edit: Edit, step: Step, how: Sharding, units: list[_Unit], shard_bytes: I64, gradient_of: dict[int, int]
-) -> dict[int, int]:
-    """Reduce-scatter each unit after its backward; returns the storage of each parameter's sharded gradient."""
-    sharded: dict[int, int] = {}
-    end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
-    last_input: I32 | None = None
-    last = np.empty(0, np.int32)
-    for unit in sorted(units, key=lambda unit: unit.last_backward):
-        mine = [index for index in unit.parameters if index in gradient_of]
-        if not mine:
-            continue
-        after = np.asarray([unit.last_backward], np.int32)
-        shards = shard_bytes[mine]
-        n_bytes = int(shards.sum())
-        raw = np.asarray([gradient_of[index] for index in mine], np.int32)
-        make = edit.add_ops("aten.empty.memory_format", after=after, phase=Phase.BACKWARD, resource=Resource.NOTHING)
-        given = edit.add_storages(np.asarray([n_bytes * how.degree]), producer=make, kind=Kind.COMMUNICATION)
-        pack = edit.add_ops("fsdp.chunk_cat.default", after=after, phase=Phase.BACKWARD, traffic_bytes=2 * n_bytes * how.degree)
-        edit.add_uses(np.full(len(raw), pack[0], np.int32), raw)
-        edit.add_uses(pack, given, mutates=True)
-        make = edit.add_ops("aten.empty.memory_format", after=after, phase=Phase.BACKWARD, resource=Resource.NOTHING)
-        taken = edit.add_storages(np.asarray([n_bytes]), producer=make, kind=Kind.GRADIENT)
-        reduce = edit.add_ops(
-            "memtune.reduce_scatter_into_.default",
-            after=after,
-            phase=Phase.BACKWARD,
-            resource=Resource.INTRA_LINK,
-            traffic_bytes=n_bytes * how.degree,
-            group=how.degree,
-        )
-        if how.stages_messages:
-            # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
-            uneven = [index for index in mine if step.parameters[index].shape[0] % how.degree]
-            _scratch(edit, int(shard_bytes[uneven].sum()) * how.degree, pack)
-            _scratch(edit, n_bytes * how.degree, reduce)
-        edit.add_uses(reduce, given)
-        edit.add_uses(reduce, taken, mutates=True)
-        last = reduce
-        if how.replicas > 1:
-            last = edit.add_ops(
-                "c10d.allreduce_.default",
-                after=after,
-                phase=Phase.BACKWARD,
-                resource=Resource.INTER_LINK if how.replicas_across_nodes else Resource.INTRA_LINK,
-                traffic_bytes=n_bytes,
-                group=how.replicas,
-            )
-            edit.add_uses(last, taken, mutates=True)
-        if last_input is not None:
-            edit.hold_through(last_input, after)
-        last_input = given
-        for index in mine:
-            sharded[index] = int(taken[0])
-        adds = _add_to_sums(edit, step, mine, int(taken[0]), after, shards)
-        # The function that reduces still names the last gradient of its loop, and its buffers, when it has added to the sums.
-        last = adds[-1:] if len(adds) else last
-        edit.hold_through(np.concatenate([raw[-1:], given]), np.repeat(last, 2))
-        if unit.last_backward == end:
-            edit.hold_to_the_end_of_backward(int(last[0]))
-    if how.replicas > 1 and sharded:  # what was all-reduced is let go when backward ends, summed up or not
-        _hold(edit, np.asarray(list(dict.fromkeys(sharded.values())), np.int32), int(last[0]))
-    return sharded
+@dataclass(frozen=True, eq=False)
+class _Reductions:
+    """The units whose gradients are reduced, in the order in which their backwards end, and the gradients in them."""
+
+    parameters: Ragged
+    after: I32
+    """(units,) last op of each one's backward."""
+    raw: I32
+    """(parameters,) the storage that this micro-batch's gradient is made in, not the sum over micro-batches; -1: none."""
+    sums: Ragged
+    """Sums of earlier micro-batches that are there: rows of the parameters, by unit."""
+    accumulated: bool
 
 
-def _raw_gradients(step: Step) -> dict[int, int]:
-    """Parameter → the storage that this micro-batch's gradient is made in (not the sum over micro-batches)."""
-    raw: dict[int, int] = {}
-    sums = {parameter.gradient: index for index, parameter in enumerate(step.parameters) if parameter.gradient >= 0}
-    for storage, index in sums.items():
-        if step.producer[storage] >= 0:
-            raw[index] = storage
-    adds = (step.use_mutates == 1) & (step.producer[step.use_storage] < 0) & np.isin(step.use_storage, list(sums))
-    adds &= step.op_phase[step.use_op] < Phase.BOUNDARY
+@functools.lru_cache(maxsize=8)
+def _reductions(step: Step, blocks_per_unit: int) -> _Reductions:
+    units, raw = units_of(step, blocks_per_unit), _raw_gradients(step)
+    order = np.argsort(units.last_backward, kind="stable")
+    parameters = units.parameters.picked(order)
+    parameters = parameters.where(raw[parameters.values] >= 0)
+    used = np.flatnonzero(parameters.count)
+    parameters = parameters.picked(used)
+    gradient = columns_of(step.parameters).gradient
+    sums = parameters.where(step.producer[gradient[parameters.values]] < 0)
+    accumulated = bool(((raw >= 0) & (raw != gradient)).any())
+    return _Reductions(parameters, units.last_backward[order][used], raw, sums, accumulated)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reduced:
+    """What came of the reductions, and the sharded gradients they made, by unit."""
+
+    of: _Reductions
+    taken: I32
+
+
+def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
+    """Reduce-scatter each unit after its backward, and add it to the sums of the earlier micro-batches.
+
+    Ops of a unit: a buffer, the copy into it, the sharded gradient, the reduction, the all-reduce between replicas if there
+    are any, an addition for each sum.
+    """
+    of, shards = _reductions(step, how.blocks_per_unit), _shards(columns_of(step.parameters), how.degree)
+    if not len(of.after):
+        return _Reduced(of, np.empty(0, np.int32))
+    mine, per_unit = of.parameters, of.sums.count + 4 + (how.replicas > 1)
+    n_bytes = replace(mine, values=shards.n_bytes[mine.values]).sums()
+    make = np.cumsum(per_unit) - per_unit
+    pack, take, reduce = make + 1, make + 2, make + 3
+    exchange = make + 4 if how.replicas > 1 else make[:0]
+    add = of.sums.places(make + per_unit - of.sums.count)
+    link = Resource.INTER_LINK if how.replicas_across_nodes else Resource.INTRA_LINK
+    n_ops = int(per_unit.sum())
+    names = [(make, "aten.empty.memory_format"), (pack, "fsdp.chunk_cat.default"), (take, "aten.empty.memory_format")]
+    names += [(reduce, "memtune.reduce_scatter_into_.default"), (exchange, "c10d.allreduce_.default"), (add, "aten.add_.Tensor")]
+    rows = edit.add_ops(
+        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
+        after=np.repeat(of.after, per_unit),
+        phase=Phase.BACKWARD,
+        resource=column(
+            n_ops, np.uint8, (make, NOTHING), (take, NOTHING), (reduce, Resource.INTRA_LINK), (exchange, link)
+        ),
+        traffic_bytes=column(
+            n_ops, np.int64,
+            (pack, 2 * n_bytes * how.degree), (reduce, n_bytes * how.degree), (exchange, n_bytes[: len(exchange)]),
+            (add, 3 * shards.n_bytes[of.sums.values]),
+        ),
+        group=column(n_ops, np.int32, (reduce, how.degree), (exchange, how.replicas)),
+    )  # fmt: skip
+    given, taken = _reduction_buffers(edit, how, shards, mine, rows[np.stack([make, pack, take, reduce])])
+    raw = of.raw[mine.values]
+    edit.add_uses(rows[pack][mine.part], raw)
+    edit.add_uses(rows[pack], given, mutates=True)
+    edit.add_uses(rows[reduce], given)
+    edit.add_uses(rows[reduce], taken, mutates=True)
+    edit.add_uses(rows[exchange], taken[: len(exchange)], mutates=True)
+    edit.add_uses(rows[add], taken[of.sums.part])
+    edit.add_uses(rows[add], columns_of(step.parameters).gradient[mine.values[mine.starts]][of.sums.part], mutates=True)
+
+    # The function that reduces still names the last gradient of its loop, and its buffers, when it has added to the sums.
+    last = rows[make + per_unit - 1]
+    edit.hold_through(np.concatenate([raw[mine.starts + mine.count - 1], given]), np.concatenate([last, last]))
+    edit.hold_through(given[:-1], of.after[1:])
+    end = np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]
+    for op in last[of.after == end].tolist():
+        edit.hold_to_the_end_of_backward(op)
+    if how.replicas > 1:  # what was all-reduced is let go when backward ends, summed up or not
+        edit.hold_through(taken, np.full(len(taken), last[-1], np.int32))
+    return _Reduced(of, taken)
+
+
+def _reduction_buffers(edit: Edit, how: Sharding, shards: _Shards, parameters: Ragged, ops: I32) -> tuple[I32, I32]:
+    """What each unit's reduction is given and what it makes; `ops`: (4, units) that make and fill the first, then the second."""
+    make, pack, take, reduce = ops
+    bytes_of = shards.n_bytes[parameters.values]
+    n_bytes = replace(parameters, values=bytes_of).sums()
+    place = (4 if how.stages_messages else 2) * np.arange(len(make))
+    parts = [(place, make, n_bytes * how.degree, Kind.COMMUNICATION), (place + 1, take, n_bytes, Kind.GRADIENT)]
+    if how.stages_messages:
+        # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
+        uneven = replace(parameters, values=bytes_of * shards.uneven[parameters.values]).sums()
+        parts += [
+            (place + 2, pack, uneven * how.degree, Kind.WORKSPACE),
+            (place + 3, reduce, n_bytes * how.degree, Kind.WORKSPACE),
+        ]
+    storages = _storages(edit, parts)
+    return storages[place], storages[place + 1]
+
+
+def _raw_gradients(step: Step) -> I32:
+    """(parameters,) the storage that this micro-batch's gradient is made in, -1 for none."""
+    gradient = columns_of(step.parameters).gradient
+    raw = np.full(len(gradient), -1, np.int32)
+    index = np.full(step.n_storages + 1, -1, np.int32)  # (m + 1,) parameter whose gradient it is; the last serves -1
+    index[gradient] = np.arange(len(gradient), dtype=np.int32)
+    index[-1] = -1
+    made = (gradient >= 0) & (step.producer[gradient] >= 0)
+    raw[made] = gradient[made]
+    adds = (step.use_mutates == 1) & (step.producer[step.use_storage] < 0) & (index[step.use_storage] >= 0)
+    adds &= step.use_phase < Phase.BOUNDARY
     is_sum = np.zeros(step.n_storages, bool)
     is_sum[step.use_storage[adds]] = True
     added = np.full(step.n_ops, -1, np.int32)  # what each of these ops adds
     others = ~is_sum[step.use_storage]
     added[step.use_op[others][::-1]] = step.use_storage[others][::-1]
-    for op, storage in zip(step.use_op[adds].tolist(), step.use_storage[adds].tolist(), strict=True):
-        raw[sums[storage]] = int(added[op])
+    raw[index[step.use_storage[adds]]] = added[step.use_op[adds]]
     return raw
 
 
-def _resized(
-    edit: Edit, step: Step, how: Sharding, shard_bytes: I64, gradient_of: dict[int, int], sharded: dict[int, int]
-) -> Step:
+def _resized(edit: Edit, step: Step, how: Sharding, reduced: _Reduced) -> Step:
     """Parameters, state and the optimizer's temporaries at shard size; the optimizer reads the sharded gradients."""
-    accumulated = any(gradient_of[i] != step.parameters[i].gradient for i in gradient_of)
-    raw = np.asarray(sorted(set(gradient_of.values())), np.int32)
+    columns, mine = columns_of(step.parameters), reduced.of.parameters
+    shards = _shards(columns, how.degree)
+    raw = reduced.of.raw[reduced.of.raw >= 0]
     edit.held_until[raw] = -1
-    new_gradient = np.full(step.n_storages, -1, np.int32)
-    for index, storage in sharded.items():
-        new_gradient[step.parameters[index].gradient] = storage
-    by_optimizer = step.op_phase[step.use_op] >= Phase.BOUNDARY
-    target = new_gradient[step.use_storage]
-    if accumulated:
-        _drop_whole_sums(edit, step, gradient_of)
-        joined = _sums_by_unit(step, sharded)
-        known = edit.use_storage < step.n_storages
-        edit.use_storage[known] = joined[edit.use_storage[known]]
+    edit.kind[raw] = Kind.TEMPORARY
+    rows, owner = _divided(step)
+    ratio = shards.numel / np.maximum(columns.numel, 1)
+    edit.bytes[rows] = np.round(edit.bytes[rows] * ratio[owner]).astype(np.int64)
+    gradient = np.full(len(columns.gradient), -1, np.int32)
+    if reduced.of.accumulated:
+        edit.drop_ops(_whole_sums(step))
+        joined = _sums_by_unit(edit, columns.gradient, mine)
+        edit.use_storage = joined[edit.use_storage]
+        gone = np.flatnonzero(joined[: step.n_storages] != np.arange(step.n_storages))
+        np.add.at(edit.bytes, joined[gone], edit.bytes[gone])
+        edit.bytes[gone] = 0
+        gradient[columns.gradient >= 0] = joined[columns.gradient[columns.gradient >= 0]]
+        landing = edit.landing
     else:
-        edit.use_storage = np.where(by_optimizer & (target >= 0), target, edit.use_storage).astype(np.int32)
-        taken = np.asarray(sorted(set(sharded.values())), np.int32)
-        edit.hold_through(taken, np.full(len(taken), step.n_ops - 1, np.int32))
-    new = edit.done()
-    n_bytes, kind = new.bytes.copy(), new.kind.copy()
-    ratio = np.asarray([_shard_numel(p, how.degree) / max(_numel(p), 1) for p in step.parameters])
-    numel = np.asarray([_numel(p) for p in step.parameters])
-    mine = np.flatnonzero((new.owner >= 0) & (np.arange(new.n_storages) < step.n_storages))
-    owner = new.owner[mine]
-    whole = (n_bytes[mine] % numel[owner] == 0) & (n_bytes[mine] >= numel[owner]) & ~np.isin(mine, raw)
-    n_bytes[mine[whole]] = np.round(n_bytes[mine[whole]] * ratio[owner[whole]]).astype(np.int64)
-    if accumulated:
-        gone = np.flatnonzero(joined != np.arange(step.n_storages))
-        np.add.at(n_bytes, joined[gone], n_bytes[gone])
-        n_bytes[gone] = 0
-    kind[raw] = Kind.TEMPORARY
-    parameters = tuple(
-        p._replace(
-            gradient=int(joined[p.gradient]) if accumulated and p.gradient >= 0 else sharded.get(i, -1),
-            shape=_shard_shape(p, how.degree),
-        )
-        for i, p in enumerate(new.parameters)
-    )
-    landing = new.landing if accumulated else np.asarray(list(dict.fromkeys(sharded.values())), np.int32)
-    return replace(new, bytes=n_bytes, kind=kind, parameters=parameters, landing=landing)
+        taken, landing = reduced.taken[mine.part], reduced.taken
+        gradient[mine.values] = taken
+        moved = np.full(step.n_storages, -1, np.int32)
+        moved[columns.gradient[mine.values]] = taken
+        target = np.where(step.use_phase >= Phase.BOUNDARY, moved[step.use_storage], -1)
+        edit.use_storage = np.where(target >= 0, target, edit.use_storage)
+        edit.hold_through(reduced.taken, np.full(len(reduced.taken), step.n_ops - 1, np.int32))
+    edit.landing = landing
+    edit.parameters = replace(columns, gradient=gradient, shapes=shards.shapes, numel=shards.numel).records()
+    return edit.done()
 
 
-def _sums_by_unit(step: Step, sharded: dict[int, int]) -> I32:
-    """(m,) the storage that holds each one's bytes: the gradients of a unit are parts of one storage, also when summed."""
-    first: dict[int, int] = {}
-    joined = np.arange(step.n_storages, dtype=np.int32)
-    for index, taken in sharded.items():
-        own = step.parameters[index].gradient
-        joined[own] = first.setdefault(taken, own)
-    return joined
+@functools.lru_cache(maxsize=8)
+def _divided(step: Step) -> tuple[I32, I32]:
+    """Storages that are divided with their parameter, and the row of that parameter."""
+    columns = columns_of(step.parameters)
+    mine = np.flatnonzero(step.owner >= 0).astype(np.int32)
+    owner = step.owner[mine]
+    raw = np.zeros(step.n_storages + 1, bool)
+    raw[_raw_gradients(step)] = True
+    whole = (step.bytes[mine] % columns.numel[owner] == 0) & (step.bytes[mine] >= columns.numel[owner]) & ~raw[mine]
+    return mine[whole], owner[whole]
 
 
-def _drop_whole_sums(edit: Edit, step: Step, gradient_of: dict[int, int]) -> None:
-    """Later micro-batches: sums are kept sharded and added to after the reduction, not before."""
-    adds = (step.use_mutates == 1) & np.isin(step.use_storage, [step.parameters[i].gradient for i in gradient_of])
-    adds &= (step.op_phase[step.use_op] < Phase.BOUNDARY) & (step.producer[step.use_storage] < 0)
+def _whole_sums(step: Step) -> Mask:
+    """(n,) ops of later micro-batches that add a whole gradient: sums are kept sharded and added to after the reduction."""
+    gradient = np.zeros(step.n_storages + 1, bool)  # the last entry serves "none"
+    gradient[columns_of(step.parameters).gradient[_raw_gradients(step) >= 0]] = True
+    adds = (step.use_mutates == 1) & gradient[step.use_storage] & (step.use_phase < Phase.BOUNDARY)
+    adds &= step.producer[step.use_storage] < 0
     dropped = np.zeros(step.n_ops, bool)
     dropped[step.use_op[adds]] = True
-    edit.drop_ops(dropped)
+    return dropped
 
 
-def _add_to_sums(edit: Edit, step: Step, parameters: list[int], taken: int, after: I32, shard_bytes: I64) -> I32:
-    """Add a unit's reduced gradient to the sums of the earlier micro-batches; the ops that do, none with one micro-batch."""
-    sums = np.asarray([step.parameters[index].gradient for index in parameters], np.int32)
-    there = step.producer[sums] < 0
-    ops = np.empty(0, np.int32)
-    if there.any():
-        count = int(there.sum())
-        ops = edit.add_ops(
-            "aten.add_.Tensor", after=np.repeat(after, count), phase=Phase.BACKWARD, traffic_bytes=3 * shard_bytes[there]
-        )
-        edit.add_uses(ops, np.full(count, taken, np.int32))
-        edit.add_uses(ops, np.full(count, sums[0], np.int32), mutates=True)
-    return ops
-
-
-def _scratch(edit: Edit, n_bytes: int, op: I32) -> None:
-    edit.add_storages(np.asarray([n_bytes], np.int64), producer=op, kind=Kind.WORKSPACE)
-
-
-def _hold(edit: Edit, storages: I32, op: int) -> None:
-    edit.hold_through(storages, np.full(len(storages), op, np.int32))
-
-
-def _numel(parameter: Parameter) -> int:
-    return math.prod(parameter.shape)
-
-
-def _shard_shape(parameter: Parameter, degree: int) -> tuple[int, ...]:
-    return (-(-parameter.shape[0] // degree), *parameter.shape[1:]) if parameter.shape else parameter.shape
-
-
-def _shard_numel(parameter: Parameter, degree: int) -> int:
-    """Elements of the largest shard (rank 0's), which is also what the others are padded to."""
-    return math.prod(_shard_shape(parameter, degree))
+def _sums_by_unit(edit: Edit, gradient: I32, parameters: Ragged) -> I32:
+    """By storage, the one that holds its bytes: the gradients of a unit are parts of one storage, also when summed."""
+    joined = np.arange(edit.n_storages, dtype=np.int32)
+    joined[gradient[parameters.values]] = gradient[parameters.values[parameters.starts]][parameters.part]
+    return joined

@@ -1,0 +1,59 @@
+#include "edit/bind.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
+
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "edit/order.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <typename T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Made = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+template <typename T>
+std::span<const T> span(const Column<T>& column) {
+  return {column.data(), column.size()};
+}
+
+// Hands `values` over to an array that frees them.
+template <typename T>
+Made<T> array(std::vector<T>&& values) {
+  auto* owned = new std::vector<T>(std::move(values));
+  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return Made<T>(owned->data(), {owned->size()}, owner);
+}
+
+using I32 = Made<std::int32_t>;
+
+std::tuple<I32, I32, I32, I32> order_rows(const Column<bool>& removed, const Column<std::int32_t>& anchor, const Column<bool>& after) {
+  const auto bytes = [](const Column<bool>& column) {
+    return std::span<const std::uint8_t>(reinterpret_cast<const std::uint8_t*>(column.data()), column.size());
+  };
+  memtune::Order order = memtune::order_rows(bytes(removed), span(anchor), bytes(after));
+  return {array(std::move(order.rows)), array(std::move(order.position)), array(std::move(order.before)), array(std::move(order.next))};
+}
+
+std::tuple<I32, I32, Made<std::uint8_t>> sort_uses(const Column<std::int32_t>& op, const Column<std::int32_t>& storage, const Column<std::uint8_t>& mutates,
+                    std::int32_t n_ops) {
+  memtune::Uses uses = memtune::sort_uses(span(op), span(storage), span(mutates), n_ops);
+  return {array(std::move(uses.op)), array(std::move(uses.storage)), array(std::move(uses.mutates))};
+}
+
+}  // namespace
+
+void bind_edit(nb::module_& m) {
+  m.def("order_rows", &order_rows, "removed"_a, "anchor"_a, "after"_a,
+        "New order of rows and insertions: (rows that stay, position by row with -1 for removed ones and one more -1, position or "
+        "that of the last row before, position or that of the next row). ValueError for an anchor outside [-1, rows].");
+  m.def("sort_uses", &sort_uses, "op"_a, "storage"_a, "mutates"_a, "n_ops"_a,
+        "(op, storage, mutates) sorted by op, uses of one op in their order. ValueError for an op outside the step.");
+}
