@@ -16,4 +16,5 @@ NB_MODULE(_native, m) {
         "Version of memtune this module was built from; another one than the package's means: build again.");
   bind_edit(m);
   bind_simulator(m);
+  bind_allocator(m);
 }

@@ -2,6 +2,7 @@
 memtune's native code: free of torch's ABI, over plain arrays of bytes and seconds.
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy
@@ -77,4 +78,88 @@ def live(columns: StepColumns, rounding_bytes: int = 1, small_bytes: int = 0) ->
 def schedule(columns: StepColumns, accumulate: int = 1, host_computes: bool = True) -> Timeline:
     """
     When the ops of one optimizer step run: each resource in program order, after what an op depends on.
+    """
+
+class OutOfMemory:
+    """
+    The first allocation that could not be served; event is -1 where there is none.
+    """
+
+    @property
+    def event(self) -> int: ...
+
+    @property
+    def requested_bytes(self) -> int: ...
+
+    @property
+    def allocated_bytes(self) -> int: ...
+
+    @property
+    def reserved_bytes(self) -> int: ...
+
+    @property
+    def largest_free_bytes(self) -> int: ...
+
+class AllocatorReplay:
+    """What a stream of allocations and frees does to the caching allocator."""
+
+    @property
+    def peak_reserved_bytes(self) -> int: ...
+
+    @property
+    def peak_allocated_bytes(self) -> int: ...
+
+    @property
+    def peak_event(self) -> int:
+        """First event at the peak of reserved bytes, -1 without events."""
+
+    @property
+    def allocated_at_peak_bytes(self) -> int: ...
+
+    @property
+    def end_reserved_bytes(self) -> int: ...
+
+    @property
+    def end_allocated_bytes(self) -> int: ...
+
+    @property
+    def device_allocs(self) -> int:
+        """Calls of cudaMalloc, or of mapping pages."""
+
+    @property
+    def device_frees(self) -> int: ...
+
+    @property
+    def retries(self) -> int:
+        """How often everything cached was given back for one allocation."""
+
+    @property
+    def ooms(self) -> int: ...
+
+    @property
+    def first_oom(self) -> OutOfMemory: ...
+
+    @property
+    def step_reserved_bytes(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Peak by step."""
+
+    @property
+    def step_allocated_bytes(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Peak by step."""
+
+    @property
+    def reserved_bytes(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """After each event, empty without `timeline`."""
+
+    @property
+    def allocated_bytes(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """After each event, empty without `timeline`."""
+
+    @property
+    def address(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Of each allocation, else -1; empty without `timeline`."""
+
+def replay_allocator(action: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], stream: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], op: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], ready_op: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], step: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], max_split_bytes: int | None = None, max_non_split_rounding_bytes: int | None = None, large_segment_bytes: int = 20971520, roundup_divisions: Sequence[int] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], garbage_collection_threshold: float = 0.0, expandable_segments: bool = False, asynchronous: bool = False, capacity_bytes: int | None = None, allowed_bytes: int | None = None, timeline: bool = False) -> AllocatorReplay:
+    """
+    Runs allocations (action 0), frees (1) and calls of empty_cache (2) through PyTorch's CUDA caching allocator.
     """

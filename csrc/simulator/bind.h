@@ -2,5 +2,6 @@
 
 #include <nanobind/nanobind.h>
 
-// Adds the simulator's functions to the Python module.
+// Each adds one part of the simulator to the Python module.
 void bind_simulator(nanobind::module_& m);
+void bind_allocator(nanobind::module_& m);
