@@ -183,7 +183,7 @@ class _Lives:
     n_storages: int
     storage: I64  # (r,)
     bytes: I64  # (r,)
-    stream: I32  # (r,)
+    stream: I64  # (r,)
     start: I64  # (r,) op that allocates, -1 before the step
     appears: I64  # (r,) as `start`, in the first step
     end: I64  # (r,) op that frees, FOREVER where it outlives the step
@@ -191,9 +191,9 @@ class _Lives:
 
     @classmethod
     def of(cls, step: Step, streams: Mapping[Resource, int], lag_ops: int) -> _Lives:
-        stream_of_op = np.array([streams.get(each, 0) for each in Resource], np.int32)[step.op_resource]
+        stream_of_op = np.array([streams.get(each, 0) for each in Resource], np.int64)[step.op_resource]
         made = step.producer >= 0
-        stream = np.zeros(step.n_storages, np.int32)
+        stream = np.zeros(step.n_storages, np.int64)
         stream[made] = stream_of_op[step.producer[made]]
         elsewhere = stream_of_op[step.use_op] != stream[step.use_storage]
         ready = np.full(step.n_storages, -1, np.int64)

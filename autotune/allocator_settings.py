@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from memtune.errors import UsageError
 from memtune.search_spaces import did_you_mean
-from memtune.technique import Technique
 from memtune.units import MIB
 
 ROUNDUP_INTERVALS = 16
@@ -58,13 +57,13 @@ class AllocatorSettings:
         return _checked(cls(**values), text)
 
     @classmethod
-    def of(cls, technique: Technique) -> AllocatorSettings:
-        """The settings that `technique` puts into the environment."""
-        return cls.parse(technique.env().get("PYTORCH_ALLOC_CONF", ""))
+    def from_env(cls, environ: Mapping[str, str]) -> AllocatorSettings:
+        """The settings in an environment, that of a technique or a process; `PYTORCH_ALLOC_CONF` wins over the older name.
 
-    def with_limit(self, limit_bytes: int, capacity_bytes: int) -> AllocatorSettings:
-        """These settings under a limit of the process, as `torch.cuda.set_per_process_memory_fraction` sets it."""
-        return replace(self, per_process_memory_fraction=min(limit_bytes / capacity_bytes, 1.0))
+        Raises:
+            UsageError: As `parse` does.
+        """
+        return cls.parse(environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
     def limit_bytes(self, capacity_bytes: int | None) -> int | None:
         """The limit of the process on a device of `capacity_bytes`; None without one. A fraction of 1 is none."""

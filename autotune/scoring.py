@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from memtune.autotune.allocator_model import AllocatorSettings
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.simulate import Calibration, Prediction, simulate
 from memtune.autotune.space import ENUMERATE_UP_TO, SAMPLE, Space
@@ -69,7 +70,8 @@ class Scorer:
             return candidate
         hardware = self.rewriter.target.hardware
         if level == "events":
-            return Scored(choice, candidate.key, simulate(candidate.program, hardware, level="events"))
+            allocator = AllocatorSettings.from_env(choice.env())
+            return Scored(choice, candidate.key, simulate(candidate.program, hardware, level="events", allocator=allocator))
         if self._last is None or self._last[0] is not candidate.program:
             self._last = (candidate.program, simulate(candidate.program, hardware))
         return Scored(choice, candidate.key, self._last[1])
@@ -105,14 +107,17 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
 
 
 def _refine(by_key: dict[str, Scored], scorer: Scorer, goal: Goal) -> None:
-    """Simulate the best programs op by op; neighbours that became one program share one prediction object."""
+    """Simulate the best programs op by op; neighbours that became one program share one prediction object.
+
+    Its reserved bytes are those under the allocator settings of the simplest of them.
+    """
     budget = scorer.rewriter.target.budget_bytes
     programs: dict[int, list[Scored]] = {}
     for each in by_key.values():
         if budget is None or each.prediction.peak_allocated_bytes <= budget:
             programs.setdefault(id(each.prediction), []).append(each)
     for group in heapq.nsmallest(EVENTS_FOR, programs.values(), key=lambda group: min(each.rank(goal) for each in group)):
-        refined = scorer.refined(group[0]).prediction
+        refined = scorer.refined(min(group, key=lambda each: each.choice.complexity)).prediction
         by_key.update({each.key: replace(each, prediction=refined) for each in group})
 
 

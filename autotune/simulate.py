@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from memtune import _native
+from memtune.autotune.allocator_model import AllocatorSettings, event_stream, replay
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.program import Kind, Phase, Program, Resource, Step, Tier
@@ -42,6 +43,8 @@ _REPEATED = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
 # PyTorch's caching allocator: requests up to 1 MiB come from segments of 2 MiB, larger ones from a pool of their own.
 _SMALL_BYTES = MIB
 _SEGMENT_BYTES = 2 * MIB
+_ALLOCATOR_STEPS = 3
+"""The first one, in which the optimizer state appears, one on what it left behind, and one more that shows whether it holds."""
 
 
 class Interval(NamedTuple):
@@ -152,15 +155,21 @@ def _conformal(ratios: Iterable[float], *, floor: float) -> tuple[float, float] 
 
 
 def simulate(
-    program: Program, hardware: Hardware, *, level: Level = "coarse", calibration: Calibration | None = None
+    program: Program,
+    hardware: Hardware,
+    *,
+    level: Level = "coarse",
+    calibration: Calibration | None = None,
+    allocator: AllocatorSettings | None = None,
 ) -> Prediction:
     """Predict peak memory and step time of `program` on `hardware`.
 
     `coarse` counts live bytes and sums up resources, taking whatever shares a phase to overlap; `events` also schedules every op
     after what it depends on. The peak is the heaviest rank class's, the time the slowest one's.
 
-    Peak reserved on CUDA: small and large requests each keep the segments of their own peak, since cached blocks never change
-    pools; fragmentation within a pool is not modelled. On CPU reserved is allocated.
+    Peak reserved on CUDA: at the events level, under the settings of an `allocator`, its replay of several steps that nothing
+    presses; else small and large requests each keep the segments of their own peak, since cached blocks never change pools, and
+    fragmentation within a pool is not modelled. On CPU reserved is allocated.
 
     Raises:
         ValueError: A column of a step is broken.
@@ -170,7 +179,7 @@ def simulate(
     slowest = max(runs, key=lambda run: run.time.step_s)
     calibration = calibration or Calibration()
     step_s = slowest.time.step_s * calibration.step_correction
-    reserved = _reserved_bytes(heaviest.live, hardware)
+    reserved = _reserved_bytes(heaviest, hardware, allocator if level == "events" else None)
     peak = heaviest.live.peak_bytes[Tier.DEVICE]
     op = heaviest.live.peak_op[Tier.DEVICE]
     step = heaviest.step
@@ -250,10 +259,12 @@ def _interval(peak: int, reserved: int, time: _Time, calibration: Calibration) -
     return Interval(math.floor(peak * low), math.ceil(reserved * high), time.low_s * fast, longest * slow)
 
 
-def _reserved_bytes(live: _native.Live, hardware: Hardware) -> int:
+def _reserved_bytes(run: _Run, hardware: Hardware, allocator: AllocatorSettings | None) -> int:
     if hardware.device == "cpu":
-        return live.peak_bytes[Tier.DEVICE]
-    return sum(-(-peak // _SEGMENT_BYTES) * _SEGMENT_BYTES for peak in live.pool_peak_bytes)
+        return run.live.peak_bytes[Tier.DEVICE]
+    if allocator is not None:
+        return replay(event_stream(run.step, _ALLOCATOR_STEPS), allocator, None).peak_reserved_bytes
+    return sum(-(-peak // _SEGMENT_BYTES) * _SEGMENT_BYTES for peak in run.live.pool_peak_bytes)
 
 
 def _named(values: Iterable[float], busy: Iterable[float]) -> dict[str, float]:

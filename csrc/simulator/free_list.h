@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace memtune {
@@ -54,7 +54,11 @@ class FreeList {
   }
 
   void insert(Entry entry) {
-    if (chunks_.empty()) chunks_.emplace_back().reserve(kChunk);
+    if (chunks_.empty()) {
+      chunks_.emplace_back().reserve(kChunk);
+      chunks_.back().push_back(entry);
+      return;
+    }
     Place place = lower_bound(entry.bytes, entry.address);
     if (!holds(place)) place = {chunks_.size() - 1, chunks_.back().size()};
     auto& rows = chunks_[place.chunk];

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import allocator as reference
+from steps import make_step
 
-from memtune.autotune.allocator_model import Action, AllocatorEvents, AllocatorResult, AllocatorSettings, replay
+from memtune.autotune.allocator_model import (
+    Action,
+    AllocatorEvents,
+    AllocatorResult,
+    AllocatorSettings,
+    event_stream,
+    replay,
+)
+from memtune.program import FOREVER, Kind, Resource
 
 KIB, MIB = 2**10, 2**20
 SIZES = (
@@ -288,3 +297,78 @@ def test_nothing_at_all() -> None:
     found = run(stream_of([]))
     assert (found.peak_reserved_bytes, found.fragmentation, found.oom, found.native.peak_event) == (0, 0.0, "", -1)
     assert run(program(0, ~0)).peak_reserved_bytes == 0
+
+
+# Steps as streams of events
+
+TRAINING = make_step(
+    # forward, backward, the optimizer's two ops
+    4, 6,
+    op_phase=[1, 3, 5, 5],
+    bytes=[100, 10, 7, 40, 50, 0],  # parameter, optimizer state, batch, activation, gradient, nothing
+    kind=[0, 2, 4, 5, 1, 5],
+    producer=[-1, -1, -1, 0, 1, 0], held_until=[int(FOREVER), int(FOREVER), 0, -1, 3, -1],
+    use_op=[0, 1, 2, 3, 3], use_storage=[0, 3, 4, 1, 4],
+)  # fmt: skip
+
+
+def told(events: AllocatorEvents) -> list[tuple[str, int, int]]:
+    """(+ or -, bytes of the storage, op) by event."""
+    n_bytes = {int(s): int(b) for a, s, b in zip(events.action, events.storage, events.bytes, strict=True) if a == Action.ALLOC}
+    return [
+        ("+" if a == Action.ALLOC else "-", n_bytes[int(s)], int(op))
+        for a, s, op in zip(events.action, events.storage, events.op, strict=True)
+    ]
+
+
+def test_optimizer_state_appears_in_the_first_step() -> None:
+    first = [("+", 100, 0), ("+", 7, 0), ("+", 40, 0), ("-", 7, 0), ("+", 50, 1), ("-", 40, 1), ("+", 10, 3), ("-", 50, 3)]
+    later = [("+", 7, 4), ("+", 40, 4), ("-", 7, 4), ("+", 50, 5), ("-", 40, 5), ("-", 50, 7)]
+    events = event_stream(TRAINING, 2)
+    assert told(events) == [*first, *later]
+    assert events.step.tolist() == [0, len(first)]
+    assert [len(event_stream(TRAINING, n)) for n in (0, 1)] == [0, len(first)]
+
+
+def test_what_a_step_leaves_is_replaced_by_the_next() -> None:
+    kept = changed(TRAINING, held_until=np.array([FOREVER, FOREVER, 0, -1, FOREVER, -1], np.int32))
+    steady = told(event_stream(kept, 3))[-6:]
+    assert steady == [("+", 7, 8), ("+", 40, 8), ("-", 7, 8), ("+", 50, 9), ("-", 50, 9), ("-", 40, 9)]
+    assert replay(event_stream(kept, 3), AllocatorSettings(), None).native.end_allocated_bytes == 3 * 512
+
+
+def test_host_tiers_are_left_out() -> None:
+    moved = changed(TRAINING, tier=np.array([0, 1, 0, 0, 2, 0], np.uint8))
+    assert {n_bytes for _, n_bytes, _ in told(event_stream(moved, 1))} == {100, 7, 40}
+
+
+def test_streams_by_resource_and_frees_that_lag() -> None:
+    """Op 0 gathers storage 0 on a stream of its own, ops 1 and 2 use it; storage 1 of op 1 is sent by op 2."""
+    step = make_step(
+        3, 2, bytes=[10, 20], producer=[0, 1], op_resource=[int(Resource.INTRA_LINK), 0, int(Resource.DEVICE_TO_HOST)],
+        use_op=[1, 2], use_storage=[0, 1],
+    )  # fmt: skip
+    events = event_stream(step, 1)
+    assert events.stream.tolist() == [1, 0, 1, 0]
+    assert all(events.ready_op <= events.op)
+    late = event_stream(step, 2, streams={Resource.DEVICE_TO_HOST: 2}, lag_ops=5)
+    assert late.stream.tolist() == [0] * 8
+    frees = late.action == Action.FREE
+    assert late.ready_op[frees].tolist() == [-1, 2 + 5, 3 - 1, 3 + 2 + 5]
+
+
+def test_live_bytes_of_a_step_are_allocated_bytes_without_rounding() -> None:
+    """The stream and the step agree on what is live while each op runs, on steps made at random."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        n, m = 15, 40
+        producer = rng.integers(-1, n, m)
+        step = make_step(
+            n, m, producer=producer, bytes=512 * rng.integers(0, 5, m), kind=np.full(m, int(Kind.TEMPORARY)),
+            held_until=np.where(rng.random(m) < 0.2, int(FOREVER), rng.integers(-1, n, m)),
+        )  # fmt: skip
+        events = event_stream(step, 1)
+        allocated = replay(events, AllocatorSettings(expandable_segments=True), None, timeline=True).native.allocated_bytes
+        peaks = [allocated[: np.searchsorted(events.op, op, side="right")].max(initial=0) for op in range(n)]
+        assert max(peaks) == step.peak_bytes()
+        assert np.maximum.accumulate(step.live_bytes()).tolist() == peaks

@@ -103,10 +103,11 @@ def test_an_unknown_setting_is_named_with_the_nearest() -> None:
 
 
 def test_a_technique_says_the_same() -> None:
-    assert AllocatorSettings.of(Native()) == AllocatorSettings()
-    assert AllocatorSettings.of(ExpandableSegments()) == AllocatorSettings(expandable_segments=True)
+    assert AllocatorSettings.from_env(Native().env()) == AllocatorSettings()
+    assert AllocatorSettings.from_env(ExpandableSegments().env()) == AllocatorSettings(expandable_segments=True)
+    assert AllocatorSettings.from_env({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}).expandable_segments
     knobs = Native(max_split_size_mb=128, roundup_power2_divisions=8, garbage_collection_threshold=0.8)
-    assert AllocatorSettings.of(knobs) == AllocatorSettings(
+    assert AllocatorSettings.from_env(knobs.env()) == AllocatorSettings(
         max_split_size_mb=128, roundup_power2_divisions=(8,) * 16, garbage_collection_threshold=0.8
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import make_step
 
 from memtune import _native, hardware
+from memtune.autotune.allocator_model import AllocatorSettings, event_stream, replay
 from memtune.autotune.simulate import ACTIVATIONS, Calibration, simulate
 from memtune.op_costs import matmul_dtype, op_costs
 from memtune.program import FOREVER, Kind, Parameter, Phase, Program, RankClass, Resource, Step, Tier
@@ -22,23 +24,6 @@ CPU = replace(
     fp32_flops_per_s=1e11, memory_bytes_per_s=1e10, launch_s=1e-6,
 )  # fmt: skip
 AT_THE_END = {Phase.BOUNDARY, Phase.OPTIMIZER}
-
-
-def make_step(ops: int, storages: int, **columns: Any) -> Step:
-    """A step whose columns are neutral unless given: compute ops in forward, device temporaries made by op 0."""
-    uses, saves = len(columns.get("use_op", ())), len(columns.get("save_storage", ()))
-    lengths = {"op": ops, "use": uses, "save": saves, "input": 0}
-    neutral = {"op_block": -1, "op_phase": 1, "op_node": -1, "op_copy_of": -1, "held_until": -1, "ready_after": -1, "owner": -1}
-    kinds = {"I32": np.int32, "I64": np.int64, "U8": np.uint8, "F64": np.float64}
-    data: dict[str, Any] = {"names": ("aten.add.Tensor",), "modules": ("",), "blocks": (), "parameters": ()}
-    for each in fields(Step):
-        if each.name in data:
-            data[each.name] = columns.get(each.name, data[each.name])
-            continue
-        rows = 0 if each.name == "landing" else lengths.get(each.name.split("_")[0], storages)
-        default = {"kind": int(Kind.TEMPORARY)}.get(each.name, neutral.get(each.name, 0))
-        data[each.name] = np.asarray(columns.get(each.name, [default] * rows), kinds[str(each.type)])
-    return Step(**data)
 
 
 @st.composite
@@ -324,3 +309,17 @@ def test_the_type_of_matrix_products(itemsize: int, cast_bytes: int, dtype: str)
     weight = Parameter("w", 0, -1, (100 // itemsize,), itemsize, True, -1)
     casts = {"names": ("aten._to_copy.default", "aten.add.Tensor"), "bytes": [100, cast_bytes, 10]} if cast_bytes else {}
     assert matmul_dtype(training(parameters=(weight,), op_name=[0, 1, 1], **casts)) == dtype
+
+
+def test_reserved_bytes_under_given_allocator_settings() -> None:
+    sizes = np.random.default_rng(0).integers(2**20, 2**25, 30)
+    step = make_step(
+        30, 30, bytes=sizes, producer=np.arange(30), held_until=np.arange(30) + 4, op_phase=np.full(30, int(Phase.FORWARD))
+    )
+    program = program_of((1, step))
+    plain, growing = AllocatorSettings(), AllocatorSettings(expandable_segments=True)
+    found = {each: simulate(program, GPU, level="events", allocator=each).peak_reserved_bytes for each in (plain, growing)}
+    assert found[plain] == replay(event_stream(step, 3), plain, None).peak_reserved_bytes
+    assert found[growing] < found[plain]
+    assert simulate(program, GPU, allocator=plain) == simulate(program, GPU)
+    assert simulate(program, CPU, level="events", allocator=plain) == simulate(program, CPU, level="events")
