@@ -239,12 +239,13 @@ def _coarse_time(live: _native.Live, accumulate: int) -> _Time:
     compute = Resource.COMPUTE
     total = low = 0.0
     busy, exposed = [0.0] * len(RESOURCES), [0.0] * len(RESOURCES)
+    used = {i: row for i, row in enumerate(live.busy_s) if i == compute or any(row)}
     for section in _SECTIONS:
         times = accumulate if section[0] in _REPEATED else 1
-        sums = [times * sum(row[phase] for phase in section) for row in live.busy_s]
-        low += max(sums)
-        total += sum(sums)
-        for i, seconds in enumerate(sums):
+        sums = {i: times * sum(row[phase] for phase in section) for i, row in used.items()}
+        low += max(sums.values())
+        total += sum(sums.values())
+        for i, seconds in sums.items():
             busy[i] += seconds
             exposed[i] += seconds if i == compute else max(0.0, seconds - sums[compute])
     return _Time(low, low, total, busy, exposed)

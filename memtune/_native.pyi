@@ -19,6 +19,11 @@ def order_rows(removed: Annotated[NDArray[numpy.bool_], dict(shape=(None,), orde
     New order of rows and insertions: (rows that stay, position by row with -1 for removed ones and one more -1, position or that of the last row before, position or that of the next row). ValueError for an anchor outside [-1, rows].
     """
 
+def take_rows(rows: NDArray[numpy.int32], old: NDArray[numpy.generic], added: NDArray[numpy.generic]) -> NDArray[numpy.generic]:
+    """
+    The given rows of the column `old` followed by `added`, of the same dtype. ValueError for a row in neither.
+    """
+
 def sort_uses(op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], mutates: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], n_ops: int) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.uint8], dict(shape=(None,))]]:
     """
     (op, storage, mutates) sorted by op, uses of one op in their order. ValueError for an op outside the step.

@@ -223,11 +223,14 @@ class Edit:
         anchors = np.concatenate([np.empty(0, np.int32), *self._anchors], dtype=np.int32, casting="same_kind")
         after = np.repeat(np.asarray(self._after, bool), [len(anchor) for anchor in self._anchors])
         rows, position, before, following = _native.order_rows(self._drop_ops, anchors, after)
-        return _Order(rows.astype(np.intp), position, before, following)
+        return _Order(rows, position, before, following)
 
     def _op_columns(self, order: _Order) -> dict[str, Any]:
         sizes = [len(anchor) for anchor in self._anchors]
-        columns = {name: self._stacked(name, self._new_ops, sizes)[order.rows] for name in _OP_COLUMNS}
+        columns: dict[str, Any] = {}
+        for name in _OP_COLUMNS:
+            old = self._now(name)
+            columns[name] = _native.take_rows(order.rows, old, _joined(name, old.dtype, self._new_ops, sizes))
         columns["op_copy_of"] = order.moved(columns["op_copy_of"], none=-1)
         return columns
 
@@ -280,27 +283,33 @@ class Edit:
         columns["save_asked"] = np.where(asked < 0, np.int32(-1), order.following[asked])
         return columns
 
+    def _now(self, column: str) -> npt.NDArray[Any]:
+        """A column of the step at hand, with what was changed in it."""
+        changed = vars(self).get(column)
+        now: npt.NDArray[Any] = getattr(self._step, column) if changed is None else changed
+        return now
+
     def _stacked(self, column: str, parts: list[dict[str, Any]], sizes: list[int]) -> npt.NDArray[Any]:
-        """A column as it is now, then each part's value of it, repeated where it is one number."""
-        old = vars(self).get(column)
-        if old is None:
-            old = getattr(self._step, column)
-        if not parts:
-            return old  # type: ignore[no-any-return]
-        out = np.empty(len(old) + sum(sizes), old.dtype)
-        out[: len(old)] = old
-        start = len(old)
-        for part, size in zip(parts, sizes, strict=True):
-            out[start : start + size] = part[column]
-            start += size
-        return out
+        """A column of the step at hand, then the new rows of it."""
+        old = self._now(column)
+        return np.concatenate([old, _joined(column, old.dtype, parts, sizes)]) if parts else old
+
+
+def _joined(column: str, dtype: npt.DTypeLike, parts: list[dict[str, Any]], sizes: list[int]) -> npt.NDArray[Any]:
+    """Each part's value of `column`, repeated where it is one number."""
+    out = np.empty(sum(sizes), dtype)
+    start = 0
+    for part, size in zip(parts, sizes, strict=True):
+        out[start : start + size] = part[column]
+        start += size
+    return out
 
 
 @dataclass(frozen=True, eq=False)
 class _Order:
     """Where ops go: `_native.order_rows`."""
 
-    rows: npt.NDArray[np.intp]
+    rows: I32
     position: I32
     before: I32
     following: I32

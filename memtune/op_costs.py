@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memtune.hardware import Hardware
+from memtune.parameters import columns_of
 from memtune.program import F64, Resource, Step
 
 
@@ -74,12 +75,12 @@ def _all_reduces(names: tuple[str, ...]) -> F64:
 
 def matmul_dtype(step: Step) -> str:
     """Type in which matrix products run, as far as columns tell: that of most parameters, or 16 bits under autocast."""
-    weights = [(int(step.bytes[p.storage]), p.itemsize, p.storage) for p in step.parameters]
-    if not weights:
+    if not step.parameters:
         return "float32"
-    wide = sum(n_bytes // size for n_bytes, size, _ in weights if size >= 4)
-    narrow = sum(n_bytes // size for n_bytes, size, _ in weights if size < 4)
-    return "bfloat16" if narrow > wide or _casts_weights(step) else "float32"
+    columns = columns_of(step.parameters)
+    numel = step.bytes[columns.storage] // columns.itemsize
+    narrow = columns.itemsize < 4
+    return "bfloat16" if numel[narrow].sum() > numel[~narrow].sum() or _casts_weights(step) else "float32"
 
 
 def _casts_weights(step: Step) -> bool:

@@ -47,6 +47,20 @@ Order order_rows(std::span<const std::uint8_t> removed, std::span<const std::int
   return out;
 }
 
+template <typename T>
+void take_rows(std::span<const std::int32_t> rows, std::span<const T> old, std::span<const T> added, T* out) {
+  const std::size_t n = old.size();
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const auto row = static_cast<std::size_t>(rows[i]);  // a negative one becomes too large
+    if (row >= n + added.size()) throw std::invalid_argument("a row lies outside the column");
+    out[i] = row < n ? old[row] : added[row - n];
+  }
+}
+
+template void take_rows(std::span<const std::int32_t>, std::span<const std::uint8_t>, std::span<const std::uint8_t>, std::uint8_t*);
+template void take_rows(std::span<const std::int32_t>, std::span<const std::uint32_t>, std::span<const std::uint32_t>, std::uint32_t*);
+template void take_rows(std::span<const std::int32_t>, std::span<const std::uint64_t>, std::span<const std::uint64_t>, std::uint64_t*);
+
 Uses sort_uses(std::span<const std::int32_t> op, std::span<const std::int32_t> storage, std::span<const std::uint8_t> mutates,
                std::int32_t n_ops) {
   if (storage.size() != op.size() || mutates.size() != op.size()) throw std::invalid_argument("uses must have the same length");

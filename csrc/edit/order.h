@@ -20,6 +20,11 @@ struct Order {
 // Throws std::invalid_argument where one does not.
 Order order_rows(std::span<const std::uint8_t> removed, std::span<const std::int32_t> anchor, std::span<const std::uint8_t> after);
 
+// out[i] = column[rows[i]] of the rows that were there followed by the inserted ones. Throws std::invalid_argument for a row in
+// neither.
+template <typename T>
+void take_rows(std::span<const std::int32_t> rows, std::span<const T> old, std::span<const T> added, T* out);
+
 struct Uses {
   std::vector<std::int32_t> op, storage;
   std::vector<std::uint8_t> mutates;

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import numpy as np
+import numpy.typing as npt
 
 from memtune.edit import Edit
+from memtune.parameters import columns_of
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
 def optimizer_on_host(step: Step) -> Step:
     """`step` with the optimizer's ops on host threads and its state in host memory."""
-    mine = [p for p in step.parameters if p.trainable and p.gradient >= 0]
-    weights = np.asarray([p.storage for p in mine], np.int32)
-    gradients = np.asarray([p.gradient for p in mine], np.int32)
+    columns = columns_of(step.parameters)
+    mine = columns.trainable & (columns.gradient >= 0)
+    weights, gradients = columns.storage[mine], columns.gradient[mine]
+    sizes = columns.numel[mine] * columns.itemsize[mine]  # of parts of a shared storage, where sharded
     optimizer = step.op_phase == Phase.OPTIMIZER
-    if not len(mine) or not optimizer.any():
+    if not len(weights) or not optimizer.any():
         return step
-    sizes = np.asarray([math.prod(p.shape) * p.itemsize for p in mine], np.int64)  # of parts of a shared storage, where sharded
     first, last = np.flatnonzero(optimizer)[[0, -1]].astype(np.int32)
     edit = Edit(step)
     down = _copies(
-        edit, step, "memtune.to_host.default", np.full(len(mine), first, np.int32), gradients, sizes, Resource.DEVICE_TO_HOST
+        edit, step, "memtune.to_host.default", np.full(len(weights), first, np.int32), gradients, sizes, Resource.DEVICE_TO_HOST
     )
     owner = step.owner[gradients]
     host_gradients = edit.add_storages(sizes, producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
     host_weights = edit.add_storages(
         step.bytes[weights],
-        producer=np.full(len(mine), -1, np.int32),
+        producer=np.full(len(weights), -1, np.int32),
         tier=Tier.HOST,
         kind=Kind.PARAMETER,
-        held_until=np.full(len(mine), FOREVER, np.int32),
+        held_until=np.full(len(weights), FOREVER, np.int32),
         owner=owner,
     )
     moved = np.arange(step.n_storages, dtype=np.int32)
     moved[gradients], moved[weights] = host_gradients, host_weights
-    inside = optimizer[step.use_op]
-    edit.use_storage = np.where(inside, moved[edit.use_storage], edit.use_storage).astype(np.int32)
+    inside = step.use_phase == Phase.OPTIMIZER
+    edit.use_storage = np.where(inside, moved[edit.use_storage], edit.use_storage)
 
     # A gradient is let go on the device when the next one starts down, the last one when it has arrived.
     freed = step.held_until[gradients] != FOREVER  # DDP's buckets stay
@@ -46,7 +45,7 @@ def optimizer_on_host(step: Step) -> Step:
     edit.let_go_before(gradients[:-1][freed[:-1]], down[1:][freed[:-1]])
     up = edit.add_ops(
         "memtune.copy_to_device_.default",
-        after=np.full(len(mine), last, np.int32),
+        after=np.full(len(weights), last, np.int32),
         phase=Phase.OPTIMIZER,
         resource=Resource.HOST_TO_DEVICE,
         traffic_bytes=step.bytes[weights],
@@ -58,8 +57,8 @@ def optimizer_on_host(step: Step) -> Step:
     late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
     late = np.flatnonzero(late).astype(np.int32)
     edit.hold_through(late, np.full(len(late), up[-1], np.int32))
-    new = edit.done()
-    return _on_host(new)
+    _on_host(edit, step, optimizer)
+    return edit.done()
 
 
 def _copies(edit: Edit, step: Step, name: str, before: I32, storages: I32, sizes: I64, resource: Resource) -> I32:
@@ -68,10 +67,9 @@ def _copies(edit: Edit, step: Step, name: str, before: I32, storages: I32, sizes
     return ops
 
 
-def _on_host(step: Step) -> Step:
+def _on_host(edit: Edit, step: Step, optimizer: npt.NDArray[np.bool_]) -> None:
     """Optimizer state and what optimizer ops make to the host tier, the ops themselves to host threads."""
-    computes = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
-    tier, resource = step.tier.copy(), step.op_resource.copy()
-    tier[(step.kind == Kind.OPTIMIZER) | ((step.producer >= 0) & computes[step.producer])] = Tier.HOST
-    resource[computes] = Resource.HOST_THREADS
-    return replace(step, tier=tier, op_resource=resource)
+    computes = optimizer & (step.op_resource == Resource.COMPUTE)
+    edit.tier = step.tier.copy()
+    edit.tier[(step.kind == Kind.OPTIMIZER) | ((step.producer >= 0) & computes[step.producer])] = Tier.HOST
+    edit.op_resource = np.where(computes, np.uint8(Resource.HOST_THREADS), step.op_resource)

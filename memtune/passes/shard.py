@@ -20,6 +20,7 @@ from memtune.program import I32, I64, Kind, Phase, Resource, Step
 
 Mask = npt.NDArray[np.bool_]
 NOTHING = Resource.NOTHING
+TO_HOST = "memtune.to_host.default"
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,10 @@ def _forward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redirec
     )
     first = units.first_forward
     made = _gather(edit, how, whole, first, first, Phase.FORWARD)
-    for op, copy in zip(first.tolist(), made.copy.tolist(), strict=True):
-        waiting = _waiting_source(step, op)
-        edit.hold_through(waiting, np.full(len(waiting), copy, np.int32))
+    to_host = step.names.index(TO_HOST) if TO_HOST in step.names else -1
+    for unit in np.flatnonzero(step.op_name[np.minimum(first, step.n_ops - 1)] == to_host):
+        waiting = _waiting_source(step, int(first[unit]))
+        edit.hold_through(waiting, np.full(len(waiting), made.copy[unit], np.int32))
     # (units,) what stays gathered between forward and backward
     kept = np.full(len(units), not how.reshard_after_forward)
     kept[0] |= units.has_root
@@ -172,13 +174,10 @@ def _forward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redirec
 
 
 def _waiting_source(step: Step, op: int) -> I32:
-    """What the last copy to the host holds until the copy `op` starts: whatever is put before `op` still sees it."""
-    nothing = np.empty(0, np.int32)
-    if op >= step.n_ops or step.names[step.op_name[op]] != "memtune.to_host.default":
-        return nothing
+    """What the last copy to the host holds until the next one, `op`, starts: whatever is put before `op` still sees it."""
     copies = np.flatnonzero(step.op_name[: op + 1] == step.op_name[op])
     if len(copies) < 2:
-        return nothing
+        return np.empty(0, np.int32)
     sources = step.use_storage[step.use_op == copies[-2]]
     waiting: I32 = sources[step.held_until[sources] == op - 1]
     return waiting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -107,6 +108,7 @@ class Fsdp(Technique):
         return {"degree": (None, 2, 4, 8), "reshard_after_forward": (True, False), "blocks_per_unit": (1, 2)}
 
 
+@functools.lru_cache(maxsize=8)
 def _mixed_unit(step: Step, blocks_per_unit: int) -> str | None:
     """A trainable parameter whose item size is not that of the others in its unit, if there is one."""
     sizes: dict[int, int] = {}
@@ -117,6 +119,7 @@ def _mixed_unit(step: Step, blocks_per_unit: int) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=8)
 def _no_unit_of_their_own(step: Step, blocks_per_unit: int) -> Reason | None:
     """Why not, where a block's parameter is also used outside its unit: there it would be a shard, or not there at all."""
     owner = np.asarray([p.block for p in step.parameters] + [-1], np.int32)[step.parameter_of[step.use_storage]]
