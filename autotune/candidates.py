@@ -19,12 +19,15 @@ from typing import Any
 from memtune.config import Settings, load_config
 from memtune.edit import accumulate_gradients
 from memtune.program import Program, RankClass, Recording
-from memtune.search_spaces import PASS_ORDER, SLOTS
+from memtune.search_spaces import PASS_ORDER, SLOTS, null
 from memtune.search_spaces.execution import Execution
 from memtune.technique import NO_PLAN, Plan, Reason, Target, Technique
 
-_MAX_ROWS = 4_000_000
-"""Op rows of memoised programs after which all are forgotten (about 0.5 GB); in pass order that costs one path."""
+_MAX_ROWS = 1_000_000
+"""Op rows of memoised programs after which all are forgotten (about 0.15 GB); in pass order that costs one path."""
+
+_MAX_KNOWN = 10_000
+"""Technique objects whose number is remembered."""
 
 
 class Choice(Settings):
@@ -116,13 +119,21 @@ class _Node:
     plans: Mapping[str, Plan]
     seen: Mapping[str, Technique | None]
     """What the last pass saw of other slots; the node holds wherever these are the same."""
-    below: dict[Technique, list[_Node]] = field(default_factory=dict)
+    below: dict[int, list[_Node]] = field(default_factory=dict)
+    """By the number of the technique that comes next."""
 
 
 @cache
 def _has_a_say(technique: type[Technique]) -> bool:
     """Whether a technique overrides any verb of the search; most null techniques do not and cost nothing here."""
     return any(getattr(technique, verb) is not getattr(Technique, verb) for verb in ("fits", "plan", "rewrite"))
+
+
+@cache
+def _null_with_a_say(slot: str) -> Technique | None:
+    """The null technique of `slot` if it overrides a verb of the search."""
+    technique = null(slot)
+    return technique if _has_a_say(type(technique)) else None
 
 
 class Rewriter:
@@ -140,6 +151,8 @@ class Rewriter:
         self._roots: dict[Execution, _Node] = {}
         self._rows = 0
         self._pairs: dict[Hashable, frozenset[str]] = {}
+        self._numbers: dict[Technique, int] = {}
+        self._known: dict[int, tuple[Technique, int]] = {}
         self.n_passes = 0
         """Passes that were run, not taken from memory."""
 
@@ -182,25 +195,41 @@ class Rewriter:
         return known
 
     def _record_pairs(self, technique: Technique, choice: Choice) -> frozenset[str]:
-        known = self._pairs.get((technique, choice.execution.compile))
+        asked = self._number(technique), choice.execution.compile
+        known = self._pairs.get(asked)
         if known is not None:
             return known
         watched = _Watched(choice.chosen)
-        record = technique.record(replace(self.target, chosen=watched, compiled=choice.execution.compile))
-        found = frozenset(_flat("", record))
+        found = frozenset(_flat("", technique.record(self._seen_by(watched, choice))))
         if not watched.seen:  # the same whatever other slots hold
-            self._pairs[technique, choice.execution.compile] = found
+            self._pairs[asked] = found
         return found
+
+    def _number(self, technique: Technique) -> int:
+        """The same for equal techniques. Objects are known by their id, since comparing models costs more than a whole look-up."""
+        known = self._known.get(id(technique))
+        if known is not None and known[0] is technique:
+            return known[1]
+        number = self._numbers.setdefault(technique, len(self._numbers))
+        if len(self._known) > _MAX_KNOWN:
+            self._known.clear()
+        self._known[id(technique)] = technique, number
+        return number
+
+    def _seen_by(self, watched: _Watched, choice: Choice) -> Target:
+        target = self.target
+        return Target(target.hardware, target.ranks, target.budget_bytes, watched, choice.execution.compile)
 
     def _node(self, choice: Choice) -> _Node:
         if self._rows > _MAX_ROWS:
             self.forget()
         node = self._root(choice.execution)
+        chosen = choice.chosen
         for slot in PASS_ORDER:
-            technique = choice.technique(slot)
+            technique = chosen.get(slot) or _null_with_a_say(slot)
             if isinstance(node.result, Reason):
                 break
-            if _has_a_say(type(technique)):
+            if technique is not None and _has_a_say(type(technique)):
                 node = self._next(node, technique, choice)
         return node
 
@@ -220,20 +249,19 @@ class Rewriter:
         return Program((RankClass(self.target.ranks, step),), execution.micro_batch, execution.accumulate)
 
     def _next(self, node: _Node, technique: Technique, choice: Choice) -> _Node:
-        known = node.below.setdefault(technique, [])
+        known = node.below.setdefault(self._number(technique), [])
         for each in known:
-            if all(choice.chosen.get(slot) == seen for slot, seen in each.seen.items()):
+            if not each.seen or all(choice.chosen.get(slot) == seen for slot, seen in each.seen.items()):
                 return each
         assert isinstance(node.result, Program)
         watched = _Watched(choice.chosen)
-        target = replace(self.target, chosen=watched, compiled=choice.execution.compile)
-        result, plan = self._pass(node.result, technique, target)
-        plans = node.plans if plan == NO_PLAN else {**node.plans, technique.slot: plan}
-        known.append(self._keep(_Node(result, plans, watched.seen)))
+        result, plan = self._pass(node.result, technique, self._seen_by(watched, choice))
+        plans = node.plans if plan is NO_PLAN or plan == NO_PLAN else {**node.plans, technique.slot: plan}
+        known.append(self._keep(_Node(result, plans, watched.seen), above=node))
         return known[-1]
 
-    def _keep(self, node: _Node) -> _Node:
-        if isinstance(node.result, Program):
+    def _keep(self, node: _Node, above: _Node | None = None) -> _Node:
+        if isinstance(node.result, Program) and (above is None or node.result is not above.result):
             self._rows += node.result.step.n_ops
         return node
 

@@ -43,10 +43,11 @@ class Space:
 
     def __iter__(self) -> Iterator[Choice]:
         """Every choice, in the order that lets common prefixes of passes be rewritten once."""
-        slots = self._in_pass_order()
+        # As `Choice.of`, with the null techniques told apart once for all choices.
+        slots = [[None if each == null(each.slot) else each for each in techniques] for techniques in self._in_pass_order()]
         for execution in self.executions:
             for techniques in itertools.product(*slots):
-                yield Choice.of(execution, {each.slot: each for each in techniques})
+                yield Choice(execution, tuple(each for each in techniques if each is not None))
 
     def sample(self, count: int, seed: int) -> list[Choice]:
         """About `count` different choices drawn with `seed`, in pass order; all of them where there are no more.

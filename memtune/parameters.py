@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,11 +44,13 @@ class ParameterColumns:
             self.names, self.storage.tolist(), self.gradient.tolist(), self.shapes, self.itemsize.tolist(),
             self.trainable.tolist(), self.block.tolist(), strict=True,
         )  # fmt: skip
-        records = tuple(map(Parameter._make, rows))
+        records = tuple(map(_record, rows))
         _remember(records, self)
         return records
 
 
+_record: Callable[[tuple[Any, ...]], Parameter] = functools.partial(tuple.__new__, Parameter)
+"""`Parameter._make` without a Python frame per record: it runs for every candidate."""
 _REMEMBERED = 128
 """Tuples whose columns are kept, about 40 kB each for 300 parameters."""
 _known: dict[int, tuple[tuple[Parameter, ...], ParameterColumns]] = {}

@@ -82,21 +82,22 @@ def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
     claimable = ~recomputed & (step.held_until != FOREVER) & (step.tier == Tier.DEVICE)
     rows = np.flatnonzero((step.save_block >= 0) & claimable[step.save_storage] & (step.save_until >= step.save_before))
     rows = rows[np.lexsort((step.save_block[rows], step.save_before[rows]))]  # a block's end comes before the next one's start
+    least = np.full(len(step.blocks), FOREVER, np.int64)  # (blocks,) bytes of the smallest tensor that moves
+    for block, claim in claim_of.items():
+        least[block] = max(claim.min_bytes, 1)
+    rows = rows[step.bytes[step.save_storage[rows]] >= least[step.save_block[rows]]]
+    columns = (rows, step.save_storage[rows], step.save_block[rows], step.bytes[step.save_storage[rows]])
     moved: set[int] = set()
     decided: set[tuple[int, int]] = set()
     seen: dict[int, int] = {}
     gone: dict[int, int] = {}
     chosen: list[int] = []
-    for row, storage, block in zip(rows.tolist(), step.save_storage[rows].tolist(), step.save_block[rows].tolist(), strict=True):
-        claim = claim_of.get(block)
-        if claim is None or storage in moved or (block, storage) in decided:
+    for row, storage, block, n_bytes in zip(*(column.tolist() for column in columns), strict=True):
+        if block not in claim_of or storage in moved or (block, storage) in decided:
             continue
         decided.add((block, storage))
-        n_bytes = int(step.bytes[storage])
-        if n_bytes < max(claim.min_bytes, 1):
-            continue
         seen[block] = seen.get(block, 0) + n_bytes
-        if gone.get(block, 0) + n_bytes <= claim.fraction * seen[block]:
+        if gone.get(block, 0) + n_bytes <= claim_of[block].fraction * seen[block]:
             gone[block] = gone.get(block, 0) + n_bytes
             moved.add(storage)
             chosen.append(row)
@@ -164,7 +165,7 @@ def _shared_saves(step: Step, moved: _Moved) -> I32:
 
 def _reader_rows(step: Step, moved: _Moved) -> I32:
     """(u,) index of the moved storage that a use reads after it left: in backward or recomputation of a claimed block."""
-    later = (step.op_phase[step.use_op] == Phase.BACKWARD) | (step.op_phase[step.use_op] == Phase.RECOMPUTE)
+    later = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     inside = later & moved.claimed[step.op_block[step.use_op]]
     return np.where(inside, moved.index(step)[step.use_storage], -1).astype(np.int32)
 
@@ -206,14 +207,19 @@ def _hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
     if not (step.op_copy_of >= 0).any():
         return
     twin, held = _twins(step), step.held_until.copy()
-    forward = step.op_phase[step.use_op] == Phase.FORWARD
+    forward = step.use_phase == Phase.FORWARD
     np.maximum.at(held, step.use_storage[forward], step.use_op[forward])
+    # Pairs of a storage that comes back and one that its block's first run held over the op that made it.
     originals = np.flatnonzero(twin >= 0)
-    for op, kept_op in zip(ops.tolist(), step.producer[storage].tolist(), strict=True):
-        if kept_op >= 0:
-            inside = (step.producer[originals] < kept_op) & (held[originals] >= kept_op)
-            mine = originals[inside & (step.op_block[step.producer[originals]] == step.op_block[kept_op])]
-            edit.hold_through(twin[mine], np.full(len(mine), op, np.int32))
+    originals = originals[np.argsort(step.op_block[step.producer[originals]], kind="stable")]
+    made_in = step.op_block[step.producer[originals]]
+    ops, kept_op = ops[step.producer[storage] >= 0], step.producer[storage]
+    kept_op = kept_op[kept_op >= 0]
+    first, stop = (np.searchsorted(made_in, step.op_block[kept_op], side) for side in ("left", "right"))
+    number = np.repeat(np.arange(len(ops)), stop - first)
+    mine = originals[np.arange(len(number)) + np.repeat(first - np.cumsum(stop - first) + (stop - first), stop - first)]
+    inside = (step.producer[mine] < kept_op[number]) & (held[mine] >= kept_op[number])
+    edit.hold_through(twin[mine[inside]], ops[number[inside]])
 
 
 def _twins(step: Step) -> I32:

@@ -159,10 +159,8 @@ def _forward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redirec
     )
     first = units.first_forward
     made = _gather(edit, how, whole, first, first, Phase.FORWARD)
-    to_host = step.names.index(TO_HOST) if TO_HOST in step.names else -1
-    for unit in np.flatnonzero(step.op_name[np.minimum(first, step.n_ops - 1)] == to_host):
-        waiting = _waiting_source(step, int(first[unit]))
-        edit.hold_through(waiting, np.full(len(waiting), made.copy[unit], np.int32))
+    unit, waiting = _waiting_sources(step, how.blocks_per_unit)
+    edit.hold_through(waiting, made.copy[unit])
     # (units,) what stays gathered between forward and backward
     kept = np.full(len(units), not how.reshard_after_forward)
     kept[0] |= units.has_root
@@ -173,14 +171,21 @@ def _forward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redirec
     uses.to(units.parameters.values[again], made.whole[again], forward=False)
 
 
-def _waiting_source(step: Step, op: int) -> I32:
-    """What the last copy to the host holds until the next one, `op`, starts: whatever is put before `op` still sees it."""
-    copies = np.flatnonzero(step.op_name[: op + 1] == step.op_name[op])
-    if len(copies) < 2:
-        return np.empty(0, np.int32)
-    sources = step.use_storage[step.use_op == copies[-2]]
-    waiting: I32 = sources[step.held_until[sources] == op - 1]
-    return waiting
+@functools.lru_cache(maxsize=8)
+def _waiting_sources(step: Step, blocks_per_unit: int) -> tuple[I32, I32]:
+    """Units whose forward starts with a copy to the host, and what the copy before it holds until then, pair by pair.
+
+    Whatever is put before that copy still sees it.
+    """
+    pairs: list[tuple[int, int]] = []
+    copies = np.flatnonzero(step.op_name == step.names.index(TO_HOST)) if TO_HOST in step.names else np.empty(0, np.intp)
+    for unit, op in enumerate(units_of(step, blocks_per_unit).first_forward.tolist()):
+        place = int(np.searchsorted(copies, op))
+        if 0 < place < len(copies) and copies[place] == op:
+            sources = step.use_storage[step.use_op == copies[place - 1]]
+            pairs += [(unit, storage) for storage in sources[step.held_until[sources] == op - 1].tolist()]
+    found = np.asarray(pairs, np.int32).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
 
 
 def _backward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redirect) -> None:
