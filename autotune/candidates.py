@@ -27,7 +27,7 @@ _MAX_ROWS = 1_000_000
 """Op rows of memoised programs after which all are forgotten (about 0.15 GB); in pass order that costs one path."""
 
 _MAX_KNOWN = 10_000
-"""Technique objects whose number is remembered."""
+"""Technique and execution objects whose number is remembered."""
 
 
 class Choice(Settings):
@@ -148,11 +148,11 @@ class Rewriter:
     def __init__(self, recording: Recording, target: Target, *, validate: bool = True) -> None:
         self.recording, self.target = recording, target
         self._validate = validate
-        self._roots: dict[Execution, _Node] = {}
+        self._roots: dict[int, _Node] = {}
         self._rows = 0
         self._pairs: dict[Hashable, frozenset[str]] = {}
-        self._numbers: dict[Technique, int] = {}
-        self._known: dict[int, tuple[Technique, int]] = {}
+        self._numbers: dict[Technique | Execution, int] = {}
+        self._known: dict[int, tuple[Technique | Execution, int]] = {}
         self.n_passes = 0
         """Passes that were run, not taken from memory."""
 
@@ -189,9 +189,10 @@ class Rewriter:
         self._rows = 0
 
     def _execution_pairs(self, execution: Execution) -> frozenset[str]:
-        known = self._pairs.get(execution)
+        number = self._number(execution)
+        known = self._pairs.get(number)
         if known is None:
-            known = self._pairs[execution] = frozenset(_flat("execution", execution.model_dump(mode="json")))
+            known = self._pairs[number] = frozenset(_flat("execution", execution.model_dump(mode="json")))
         return known
 
     def _record_pairs(self, technique: Technique, choice: Choice) -> frozenset[str]:
@@ -205,15 +206,15 @@ class Rewriter:
             self._pairs[asked] = found
         return found
 
-    def _number(self, technique: Technique) -> int:
-        """The same for equal techniques. Objects are known by their id, since comparing models costs more than a whole look-up."""
-        known = self._known.get(id(technique))
-        if known is not None and known[0] is technique:
+    def _number(self, setting: Technique | Execution) -> int:
+        """The same for equal ones. Objects are known by their id: hashing and comparing models would cost more than all else."""
+        known = self._known.get(id(setting))
+        if known is not None and known[0] is setting:
             return known[1]
-        number = self._numbers.setdefault(technique, len(self._numbers))
+        number = self._numbers.setdefault(setting, len(self._numbers))
         if len(self._known) > _MAX_KNOWN:
             self._known.clear()
-        self._known[id(technique)] = technique, number
+        self._known[id(setting)] = setting, number
         return number
 
     def _seen_by(self, watched: _Watched, choice: Choice) -> Target:
@@ -234,9 +235,11 @@ class Rewriter:
         return node
 
     def _root(self, execution: Execution) -> _Node:
-        if execution not in self._roots:
-            self._roots[execution] = self._keep(_Node(self._plain(execution), {}, {}))
-        return self._roots[execution]
+        number = self._number(execution)
+        root = self._roots.get(number)
+        if root is None:
+            root = self._roots[number] = self._keep(_Node(self._plain(execution), {}, {}))
+        return root
 
     def _plain(self, execution: Execution) -> Program | Reason:
         if execution.micro_batch is None:

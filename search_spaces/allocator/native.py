@@ -35,7 +35,7 @@ class Native(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Its knobs act on CUDA only, and the threshold only under a memory limit."""
-        if self._options() and target.device == "cpu":
+        if target.device == "cpu" and self._options():
             return Reason(NO_EFFECT_ON_CPU)
         if self.garbage_collection_threshold is not None and target.budget_bytes is None:
             return Reason("garbage_collection_threshold is a share of the memory limit, and there is none", "set --max-memory")
@@ -47,7 +47,7 @@ class Native(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """The allocator's options; none on CPU, where they change nothing."""
-        return {"allocator": self._options()} if self._options() and target.device != "cpu" else {}
+        return {"allocator": self._options()} if target.device != "cpu" and self._options() else {}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Values that published runs found worth trying."""
