@@ -23,13 +23,12 @@ def make_executor(
     ray_address: str | None = None,
     log_dir: Path | None = None,
 ) -> Executor:
-    """The executor asked for; `auto` is Ray for two and more GPUs or an address, else child processes of this machine.
+    """The executor asked for (`meant`), open.
 
     Raises:
         EnvironmentFault: Ray is asked for and cannot be started.
     """
-    if name == "auto":
-        name = "ray" if ray_address is not None or (device == "cuda" and ranks > 1) else "local"
+    name = meant(name, device=device, ranks=ranks, ray_address=ray_address)
     if name == "ray":
         from memtune.executors.ray import RayExecutor
 
@@ -39,6 +38,13 @@ def make_executor(
     from memtune.executors.local import LocalExecutor
 
     return LocalExecutor(slots, log_dir=log_dir)
+
+
+def meant(name: ExecutorName, *, device: str, ranks: int, ray_address: str | None) -> ExecutorName:
+    """`name`, and for `auto`: Ray for two and more GPUs or an address, else child processes of this machine."""
+    if name != "auto":
+        return name
+    return "ray" if ray_address is not None or (device == "cuda" and ranks > 1) else "local"
 
 
 def run_trial(

@@ -37,7 +37,7 @@ def train(config: "memtune.TunedConfig", steps: int) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     model = gpt.model().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
 
     tuned = memtune.apply(model, optimizer, config, loss=gpt.loss)

@@ -24,8 +24,8 @@ from memtune.executors.base import Progress, Trial, TrialResult
 from memtune.executors.outcome import Ended
 from memtune.executors.watch import SILENCE_S, Event, Leftovers, Lost, Said, run_watched
 
-WORKER = (sys.executable, "-m", "memtune.executors.worker")
-"""The trial body: one rank."""
+WORKER = (sys.executable, "-P", "-m", "memtune.executors.worker")
+"""The trial body: one rank. With a safe path (-P), else a `random.py` of the user in the working directory is Python's."""
 MARKER = "MEMTUNE_GROUP"
 CLOSE_S = 10.0
 

@@ -281,8 +281,11 @@ class RayExecutor(PoolExecutor):
         """`ray.init`, quiet, and with the process' own reaction to SIGTERM left as it was."""
         main = threading.current_thread() is threading.main_thread()
         on_term = signal.getsignal(signal.SIGTERM)
+        job = self.ray.job_config.JobConfig()
+        # Else Ray puts the working directory first on the path of its workers, where a user's `statistics.py` is Python's.
+        job._client_job = True
         try:
-            self.ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            self.ray.init(address=address, job_config=job, log_to_driver=False, logging_level=logging.ERROR)
         except (self.ray.exceptions.RayError, RuntimeError, ValueError, OSError) as error:
             fix = "check --ray-address; where the cluster asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
             what = f"The Ray cluster at {address} cannot be joined."

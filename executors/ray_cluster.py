@@ -61,7 +61,7 @@ class Cluster:
         }
         head = {
             "rank": 0,
-            "argv": [sys.executable, "-m", "memtune.executors.ray_cluster", str(cpus), self.folder],
+            "argv": [sys.executable, "-P", "-m", "memtune.executors.ray_cluster", str(cpus), self.folder],
             "env": {**os.environ, **own, "PYTHONUNBUFFERED": "1"},
             "log": f"{self.folder}/head.log",
         }

@@ -11,6 +11,7 @@ So a recorder, a dry run and a byte counter see the same operators as the traini
 | `copy_to_device_(x, host)` | host → device | – |
 | `all_gather_into_(out, x, group, ranks)` | link | – |
 | `reduce_scatter_into_(out, x, group, ranks, op)` | link | – |
+| `all_reduce_(x, group, ranks, op)` | link | – |
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ SEAM: dict[str, SeamOp] = {
     "memtune.copy_to_device_.default": SeamOp(Resource.HOST_TO_DEVICE),
     "memtune.all_gather_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.reduce_scatter_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
+    "memtune.all_reduce_.default": SeamOp(Resource.INTRA_LINK, collective=True),
 }
 
 _LIBRARY = torch.library.Library("memtune", "DEF")
@@ -52,6 +54,13 @@ _LIBRARY.define("copy_to_host_(Tensor(a!) host, Tensor x) -> ()")
 _LIBRARY.define("copy_to_device_(Tensor(a!) x, Tensor host) -> ()")
 _LIBRARY.define("all_gather_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
 _LIBRARY.define("reduce_scatter_into_(Tensor(a!) out, Tensor x, str group, int ranks, str op) -> ()")
+_LIBRARY.define("all_reduce_(Tensor(a!) x, str group, int ranks, str op) -> ()")
+
+# torch 2.13 has new names for these and warns of the old ones, which are all that 2.11 has.
+all_gather_single: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def _reduce_op(name: str) -> dist.ReduceOp.RedOpType:
@@ -65,13 +74,18 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def _all_gather_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
-    dist.all_gather_into_tensor(out, x, group=_group(group))
+    all_gather_single(out, x, group=_group(group))
     transfer.COUNTERS.add("collective", x.nbytes * (ranks - 1))
 
 
 def _reduce_scatter_into(out: Tensor, x: Tensor, group: str, ranks: int, op: str) -> None:
-    dist.reduce_scatter_tensor(out, x, op=_reduce_op(op), group=_group(group))
+    reduce_scatter_single(out, x, op=_reduce_op(op), group=_group(group))
     transfer.COUNTERS.add("collective", out.nbytes * (ranks - 1))
+
+
+def _all_reduce(x: Tensor, group: str, ranks: int, op: str) -> None:
+    dist.all_reduce(x, op=_reduce_op(op), group=_group(group))
+    transfer.COUNTERS.add("collective", 2 * x.nbytes * (ranks - 1) // ranks)
 
 
 def _fake_to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -93,7 +107,8 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("copy_to_device_", transfer.copy_to_device, _key)
     _LIBRARY.impl("all_gather_into_", _all_gather_into, _key)
     _LIBRARY.impl("reduce_scatter_into_", _reduce_scatter_into, _key)
+    _LIBRARY.impl("all_reduce_", _all_reduce, _key)
 torch.library.register_fake("memtune::to_device", _fake_to_device, lib=_LIBRARY)
 torch.library.register_fake("memtune::to_host", _fake_to_host, lib=_LIBRARY)
-for _name in ("copy_to_host_", "copy_to_device_", "all_gather_into_", "reduce_scatter_into_"):
+for _name in ("copy_to_host_", "copy_to_device_", "all_gather_into_", "reduce_scatter_into_", "all_reduce_"):
     torch.library.register_fake(f"memtune::{_name}", _nothing, lib=_LIBRARY)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -148,6 +150,10 @@ def _import(path: Path, source: bytes) -> ModuleType:
             fix=f"correct {path.name}{f' at line {line}' if line else ''}; python {path} shows the same error",
             code="MT102",
         ) from error
+    if _shadows_the_standard_library(path.parent):
+        # Torch must find Python's `random` before the user's is in its way; its optimizers import _dynamo when first made.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch._dynamo")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module_name = f"memtune_user_{path.stem}_{next(_serial)}"
@@ -161,6 +167,12 @@ def _import(path: Path, source: bytes) -> ModuleType:
         del sys.modules[module_name]
         raise _import_error(error, path) from error
     return module
+
+
+def _shadows_the_standard_library(folder: Path) -> bool:
+    """Whether a module or package in `folder` has the name of one of Python's."""
+    names = {each.stem for each in folder.glob("*.py")} | {each.parent.name for each in folder.glob("*/__init__.py")}
+    return not names.isdisjoint(sys.stdlib_module_names)
 
 
 def _import_error(error: BaseException, path: Path) -> WorkloadError:

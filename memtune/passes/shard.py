@@ -256,7 +256,11 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     link = Resource.INTER_LINK if how.replicas_across_nodes else Resource.INTRA_LINK
     n_ops = int(per_unit.sum())
     names = [(make, "aten.empty.memory_format"), (pack, "fsdp.chunk_cat.default"), (take, "aten.empty.memory_format")]
-    names += [(reduce, "memtune.reduce_scatter_into_.default"), (exchange, "c10d.allreduce_.default"), (add, "aten.add_.Tensor")]
+    names += [
+        (reduce, "memtune.reduce_scatter_into_.default"),
+        (exchange, "memtune.all_reduce_.default"),
+        (add, "aten.add_.Tensor"),
+    ]
     rows = edit.add_ops(
         column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
         after=np.repeat(of.after, per_unit),
@@ -288,8 +292,6 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     end = np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]
     for op in last[of.after == end].tolist():
         edit.hold_to_the_end_of_backward(op)
-    if how.replicas > 1:  # what was all-reduced is let go when backward ends, summed up or not
-        edit.hold_through(taken, np.full(len(taken), last[-1], np.int32))
     return _Reduced(of, taken)
 
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from memtune.ops import all_gather_single, reduce_scatter_single
+
 _OP_NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
 
 
@@ -25,8 +27,7 @@ class SeamAllGather(AllGather):
     ) -> dist.Work | None:
         """Gather `input_tensor` (numel) of all ranks into `output_tensor` (ranks × numel)."""
         if async_op:
-            work: dist.Work | None = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
-            return work
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
         torch.ops.memtune.all_gather_into_(output_tensor, input_tensor, group.group_name, group.size())
         return None
 
@@ -44,9 +45,25 @@ class SeamReduceScatter(ReduceScatter):
         """Reduce `input_tensor` (ranks × numel) over the ranks and keep this rank's part in `output_tensor` (numel)."""
         name = next((name for known, name in _OP_NAMES.items() if op == known), None)
         if async_op or name is None:
-            work: dist.Work | None = dist.reduce_scatter_tensor(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
-            return work
+            return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         torch.ops.memtune.reduce_scatter_into_(output_tensor, input_tensor, group.group_name, group.size(), name)
         return None
+
+
+class SeamAllReduce:
+    """Average of a unit's gradient shard over the copies of the model as `torch.ops.memtune.all_reduce_`.
+
+    FSDP2 calls it as the all-reduce hook, after the reduce-scatter and on a stream of its own.
+
+    Args:
+        group: The ranks that hold the same shard, one of each copy.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, shard: Tensor) -> None:
+        """Average `shard` in place."""
+        torch.ops.memtune.all_reduce_(shard, self._group.group_name, self._group.size(), "avg")
+        if shard.is_cuda:  # it is another stream's: freed early, that stream would fill it anew under this one's feet
+            shard.record_stream(torch.cuda.current_stream())

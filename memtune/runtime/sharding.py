@@ -13,24 +13,26 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from memtune.errors import ApplyError
-from memtune.runtime.collectives import SeamAllGather, SeamReduceScatter
+from memtune.runtime.collectives import SeamAllGather, SeamAllReduce, SeamReduceScatter
 from memtune.runtime.context import Context
 from memtune.runtime.ranks import require_ranks
 
 
 @cache
-def _mesh(device_type: str, replicas: int, degree: int, group: int) -> DeviceMesh:
+def _meshes(device_type: str, replicas: int, degree: int, group: int) -> tuple[DeviceMesh | None, DeviceMesh]:
     if replicas == 1:
-        return init_device_mesh(device_type, (degree,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (replicas, degree), mesh_dim_names=("replicate", "shard"))
+        return None, init_device_mesh(device_type, (degree,), mesh_dim_names=("shard",))
+    whole = init_device_mesh(device_type, (replicas, degree), mesh_dim_names=("copies", "shard"))
+    return whole["copies"], whole["shard"]
 
 
-def mesh(device_type: str, degree: int) -> DeviceMesh:
-    """The mesh of all ranks with `degree` of them sharing one copy; made once per process group.
+def meshes(device_type: str, degree: int) -> tuple[DeviceMesh | None, DeviceMesh]:
+    """The ranks that hold the same shard as this one, None for one copy, and the `degree` ranks that share its copy.
 
-    A mesh cannot be made under FakeTensorMode, so a dry run asks for it first.
+    Made once per process group. A mesh cannot be made under FakeTensorMode, so a dry run asks for it first.
     """
-    return _mesh(device_type, dist.get_world_size() // degree, degree, id(dist.distributed_c10d._get_default_group()))
+    default = dist.distributed_c10d._get_default_group()
+    return _meshes(device_type, dist.get_world_size() // degree, degree, id(default))
 
 
 def shard(context: Context, *, degree: int, reshard_after_forward: bool, blocks_per_unit: int) -> None:
@@ -53,7 +55,8 @@ def shard(context: Context, *, degree: int, reshard_after_forward: bool, blocks_
             code="MT321",
         )
     before = dict(context.model.named_parameters())
-    arguments: dict[str, Any] = {"mesh": mesh(context.device.type, degree), "reshard_after_forward": reshard_after_forward}
+    copies, sharers = meshes(context.device.type, degree)
+    arguments: dict[str, Any] = {"mesh": sharers, "reshard_after_forward": reshard_after_forward}
     units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
     for names in units:
         modules = [context.model.get_submodule(name) for name in names]
@@ -64,6 +67,8 @@ def shard(context: Context, *, degree: int, reshard_after_forward: bool, blocks_
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(SeamAllGather())
             module.set_custom_reduce_scatter(SeamReduceScatter())
+            if copies is not None:  # by a hook: FSDP2's own all-reduce of two-dimensional meshes does not go through the seam
+                module.set_all_reduce_hook(SeamAllReduce(copies.get_group()))
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
 

@@ -221,7 +221,7 @@ class WorkspaceTable:
             return
         request = {"device": str(device), "threads": self.made_for.get("threads", 1), "keys": wanted}
         run = subprocess.run(
-            [sys.executable, "-m", "memtune.runtime.workspace"], input=json.dumps(request), capture_output=True, text=True,
+            [sys.executable, "-P", "-m", "memtune.runtime.workspace"], input=json.dumps(request), capture_output=True, text=True,
             timeout=_CHILD_TIMEOUT_S, check=False,
         )  # fmt: skip
         if run.returncode != 0:

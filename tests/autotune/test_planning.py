@@ -12,7 +12,6 @@ import zoo_paths
 from rich.console import Console
 
 from memtune.autotune.options import PlanOptions
-from memtune.autotune.plan_text import render
 from memtune.autotune.planning import PlanReport, plan
 from memtune.autotune.trials import run_trial
 from memtune.errors import ConfigError, UsageError
@@ -69,7 +68,7 @@ def test_the_document_is_plain_and_versioned(ranking: PlanReport):
 
 def test_the_table_is_readable_and_says_uncalibrated(ranking: PlanReport):
     console = Console(width=130, record=True, file=open("/dev/null", "w"))
-    console.print(render(ranking))
+    console.print(ranking.render())
     text = console.export_text()
     assert "0.2349M parameters" in text
     assert "uncalibrated" in text
