@@ -51,6 +51,13 @@ class AllocatorEvents:
     )
     step: I64  # (steps,) first event of each step
 
+    @classmethod
+    def of(cls, columns: I64, first_of_step: I64) -> AllocatorEvents:
+        """Events from a matrix of one column an event: action, storage, bytes, stream, op, ready_op."""
+        action, storage, n_bytes, stream, op, ready_op = (np.ascontiguousarray(row) for row in columns)
+        kinds = (action.astype(np.uint8), storage.astype(np.int32), n_bytes, stream.astype(np.int32))
+        return cls(*kinds, op, ready_op, first_of_step)
+
     def __len__(self) -> int:
         """Number of events."""
         return len(self.action)
@@ -97,15 +104,20 @@ class AllocatorResult:
         return None if event < 0 else int(np.searchsorted(self.events.step, event, side="right")) - 1
 
     @property
+    def oom_op(self) -> int | None:
+        """The op of that allocation."""
+        event = self.native.first_oom.event
+        return None if event < 0 else int(self.events.op[event])
+
+    @property
     def oom(self) -> str:
-        """Why the first allocation that failed did so, empty where none did."""
-        if self.oom_step is None:
-            return ""
+        """Why that allocation failed, empty where none did."""
         at = self.native.first_oom
+        if at.event < 0:
+            return ""
         return (
-            f"step {self.oom_step + 1}, op {int(self.events.op[at.event])}: {format_bytes(at.requested_bytes)} asked for, "
-            f"{format_bytes(at.allocated_bytes)} allocated, {format_bytes(at.reserved_bytes)} reserved, "
-            f"largest free block {format_bytes(at.largest_free_bytes)}"
+            f"{format_bytes(at.requested_bytes)} asked for, {format_bytes(at.allocated_bytes)} allocated, "
+            f"{format_bytes(at.reserved_bytes)} reserved, largest free block {format_bytes(at.largest_free_bytes)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +130,7 @@ class AllocatorResult:
             "device_frees": self.native.device_frees,
             "retries": self.native.retries,
             "ooms": self.native.ooms,
-            "oom": self.oom or None,
+            "oom": {"step": self.oom_step, "op": self.oom_op, "reason": self.oom} if self.native.ooms else None,
             "step_reserved_bytes": self.step_reserved_bytes,
             "step_allocated_bytes": self.step_allocated_bytes,
         }
@@ -164,15 +176,8 @@ def event_stream(step: Step, steps: int, *, streams: Mapping[Resource, int] = ST
     """
     lives = _Lives.of(step, streams, lag_ops)
     parts = [lives.events(number) for number in range(steps)]
-    columns = np.concatenate([np.empty((len(_COLUMNS), 0), np.int64), *parts], axis=1)
     first = np.cumsum([0, *(part.shape[1] for part in parts)])[:steps]
-    return AllocatorEvents(**{name: row.astype(kind) for (name, kind), row in zip(_COLUMNS, columns, strict=True)}, step=first)
-
-
-_COLUMNS = (
-    ("action", np.uint8), ("storage", np.int32), ("bytes", np.int64),
-    ("stream", np.int32), ("op", np.int64), ("ready_op", np.int64),
-)  # fmt: skip
+    return AllocatorEvents.of(np.concatenate([np.empty((6, 0), np.int64), *parts], axis=1), first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +210,7 @@ class _Lives:
         return cls(max(step.n_ops, 1), step.n_storages, rows, *(column[rows] for column in columns))
 
     def events(self, number: int) -> I64:
-        """(columns, events) of the step with this number, from 0 on, in order."""
+        """(6, k) the events of the step with this number, from 0 on, in order."""
         base, first = number * self.n_ops, number == 0
         stays, before = self.end == FOREVER, self.start < 0
         once = stays & before  # there before the first step or from the first one on

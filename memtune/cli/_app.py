@@ -161,6 +161,23 @@ def doctor(as_json: AsJson = False) -> int:
 
 
 @app.command()
+def replay(
+    snapshot: Annotated[Path, typer.Argument(metavar="SNAPSHOT.PICKLE", help="What torch.cuda.memory._dump_snapshot wrote.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SETTINGS", help="Like max_split_size_mb=128; repeatable, one replay each."),
+    ] = None,
+    device: Annotated[int | None, typer.Option(min=0, help="Index of the GPU; default: the one with the longest trace.")] = None,
+    capacity: Annotated[str | None, typer.Option(metavar="SIZE", help="What the GPU has for the process, like 80GiB.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Say what a recorded run would have reserved under other allocator settings, and which needs the least."""
+    from memtune.cli import _replay
+
+    return _replay.replay_snapshot(snapshot, settings or [], device, capacity, as_json)
+
+
+@app.command()
 def watch(study: Annotated[str, typer.Argument(help="Name of a study below .memtune/, or the path of its events.jsonl.")]) -> int:
     """Attach the screen to a running or finished search."""
     from memtune.cli import _tools

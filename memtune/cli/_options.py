@@ -32,13 +32,13 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> str:
     return value
 
 
-def memory(text: str | None) -> int | None:
-    """`--max-memory` in bytes."""
+def memory(text: str | None, option: str = "--max-memory") -> int | None:
+    """A size that was typed, in bytes."""
     if text is None:
         return None
     n_bytes = parse_bytes(text)
     if n_bytes <= 0:
-        raise UsageError(f"--max-memory {text} leaves no memory at all.", fix="--max-memory 24GiB", code="MT100")
+        raise UsageError(f"{option} {text} leaves no memory at all.", fix=f"{option} 24GiB", code="MT100")
     return n_bytes
 
 

@@ -262,8 +262,8 @@ def test_a_free_waits_for_other_streams_and_a_retry_does_not() -> None:
 
 def test_out_of_memory_is_a_result_with_its_reason() -> None:
     found = run(program(30 * MIB, 9 * MIB, 40 * MIB, ~2, ~0, 25 * MIB), "", 64 * MIB)
-    assert (found.native.ooms, found.native.retries, found.oom_step) == (1, 1, 0)
-    assert found.oom == ("step 1, op 2: 40.0 MiB asked for, 39.0 MiB allocated, 50.0 MiB reserved, largest free block 11.0 MiB")
+    assert (found.native.ooms, found.native.retries, found.oom_step, found.oom_op) == (1, 1, 0, 2)
+    assert found.oom == ("40.0 MiB asked for, 39.0 MiB allocated, 50.0 MiB reserved, largest free block 11.0 MiB")
     assert run(program(MIB)).oom == ""
 
 
