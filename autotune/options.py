@@ -74,9 +74,11 @@ class SearchOptions(TargetOptions):
 class PlanOptions(TargetOptions):
     """`memtune plan`."""
 
+    nodes: int | None = None
+    """Machines that the ranks are spread over evenly; None: as few as the hardware's node shape allows."""
     config: Path | None = None
     """Predict this config alone."""
     micro_batch: int | None = None
     """Instead of the config's."""
-    top: int = 20
+    top: int = 12
     """Rows of the ranking that are shown."""

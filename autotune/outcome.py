@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from memtune.autotune.driver import Driver, Finished, trial_config
 from memtune.autotune.judge import Measured, Verdict
+from memtune.autotune.remedies import rounded_up
 from memtune.autotune.scoring import Scored, Scores
 from memtune.autotune.setup import Setup
 from memtune.config import TunedConfig, load_config
@@ -160,7 +161,7 @@ def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:
         f"(short by {format_bytes(least - budget)}).",
         evidence=f"{setup.made_for.parameters:,} parameters, {format_bytes(setup.parameter_bytes)} in all, on {setup.ranks} rank"
         + ("s." if setup.ranks > 1 else "."),
-        fix=f"--max-memory {_rounded_up(least)} at the least; more ranks with sharding.states: fsdp; or fewer parameters",
+        fix=f"--max-memory {rounded_up(least)} at the least; more ranks with sharding.states: fsdp; or fewer parameters",
         code="MT301",
     )
 
@@ -194,7 +195,7 @@ def nothing_fits(driver: Driver) -> NothingFits:
 
 def _what_would_help(driver: Driver, needs_bytes: int, biggest: str) -> str:
     options, setup = driver.options, driver.setup
-    ideas = [f"--max-memory {_rounded_up(needs_bytes)}"]
+    ideas = [f"--max-memory {rounded_up(needs_bytes)}"]
     if options.axes:
         ideas.append("search all axes (drop --axes)")
     if options.freeze:
@@ -205,8 +206,3 @@ def _what_would_help(driver: Driver, needs_bytes: int, biggest: str) -> str:
         ideas.append("shorter samples, or a loss computed in parts")
     ideas.append(f"more ranks (now {setup.ranks}), which share parameters, gradients and optimizer state")
     return "; ".join(ideas)
-
-
-def _rounded_up(n_bytes: int) -> str:
-    unit, name = (2**30, "GiB") if n_bytes >= 2**30 else (2**20, "MiB")
-    return f"{-(-n_bytes * 10 // unit) / 10:g}{name}"

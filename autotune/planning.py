@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from memtune.autotune.candidates import Choice
 from memtune.autotune.guards import guards
 from memtune.autotune.options import PlanOptions
+from memtune.autotune.pareto import largest_micro_batch, pareto_front
+from memtune.autotune.peak import PeakRow, at_peak
 from memtune.autotune.pruning import Pruner
-from memtune.autotune.scoring import Scored, alike
+from memtune.autotune.remedies import Remedy, remedies
+from memtune.autotune.scoring import Scored, Scores, alike
 from memtune.autotune.setup import Setup, prepare
 from memtune.config import load_config
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason
-from memtune.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 SCHEMA = 1
 Status = Literal["ok", "oom", "unfit"]
@@ -46,6 +46,8 @@ class Planned:
     accumulate: int = 1
     alike: int = 1
     """Candidates that the simulator cannot tell from this one."""
+    largest_micro_batch: int | None = None
+    """At which the same techniques still fit; None where that was not asked, or nothing limits it."""
     details: dict[str, Any] = field(default_factory=dict)
     """The whole prediction."""
 
@@ -62,53 +64,48 @@ class PlanReport:
     facts: dict[str, Any]
     rows: tuple[Planned, ...]
     guards: tuple[Planned, ...]
+    front: tuple[Planned, ...]
+    """What fits and is beaten by nothing in both time and memory, fastest first."""
     unfit: dict[str, str]
     """Why a technique was left out, by `slot: kind`."""
     refused: dict[str, int]
     """How many combinations were refused, by reason."""
     n_candidates: int = 0
     n_merged: int = 0
-    n_pruned: int = 0
+    pruned: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Candidates that cannot fit, and the least that one of them needs, by what shards and holds the model's state."""
+    peak: tuple[PeakRow, ...] = ()
+    """The bytes at the peak of the first of the front, of the closest where nothing fits, or of the config."""
+    remedies: tuple[Remedy, ...] = ()
+    """What would help where nothing fits."""
     notes: tuple[str, ...] = ()
     config: Planned | None = None
     """Set when one config was asked for; then there is no ranking."""
 
+    @property
+    def n_pruned(self) -> int:
+        """Candidates that cannot fit."""
+        return sum(count for count, _ in self.pruned.values())
+
     def to_dict(self) -> dict[str, Any]:
         """One document; for one config its `status`, peaks and `step_s` stand at the top."""
         head: dict[str, Any] = {"schema": SCHEMA, **self.facts, "notes": list(self.notes)}
+        head["peak_by_module"] = [row.to_dict() for row in self.peak]
         if self.config is not None:
             return head | self.config.to_dict()
         return head | {
             "candidates": [each.to_dict() for each in self.rows],
             "guards": [each.to_dict() for each in self.guards],
+            "front": [each.to_dict() for each in self.front],
+            "remedies": [each.to_dict() for each in self.remedies],
             "n_candidates": self.n_candidates,
             "n_merged": self.n_merged,
             "n_pruned": self.n_pruned,
+            "pruned": {name: {"candidates": count, "least_bytes": least} for name, (count, least) in self.pruned.items()},
             "n_unfit": sum(self.refused.values()),
             "unfit": self.unfit,
             "refused": self.refused,
         }
-
-    def render(self) -> RenderableType:
-        """A table for people: guards first, then the best candidates, then what was left out and why."""
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name, justify in (("", "left"), ("settings", "left"), ("samples/s", "right"), ("step", "right"), ("peak", "right")):
-            table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=name != "settings")
-        rows = [self.config] if self.config is not None else [*self.guards, *self.rows]
-        for number, each in enumerate(rows, start=1 - len(self.guards)):
-            table.add_row(each.guard or (str(number) if self.config is None else ""), *_cells(each))
-        lines: list[RenderableType] = [Text(_headline(self.facts)), table]
-        if self.config is None:
-            lines.append(Text(_counts(self), "dim"))
-            lines += [Text(f"not used  {name}: {reason}", "dim") for name, reason in self.unfit.items()]
-        elif self.config.status == "unfit":
-            lines.append(Text(f"cannot be used: {self.config.reason}"))
-        lines += [Text(note, "dim") for note in self.notes]
-        return Group(*lines)
 
 
 def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None) -> PlanReport:
@@ -123,34 +120,68 @@ def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None
     pruner = Pruner(setup.budget_bytes)
     notes = (*setup.recording.notes, *setup.space.notes)
     if options.config is not None:
-        planned = _plan_config(setup, pruner, options)
-        return PlanReport(_facts(setup), (), (), {}, {}, notes=notes, config=planned)
+        planned, peak = _plan_config(setup, pruner, options)
+        return PlanReport(_facts(setup), (), (), (), {}, {}, peak=peak, notes=notes, config=planned)
     say("predicting all candidates")
     scores = setup.score(options.seed)
     found, refused = guards(setup.scorer, setup.global_batch)
     alive = [each for each in scores.by_key.values() if pruner.reason(each.prediction) is None]
     ranked = sorted(alive, key=lambda each: (_over(each, setup.budget_bytes), each.rank(options.goal)))
+    front = pareto_front(each for each in scores.by_key.values() if not _over(each, setup.budget_bytes))
+    first = front[0] if front else min(scores.by_key.values(), key=lambda each: each.rank("memory"), default=None)
     return PlanReport(
         facts=_facts(setup),
         rows=tuple(_planned(each, pruner, alike=count) for each, count in _merge_alike(ranked, options.top)),
         guards=tuple(_planned(setup.scorer.refined(each.scored), pruner, guard=each.name) for each in found),
+        front=_front(setup, pruner, front[: options.top]),
         unfit={name: str(reason) for name, reason in setup.space.unfit.items()},
         refused={**scores.unfit, **{f"{name}: {reason}": 1 for name, reason in refused.items()}},
         n_candidates=scores.n_candidates,
         n_merged=scores.n_merged,
-        n_pruned=len(scores.by_key) - len(alive),
+        pruned=_pruned(scores, pruner),
+        peak=at_peak(setup.scorer.program(first.choice).step) if first else (),
+        remedies=_remedies(setup, first) if first and not front else (),
         notes=notes,
     )
 
 
-def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> Planned:
+def _front(setup: Setup, pruner: Pruner, front: Iterable[Scored]) -> tuple[Planned, ...]:
+    """The rows of the front, simulated op by op, each with the largest micro-batch of its techniques."""
+    rows = []
+    for each in front:
+        row = _planned(setup.scorer.refined(each), pruner)
+        rows.append(replace(row, largest_micro_batch=largest_micro_batch(setup.scorer, each.choice, pruner)))
+    return tuple(rows)
+
+
+def _pruned(scores: Scores, pruner: Pruner) -> dict[str, tuple[int, int]]:
+    counts: Counter[str] = Counter()
+    least: dict[str, int] = {}
+    for each in scores.by_key.values():
+        if pruner.reason(each.prediction) is None:
+            continue
+        used = {technique.slot: technique.kind for technique in each.choice.techniques}
+        name = " · ".join(used[slot] for slot in ("sharding.states", "offload.states") if slot in used) or "nothing sharded"
+        counts[name] += 1
+        low = pruner.peak_low_bytes(each.prediction)
+        least[name] = min(least.get(name, low), low)
+    return {name: (count, least[name]) for name, count in counts.most_common()}
+
+
+def _remedies(setup: Setup, closest: Scored) -> tuple[Remedy, ...]:
+    budget = setup.budget_bytes
+    assert budget is not None  # without a limit everything fits
+    return remedies(setup.scorer.rewriter, closest, budget)
+
+
+def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> tuple[Planned, tuple[PeakRow, ...]]:
     assert options.config is not None
     settings = load_config(options.config).settings
     choice = with_batch(Choice(settings.execution, settings.techniques), setup.global_batch // setup.ranks, options.micro_batch)
     scored = setup.scorer.score(choice, level="events")
     if isinstance(scored, Reason):
-        return Planned(choice.summary, choice.dump(), "unfit", str(scored), micro_batch=choice.execution.micro_batch)
-    return _planned(scored, pruner)
+        return Planned(choice.summary, choice.dump(), "unfit", str(scored), micro_batch=choice.execution.micro_batch), ()
+    return _planned(scored, pruner), at_peak(setup.scorer.program(choice).step)
 
 
 def with_batch(choice: Choice, per_rank: int, micro_batch: int | None) -> Choice:
@@ -219,32 +250,3 @@ def _facts(setup: Setup) -> dict[str, Any]:
         "rung": setup.recording.rung,
         "record_s": round(setup.recording.record_s, 3),
     }
-
-
-def _headline(facts: dict[str, Any]) -> str:
-    limit = f" · limit {format_bytes(facts['budget_bytes'])}" if facts["budget_bytes"] else ""
-    ranks = f"{facts['ranks']}× " if facts["ranks"] > 1 else ""
-    return (
-        f"{facts['workload']} · {facts['parameters'] / 1e6:.4g}M parameters · {ranks}{facts['hardware']}{limit} · "
-        f"{facts['global_batch']} samples a step · predicted, uncalibrated"
-    )
-
-
-def _counts(report: PlanReport) -> str:
-    return (
-        f"{report.n_candidates:,} candidates · {report.n_merged:,} equal to another · {report.n_pruned:,} pruned · "
-        f"{sum(report.refused.values()):,} refused"
-    )
-
-
-def _cells(planned: Planned) -> tuple[str, str, str, str]:
-    if planned.step_s is None or planned.peak_allocated_bytes is None:
-        return planned.summary, "–", "–", "–"
-    over = "" if planned.status == "ok" else " over"
-    more = f"  (+{planned.alike - 1} alike)" if planned.alike > 1 else ""
-    return (
-        planned.summary + more,
-        f"{planned.samples_per_s or 0:.4g}",
-        format_seconds(planned.step_s),
-        format_bytes(planned.peak_allocated_bytes) + over,
-    )

@@ -76,6 +76,12 @@ class Scorer:
             self._last = (candidate.program, simulate(candidate.program, hardware))
         return Scored(choice, candidate.key, self._last[1])
 
+    def program(self, choice: Choice) -> Program:
+        """What `choice`, which fitted when it was scored, becomes."""
+        candidate = self.rewriter.candidate(choice)
+        assert not isinstance(candidate, Reason)
+        return candidate.program
+
     def refined(self, scored: Scored) -> Scored:
         """`scored` with the prediction of the events level, the one that trials are compared with."""
         if scored.prediction.level == "events":

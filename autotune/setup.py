@@ -13,14 +13,14 @@ import memtune
 from memtune import hardware
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.lossless import batch_is_lossless
-from memtune.autotune.options import TargetOptions
+from memtune.autotune.options import PlanOptions, TargetOptions
 from memtune.autotune.pruning import Pruner
 from memtune.autotune.record import record, start_session
 from memtune.autotune.scoring import Goal, Scored, Scorer, Scores, score_all
 from memtune.autotune.space import Space, batch_sizes, build_space, executions
 from memtune.blocks import compress
 from memtune.config import MadeFor, fingerprint
-from memtune.errors import EnvironmentFault
+from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.group import usable_cores
 from memtune.executors.probe import probe
 from memtune.hardware import Device, Hardware
@@ -85,7 +85,7 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     say("looking at the workload")
     probe(options.workload)
     device = _device(options, for_trials)
-    machine = hardware.find(options.gpu_type) if options.gpu_type else hardware.detect(device)
+    machine = _on_nodes(hardware.find(options.gpu_type) if options.gpu_type else hardware.detect(device), options)
     workload = Workload.load(options.workload)
     global_batch = options.global_batch or workload.global_batch or _DEFAULT_SAMPLES * options.ranks
     shares = executions(global_batch, options.ranks)  # says at once if the ranks cannot share the batch
@@ -153,6 +153,22 @@ def _device(options: TargetOptions, for_trials: bool) -> Device:
             code="MT104",
         )
     return "cuda"
+
+
+def _on_nodes(machine: Hardware, options: TargetOptions) -> Hardware:
+    """`machine` with as many devices per node as `options` say."""
+    nodes = options.nodes if isinstance(options, PlanOptions) else None
+    if nodes is None:
+        return machine
+    if machine.device == "cpu" or options.ranks % nodes:
+        raise UsageError(
+            f"{options.ranks} {'GPUs' if machine.device == 'cuda' else 'CPU workers'} cannot be spread over {nodes} nodes.",
+            evidence=f"{options.ranks} / {nodes} = {options.ranks / nodes:.4g} per node" if machine.device == "cuda" else "",
+            fix=f"--gpus {nodes * max(1, options.ranks // nodes)}, or a number of nodes that divides {options.ranks}"
+            if machine.device == "cuda" else "leave --nodes out on CPU",
+            code="MT124",
+        )  # fmt: skip
+    return replace(machine, gpus_per_node=options.ranks // nodes)
 
 
 def _most_samples(scorer: Scorer, space: Space, budget_bytes: int) -> int:

@@ -87,6 +87,7 @@ def plan(
     device: Device = None,
     workers: Workers = None,
     gpu_type: GpuType = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines that share the GPUs; default: as few as hold them.")] = None,
     max_memory: Memory = None,
     goal: Goal = "throughput",
     axes: Axes = None,
@@ -96,7 +97,7 @@ def plan(
     seed: Seed = 0,
     config: Annotated[Path | None, typer.Option(help="Predict this config alone.")] = None,
     micro_batch: MicroBatch = None,
-    top: Annotated[int, typer.Option(min=1, help="Rows of the ranking.")] = 20,
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 12,
     as_json: AsJson = False,
 ) -> int:
     """Rank settings without running any, for GPUs that need not be here."""

@@ -11,6 +11,9 @@ from memtune.cli import _options
 from memtune.cli._output import emit, results, say
 from memtune.config import load_config
 
+_FILE_COLUMNS = 160
+"""Width of a table that goes to a file or a pipe."""
+
 if TYPE_CHECKING:
     from memtune.autotune.outcome import SearchOutcome
 
@@ -84,7 +87,9 @@ def plan(given: dict[str, Any]) -> int:
     from memtune.autotune.options import PlanOptions
     from memtune.autotune.planning import plan as make_plan
 
-    options = PlanOptions(**common, config=given["config"], micro_batch=given["micro_batch"], top=given["top"])
+    options = PlanOptions(
+        **common, nodes=given["nodes"], config=given["config"], micro_batch=given["micro_batch"], top=given["top"]
+    )
     with results() as stream:
         report = make_plan(options, say=say)
         if given["as_json"]:
@@ -92,5 +97,7 @@ def plan(given: dict[str, Any]) -> int:
         else:
             from rich.console import Console
 
-            Console(file=stream).print(report.render())
+            from memtune.autotune.plan_text import render
+
+            Console(file=stream, width=None if stream.isatty() else _FILE_COLUMNS).print(render(report))
     return 0

@@ -35,7 +35,7 @@ def _frees_something(step: Step, keeps: Callable[[str], bool] | None) -> bool:
     made_by = step.producer[step.save_storage]
     inside = made_by[(made_by >= 0) & (step.save_block >= 0) & (step.op_block[made_by] == step.save_block)]
     if keeps is None:
-        return inside.size > 0
+        return bool(inside.size)
     return any(not keeps(step.names[name]) for name in np.unique(step.op_name[inside]).tolist())
 
 

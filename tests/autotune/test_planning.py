@@ -12,6 +12,7 @@ import zoo_paths
 from rich.console import Console
 
 from memtune.autotune.options import PlanOptions
+from memtune.autotune.plan_text import render
 from memtune.autotune.planning import PlanReport, plan
 from memtune.autotune.trials import run_trial
 from memtune.errors import ConfigError, UsageError
@@ -68,7 +69,7 @@ def test_the_document_is_plain_and_versioned(ranking: PlanReport):
 
 def test_the_table_is_readable_and_says_uncalibrated(ranking: PlanReport):
     console = Console(width=130, record=True, file=open("/dev/null", "w"))
-    console.print(ranking.render())
+    console.print(render(ranking))
     text = console.export_text()
     assert "0.2349M parameters" in text
     assert "uncalibrated" in text

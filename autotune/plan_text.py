@@ -1,0 +1,114 @@
+"""What `memtune plan` prints for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memtune.autotune.peak import PeakRow
+from memtune.autotune.planning import Planned, PlanReport
+from memtune.autotune.remedies import describe
+from memtune.units import format_bytes, format_seconds
+
+_ROWS = 6
+"""Modules that are shown of a peak."""
+
+
+def render(report: PlanReport) -> RenderableType:
+    """The guards and the front (or the one config), what was left out and why, the memory at the peak, and ways out."""
+    parts: list[RenderableType] = [Text(_headline(report.facts))]
+    if report.config is not None:
+        parts.append(_table([report.config], with_largest=False))
+        if report.config.status == "unfit":
+            parts.append(Text(f"cannot be used: {report.config.reason}"))
+    else:
+        rows = [*report.guards, *report.front]
+        parts.append(_table(rows, with_largest=report.facts["budget_bytes"] is not None))
+        if not report.front:
+            parts.append(Text(_nothing_fits(report), "bold"))
+        parts.append(Text(_counts(report), "dim"))
+        parts += [Text(line, "dim") for line in _left_out(report)]
+    if report.peak:
+        parts += [Text(""), Text(f"at the peak of {_first_name(report)}:"), _peak(report.peak)]
+    parts += [Text(note, "dim") for note in report.notes]
+    return Group(*parts)
+
+
+def _table(rows: Sequence[Planned], *, with_largest: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("settings", overflow="fold")
+    for name in ("samples/s", "step", "peak", *(["largest mb"] if with_largest else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    number = 0
+    for each in rows:
+        number += not each.guard
+        largest = "" if each.largest_micro_batch is None else str(each.largest_micro_batch)
+        cells = [each.guard or str(number), each.summary, *_numbers(each), *([largest] if with_largest else [])]
+        table.add_row(*cells)
+    return table
+
+
+def _numbers(planned: Planned) -> tuple[str, str, str]:
+    if planned.step_s is None or planned.peak_allocated_bytes is None:
+        return "–", "–", "–"
+    over = "" if planned.status == "ok" else " over"
+    peak = format_bytes(planned.peak_allocated_bytes) + over
+    return f"{planned.samples_per_s or 0:.4g}", format_seconds(planned.step_s), peak
+
+
+def _headline(facts: dict[str, Any]) -> str:
+    limit = f" · limit {format_bytes(facts['budget_bytes'])}" if facts["budget_bytes"] else ""
+    ranks = f"{facts['ranks']}× " if facts["ranks"] > 1 else ""
+    return (
+        f"{facts['workload']} · {facts['parameters'] / 1e6:.4g}M parameters · {ranks}{facts['hardware']}{limit} · "
+        f"{facts['global_batch']} samples a step · predicted, uncalibrated"
+    )
+
+
+def _nothing_fits(report: PlanReport) -> str:
+    return "nothing fits; what would help:" + "".join(f"\n  {describe(each)}" for each in report.remedies)
+
+
+def _counts(report: PlanReport) -> str:
+    return (
+        f"{report.n_candidates:,} candidates · {report.n_merged:,} equal to another · {report.n_pruned:,} pruned · "
+        f"{sum(report.refused.values()):,} refused"
+    )
+
+
+def _left_out(report: PlanReport) -> Iterator[str]:
+    limit = report.facts["budget_bytes"]
+    for name, (count, least) in report.pruned.items():
+        over = format_bytes(least - limit)
+        yield f"pruned    {count:,} with {name}: they need {format_bytes(least)} at the least, {over} too much"
+    for reason, count in report.refused.items():
+        yield f"refused   {count:,}: {reason}"
+    for name, reason in report.unfit.items():
+        yield f"not used  {name}: {reason}"
+
+
+def _first_name(report: PlanReport) -> str:
+    first = report.config or (report.front[0] if report.front else None)
+    return first.summary if first else "the closest"
+
+
+def _peak(rows: Sequence[PeakRow]) -> Table:
+    """Bytes by kind on the left, the largest modules on the right."""
+    by_kind: dict[str, int] = {}
+    for row in rows:
+        by_kind[row.kind] = by_kind.get(row.kind, 0) + row.n_bytes
+    total = sum(by_kind.values())
+    kinds = sorted(by_kind.items(), key=lambda item: -item[1])
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for justify in ("left", "right", "right", "left", "left", "right"):
+        table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
+    for i in range(max(len(kinds), min(_ROWS, len(rows)))):
+        kind = (f"  {kinds[i][0]}", format_bytes(kinds[i][1]), f"{kinds[i][1] / total:.0%}") if i < len(kinds) else ("", "", "")
+        module = (rows[i].module or "(model)", rows[i].kind, format_bytes(rows[i].n_bytes)) if i < _ROWS and i < len(rows) else ()
+        table.add_row(*kind, *(("   " + module[0], *module[1:]) if module else ()))
+    return table

@@ -1,0 +1,116 @@
+"""What would make a workload fit that does not: every way out tried in the simulator, the cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memtune.autotune.candidates import Choice, Rewriter
+from memtune.autotune.scoring import Scored, Scorer
+from memtune.search_spaces import find, kinds
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Reason, Technique
+from memtune.units import format_bytes
+
+_LEAN = ("offload.states", "recompute", "offload.activations", "sharding.states")
+"""Slots that trade time for memory; every kind of theirs is tried, as the search may have been told to leave it out."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change and the peak that it leads to."""
+
+    change: str
+    peak_bytes: int
+    slowdown: float
+    """Seconds per sample on a rank, over those of the closest candidate."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return {"change": self.change, "peak_allocated_bytes": self.peak_bytes, "slowdown": self.slowdown}
+
+
+def remedies(rewriter: Rewriter, closest: Scored, budget_bytes: int, count: int = 3) -> tuple[Remedy, ...]:
+    """The `count` cheapest changes after which `closest`, the smallest candidate, is predicted to fit.
+
+    Tried are a smaller micro-batch, kinds of other slots (the search may have been told to leave them out) and more ranks;
+    where no one of them is enough, two other kinds, and those on more ranks. A larger limit always helps and comes last.
+    """
+    scorer = Scorer(rewriter)
+    found = [each for each in _tried(scorer, closest) if each.peak_bytes <= budget_bytes]
+    if not found:
+        found = [each for each in _two_changes(scorer, closest) if each.peak_bytes <= budget_bytes]
+    unique = {each.change: each for each in sorted(found, key=lambda each: (-each.slowdown, -each.peak_bytes))}
+    cheapest = sorted(unique.values(), key=lambda each: (each.slowdown, each.peak_bytes))[: count - 1]
+    needs = closest.prediction.peak_allocated_bytes
+    return (*cheapest, Remedy(f"--max-memory {rounded_up(needs)} or a card with more memory", needs, 1.0))
+
+
+def rounded_up(n_bytes: int) -> str:
+    """A size as `--max-memory` takes it, never below `n_bytes`."""
+    unit, name = (2**30, "GiB") if n_bytes >= 2**30 else (2**20, "MiB")
+    return f"{-(-n_bytes * 10 // unit) / 10:g}{name}"
+
+
+def describe(remedy: Remedy) -> str:
+    """In one line."""
+    cost = f", {remedy.slowdown:.2g}× the time per sample" if remedy.slowdown > 1.005 else ""
+    return f"{remedy.change}: {format_bytes(remedy.peak_bytes)}{cost}"
+
+
+def _tried(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
+    choice = closest.choice
+    size = choice.execution.micro_batch or 1
+    while size > 1:
+        size //= 2
+        smaller = Choice(Execution(micro_batch=size), choice.techniques)
+        yield from _remedy(scorer, smaller, closest, f"a micro-batch of {size} (a smaller global batch)")
+    for other, name in _other_kinds(choice):
+        yield from _remedy(scorer, other, closest, name)
+    yield from _wider(scorer, choice, closest, "")
+
+
+def _two_changes(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
+    for one, first in _other_kinds(closest.choice):
+        yield from _wider(scorer, one, closest, first + " and ")
+        for both, second in _other_kinds(one):
+            if first < second and second.split(":")[0] != first.split(":")[0]:
+                yield from _remedy(scorer, both, closest, f"{first} and {second}")
+
+
+def _wider(scorer: Scorer, choice: Choice, closest: Scored, prefix: str) -> Iterator[Remedy]:
+    """`choice` on more ranks, as it is and fully sharded."""
+    rewriter = scorer.rewriter
+    for times in (2, 4, 8):
+        ranks = rewriter.target.ranks * times
+        wider = Scorer(Rewriter(rewriter.recording, replace(rewriter.target, ranks=ranks)))
+        for techniques in _sharded(choice):
+            yield from _remedy(wider, Choice(choice.execution, techniques), closest, f"{prefix}{ranks} ranks")
+
+
+def _other_kinds(choice: Choice) -> Iterator[tuple[Choice, str]]:
+    used = {each.slot: each for each in choice.techniques}
+    for slot in _LEAN:
+        for kind in kinds(slot):
+            technique = find(slot, kind)(kind=kind)
+            if kind not in ("none", used[slot].kind if slot in used else "none"):
+                yield Choice.of(choice.execution, {**used, slot: technique}), f"{slot}: {kind}"
+
+
+def _sharded(choice: Choice) -> list[tuple[Technique, ...]]:
+    rest = tuple(each for each in choice.techniques if each.slot != "sharding.states")
+    return [choice.techniques, (*rest, find("sharding.states", "fsdp")(kind="fsdp"))]
+
+
+def _remedy(scorer: Scorer, choice: Choice, closest: Scored, change: str) -> Iterator[Remedy]:
+    scored = scorer.score(choice)
+    if not isinstance(scored, Reason):
+        before, after = _rank_sample_s(closest), _rank_sample_s(scored)
+        yield Remedy(change, scored.prediction.peak_allocated_bytes, after / before if before else 1.0)
+
+
+def _rank_sample_s(scored: Scored) -> float:
+    """Seconds that one rank takes for a sample."""
+    execution = scored.choice.execution
+    return scored.prediction.step_s / ((execution.micro_batch or 1) * execution.accumulate)

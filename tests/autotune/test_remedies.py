@@ -1,0 +1,60 @@
+"""Ways out where nothing fits: each of them does fit, the cheapest is first, and a larger limit is always one."""
+
+from __future__ import annotations
+
+import pytest
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune.autotune.candidates import Choice, Rewriter
+from memtune.autotune.record import record
+from memtune.autotune.remedies import Remedy, _tried, describe, remedies, rounded_up
+from memtune.autotune.scoring import Scored, Scorer
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Target
+from memtune.units import parse_bytes
+from memtune.workload import Workload
+
+
+@pytest.fixture(scope="module")
+def rewriter() -> Rewriter:
+    return Rewriter(record(Workload.load(ZOO["gpt"])), Target(hardware.find("h100-80g")))
+
+
+def closest(rewriter: Rewriter, micro_batch: int) -> Scored:
+    found = Scorer(rewriter).score(Choice.of(Execution(micro_batch=micro_batch), {}))
+    assert isinstance(found, Scored)
+    return found
+
+
+def test_what_is_named_fits_and_the_cheapest_comes_first(rewriter: Rewriter) -> None:
+    start = closest(rewriter, 8)
+    budget = start.prediction.peak_allocated_bytes * 3 // 4
+    found = remedies(rewriter, start, budget)
+    assert len(found) == 3
+    assert all(each.peak_bytes <= budget for each in found[:-1])
+    assert [each.slowdown for each in found[:-1]] == sorted(each.slowdown for each in found[:-1])
+    assert found[-1].change.startswith("--max-memory")
+    assert found[-1].peak_bytes == start.prediction.peak_allocated_bytes
+
+
+def test_two_changes_where_one_is_not_enough(rewriter: Rewriter) -> None:
+    start = closest(rewriter, 8)
+    smallest = min(each.peak_bytes for each in _tried(Scorer(rewriter), start))
+    found = remedies(rewriter, start, smallest - 1)
+    assert len(found) > 1
+    assert all(" and " in each.change and each.peak_bytes < smallest for each in found[:-1])
+
+
+def test_where_no_change_is_enough_only_the_limit_is_left(rewriter: Rewriter) -> None:
+    assert len(remedies(rewriter, closest(rewriter, 2), 1000)) == 1
+
+
+def test_a_rounded_size_is_never_too_small() -> None:
+    for n_bytes in (1, 2**20, 2**20 + 1, 7 * 2**30 + 5, 123_456_789):
+        assert parse_bytes(rounded_up(n_bytes)) >= n_bytes
+
+
+def test_in_one_line() -> None:
+    assert describe(Remedy("8 ranks", 2**20, 1.25)) == "8 ranks: 1.00 MiB, 1.2× the time per sample"
+    assert describe(Remedy("8 ranks", 2**20, 1.0)) == "8 ranks: 1.00 MiB"
