@@ -45,6 +45,11 @@ class Choice(Settings):
         read = load_config({"settings": settings}).settings
         return cls(read.execution, read.techniques)
 
+    def with_batch(self, per_rank: int, micro_batch: int | None = None) -> Choice:
+        """This choice with the micro-batch that was asked for, else its own, else what accumulation leaves of `per_rank` samples."""
+        size = micro_batch or self.execution.micro_batch or max(1, per_rank // self.execution.accumulate)
+        return Choice(Execution.model_validate({**self.execution.model_dump(), "micro_batch": size}), self.techniques)
+
     @cached_property
     def complexity(self) -> tuple[int, int]:
         """How much there is to understand: slots in use, then knobs off their default. Among equals the smaller ships."""

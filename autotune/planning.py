@@ -17,7 +17,6 @@ from memtune.autotune.remedies import Remedy, remedies
 from memtune.autotune.scoring import Scored, Scores, alike
 from memtune.autotune.setup import Setup, prepare
 from memtune.config import load_config
-from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason
 
 SCHEMA = 1
@@ -177,18 +176,11 @@ def _remedies(setup: Setup, closest: Scored) -> tuple[Remedy, ...]:
 def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> tuple[Planned, tuple[PeakRow, ...]]:
     assert options.config is not None
     settings = load_config(options.config).settings
-    choice = with_batch(Choice(settings.execution, settings.techniques), setup.global_batch // setup.ranks, options.micro_batch)
+    choice = Choice(settings.execution, settings.techniques).with_batch(setup.global_batch // setup.ranks, options.micro_batch)
     scored = setup.scorer.score(choice, level="events")
     if isinstance(scored, Reason):
         return Planned(choice.summary, choice.dump(), "unfit", str(scored), micro_batch=choice.execution.micro_batch), ()
     return _planned(scored, pruner), at_peak(setup.scorer.program(choice).step)
-
-
-def with_batch(choice: Choice, per_rank: int, micro_batch: int | None) -> Choice:
-    """`choice` with the micro-batch that was asked for, else its own, else what its accumulation leaves of `per_rank` samples."""
-    execution = choice.execution
-    size = micro_batch or execution.micro_batch or max(1, per_rank // execution.accumulate)
-    return Choice(Execution.model_validate({**execution.model_dump(), "micro_batch": size}), choice.techniques)
 
 
 def _planned(scored: Scored, pruner: Pruner, *, guard: str = "", alike: int = 1) -> Planned:

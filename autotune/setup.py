@@ -19,7 +19,7 @@ from memtune.autotune.record import record, start_session
 from memtune.autotune.scoring import Goal, Scored, Scorer, Scores, score_all
 from memtune.autotune.space import Space, batch_sizes, build_space, executions
 from memtune.blocks import compress
-from memtune.config import MadeFor, fingerprint
+from memtune.config import MadeFor, fingerprint, load_config
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.group import usable_cores
 from memtune.executors.probe import probe
@@ -90,12 +90,14 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     global_batch = options.global_batch or workload.global_batch or _DEFAULT_SAMPLES * options.ranks
     shares = executions(global_batch, options.ranks)  # says at once if the ranks cannot share the batch
     say("recording one training step")
-    recording = record(workload, sizes=_sizes_used(shares), workspace=_workspaces(device, options.ranks))
+    only = _one_config(options, global_batch // options.ranks)
+    sizes = _sizes_used(shares) if only is None else {only.execution.micro_batch or 1}
+    recording = record(workload, sizes=sizes, workspace=_workspaces(device, options.ranks))
     budget = options.budget_bytes or (machine.memory_bytes if device == "cuda" else None)
     if budget is None and options.goal == "batch":
         budget = machine.memory_bytes // options.ranks
     frozen: Reason | None = None
-    if options.goal != "batch":
+    if options.goal != "batch" and only is None:
         say("checking that micro-batches add up to the batch")
         frozen = batch_is_lossless(workload, parameter_bytes=parameter_bytes(recording), threads=_threads(options.ranks))
     scorer = Scorer(Rewriter(recording, Target(machine, options.ranks, budget)))
@@ -114,6 +116,14 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
         workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
         _made_for(workload, recording, machine, options.ranks, global_batch),
     )  # fmt: skip
+
+
+def _one_config(options: TargetOptions, per_rank: int) -> Choice | None:
+    """The one choice that a plan is asked about, with its micro-batch; None where there is a whole space."""
+    if not isinstance(options, PlanOptions) or options.config is None:
+        return None
+    settings = load_config(options.config).settings
+    return Choice(settings.execution, settings.techniques).with_batch(per_rank, options.micro_batch)
 
 
 def _sizes_used(shares: Sequence[Execution]) -> set[int]:

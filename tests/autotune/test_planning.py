@@ -100,6 +100,15 @@ def test_a_micro_batch_given_by_hand_wins_over_the_config(tmp_path: Path):
     assert (small.peak_allocated_bytes or 0) < (large.peak_allocated_bytes or 0)
 
 
+def test_on_cpu_the_size_asked_for_is_recorded_and_kernel_scratch_counted(tmp_path: Path):
+    config = tmp_path / "c.yaml"
+    config.write_text(FULL)
+    report = plan(asked(config=config, micro_batch=6, gpu_type=None, device="cpu"))
+    assert not any("workspaces were not measured" in note for note in report.notes)
+    assert any("micro-batch 6 was recorded" in note for note in plan(
+        asked(workload=str(zoo_paths.ZOO["lstm"]), config=config, micro_batch=6, gpu_type=None, device="cpu")).notes)  # fmt: skip
+
+
 def test_a_config_that_cannot_be_used_here_is_unfit_with_the_reason(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text("settings: {sharding: {states: {kind: fsdp}}}")
