@@ -126,6 +126,8 @@ class _Node:
     """What the last pass saw of other slots; the node holds wherever these are the same."""
     below: dict[int, list[_Node]] = field(default_factory=dict)
     """By the number of the technique that comes next."""
+    made: dict[tuple[str, frozenset[str]], _Node] = field(default_factory=dict)
+    """By slot and record of the technique that came next, where its pass saw no other slot."""
 
 
 @cache
@@ -243,7 +245,8 @@ class Rewriter:
         number = self._number(execution)
         root = self._roots.get(number)
         if root is None:
-            root = self._roots[number] = self._keep(_Node(self._plain(execution), {}, {}))
+            root = self._roots[number] = _Node(self._plain(execution), {}, {})
+            self._rows += 0 if isinstance(root.result, Reason) else root.result.step.n_ops
         return root
 
     def _plain(self, execution: Execution) -> Program | Reason:
@@ -261,22 +264,31 @@ class Rewriter:
         for each in known:
             if not each.seen or all(choice.chosen.get(slot) == seen for slot, seen in each.seen.items()):
                 return each
-        assert isinstance(node.result, Program)
-        watched = _Watched(choice.chosen)
-        result, plan = self._pass(node.result, technique, self._seen_by(watched, choice))
-        plans = node.plans if plan is NO_PLAN or plan == NO_PLAN else {**node.plans, technique.slot: plan}
-        known.append(self._keep(_Node(result, plans, watched.seen), above=node))
+        known.append(self._made(node, technique, choice))
         return known[-1]
 
-    def _keep(self, node: _Node, above: _Node | None = None) -> _Node:
-        if isinstance(node.result, Program) and (above is None or node.result is not above.result):
-            self._rows += node.result.step.n_ops
-        return node
-
-    def _pass(self, program: Program, technique: Technique, target: Target) -> tuple[Program | Reason, Plan]:
-        reason = technique.fits(program, target)
+    def _made(self, node: _Node, technique: Technique, choice: Choice) -> _Node:
+        """The node below `node`; techniques with equal records (rule 1) share one, if they fit."""
+        assert isinstance(node.result, Program)
+        watched = _Watched(choice.chosen)
+        target = self._seen_by(watched, choice)
+        reason = technique.fits(node.result, target)
         if reason is not None:
-            return reason, NO_PLAN
+            return _Node(reason, node.plans, watched.seen)
+        record = technique.slot, self._record_pairs(technique, choice)
+        alike = node.made.get(record)
+        if alike is not None and not watched.seen:
+            return alike
+        result, plan = self._pass(node.result, technique, target)
+        plans = node.plans if plan is NO_PLAN or plan == NO_PLAN else {**node.plans, technique.slot: plan}
+        made = _Node(result, plans, watched.seen)
+        if result is not node.result:
+            self._rows += result.step.n_ops
+        if not made.seen:
+            node.made[record] = made
+        return made
+
+    def _pass(self, program: Program, technique: Technique, target: Target) -> tuple[Program, Plan]:
         plan = technique.plan(program, target)
         self.n_passes += 1
         after = technique.rewrite(program, plan, target)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,6 +22,8 @@ from memtune.technique import Reason
 Goal = Literal["throughput", "memory", "batch"]
 EVENTS_FOR = 64
 """The best this many are simulated again, op by op."""
+_KEPT = 64
+"""Programs whose prediction is remembered; in pass order what becomes the same program is close together."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,11 @@ class Scores:
 
 
 class Scorer:
-    """Predicts choices; neighbours that become the same program are simulated once."""
+    """Predicts choices; those that become the same program are simulated once, unless too many others came between."""
 
     def __init__(self, rewriter: Rewriter) -> None:
         self.rewriter = rewriter
-        self._last: tuple[Program, Prediction] | None = None
+        self._known: dict[int, tuple[Program, Prediction]] = {}
 
     def score(self, choice: Choice, *, level: Literal["coarse", "events"] = "coarse") -> Scored | Reason:
         """`choice` with its prediction, or why it does not fit."""
@@ -72,9 +76,13 @@ class Scorer:
         if level == "events":
             allocator = AllocatorSettings.from_env(choice.env())
             return Scored(choice, candidate.key, simulate(candidate.program, hardware, level="events", allocator=allocator))
-        if self._last is None or self._last[0] is not candidate.program:
-            self._last = (candidate.program, simulate(candidate.program, hardware))
-        return Scored(choice, candidate.key, self._last[1])
+        program = candidate.program
+        known = self._known.get(id(program))
+        if known is None or known[0] is not program:  # an id may come again when its program is gone
+            if len(self._known) >= _KEPT:
+                del self._known[next(iter(self._known))]  # the oldest
+            known = self._known[id(program)] = program, simulate(program, hardware)
+        return Scored(choice, candidate.key, known[1])
 
     def program(self, choice: Choice) -> Program:
         """What `choice`, which fitted when it was scored, becomes."""
@@ -91,6 +99,19 @@ class Scorer:
         return replace(scored, prediction=found.prediction)
 
 
+@contextmanager
+def settled() -> Iterator[None]:
+    """What is there now (torch, the recording) is left out of garbage collections while many candidates are made.
+
+    Each of them would look through all of it again, for a tenth of a second.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Scores:
     """Score the whole space, or a sample of it where it is larger than `ENUMERATE_UP_TO`; the best again, op by op."""
     started = time.monotonic()
@@ -98,16 +119,17 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
     by_key: dict[str, Scored] = {}
     unfit: Counter[str] = Counter()
     n_candidates = n_merged = 0
-    for choice in choices:
-        n_candidates += 1
-        scored = scorer.score(choice)
-        if isinstance(scored, Reason):
-            unfit[str(scored)] += 1
-            continue
-        known = by_key.get(scored.key)
-        n_merged += known is not None
-        if known is None or choice.complexity < known.choice.complexity:
-            by_key[scored.key] = scored
+    with settled():
+        for choice in choices:
+            n_candidates += 1
+            scored = scorer.score(choice)
+            if isinstance(scored, Reason):
+                unfit[str(scored)] += 1
+                continue
+            known = by_key.get(scored.key)
+            n_merged += known is not None
+            if known is None or choice.complexity < known.choice.complexity:
+                by_key[scored.key] = scored
     _refine(by_key, scorer, goal)
     return Scores(by_key, dict(unfit), n_candidates, n_merged, time.monotonic() - started)
 

@@ -11,11 +11,13 @@ Three rules, as torch's reducer has them with gradients as views of the buckets:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from memtune.edit import Edit
+from memtune.parameters import columns_of
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
@@ -61,11 +63,12 @@ def replicate(step: Step, how: Replication) -> Step:
     return _rebound(edit, step, arrivals, bucket_of)
 
 
+@functools.lru_cache(maxsize=8)
 def _arrivals(step: Step) -> list[_Arrival]:
     """In the order in which they arrive; a sum over micro-batches arrives when this one has been added to it."""
     owners = {p.gradient: index for index, p in enumerate(step.parameters) if p.gradient >= 0}
     added: dict[int, int] = {}
-    adds = (step.use_mutates == 1) & (step.op_phase[step.use_op] < Phase.BOUNDARY) & (step.producer[step.use_storage] < 0)
+    adds = (step.use_mutates == 1) & (step.use_phase < Phase.BOUNDARY) & (step.producer[step.use_storage] < 0)
     for op, storage in zip(step.use_op[adds].tolist(), step.use_storage[adds].tolist(), strict=True):
         added[storage] = op
     found = []
@@ -154,11 +157,12 @@ def _rebound(edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[i
     moved = np.full(step.n_storages, -1, np.int32)
     for arrival in arrivals:
         moved[arrival.storage] = bucket_of[arrival.parameter]
-    target = np.where(step.op_phase[step.use_op] >= Phase.BOUNDARY, moved[step.use_storage], -1)
-    edit.use_storage = np.where(target >= 0, target, edit.use_storage).astype(np.int32)
-    new = edit.done()
-    kind = new.kind.copy()
+    target = np.where(step.use_phase >= Phase.BOUNDARY, moved[step.use_storage], -1)
+    edit.use_storage = np.where(target >= 0, target, edit.use_storage)
     made = np.asarray([a.storage for a in arrivals if step.producer[a.storage] >= 0], np.int32)
-    kind[made] = Kind.TEMPORARY
-    parameters = tuple(p._replace(gradient=bucket_of.get(index, -1)) for index, p in enumerate(new.parameters))
-    return replace(new, kind=kind, parameters=parameters, landing=np.asarray(sorted(set(bucket_of.values())), np.int32))
+    edit.kind[made] = Kind.TEMPORARY
+    gradient = np.full(len(step.parameters), -1, np.int32)
+    gradient[list(bucket_of)] = list(bucket_of.values())
+    edit.parameters = replace(columns_of(step.parameters), gradient=gradient).records()
+    edit.landing = np.asarray(sorted(set(bucket_of.values())), np.int32)
+    return edit.done()

@@ -7,6 +7,7 @@ import pytest
 from search_world import recording, rewriter
 
 from memtune.autotune.candidates import Candidate, Choice
+from memtune.autotune.scoring import Scorer
 from memtune.edit import accumulate_gradients
 from memtune.program import Program
 from memtune.search_spaces import find
@@ -135,3 +136,29 @@ def test_fewer_slots_then_fewer_knobs_are_simpler():
     plain, one = choice(), choice(a=technique("recompute", "every_nth"))
     knob, two = choice(a=technique("recompute", "every_nth", n=3)), choice(a=FULL, b=MOVE)
     assert sorted([two, knob, one, plain], key=lambda each: each.complexity) == [plain, one, knob, two]
+
+
+def test_techniques_with_equal_records_share_their_pass_and_its_prediction():
+    made = rewriter(ranks=2)
+    scorer = Scorer(made)
+    left_out, given, kept = (
+        technique("sharding.states", "fsdp", **knobs) for knobs in ({}, {"degree": 2}, {"reshard_after_forward": False})
+    )
+    first = made.program(choice(a=left_out))
+    passes = made.n_passes
+    assert made.program(choice(a=given)) is first
+    assert made.n_passes == passes
+    assert made.program(choice(a=kept)) is not first
+    scored = [scorer.score(choice(a=each)) for each in (left_out, kept, given)]
+    assert scored[2].prediction is scored[0].prediction  # type: ignore[union-attr]
+    assert scored[1].prediction is not scored[0].prediction  # type: ignore[union-attr]
+    refused = made.program(choice(a=technique("sharding.states", "fsdp", degree=2, blocks_per_unit=99)))
+    assert isinstance(refused, Reason)
+
+
+def test_equal_techniques_are_one_whichever_object_they_are():
+    made = rewriter()
+    first = made.program(choice(a=FULL))
+    for _ in range(3):  # objects that come and go, at addresses that come again
+        assert made.program(choice(a=technique("recompute", "full"))) is first
+        assert made.program(choice(a=technique("recompute", "selective"))) is not first
