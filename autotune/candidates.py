@@ -46,7 +46,7 @@ class Choice(Settings):
         return cls(read.execution, read.techniques)
 
     def with_batch(self, per_rank: int, micro_batch: int | None = None) -> Choice:
-        """This choice with the micro-batch that was asked for, else its own, else what accumulation leaves of `per_rank` samples."""
+        """This choice with the micro-batch that was asked for, else its own, else what accumulation leaves of `per_rank`."""
         size = micro_batch or self.execution.micro_batch or max(1, per_rank // self.execution.accumulate)
         return Choice(Execution.model_validate({**self.execution.model_dump(), "micro_batch": size}), self.techniques)
 
