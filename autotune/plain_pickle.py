@@ -19,6 +19,7 @@ _CODE = {
     "\x92": "NEWOBJ_EX", "P": "PERSID", "Q": "BINPERSID", "\x82": "EXT1", "\x83": "EXT2", "\x84": "EXT4",
 }  # fmt: skip
 """What would run code, by opcode."""
+_U16, _I32, _U32, _U64, _F64 = (struct.Struct(form) for form in ("<H", "<i", "<I", "<Q", ">d"))
 
 
 def load(data: bytes, name: str) -> Any:
@@ -86,23 +87,26 @@ class _Reader:
     def damaged(self, why: str) -> NoReturn:
         raise UsageError(f"{self.name} is damaged at byte {self.at}.", evidence=why[:200], fix=_FIX, code="MT141")
 
+    def skip(self, count: int) -> int:
+        """Moves on by `count` bytes; returns where they begin."""
+        start, end = self.at, self.at + count
+        if end > len(self.data):
+            evidence = f"byte {len(self.data)} of at least {end}"
+            raise UsageError(f"{self.name} is cut off.", evidence=evidence, fix=_FIX, code="MT141")
+        self.at = end
+        return start
+
     def take(self, count: int) -> bytes:
-        taken = self.data[self.at : self.at + count]
-        if len(taken) != count:
-            raise UsageError(
-                f"{self.name} is cut off.",
-                evidence=f"byte {len(self.data)} of at least {self.at + count}",
-                fix=_FIX,
-                code="MT141",
-            )
-        self.at += count
-        return taken
+        return self.data[self.skip(count) : self.at]
 
-    def number(self, form: str) -> Any:
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+    def byte(self) -> int:
+        return self.data[self.skip(1)]
 
-    def text(self, form: str) -> None:
-        self.stack.append(self.take(self.number(form)).decode("utf-8", "surrogatepass"))
+    def number(self, form: struct.Struct) -> Any:
+        return form.unpack_from(self.data, self.skip(form.size))[0]
+
+    def text(self, count: int) -> None:
+        self.stack.append(self.take(count).decode("utf-8", "surrogatepass"))
 
     def mark(self) -> None:
         self.outer.append(self.stack)
@@ -116,7 +120,7 @@ class _Reader:
         self.stack.append(value)
 
     def whole(self) -> None:
-        count = self.number("<B")
+        count = self.byte()
         if count > _MAX_INT_BYTES:
             self.damaged(f"a number of {count} bytes")
         self.stack.append(int.from_bytes(self.take(count), "little", signed=True))
@@ -145,20 +149,20 @@ class _Reader:
 
 
 _STEPS: dict[int, Callable[[_Reader], None]] = {
-    0x80: lambda r: r.damaged("a protocol that is not known") if r.number("<B") not in PROTOCOLS else None,  # PROTO
-    0x95: lambda r: r.number("<Q") and None,  # FRAME
+    0x80: lambda r: r.damaged("a protocol that is not known") if r.byte() not in PROTOCOLS else None,  # PROTO
+    0x95: lambda r: r.number(_U64) and None,  # FRAME
     0x28: lambda r: r.mark(),  # MARK
     0x4E: lambda r: r.push(None),  # NONE
     0x88: lambda r: r.push(True),  # NEWTRUE
     0x89: lambda r: r.push(False),  # NEWFALSE
-    0x4B: lambda r: r.push(r.number("<B")),  # BININT1
-    0x4D: lambda r: r.push(r.number("<H")),  # BININT2
-    0x4A: lambda r: r.push(r.number("<i")),  # BININT
+    0x4B: lambda r: r.push(r.byte()),  # BININT1
+    0x4D: lambda r: r.push(r.number(_U16)),  # BININT2
+    0x4A: lambda r: r.push(r.number(_I32)),  # BININT
     0x8A: lambda r: r.whole(),  # LONG1
-    0x47: lambda r: r.push(r.number(">d")),  # BINFLOAT
-    0x8C: lambda r: r.text("<B"),  # SHORT_BINUNICODE
-    0x58: lambda r: r.text("<I"),  # BINUNICODE
-    0x8D: lambda r: r.text("<Q"),  # BINUNICODE8
+    0x47: lambda r: r.push(r.number(_F64)),  # BINFLOAT
+    0x8C: lambda r: r.text(r.byte()),  # SHORT_BINUNICODE
+    0x58: lambda r: r.text(r.number(_U32)),  # BINUNICODE
+    0x8D: lambda r: r.text(r.number(_U64)),  # BINUNICODE8
     0x7D: lambda r: r.push({}),  # EMPTY_DICT
     0x5D: lambda r: r.push([]),  # EMPTY_LIST
     0x29: lambda r: r.push(()),  # EMPTY_TUPLE
@@ -171,8 +175,8 @@ _STEPS: dict[int, Callable[[_Reader], None]] = {
     0x73: lambda r: r.update(r.pop(2)),  # SETITEM
     0x75: lambda r: r.update(r.since_mark()),  # SETITEMS
     0x94: lambda r: r.put(len(r.memo)),  # MEMOIZE
-    0x71: lambda r: r.put(r.number("<B")),  # BINPUT
-    0x72: lambda r: r.put(r.number("<I")),  # LONG_BINPUT
-    0x68: lambda r: r.push(r.memo[r.number("<B")]),  # BINGET
-    0x6A: lambda r: r.push(r.memo[r.number("<I")]),  # LONG_BINGET
+    0x71: lambda r: r.put(r.byte()),  # BINPUT
+    0x72: lambda r: r.put(r.number(_U32)),  # LONG_BINPUT
+    0x68: lambda r: r.push(r.memo[r.byte()]),  # BINGET
+    0x6A: lambda r: r.push(r.memo[r.number(_U32)]),  # LONG_BINGET
 }
