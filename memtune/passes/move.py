@@ -186,14 +186,18 @@ def _made_in(step: Step) -> I32:
 
 
 def _come_back(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, host: I32) -> I32:
-    """Insert the copies back, each just before it is asked for; returns the new storages (-1: never asked)."""
+    """Insert the copies back, each just before it is asked for; returns the new storages (-1: never asked).
+
+    A copy belongs to the block whose backward asks for it: what several blocks saved comes back with the last of them.
+    """
+    asking = step.op_block[first[asked]]
     ops = edit.add_ops(
         "memtune.to_device.default",
         before=first[asked],
         phase=Phase.BACKWARD,
         resource=Resource.HOST_TO_DEVICE,
         traffic_bytes=step.bytes[storage[asked]],
-        block=block[asked],
+        block=np.where(asking >= 0, asking, block[asked]),
     )
     edit.add_uses(ops, host[asked])
     _hold_locals(edit, step, storage[asked], ops)
