@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,7 +219,8 @@ class _Frame:
         inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
         buffers = {name: buffer._version for name, buffer in self.region.module.named_buffers()} if recompute else {}
         keep = self.region.keep if recompute else None
-        mode = nullcontext() if keep is None else KeepMode(keep, self.kept, lambda: self.count)
+        random = partial(RandomState.capture, self.region.module)
+        mode = nullcontext() if keep is None else KeepMode(keep, self.kept, lambda: self.count, random)
         packer = _Packer(self)
         with saved_tensors_hooks(packer, _unpack), mode:
             out = self._forward(*args, **kwargs)

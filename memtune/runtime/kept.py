@@ -12,14 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.runtime.moved import Moved, View
+from memtune.runtime.random_state import RandomState
 
 
 class Kept:
     """The outputs of one op that a recomputed region keeps."""
 
-    def __init__(self, out: Any, before: int) -> None:
+    def __init__(self, out: Any, before: int, random: RandomState | None = None) -> None:
         self.before = before
         """How many recomputed tensors had been saved when the op ran."""
+        self._random = random
+        """What the op left of the random state, if it may have drawn: the ops after it draw on from there."""
         # Rule 5 needs to see later writes: a detach below autograd would count them apart from the original's.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._out: Any = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
@@ -54,6 +57,8 @@ class Kept:
 
     def take(self) -> Any:
         """The outputs, for the second run."""
+        if self._random is not None:
+            self._random.continue_from()
         out = tree_map(lambda t: t.get() if isinstance(t, Moved) else t.detach() if isinstance(t, Tensor) else t, self._out)
         self._storages = [weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, Tensor)]
         return out
@@ -62,15 +67,22 @@ class Kept:
 class KeepMode(TorchDispatchMode):
     """First run: remembers the outputs of the ops that the region keeps."""
 
-    def __init__(self, keep: Callable[[Any], bool], kept: dict[tuple[str, int], Kept], count: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        keep: Callable[[Any], bool],
+        kept: dict[tuple[str, int], Kept],
+        count: Callable[[], int],
+        random: Callable[[], RandomState],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keep, self._kept, self._count, self._seen = keep, kept, count, _Occurrences()
+        self._keep, self._kept, self._count, self._random, self._seen = keep, kept, count, random, _Occurrences()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op and keeps what it returned if it is one of those."""
         out = func(*args, **(kwargs or {}))
         if self._keep(func):
-            self._kept[self._seen.next(func)] = Kept(out, self._count())
+            random = self._random() if torch.Tag.nondeterministic_seeded in func.tags else None
+            self._kept[self._seen.next(func)] = Kept(out, self._count(), random)
         return out
 
 

@@ -38,6 +38,10 @@ class RandomState:
         finally:
             now._set()
 
+    def continue_from(self) -> None:
+        """Draw from this state from here on; for use inside `restored`."""
+        self._set()
+
     def _now(self) -> RandomState:
         with tier(HOST):
             cuda = None if self.device is None else torch.cuda.get_rng_state(self.device)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from memtune.program import Kind, Phase, Step
+from memtune.search_spaces.recompute._keeps import is_attention
 from memtune.technique import Reason
 
 
@@ -28,6 +29,17 @@ def why_not(step: Step, compiled: bool, keeps: Callable[[str], bool] | None = No
     if not _frees_something(step, keeps):
         return Reason("autograd saves nothing inside the blocks that could be recomputed", "recompute: {kind: none}")
     return None
+
+
+def no_attention(step: Step) -> Reason | None:
+    """None if a fused attention kernel runs inside some block of `step`; else why keeping its output is no use."""
+    inside = [step.names[name] for name in np.unique(step.op_name[(step.op_block >= 0) & (step.op_phase == Phase.FORWARD)])]
+    if any(map(is_attention, inside)):
+        return None
+    if any("softmax" in name for name in inside):
+        fix = "call F.scaled_dot_product_attention, or choose recompute: {kind: selective}"
+        return Reason("attention is not fused in the blocks: its backward needs all that its forward makes", fix)
+    return Reason("no attention runs inside the blocks", "recompute: {kind: full}")
 
 
 def _frees_something(step: Step, keeps: Callable[[str], bool] | None) -> bool:

@@ -14,10 +14,16 @@ MATMULS = frozenset(
 
 _ATTENTION = (
     "aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward", "aten._cudnn_attention",
+    "flash_attn._flash_attn_forward", "flash_attn._flash_attn_varlen_forward",  # as the flash-attn package registers them
 )  # fmt: skip
 
 
 def is_matmul_or_attention(op: Any) -> bool:
     """Whether `op` (an op, or its name) is a matrix product, a convolution, a recurrent layer or an attention forward."""
+    return str(op) in MATMULS or is_attention(op)
+
+
+def is_attention(op: Any) -> bool:
+    """Whether `op` (an op, or its name) is the forward of a fused attention kernel."""
     name = str(op)
-    return name in MATMULS or (name.startswith(_ATTENTION) and "backward" not in name)
+    return name.startswith(_ATTENTION) and "backward" not in name

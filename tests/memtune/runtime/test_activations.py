@@ -71,6 +71,24 @@ def test_gradients_are_equal_to_the_bit_with_and_without_input_gradient(claim: A
         assert of_input is None or torch.equal(x.grad, of_input)
 
 
+def test_numbers_drawn_after_a_kept_op_that_draws_are_the_same_again() -> None:
+    """As behind fused attention with dropout: what is kept does not draw in the second run, what follows must not notice."""
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept, _ = torch.native_dropout(self.linear(x), 0.5, True)
+            return nn.functional.dropout(torch.tanh(kept), 0.5).sin()
+
+    wanted = gradients(make(Drops, 2), torch.ones(4, 16))
+    model = make(Drops, 2)
+    table_on(model, lambda table, i: table.claim_recompute(i, lambda op: str(op) == "aten.native_dropout.default"))
+    assert all(torch.equal(one, two) for one, two in zip(gradients(model, torch.ones(4, 16)), wanted, strict=True))
+
+
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
 def test_nothing_is_left_when_backward_is_over(claim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[weakref.ref[Any]] = []

@@ -1,0 +1,45 @@
+"""Recompute every block but its attention, whose output and log-sum-exp are kept: attention runs once (LoongTrain)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from memtune.passes.recompute import recompute_blocks
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.search_spaces.recompute._fits import no_attention, why_not
+from memtune.search_spaces.recompute._keeps import is_attention
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+
+
+class AttentionOutput(Technique):
+    """Trades one hidden state and one log-sum-exp per block for attention's second forward, which `full` would run.
+
+    Worth it where sequences are long: attention is then most of a block's forward.
+
+    Distinguishing test: attention's forward runs once per block and step, all other ops of the block up to the last tensor
+    saved twice; a block holds its input, attention's output and its log-sum-exp, to the byte.
+    """
+
+    kind: Literal["attention_output"] = "attention_output"
+    slot: ClassVar[str] = "recompute"
+    title: ClassVar[str] = "Recompute every block, run attention once"
+    source: ClassVar[str] = "Gu et al. 2024, LoongTrain, arXiv:2406.18485, Selective Checkpoint++"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs blocks with fused attention that do not change their input, in eager mode."""
+        return why_not(program.step, target.compiled, is_attention) or no_attention(program.step)
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Every block runs again in backward, but for its attention."""
+        return program.with_step(recompute_blocks(program.step, list(range(len(program.step.blocks))), is_attention))
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Claim every block in the activation table, with attention's outputs to keep."""
+        for region in context.activations.regions:
+            context.activations.claim_recompute(region.index, is_attention)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """All blocks; attention kept inside them."""
+        return {"activations.recompute": {"every": 1, "keep": "attention"}}
