@@ -18,12 +18,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
+from memtune.autotune.calls import CallRecorder
+from memtune.autotune.foreach import foreach_phase, step_counters
 from memtune.autotune.tracer import Tracer
 from memtune.autotune.untraced import as_in_training
 from memtune.batches import map_tensors
 from memtune.edit import Edit
 from memtune.errors import MemtuneError, WorkloadError
-from memtune.program import I64, Kind, Recording, Step
+from memtune.hardware import Device
+from memtune.program import I64, Hints, Kind, Recording, Step
 from memtune.runtime.loop import accumulate, train_step
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, mark, tier
@@ -38,10 +41,10 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Trace:
-    """What one traced step gave: the Step, and each op's key in a WorkspaceTable."""
+    """What one traced step gave: the Step, and what it cannot say of itself."""
 
     step: Step
-    signatures: list[str]
+    hints: Hints
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Session:
     blocks: list[str]
     sizes: WorkspaceTable
     """What CPU kernels really return, where their fake implementations differ."""
+    target: Device = "cpu"
+    """Where the step is to run: what is recorded for CUDA takes the paths that `translate` can follow."""
     assumed: list[str] = field(default_factory=list)
     """What user code would have asked the data, and the answer it was given."""
 
@@ -98,13 +103,19 @@ class Session:
             if trace_last and micro_batches > 1:
                 accumulate(self.model, self.workload.loss, batches[:-1], CPU)
                 batches = batches[-1:]
-            with tracer.recording():
+            calls = CallRecorder(tracer, fuse=self.target == "cuda")
+            with tracer.recording(), calls:
                 loss = accumulate(self.model, self.workload.loss, batches, CPU)
                 tracer.note_gradients()
+                foreach = None
+                if self.target == "cuda":
+                    with tracer.paused():
+                        foreach = foreach_phase(self.model, self.optimizer, self.blocks)
+                counters = step_counters(tracer, self.optimizer)
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
                 del loss  # held as long as `train_step` holds it
-        return Trace(tracer.step(), tracer.signatures)
+        return Trace(tracer.step(), Hints(tuple(calls.calls), tuple(tracer.signatures), foreach, counters))
 
 
 def record(
@@ -114,6 +125,7 @@ def record(
     large: int = 4,
     sizes: Iterable[int] = (),
     workspace: WorkspaceTable | None = None,
+    target: Device = "cpu",
 ) -> Recording:
     """Record one training step of `workload`.
 
@@ -124,6 +136,7 @@ def record(
         sizes: Micro-batches that will be used: recorded themselves too, where that needs no real step.
         workspace: Where the scratch of CPU kernels is looked up, op by op; what is missing is measured in a child process
             and saved. Without it the recording holds tensors only, and says so in its notes.
+        target: Where the step is to run; what is recorded for CUDA is meant for `translate`.
 
     Returns:
         The recording, with the rung of the ladder and the reasons why earlier rungs did not do.
@@ -132,7 +145,7 @@ def record(
         WorkloadError: When not even a real step on CPU runs; the message is that step's own.
     """
     started = time.monotonic()
-    session, one, notes = open_session(workload, small)
+    session, one, notes = open_session(workload, small, target)
     two = session.traced(large)
     first, second = one.step, two.step
     same = _same_program(first, second)
@@ -159,6 +172,7 @@ def record(
         rung=session.rung,
         notes=tuple(notes),
         checked=frozenset({small, large} if same else {small}),
+        hints={small: one.hints, large: two.hints} if same else {small: one.hints},
     )
     for size in sorted(set(sizes)) if session.fake is not None else ():
         recording = check(recording, session, size, workspace)
@@ -180,16 +194,17 @@ def check(recording: Recording, session: Session, micro_batch: int, workspace: W
         more = step.peak_bytes() - predicted.peak_bytes()
         notes += (f"micro-batch {micro_batch} was recorded by itself: {more:+d} bytes at the peak against the affine sizes",)
     exact = {**recording.exact, micro_batch: step}
-    return replace(recording, exact=exact, checked=recording.checked | {micro_batch}, notes=notes)
+    hints = {**recording.hints, micro_batch: trace.hints}
+    return replace(recording, exact=exact, checked=recording.checked | {micro_batch}, notes=notes, hints=hints)
 
 
 def _workspaces(trace: Trace, table: WorkspaceTable) -> I64:
     """(n,) scratch bytes of every op; measures what the table lacks and saves it."""
-    keys = [key for key in trace.signatures if key]
+    keys = [key for key in trace.hints.signatures if key]
     if any(key not in table.entries and key not in table.unknown for key in keys):
         table.fill_in_child(keys)
         table.save()
-    return np.asarray([table.workspace_bytes(key) if key else 0 for key in trace.signatures], np.int64)
+    return np.asarray([table.workspace_bytes(key) if key else 0 for key in trace.hints.signatures], np.int64)
 
 
 def _with_workspaces(step: Step, scratch_bytes: I64, somewhere: npt.NDArray[np.bool_]) -> Step:
@@ -200,12 +215,12 @@ def _with_workspaces(step: Step, scratch_bytes: I64, somewhere: npt.NDArray[np.b
     return edit.done()
 
 
-def open_session(workload: Workload, micro_batch: int) -> tuple[Session, Trace, list[str]]:
+def open_session(workload: Workload, micro_batch: int, target: Device = "cpu") -> tuple[Session, Trace, list[str]]:
     """Climb the ladder to the first rung that records; returns the session, its trace and why lower rungs failed."""
     notes: list[str] = []
     for rung in RUNGS:
         try:
-            session = start_session(workload, rung)
+            session = replace(start_session(workload, rung), target=target)
             session.warm_up(micro_batch)
             return session, session.traced(micro_batch), notes
         except Exception as error:  # whatever user code raises on fake tensors; the last rung is real and its error is the user's

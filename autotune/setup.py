@@ -18,6 +18,7 @@ from memtune.autotune.pruning import Pruner
 from memtune.autotune.record import record, start_session
 from memtune.autotune.scoring import Goal, Scored, Scorer, Scores, score_all
 from memtune.autotune.space import Space, batch_sizes, build_space, executions
+from memtune.autotune.translate import translate
 from memtune.blocks import compress
 from memtune.config import MadeFor, fingerprint, load_config
 from memtune.errors import EnvironmentFault, UsageError
@@ -92,8 +93,9 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     say("recording one training step")
     only = _one_config(options, global_batch // options.ranks)
     sizes = _sizes_used(shares) if only is None else {only.execution.micro_batch or 1}
-    recording = record(workload, sizes=sizes, workspace=_workspaces(device, options.ranks))
-    budget = options.budget_bytes or (machine.memory_bytes if device == "cuda" else None)
+    recorded = record(workload, sizes=sizes, workspace=_workspaces(device, options.ranks), target=device)
+    recording = translate(recorded, machine)
+    budget = options.budget_bytes or (machine.usable_bytes if device == "cuda" else None)
     if budget is None and options.goal == "batch":
         budget = machine.memory_bytes // options.ranks
     frozen: Reason | None = None

@@ -15,7 +15,7 @@ import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,15 @@ from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
 from memtune.runtime.workspace import signature
 
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
+
+
+class Mark(NamedTuple):
+    """How far a recording has come."""
+
+    ops: int
+    nodes: int
+    """Autograd's next sequence number."""
+    saves: int
 
 
 class Tracer(TorchDispatchMode):
@@ -129,6 +138,27 @@ class Tracer(TorchDispatchMode):
         current = self._ids.pop(address, index)
         if self._held[current] == FOREVER:
             self._held[current] = len(self._ops) - 1
+
+    def storage_of(self, tensor: Tensor) -> int:
+        """Row of the storage behind `tensor`."""
+        return self._register(_local(tensor), Kind.BUFFER)
+
+    def adopt(self, tensor: Tensor, kind: Kind) -> None:
+        """Count what `tensor` holds among what was there before the step."""
+        self._register(_local(tensor), kind)
+
+    def mark(self) -> Mark:
+        """How far the recording has come."""
+        return Mark(len(self._ops), torch._C._autograd._get_sequence_nr(), len(self._saves))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, ops are not recorded."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
 
     # -- while the step runs -----------------------------------------------------------------------------------------
 

@@ -214,7 +214,7 @@ class Edit:
             **self._use_columns(order, renumber),
             **self._save_columns(order, renumber),
             landing=_renumbered(self.landing, renumber),
-            enter=order.moved(self._step.enter),
+            enter=order.next(self._step.enter),
             leave=order.moved(self._step.leave),
             input_storage=_renumbered(self._step.input_storage, renumber),
         )
@@ -277,7 +277,8 @@ class Edit:
         if self._drop_saves.any():
             columns = {name: column[~self._drop_saves] for name, column in columns.items()}
         columns["save_storage"] = _renumbered(columns["save_storage"], renumber)
-        for name in ("save_before", "save_until", "save_used_until"):
+        columns["save_before"] = order.next(columns["save_before"])
+        for name in ("save_until", "save_used_until"):
             columns[name] = order.moved(columns[name])
         asked = columns["save_asked"]
         columns["save_asked"] = np.where(asked < 0, np.int32(-1), order.following[asked])
@@ -320,6 +321,11 @@ class _Order:
         if none is not None:
             moved[ops < 0] = none
         return moved
+
+    def next(self, ops: I32) -> I32:
+        """The new positions of `ops`, or for removed ones of the first op after them."""
+        found: I32 = self.following[np.minimum(np.maximum(ops, 0), len(self.following) - 1)]
+        return np.minimum(found, np.int32(len(self.rows) - 1))
 
 
 def _renumbered(storages: I32, renumber: I32 | None) -> I32:

@@ -27,7 +27,11 @@ class Hardware:
     """Key in the table (`h100-80g`), or `cpu`."""
     title: str
     device: Device
+    architecture: str
+    """What kernels are chosen by: `sm90`, `gfx942`, `cpu`."""
     memory_bytes: int
+    context_bytes: int
+    """Device memory that a process has gone before it allocates: CUDA's context and its kernels. Trackers do not count it."""
     bf16_flops_per_s: float
     fp16_flops_per_s: float
     tf32_flops_per_s: float
@@ -61,6 +65,11 @@ class Hardware:
         """Peak rate of matrix products of `dtype`: bfloat16, float16, tf32, all else as float32."""
         rates = {"bfloat16": self.bf16_flops_per_s, "float16": self.fp16_flops_per_s, "tf32": self.tf32_flops_per_s}
         return rates.get(dtype, self.fp32_flops_per_s)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Device memory that is left for allocations."""
+        return self.memory_bytes - self.context_bytes
 
     def local_ranks(self, ranks: int) -> int:
         """How many of `ranks` share one node's host; on CPU they share the device too."""
@@ -116,12 +125,20 @@ def _detect_cuda() -> Hardware:
         constants = {name: (value, f"not in the table, taken from the A10: {why}") for name, (value, why) in constants.items()}
     constants |= {
         "title": (found.name, seen),
+        "architecture": (_architecture(found), seen),
         "memory_bytes": (found.total_memory, seen),
         "gpus_per_node": (torch.cuda.device_count(), seen),
         "host_memory_bytes": (measure.host_memory_bytes(), "the operating system, this machine"),
         "cores": (measure.cores(), "the operating system, this machine"),
     }
     return _from_constants(known or re.sub(r"\W+", "-", found.name.lower()), "cuda", constants)
+
+
+def _architecture(properties: Any) -> str:
+    """`sm90`, or on ROCm the name up to its features: `gfx942`."""
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
 
 
 def _from_constants(name: str, device: Device, constants: Mapping[str, tuple[Any, str]]) -> Hardware:

@@ -10,9 +10,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from memtune.measure import CpuRates
-from memtune.units import GIB
+from memtune.units import GIB, MIB
 
 Constants = Mapping[str, tuple[Any, str]]
+
+
+CONTEXT_BYTES = 512 * MIB
+CONTEXT_SOURCE = (
+    "CUDA context, cuBLAS and lazily loaded kernels of a training process: about 300 MB for a small model since CUDA 11.7 "
+    "(https://github.com/pytorch/pytorch/issues/107667), more with more kernels; not part of torch's counts"
+)
 
 
 class _Node(NamedTuple):
@@ -28,42 +35,111 @@ class _Node(NamedTuple):
     gpus: int
 
 
-_HGX5 = _Node("typical 8-GPU HGX node, PCIe 5, 400 Gb/s per GPU", 55, 450, 50, 2048, 300, 112, 8)
-_HGX4 = _Node("typical 8-GPU HGX A100 node, PCIe 4, 200 Gb/s per GPU", 25, 300, 25, 1024, 200, 128, 8)
+_HGX5 = _Node(
+    "8-GPU HGX node: NVLink 450 GB/s each way, PCIe 5, 400 Gb/s a GPU (DGX H100 user guide, docs.nvidia.com/dgx)",
+    55,
+    450,
+    50,
+    2048,
+    300,
+    112,
+    8,
+)
+_HGX4 = _Node(
+    "8-GPU HGX A100 node: NVLink 300 GB/s each way, PCIe 4, 200 Gb/s a GPU (DGX A100 user guide, docs.nvidia.com/dgx)",
+    25,
+    300,
+    25,
+    1024,
+    200,
+    128,
+    8,
+)
 _PCIE5 = _Node("typical 8-GPU server, PCIe 5 without NVLink, 100 Gb/s per node", 50, 40, 1.5, 1024, 250, 96, 8)
 _PCIE4 = _Node("typical 8-GPU server, PCIe 4 without NVLink, 100 Gb/s per node", 25, 20, 1.5, 512, 150, 64, 8)
 _DESK4 = _Node("typical workstation, PCIe 4, 10 Gb/s", 25, 12, 1.2, 128, 50, 16, 2)
 _DESK5 = _Node("typical workstation, PCIe 5, 10 Gb/s", 50, 25, 1.2, 128, 60, 16, 2)
-_DGX1 = _Node("typical DGX-1 V100 node, PCIe 3, 4 × 100 Gb/s", 12, 150, 6, 512, 100, 40, 8)
+_DGX1 = _Node(
+    "DGX-1 V100 node: NVLink 150 GB/s each way, PCIe 3, 4 × 100 Gb/s (DGX-1 system architecture white paper)",
+    12,
+    150,
+    6,
+    512,
+    100,
+    40,
+    8,
+)
 
 
 class _Card(NamedTuple):
     title: str
+    architecture: str
     memory: float  # GiB as torch reports it
     bf16: float  # TFLOP/s, as the next two
     tf32: float
     fp32: float
     bandwidth: float  # TB/s
     node: _Node
+    sheet: str
     fp16: float = 0.0  # TFLOP/s where it differs from bf16
 
 
+_NV = "https://www.nvidia.com/en-us/data-center"
+_H100 = "NVIDIA H100 data sheet (half its sparse figures), checked against https://glennklockwood.com/garden/processors/h100"
+_A100 = (
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf, "
+    "checked against https://glennklockwood.com/garden/processors/A100"
+)
+_GA102 = "NVIDIA Ampere GA102 white paper v2.0, appendix A (tensor rates with 32-bit accumulation), docslib.org/doc/759549"
+
 _CARDS = {
-    "h200": _Card("NVIDIA H200 SXM", 139.8, 989, 494, 67, 4.8, _HGX5),
-    "h100-80g": _Card("NVIDIA H100 SXM 80 GB", 79.1, 989, 494, 67, 3.35, _HGX5),
-    "h100-pcie": _Card("NVIDIA H100 PCIe 80 GB", 79.1, 756, 378, 51, 2.0, _PCIE5),
-    "b200": _Card("NVIDIA B200", 178.3, 2250, 1125, 75, 7.7, _HGX5._replace(link=900)),
-    "a100-80g": _Card("NVIDIA A100 SXM 80 GB", 79.2, 312, 156, 19.5, 2.039, _HGX4),
-    "a100-40g": _Card("NVIDIA A100 SXM 40 GB", 39.4, 312, 156, 19.5, 1.555, _HGX4),
-    "l40s": _Card("NVIDIA L40S", 44.4, 362, 183, 91.6, 0.864, _PCIE4),
-    "l4": _Card("NVIDIA L4", 22.0, 121, 60, 30.3, 0.3, _PCIE4),
-    "a10": _Card("NVIDIA A10", 22.0, 125, 62.5, 31.2, 0.6, _PCIE4),
-    "rtx-4090": _Card("NVIDIA GeForce RTX 4090", 23.6, 165, 82.6, 82.6, 1.008, _DESK4),
-    "rtx-5090": _Card("NVIDIA GeForce RTX 5090", 31.4, 209.5, 104.8, 104.8, 1.792, _DESK5),
-    "rtx-3090": _Card("NVIDIA GeForce RTX 3090", 23.7, 71, 35.6, 35.6, 0.936, _DESK4),
-    "v100": _Card("NVIDIA V100 SXM2 32 GB", 31.7, 15.7, 15.7, 15.7, 0.9, _DGX1, fp16=125),
-    "mi300x": _Card("AMD Instinct MI300X", 191.9, 1307, 653, 163, 5.3, _HGX5._replace(link=448)),
-}
+    "h200": _Card(
+        "NVIDIA H200 SXM", "sm90", 139.8, 989, 494.7, 66.9, 4.8, _HGX5,
+        f"{_NV}/h200, half its sparse figures; checked against https://itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html",
+    ),
+    "h100-80g": _Card("NVIDIA H100 SXM 80 GB", "sm90", 79.1, 989.4, 494.7, 66.9, 3.35, _HGX5, _H100),
+    "h100-pcie": _Card(
+        "NVIDIA H100 PCIe 80 GB", "sm90", 79.1, 756, 378, 51, 2.0, _PCIE5,
+        "NVIDIA H100 data sheet (half its sparse figures), https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
+    ),
+    "b200": _Card(
+        "NVIDIA B200", "sm100", 178.3, 2250, 1100, 80, 7.7, _HGX5._replace(link=900),
+        "HGX variant at 1000 W, https://glennklockwood.com/garden/processors/B200; bandwidth: HGX B200, 62 TB/s for eight",
+    ),
+    "a100-80g": _Card("NVIDIA A100 SXM 80 GB", "sm80", 79.2, 312, 156, 19.5, 2.039, _HGX4, _A100),
+    "a100-40g": _Card("NVIDIA A100 SXM 40 GB", "sm80", 39.4, 312, 156, 19.5, 1.555, _HGX4, _A100),
+    "l40s": _Card(
+        "NVIDIA L40S", "sm89", 44.4, 362.05, 183, 91.6, 0.864, _PCIE4,
+        "NVIDIA L40S data sheet (it lists dense | sparse), checked against https://www.mullet.se/product.html?product_id=355414",
+    ),
+    "l4": _Card(
+        "NVIDIA L4", "sm89", 22.0, 121, 60, 30.3, 0.3, _PCIE4,
+        "NVIDIA L4 data sheet (half of 242 and 120 with sparsity), checked against https://grokipedia.com/page/NVIDIA_L4_vs_L40S",
+    ),
+    "a10": _Card(
+        "NVIDIA A10", "sm86", 22.0, 125, 62.5, 31.2, 0.6, _PCIE4,
+        "NVIDIA A10 data sheet; fp32 and bandwidth checked against https://sysrqmts.com (A10 PCIe: 31.24 TFLOPS, 600.2 GB/s)",
+    ),
+    "rtx-4090": _Card(
+        "NVIDIA GeForce RTX 4090", "sm89", 23.6, 165.2, 82.6, 82.6, 1.008, _DESK4,
+        "NVIDIA Ada GPU architecture white paper, appendix A; checked against https://hmc-tech.com (165.2 and 82.58)",
+    ),
+    "rtx-5090": _Card(
+        "NVIDIA GeForce RTX 5090", "sm120", 31.4, 209.5, 104.8, 104.8, 1.792, _DESK5,
+        "NVIDIA RTX Blackwell white paper (838 sparse with 16-bit accumulation is 209.5 dense with 32-bit); checked "
+        "against https://www.spheron.network/blog/nvidia-rtx-5090-specs/",
+    ),
+    "rtx-3090": _Card("NVIDIA GeForce RTX 3090", "sm86", 23.7, 71, 35.6, 35.6, 0.936, _DESK4, _GA102),
+    "v100": _Card(
+        "NVIDIA V100 SXM2 32 GB", "sm70", 31.7, 15.7, 15.7, 15.7, 0.9, _DGX1,
+        "NVIDIA V100 data sheet, https://developer.nvidia.com/programming-tensor-cores-cuda-9-0; bf16 is computed in fp32",
+        fp16=125,
+    ),
+    "mi300x": _Card(
+        "AMD Instinct MI300X", "gfx942", 191.9, 1307.4, 653.7, 163.4, 5.3, _HGX5._replace(link=448),
+        "AMD Instinct MI300X data sheet, dense; links and memory: https://www.emergentmind.com/topics/amd-mi300x-gpu",
+    ),
+}  # fmt: skip
 
 ALIASES = {
     "h100": "h100-80g", "h100-sxm": "h100-80g", "h100-80gb": "h100-80g", "a100": "a100-80g", "a100-80gb": "a100-80g",
@@ -73,7 +149,7 @@ ALIASES = {
 
 
 def _constants(card: _Card) -> Constants:
-    sheet = f"data sheet of {card.title}, dense"
+    sheet = f"dense, 32-bit accumulation: {card.sheet}"
     usual = card.node.source
     node: dict[str, Any] = {
         "host_to_device_bytes_per_s": card.node.pcie * 1e9,
@@ -87,7 +163,12 @@ def _constants(card: _Card) -> Constants:
     }
     return {
         "title": (card.title, sheet),
+        "architecture": (
+            card.architecture,
+            "CUDA compute capability, https://developer.nvidia.com/cuda-gpus; AMD: ROCm's target",
+        ),
         "memory_bytes": (int(card.memory * GIB), "total that torch commonly reports for this card"),
+        "context_bytes": (CONTEXT_BYTES, CONTEXT_SOURCE),
         "bf16_flops_per_s": (card.bf16 * 1e12, sheet),
         "fp16_flops_per_s": ((card.fp16 or card.bf16) * 1e12, sheet),
         "tf32_flops_per_s": (card.tf32 * 1e12, sheet),
@@ -126,7 +207,9 @@ def cpu(rates: CpuRates) -> Constants:
     gloo = "gloo over loopback, two ranks on a 2-core server, 1 MiB messages; not this machine"
     return {
         "title": (rates.title, system),
+        "architecture": ("cpu", system),
         "memory_bytes": (rates.memory_bytes, system),
+        "context_bytes": (0, "the ledger counts from nothing"),
         "bf16_flops_per_s": (rates.bf16_flops_per_s, measured),
         "fp16_flops_per_s": (rates.fp32_flops_per_s, "taken as float32"),
         "tf32_flops_per_s": (rates.fp32_flops_per_s, measured),

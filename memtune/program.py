@@ -257,6 +257,43 @@ class Program:
         return replace(self, rank_classes=(RankClass(self.ranks, step),), **changes)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of the user's code that other devices answer with other kernels, and which rows of its Step it became."""
+
+    kind: str
+    """`attention`, `dropout`, `recurrent`."""
+    ops: tuple[int, int]
+    """First op and the one after the last; all of them ran inside the call."""
+    nodes: tuple[int, int]
+    """Autograd's sequence number when the call began and when it returned: backward ops of these nodes are its own."""
+    saves: tuple[int, int]
+    """First save and the one after the last."""
+    inputs: tuple[int, ...]
+    """Storage of each tensor it was given, in the order of the arguments."""
+    output: int
+    """Storage of what it returned."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors it was given, in the order of the arguments."""
+    dtype: str
+    """What the kernel computes in: autocast's type where it is on, else the first tensor's."""
+    options: Mapping[str, float] = field(default_factory=dict)
+    """What else kernels are chosen by: `dropout`, `causal`, `masked`, `aligned`, …"""
+
+
+@dataclass(frozen=True, eq=False)
+class Hints:
+    """What a Step cannot say and another device's kernels depend on."""
+
+    calls: tuple[Call, ...] = ()
+    signatures: tuple[str, ...] = ()
+    """(n,) each op with its arguments, the key of a workspace table; empty for what is not an op."""
+    foreach: Step | None = None
+    """The optimizer phase as it would be with foreach kernels, None where the optimizer has none or the user chose."""
+    step_counters: tuple[int, ...] = ()
+    """Storages of the optimizer's step counters, which torch keeps on the host beside a model on CUDA."""
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
     """A step recorded at two micro-batches, so that every size is known as a function of the micro-batch.
@@ -278,6 +315,10 @@ class Recording:
     """Micro-batches that were recorded themselves, not extrapolated."""
     exact: Mapping[int, Step] = field(default_factory=dict)
     """Steps recorded at further micro-batches, used instead of the affine sizes."""
+    device: str = "cpu"
+    """Whose kernels the steps hold; `autotune.translate` makes the one of the other."""
+    hints: Mapping[int, Hints] = field(default_factory=dict)
+    """By micro-batch, for the steps that were recorded themselves."""
 
     def at(self, micro_batch: int) -> Step:
         """The step with all sizes evaluated at `micro_batch` samples."""

@@ -1,0 +1,130 @@
+"""Notes the calls that CPU and CUDA answer with different kernels, while a step is recorded.
+
+What CPU makes of `scaled_dot_product_attention` or `dropout` is a run of small ops; CUDA has one kernel that saves something
+else. Which ops belong together can be seen only from the call, so the call is noted: first and last op, autograd's sequence
+numbers around it (by which its backward is found), what it saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from memtune.autotune.tracer import Tracer
+from memtune.program import Call
+
+Options = Mapping[str, float]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Options | None:
+    if query.dim() != 4:
+        return None
+    dense = all(t.stride(-1) == 1 for t in (query, key, value))
+    return {
+        "dropout": dropout_p,
+        "causal": is_causal,
+        "masked": attn_mask is not None,
+        "mask_elements": attn_mask.numel() if attn_mask is not None and attn_mask.dtype == torch.bool else 0,
+        "dense": dense,
+        "aligned": all((t.storage_offset() * t.element_size()) % 16 == 0 for t in (query, key, value)),
+    }
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Options | None:
+    # `dropout` composes its mask unless it is on CUDA; the composed form in place has no fused kernel anywhere.
+    return {"dropout": p} if training and 0 < p < 1 and not inplace else None
+
+
+def _recurrent(*args: Any) -> Options | None:
+    if not isinstance(args[1], Tensor | list | tuple) or isinstance(args[3], list | tuple):
+        return None  # packed sequences: the kernel's sizes depend on the data
+    input, _, weights, biased, layers, dropout, _, bidirectional, batch_first = args[:9]
+    return {
+        "layers": layers, "directions": 2 if bidirectional else 1, "dropout": dropout, "biased": biased,
+        "batch_first": batch_first, "weights": sum(w.numel() for w in weights), "hidden": weights[1].shape[1],
+        "weight_bytes": sum(w.nbytes for w in weights), "input": input.numel(),
+    }  # fmt: skip
+
+
+_KINDS: dict[Any, tuple[str, Callable[..., Options | None]]] = {
+    F.scaled_dot_product_attention: ("attention", _attention),
+    F.dropout: ("dropout", _dropout),
+    torch.lstm: ("lstm", _recurrent),
+    torch.gru: ("gru", _recurrent),
+}
+
+
+class CallRecorder(TorchFunctionMode):
+    """Inside, every call of `_KINDS` is noted in `calls`; enter it together with the tracer.
+
+    Args:
+        tracer: What records the ops.
+        fuse: Whether attention with dropout runs without it: CPU's fused kernel has none, CUDA's have, and only a fused kernel
+            leaves its output laid out as they do. For steps that are to be translated.
+    """
+
+    def __init__(self, tracer: Tracer, *, fuse: bool = False) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._tracer, self._fuse = tracer, fuse
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the call; note it if it is one of those."""
+        known = _KINDS.get(func)
+        options = known[1](*args, **(kwargs or {})) if known else None
+        if known is None or options is None:
+            return func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        inputs = tuple(self._tracer.storage_of(each) for each in tensors)
+        if self._fuse and known[0] == "attention":
+            args, kwargs = _without_dropout(args, kwargs or {})
+        before = self._tracer.mark()
+        out = func(*args, **(kwargs or {}))
+        after = self._tracer.mark()
+        if after.ops > before.ops:
+            result = out[0] if isinstance(out, tuple) else out
+            dtype = _computes_in(tensors[0])
+            cast = dtype != str(tensors[0].dtype).removeprefix("torch.")
+            self.calls.append(
+                Call(
+                    kind=known[0],
+                    ops=(before.ops, after.ops),
+                    nodes=(before.nodes, after.nodes),
+                    saves=(before.saves, after.saves),
+                    inputs=inputs,
+                    output=self._tracer.storage_of(result),
+                    shapes=tuple(tuple(each.shape) for each in tensors),
+                    dtype=dtype,
+                    options={name: float(value) for name, value in options.items()} | {"cast": float(cast)},
+                )
+            )
+        return out
+
+
+def _computes_in(tensor: Tensor) -> str:
+    kind = tensor.device.type
+    cast = torch.is_autocast_enabled(kind) and tensor.is_floating_point()
+    return str(torch.get_autocast_dtype(kind) if cast else tensor.dtype).removeprefix("torch.")
+
+
+def _without_dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an attention call with its fifth, `dropout_p`, at zero."""
+    if len(args) > 4:
+        return (*args[:4], 0.0, *args[5:]), dict(kwargs)
+    return args, {**kwargs, "dropout_p": 0.0}

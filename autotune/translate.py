@@ -1,0 +1,477 @@
+"""A Step recorded on CPU becomes the Step of a CUDA run, by the table of `translation_table`.
+
+Calls that CUDA answers with one kernel are fused: the ops that CPU ran for them become one op forward and one backward, and
+what autograd keeps becomes what that kernel saves. The optimizer phase becomes that of foreach kernels, cuBLAS's workspaces
+are there from the start, scratch of CPU kernels goes. Every op that the table does not know stays as it is and is named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.autotune import translation_table as table
+from memtune.edit import Edit
+from memtune.hardware import Hardware
+from memtune.program import FOREVER, I32, I64, Call, Hints, Kind, Phase, Recording, Resource, Step, Tier
+from memtune.runtime.workspace import WorkspaceTable
+
+Flags = npt.NDArray[np.bool_]
+_MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addbmm.")
+
+
+def translate(recording: Recording, hardware: Hardware, *, workspace: WorkspaceTable | None = None) -> Recording:
+    """`recording` as it would be on `hardware`; itself where both are the same kind of device.
+
+    Args:
+        recording: Of a CPU run, on fake tensors or real ones.
+        hardware: The target; its architecture decides which kernels are chosen.
+        workspace: Scratch of kernels measured on that device; without it convolutions count none, and a note says so.
+
+    Returns:
+        The recording with every step translated and with notes of what was assumed and what is unknown.
+    """
+    if recording.device == hardware.device or hardware.device != "cuda":
+        return recording
+    known = _Context(hardware.architecture, workspace)
+    hints = recording.hints.get(recording.small, Hints())
+    small = translate_step(recording.step, hints, known)
+    sizes = [size for size in recording.hints if size != recording.small and size not in recording.exact]
+    bytes_slope, flops_slope = np.zeros(small.n_storages, np.int64), np.zeros(small.n_ops)
+    traffic_slope = np.zeros(small.n_ops, np.int64)
+    if sizes:  # else sizes are known at this micro-batch only
+        other, more = sizes[0], sizes[0] - recording.small
+        large = translate_step(recording.at(other), _resized(hints, recording.hints[other]), known.again())
+        bytes_slope = (large.bytes - small.bytes) // more
+        flops_slope = (large.op_flops - small.op_flops) / more
+        traffic_slope = (large.op_traffic_bytes - small.op_traffic_bytes) // more
+    exact = {
+        size: translate_step(each, recording.hints.get(size, Hints()), known.again()) for size, each in recording.exact.items()
+    }
+    notes = (*recording.notes, *known.notes(small))
+    hints_left = {size: replace(each, calls=(), signatures=(), foreach=None) for size, each in recording.hints.items()}
+    return replace(
+        recording,
+        step=small,
+        bytes_slope=bytes_slope,
+        flops_slope=flops_slope,
+        traffic_slope=traffic_slope,
+        exact=exact,
+        notes=notes,
+        device="cuda",
+        hints=hints_left,
+    )
+
+
+def _resized(hints: Hints, other: Hints) -> Hints:
+    """`hints` with the sizes of `other`: rows and autograd's numbers are those of the step that is evaluated at another size."""
+    calls = tuple(
+        replace(ours, shapes=theirs.shapes, options=theirs.options) for ours, theirs in zip(hints.calls, other.calls, strict=True)
+    )
+    return replace(hints, calls=calls, signatures=other.signatures)
+
+
+class _Context:
+    """The target, and what was assumed while translating for it."""
+
+    def __init__(self, architecture: str, workspace: WorkspaceTable | None) -> None:
+        self.architecture, self.workspace = architecture, workspace
+        self.kernels: dict[str, int] = {}
+        self.estimated: set[str] = set()
+
+    def again(self) -> _Context:
+        """The same target with nothing counted."""
+        return _Context(self.architecture, self.workspace)
+
+    def count(self, kernel: str, *, estimated: bool = False) -> None:
+        self.kernels[kernel] = self.kernels.get(kernel, 0) + 1
+        if estimated:
+            self.estimated.add(kernel)
+
+    def notes(self, step: Step) -> list[str]:
+        """For people: which kernels were taken, what is estimated, what is unknown."""
+        notes = [f"recorded on CPU, translated to CUDA ({self.architecture})"]
+        if self.kernels:
+            names = ", ".join(f"{kernel} × {count}" for kernel, count in sorted(self.kernels.items()))
+            notes[0] += f": {names}"
+        if self.estimated:
+            notes.append(f"estimated, not known without the device: scratch or reserve of {', '.join(sorted(self.estimated))}")
+        if self.workspace is None and any("convolution" in name for name in step.names):
+            notes.append(
+                "convolutions are counted without workspace: cuDNN's is known only on the device (memtune doctor --calibrate)"
+            )
+        phase = {step.names[i] for i in np.unique(step.op_name[step.op_phase == Phase.OPTIMIZER])}
+        if phase and not any(name.startswith(("aten._foreach_", "aten._fused_")) for name in phase):
+            notes.append("the optimizer is counted one parameter at a time")
+        unknown = unknown_ops(step)
+        if unknown:
+            notes.append(f"no translation for {', '.join(unknown)}: counted as on CPU")
+        return notes
+
+
+def unknown_ops(step: Step) -> list[str]:
+    """Names of ops that CUDA does not run, or of which nothing is known."""
+    used = {step.names[i] for i in np.unique(step.op_name)}
+    foreign = {name for name in used if not name.startswith(table.SAME_EVERYWHERE)}
+    return sorted(foreign | {name for name in used if any(part in name for part in table.CPU_ONLY)})
+
+
+def translate_step(step: Step, hints: Hints, context: _Context) -> Step:
+    """One step with CUDA's kernels; lifetimes follow from what the new ops read and save."""
+    fusion = _Fusion(step)
+    for call in hints.calls:
+        kernel = _kernel(call, step, context)
+        if kernel is not None:
+            fusion.fuse(call, kernel)
+    _drop_scratch(fusion)
+    _norm_statistics(fusion, hints)
+    step = fusion.done(lambda edit: _add_workspaces(edit, step, hints, context))
+    if hints.foreach is not None:
+        step = _with_foreach(step, hints.foreach)
+    return _counters_on_host(step, hints.step_counters)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One fused kernel of one call: names, what it saves, scratch."""
+
+    forward: str
+    backward: str
+    saves_inputs: bool
+    saves_output: bool
+    saved_bytes: tuple[int, ...]
+    """Of what it makes and saves besides its output; the first is packed before the output, as autograd's alphabet has it."""
+    forward_scratch: int = 0
+    backward_scratch: int = 0
+    forward_flops: float | None = None
+    backward_flops: float | None = None
+
+
+def _kernel(call: Call, step: Step, context: _Context) -> _Kernel | None:
+    """What CUDA answers `call` with; None where it runs the same ops as CPU."""
+    if call.kind == "attention":
+        return _attention(call, step, context)
+    if call.kind == "dropout":
+        context.count("native_dropout")
+        return _Kernel(*table.DROPOUT, saves_inputs=False, saves_output=False, saved_bytes=(int(np.prod(call.shapes[0])),))
+    entry = table.RECURRENT[call.kind]
+    size = 2 if call.dtype in ("float16", "bfloat16") else 4
+    reserve = table.reserve_bytes(call.kind, call.options, size, call.shapes[0][-1])
+    context.count("cuDNN recurrent layer", estimated=True)
+    return _Kernel(entry.forward, entry.backward, saves_inputs=True, saves_output=True, saved_bytes=(reserve,))
+
+
+def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
+    (*_, H, Q, D), (*_, G, K, _), (*_, E) = call.shapes[:3]
+    options = call.options
+    asked = table.Attention(
+        call.shapes[0][0], H, Q, D, G, K, E, call.dtype,
+        dropout=options["dropout"], causal=bool(options["causal"]), masked=bool(options["masked"]),
+        dense=bool(options["dense"]), aligned=bool(options["aligned"]), needs_grad=call.saves[1] > call.saves[0],
+    )  # fmt: skip
+    kernel = table.attention_kernel(asked, context.architecture)
+    on_cpu = [step.names[i] for i in step.op_name[slice(*call.ops)]]
+    context.count(f"{kernel.name} attention", estimated=kernel.estimated)
+    if kernel.name == "math" and not any("flash" in name for name in on_cpu):
+        return None  # CPU composed it as CUDA will
+    products = 2.0 * asked.B * H * Q * K
+    mask = (int(table.up(int(options["mask_elements"]), 16)) * asked.S,) if options["mask_elements"] else ()
+    return _Kernel(
+        kernel.forward,
+        kernel.backward,
+        saves_inputs=True,
+        saves_output=kernel.name != "math",
+        saved_bytes=(*kernel.saved(asked), *mask),
+        forward_scratch=kernel.forward_scratch(asked),
+        backward_scratch=kernel.backward_scratch(asked),
+        forward_flops=products * (D + E),
+        backward_flops=products * (3 * D + 2 * E),
+    )
+
+
+class _Fusion:
+    """Collects the calls to fuse, then edits the step once."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.names = list(step.names)
+        self.op_name, self.flops = step.op_name.copy(), step.op_flops.copy()
+        self.traffic, self.rng = step.op_traffic_bytes.copy(), step.op_rng.copy()
+        self.producer, self.bytes = step.producer.copy(), step.bytes.copy()
+        self.dropped_ops = np.zeros(step.n_ops, bool)
+        self.dropped_uses = np.zeros(len(step.use_op), bool)
+        self.dropped_saves = np.zeros(len(step.save_storage), bool)
+        self.later: list[Callable[[Edit], object]] = []
+        self._uses_of = np.searchsorted(step.use_op, np.arange(step.n_ops + 1))
+        self._cast = step.names.index("aten._to_copy.default") if "aten._to_copy.default" in step.names else -1
+        self._by_node = np.argsort(step.op_node, kind="stable")
+        self._nodes = step.op_node[self._by_node]
+
+    def fuse(self, call: Call, kernel: _Kernel) -> None:
+        """Make `call` one op forward and, where it has a backward, one op backward."""
+        step = self.step
+        casts = bool(call.options.get("cast"))
+        forward = self._rows(np.arange(*call.ops, dtype=np.int32), casts)
+        begin, end = np.searchsorted(self._nodes, call.nodes)
+        backward = self._rows(np.sort(self._by_node[begin:end]).astype(np.int32), casts)
+        if not len(forward):
+            return
+        saves = np.arange(*call.saves, dtype=np.int32)
+        inside = np.zeros(step.n_ops, bool)
+        inside[forward] = inside[backward] = True
+        made, inputs = self._made(forward), self._read_from_outside(forward)
+        stays = self._seen_outside(made, inside, int(call.ops[1]) - 1, saves) | (made == call.output)
+        outputs, gone = made[stays], made[~stays]
+        last = int(forward[-1])
+        self._becomes(last, kernel.forward, forward, outputs, kernel.forward_flops)
+        self.rng[last] = self.rng[forward].max()
+        self.bytes[gone] = 0
+        self._traffic(last, inputs, outputs, kernel.saved_bytes)
+        self.later.append(lambda edit: edit.add_uses(np.full(len(inputs), last, np.int32), inputs))
+        self._scratch(last, kernel.forward_scratch)
+        grads = np.empty(0, np.int32)
+        first = -1
+        if len(backward):
+            first = int(backward[0])
+            made = self._made(backward)
+            keeps = self._seen_outside(made, inside, int(backward[-1]), saves) | (step.ready_after[made] >= 0)
+            grads = made[keeps]
+            self.bytes[made[~keeps]] = 0
+            reads = np.setdiff1d(self._read_from_outside(backward), gone)
+            self._becomes(first, kernel.backward, backward, grads, kernel.backward_flops)
+            self._traffic(first, reads, grads, kernel.saved_bytes)
+            self.later.append(lambda edit: edit.add_uses(np.full(len(reads), first, np.int32), reads.astype(np.int32)))
+            self._scratch(first, kernel.backward_scratch)
+        self.dropped_saves[saves] = True
+        if len(saves):
+            packed = _packed(call, inputs) if kernel.saves_inputs else []
+            kept = packed, ([call.output] if kernel.saves_output else [])
+            self.later.append(lambda edit: self._save(edit, saves, last, first, kept, kernel.saved_bytes))
+
+    def _rows(self, rows: I32, casts: bool) -> I32:
+        """`rows` of kernels; `casts` that autocast makes stay casts."""
+        rows = rows[self.step.op_resource[rows] == Resource.COMPUTE]
+        return rows[self.op_name[rows] != self._cast] if casts and self._cast >= 0 else rows
+
+    def _made(self, rows: I32) -> I32:
+        found: I32 = np.flatnonzero(np.isin(self.step.producer, rows)).astype(np.int32)
+        return found
+
+    def _use_rows(self, rows: I32) -> I32:
+        return np.concatenate([np.arange(self._uses_of[row], self._uses_of[row + 1], dtype=np.int32) for row in rows])
+
+    def _read_from_outside(self, rows: I32) -> I32:
+        read = np.unique(self.step.use_storage[self._use_rows(rows)])
+        found: I32 = read[~np.isin(self.step.producer[read], rows)].astype(np.int32)
+        return found
+
+    def _seen_outside(self, storages: I32, inside: Flags, last: int, saves: I32) -> Flags:
+        """Which of `storages` someone else uses, holds or saves."""
+        step = self.step
+        seen = np.zeros(step.n_storages, bool)
+        seen[step.use_storage[~inside[step.use_op]]] = True
+        others = np.ones(len(step.save_storage), bool)
+        others[saves] = False
+        seen[step.save_storage[others]] = True
+        found: Flags = seen[storages] | (step.held_until[storages] > last)
+        return found
+
+    def _becomes(self, op: int, name: str, rows: I32, outputs: I32, flops: float | None) -> None:
+        """Op `op` does the work of all `rows` and makes `outputs`."""
+        if name not in self.names:
+            self.names.append(name)
+        self.op_name[op] = self.names.index(name)
+        self.flops[op] = self.step.op_flops[rows].sum() if flops is None else flops
+        self.producer[outputs] = op
+        self.dropped_ops[rows] = True
+        self.dropped_ops[op] = False
+        self.dropped_uses[self._use_rows(rows)] = True
+
+    def _traffic(self, op: int, reads: I32, writes: I32, saved: tuple[int, ...]) -> None:
+        self.traffic[op] = self.step.bytes[reads].sum() + self.step.bytes[writes].sum() + sum(saved)
+
+    def _scratch(self, op: int, n_bytes: int) -> None:
+        if n_bytes:
+            self.later.append(lambda edit: _add(edit, np.asarray([n_bytes]), np.asarray([op], np.int32), Kind.WORKSPACE))
+
+    def _save(
+        self, edit: Edit, saves: I32, last: int, first: int, kept: tuple[list[int], list[int]], saved_bytes: tuple[int, ...]
+    ) -> None:
+        """What autograd now keeps: inputs before the op ran, outputs and extras after it."""
+        step = self.step
+        extra = _add(edit, np.asarray(saved_bytes, np.int64), np.full(len(saved_bytes), last, np.int32))
+        storages = np.asarray([*kept[0], *extra[:1], *kept[1], *extra[1:]], np.int32)
+        if first >= 0:
+            late = np.asarray([*kept[1], *extra], np.int32)
+            edit.add_uses(np.full(len(late), first, np.int32), late)
+        n_in, count = len(kept[0]), len(storages)
+        before = np.where(np.arange(count) < n_in, last, last + 1).astype(np.int32)
+        until = np.full(count, step.save_until[saves].max(), np.int32)
+        turn = step.save_turn[saves].max() * _ROOM + np.arange(count)
+        block = np.full(count, step.save_block[saves[0]], np.int32)
+        edit.add_saves(storages, before=before, until=until, block=block, asked=np.full(count, first, np.int32), turn=turn)
+        edit.save_is_output[len(edit.save_is_output) - (count - n_in) :] = 1
+
+    def done(self, more: Callable[[Edit], None]) -> Step:
+        """The step with everything fused, and what `more` adds."""
+        step = replace(
+            self.step,
+            names=tuple(self.names),
+            op_name=self.op_name,
+            op_flops=self.flops,
+            op_traffic_bytes=self.traffic,
+            op_rng=self.rng,
+            producer=self.producer,
+            bytes=self.bytes,
+        )
+        edit = Edit(step)
+        edit.save_turn = edit.save_turn * _ROOM
+        edit.drop_uses(self.dropped_uses)
+        edit.drop_ops(self.dropped_ops)
+        edit.drop_saves(self.dropped_saves)
+        for change in self.later:
+            change(edit)
+        more(edit)
+        return _saves_in_order(edit.done())
+
+
+def _packed(call: Call, inputs: I32) -> list[int]:
+    """What an attention kernel saves of its inputs, in autograd's alphabetical order (bias, key, query, value)."""
+    if call.kind != "attention" or not set(call.inputs) <= set(inputs.tolist()):
+        return [int(each) for each in inputs]
+    query, key, value, *mask = call.inputs
+    return [*mask, key, query, value]
+
+
+_ROOM = 64  # turns between two that were recorded: no kernel saves as many tensors
+
+
+def _add(edit: Edit, n_bytes: I64, producer: I32, kind: Kind = Kind.TEMPORARY) -> I32:
+    return edit.add_storages(n_bytes, producer=producer, kind=kind)
+
+
+def _saves_in_order(step: Step) -> Step:
+    """Rows of saves in the order of packing: outputs of the op before come ahead of inputs of the op after."""
+    order = np.lexsort((1 - step.save_is_output.astype(np.int8), step.save_before))
+    columns = ("storage", "before", "until", "used_until", "asked", "turn", "is_output", "block")
+    return replace(step, **{f"save_{name}": getattr(step, f"save_{name}")[order] for name in columns})
+
+
+def _drop_scratch(fusion: _Fusion) -> None:
+    """Scratch of CPU kernels is not there on CUDA."""
+    fusion.bytes[fusion.step.kind == Kind.WORKSPACE] = 0
+
+
+def _norm_statistics(fusion: _Fusion, hints: Hints) -> None:
+    """Means and deviations of 16-bit inputs in fp32, wherever CPU kept them in 16 bits."""
+    step = fusion.step
+    for name in table.NORM_STATISTICS.keys() & set(step.names):
+        for op in np.flatnonzero(step.op_name == step.names.index(name)):
+            if op >= len(hints.signatures) or not hints.signatures[op]:
+                continue
+            (dtype, shape, _), axes = json.loads(hints.signatures[op])[1][0]["t"], json.loads(hints.signatures[op])[1][1]
+            rows = int(np.prod(shape[: len(shape) - len(axes)]))
+            made = np.flatnonzero(step.producer == op)[1:]
+            if dtype in ("float16", "bfloat16"):
+                fusion.bytes[made[step.bytes[made] == 2 * rows]] = 4 * rows
+
+
+def _add_workspaces(edit: Edit, step: Step, hints: Hints, context: _Context) -> None:
+    """CuBLAS's workspaces, there since the first step; scratch of kernels where it was measured on the device."""
+    if any(name.startswith(_MATMULS) for name in step.names):
+        size = table.cublas_workspace_bytes(context.architecture, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        count = table.CUBLAS_HANDLES
+        edit.add_storages(
+            np.full(count, size, np.int64),
+            producer=np.full(count, -1, np.int32),
+            kind=Kind.WORKSPACE,
+            held_until=np.full(count, FOREVER, np.int32),
+        )
+    if context.workspace is not None:
+        scratch = np.asarray([context.workspace.workspace_bytes(key) if key else 0 for key in hints.signatures], np.int64)
+        ops = np.flatnonzero(scratch).astype(np.int32)
+        edit.add_storages(scratch[ops], producer=ops, kind=Kind.WORKSPACE)
+
+
+def _with_foreach(step: Step, phase: Step) -> Step:
+    """`step` with the optimizer phase of `phase`: a few ops over all parameters in place of many over each."""
+    old = step.op_phase == Phase.OPTIMIZER
+    if not old.any() or not phase.n_ops:
+        return step
+    edit = Edit(step)
+    edit.drop_ops(old)
+    end = np.asarray([step.n_ops], np.int32)
+    rows = np.concatenate([
+        edit.add_ops(
+            phase.names[phase.op_name[op]],
+            before=end,
+            phase=Phase.OPTIMIZER,
+            traffic_bytes=int(phase.op_traffic_bytes[op]),
+            flops=float(phase.op_flops[op]),
+        )
+        for op in range(phase.n_ops)
+    ])  # fmt: skip
+    new_of = _same_storages(step, phase)
+    made = np.flatnonzero(phase.producer >= 0)
+    held = phase.held_until[made]
+    held = np.where((held >= 0) & (held != FOREVER), rows[np.clip(held, 0, phase.n_ops - 1)], held).astype(np.int32)
+    owner = _owners(step, phase, new_of)
+    new_of[made] = edit.add_storages(phase.bytes[made], producer=rows[phase.producer[made]], held_until=held, owner=owner[made])
+    known = new_of[phase.use_storage] >= 0
+    for mutates in (False, True):
+        mine = known & (phase.use_mutates == mutates)
+        edit.add_uses(rows[phase.use_op[mine]], new_of[phase.use_storage[mine]], mutates=mutates)
+    first = int(np.flatnonzero(old)[0])
+    waits = np.flatnonzero(
+        (step.held_until >= first) & (step.held_until != FOREVER) & ((step.producer < 0) | ~old[step.producer])
+    )
+    edit.hold_through(waits.astype(np.int32), np.full(len(waits), rows[-1], np.int32))
+    return edit.done()
+
+
+def _same_storages(step: Step, phase: Step) -> I32:
+    """(phase.m,) the storage of `step` behind each of `phase`, -1 where there is none: state in the same order, gradients."""
+    new_of = np.full(phase.n_storages, -1, np.int32)
+    state = np.isin(phase.kind, (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER)) & (phase.producer < 0)
+    rows = np.flatnonzero(state)
+    rows = rows[rows < step.n_storages]
+    rows = rows[(step.kind[rows] == phase.kind[rows]) & (step.bytes[rows] == phase.bytes[rows])]
+    new_of[rows] = rows
+    for ours, theirs in zip(step.parameters, phase.parameters, strict=True):
+        if ours.gradient >= 0 and theirs.gradient >= 0:
+            new_of[theirs.gradient] = ours.gradient
+    return new_of
+
+
+def _owners(step: Step, phase: Step, new_of: I32) -> I32:
+    """(phase.m,) whose each temporary is: foreach ops return one tensor for each of their first list."""
+    owner = np.where(new_of >= 0, step.owner[np.maximum(new_of, 0)], -1)
+    made_by: dict[int, list[int]] = {}
+    for storage in np.flatnonzero(phase.producer >= 0).tolist():
+        made_by.setdefault(int(phase.producer[storage]), []).append(storage)
+    for op in sorted(made_by):
+        made, read = made_by[op], phase.use_storage[(phase.use_op == op) & (phase.use_mutates == 0)]
+        if len(read) >= len(made):
+            owner[made] = owner[read[: len(made)]]
+    return owner.astype(np.int32)
+
+
+def _counters_on_host(step: Step, counters: tuple[int, ...]) -> Step:
+    """Step counters in host memory, and the ops that touch nothing else on the host's threads."""
+    if not counters:
+        return step
+    tier, resource = step.tier.copy(), step.op_resource.copy()
+    tier[list(counters)] = Tier.HOST
+    optimizer = (step.op_phase == Phase.OPTIMIZER) & (resource == Resource.COMPUTE)
+    for _ in range(2):  # what is made for the counters goes where they are, and then what only reads that
+        elsewhere = np.zeros(step.n_ops, bool)
+        elsewhere[step.use_op[tier[step.use_storage] != Tier.HOST]] = True
+        alone = optimizer & ~elsewhere
+        tier[(step.producer >= 0) & alone[step.producer]] = Tier.HOST
+    resource[alone] = Resource.HOST_THREADS
+    return replace(step, tier=tier, op_resource=resource)

@@ -1,0 +1,263 @@
+"""What CUDA does where CPU does something else: the data that `translate` works with, each entry with its source.
+
+Sources name a file of the PyTorch repository (github.com/pytorch/pytorch) and a function in it, or an address. `estimated`
+entries rest on no published formula; a prediction that uses one says so.
+
+Legend of the formulas: B samples, H heads, G heads of key and value, Q and K sequence lengths, D head size, E value's head size,
+S bytes per element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from memtune.units import MIB
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of scaled_dot_product_attention, as kernels are chosen by it."""
+
+    B: int
+    H: int
+    Q: int
+    D: int
+    G: int
+    K: int
+    E: int
+    dtype: str
+    dropout: float = 0.0
+    causal: bool = False
+    masked: bool = False
+    dense: bool = True
+    """Whether the last dimension of query, key and value has stride 1."""
+    aligned: bool = True
+    """Whether query, key and value begin at a multiple of 16 bytes in their storages."""
+    needs_grad: bool = True
+
+    @property
+    def S(self) -> int:
+        """Bytes per element."""
+        return {"float64": 8, "float32": 4}.get(self.dtype, 2)
+
+    @property
+    def scores(self) -> int:
+        """Bytes of one tensor of all queries × keys."""
+        return self.B * self.H * self.Q * self.K * self.S
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it computes in 16 bits."""
+        return self.dtype in ("float16", "bfloat16")
+
+
+def up(value: int, multiple: int) -> int:
+    """`value` rounded up to a multiple."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """An attention kernel: when it is chosen, what it makes and saves besides its output, what backward allocates meanwhile."""
+
+    name: str
+    forward: str
+    backward: str
+    fits: Callable[[Attention, int], bool]
+    """(call, compute capability × 10) → whether the kernel takes the call."""
+    saved: Callable[[Attention], tuple[int, ...]]
+    """Bytes of what it saves besides query, key, value, mask and output, one number a tensor."""
+    forward_scratch: Callable[[Attention], int]
+    backward_scratch: Callable[[Attention], int]
+    source: str
+    estimated: bool = False
+
+
+_SDP = "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp"
+_FLASH_ROUNDED = (32, 64)
+
+
+def _flash_head(a: Attention) -> int:
+    """The head size that flash attention's backward rounds to."""
+    head = up(a.D, 8)
+    return up(head, _FLASH_ROUNDED[head > 128])
+
+
+def _flash_fits(a: Attention, sm: int) -> bool:
+    small_cache = 86 <= sm <= 89 or 120 <= sm <= 121
+    too_wide = small_cache and a.needs_grad and a.D > 192 and (a.D <= 224 or a.dropout > 0)
+    square = not a.causal or a.Q == a.K
+    return sm >= 80 and a.narrow and not a.masked and a.D == a.E and a.D <= 256 and square and a.dense and not too_wide
+
+
+def _flash_saved(a: Attention) -> tuple[int, ...]:
+    random_state = (16, 8)  # uint64[2] and an unused uint64, on the device since 2.8
+    padded = () if a.D % 8 == 0 else (
+        a.B * a.H * a.Q * up(a.D, 8) * a.S, *(a.B * a.G * a.K * up(a.D, 8) * a.S,) * 2, a.B * a.H * a.Q * up(a.D, 8) * a.S,
+    )  # fmt: skip
+    return (4 * a.B * a.H * a.Q, *random_state, *padded)
+
+
+def _flash_backward(a: Attention) -> int:
+    rows = up(a.Q, 128)
+    expanded = 2 * a.B * a.K * a.H * up(a.D, 8) * a.S if a.G != a.H else 0
+    return 4 * a.B * a.H * rows * (1 + _flash_head(a)) + expanded
+
+
+def _efficient_fits(a: Attention, sm: int) -> bool:
+    types = ("float16", "float32", "bfloat16") if sm >= 80 else ("float16", "float32")
+    alignment = 128 // (8 * a.S) if sm >= 80 or a.narrow else 1
+    return sm >= 50 and a.dtype in types and a.D % alignment == 0 == a.E % alignment and a.dense and (a.aligned or sm < 80)
+
+
+def _efficient_backward(a: Attention) -> int:
+    delta = 4 * a.B * a.H * a.Q
+    # In 16 bits the query's gradient is summed in fp32, beyond a head size of 128 key's and value's as well.
+    summed = 4 * a.B * a.H * (a.Q * a.D + (a.K * (a.D + a.E) if a.D > 128 else 0)) if a.narrow else 0
+    return delta + summed
+
+
+def _cudnn_fits(a: Attention, sm: int) -> bool:
+    sizes = a.D % 8 == 0 == a.E % 8 and max(a.D, a.E) <= 128 and a.K != 1 and (a.Q != 1 or a.dropout == 0)
+    return 80 <= sm <= 121 and a.narrow and sizes and a.dense and (16 * a.dropout).is_integer()
+
+
+ATTENTION: Mapping[str, AttentionKernel] = {
+    "cudnn": AttentionKernel(
+        "cudnn",
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "aten._scaled_dot_product_cudnn_attention_backward.default",
+        _cudnn_fits,
+        saved=lambda a: (4 * a.B * a.H * a.Q, 8, 8),
+        forward_scratch=lambda a: 0,
+        backward_scratch=lambda a: 4 * a.B * a.H * a.Q * (1 + a.D),
+        source=f"{_SDP} can_use_cudnn_attention; torch/_meta_registrations.py meta__scaled_dot_product_cudnn_attention (fp32 "
+        "log-sum-exp, int64 seed and offset); backward's workspace is cuDNN's own and taken to be flash attention's",
+        estimated=True,
+    ),
+    "flash": AttentionKernel(
+        "flash",
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_flash_attention_backward.default",
+        _flash_fits,
+        saved=_flash_saved,
+        forward_scratch=lambda a: 0,
+        backward_scratch=_flash_backward,
+        source=f"{_SDP} can_use_flash_attention; aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp mha_fwd "
+        "(softmax_lse, rng_state, _unused), mha_bwd (softmax_d, dq_accum, dk_expanded, dv_expanded); padding to 8: "
+        "aten/src/ATen/native/transformers/attention.cpp pad_last_dim",
+    ),
+    "efficient": AttentionKernel(
+        "efficient",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_efficient_attention_backward.default",
+        _efficient_fits,
+        saved=lambda a: (4 * a.B * a.H * up(a.Q, 32),),  # seed and offset are on the host outside of graph capture
+        forward_scratch=lambda a: 4 * a.B * a.Q * a.H * a.E if a.narrow and a.E > 128 else 0,
+        backward_scratch=_efficient_backward,
+        source=f"{_SDP} can_use_mem_efficient_attention; torch/_meta_registrations.py "
+        "meta__scaled_dot_product_efficient_attention (log-sum-exp padded to 32); "
+        "aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h workspace_size",
+    ),
+    "math": AttentionKernel(
+        "math",
+        "aten._scaled_dot_product_attention_math.default",
+        "aten._scaled_dot_product_attention_math_backward.default",
+        lambda a, sm: True,
+        # The weights after softmax, and with dropout the dropped weights and the mask.
+        saved=lambda a: (a.scores, *((a.scores, a.scores // a.S) if a.dropout else ())),
+        forward_scratch=lambda a: a.scores,
+        backward_scratch=lambda a: 2 * a.scores,
+        source="aten/src/ATen/native/transformers/attention.cpp _scaled_dot_product_attention_math",
+    ),
+}  # fmt: skip
+
+ATTENTION_ORDER: tuple[tuple[Callable[[int], bool], tuple[str, ...], str], ...] = (
+    (lambda sm: sm // 10 in (9, 10), ("cudnn", "flash", "efficient", "math"), f"{_SDP} check_prefer_cudnn_attention"),
+    (lambda sm: True, ("flash", "efficient", "math"), "aten/src/ATen/Context.h sdp_priority_order"),
+)
+"""(compute capability × 10) → kernels in the order in which they are tried."""
+
+DROPOUT = ("aten.native_dropout.default", "aten.native_dropout_backward.default")
+DROPOUT_SOURCE = "aten/src/ATen/native/Dropout.cpp is_fused_kernel_acceptable; cuda/Dropout.cu dropout_cuda: saves a bool mask"
+
+FOREACH_OPTIMIZERS = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+FOREACH_SOURCE = (
+    "torch/optim/optimizer.py _default_to_fused_or_foreach: foreach on CUDA where neither foreach nor fused is set "
+    "; temporaries are those of torch's own _multi_tensor functions, recorded"
+)
+STEP_COUNTER_SOURCE = "torch/optim/adam.py Adam._init_group: `step` is a CPU tensor unless capturable or fused"
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A recurrent layer on cuDNN: bytes of its reserve space, which backward reads."""
+
+    forward: str
+    backward: str
+    per_state: int
+    """Values kept per step, sample, hidden unit, layer and direction."""
+    source: str
+
+
+RECURRENT: Mapping[str, Recurrent] = {
+    "lstm": Recurrent(
+        "aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default", 6,
+        "aten/src/ATen/native/cudnn/RNN.cpp _cudnn_rnn saves input, states, flat weights, output and a reserve of a size that "
+        "cudnnGetRNNTempSpaceSizes tells at run time; taken as four gates, cell and its tanh",
+    ),
+    "gru": Recurrent(
+        "aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default", 5,
+        "aten/src/ATen/native/cudnn/RNN.cpp _cudnn_rnn, as LSTM; taken as three gates, the state and its candidate",
+    ),
+}  # fmt: skip
+
+NORM_STATISTICS = {"aten.native_layer_norm.default": (1, 2)}
+"""Outputs that CUDA keeps in fp32 and CPU in the input's type where weights are 16 bits too."""
+NORM_SOURCE = "aten/src/ATen/native/cuda/layer_norm_kernel.cu layer_norm_cuda: mean and rstd in the accumulation type"
+
+CUBLAS_WORKSPACE: tuple[tuple[Callable[[str], bool], int], ...] = (
+    (lambda chip: chip in ("sm90", "sm100", "sm103", "sm120", "sm121"), 32 * MIB),
+    (lambda chip: chip.startswith("gfx94") or chip.startswith("gfx95"), 128 * MIB),
+    (lambda chip: chip.startswith("gfx"), 32 * MIB),
+    (lambda chip: True, 2 * 4096 * 1024 + 8 * 16 * 1024),
+)
+CUBLAS_SOURCE = (
+    "aten/src/ATen/cuda/CublasHandlePool.cpp parseChosenWorkspaceSize: from the caching allocator, one per handle and stream; "
+    "forward and autograd's thread have a handle each; 32 MiB on Blackwell: github.com/pytorch/pytorch/pull/175344"
+)
+CUBLAS_HANDLES = 2
+
+CPU_ONLY = ("mkldnn", "_for_cpu", "onednn", "_cpu.")
+"""Parts of names of ops that CUDA never runs."""
+SAME_EVERYWHERE = ("aten.", "memtune.", "c10d.", "_c10d_functional.", "fsdp.", "prims.")
+"""Namespaces whose ops, unless in this table, have outputs of the same sizes on both devices."""
+
+
+def attention_kernel(call: Attention, architecture: str) -> AttentionKernel:
+    """The kernel that CUDA answers `call` with. AMD's are taken to be chosen as on compute capability 8.0."""
+    sm = int(architecture.removeprefix("sm")) if architecture.startswith("sm") else 80
+    order = next(order for matches, order, _ in ATTENTION_ORDER if matches(sm))
+    return next(ATTENTION[name] for name in order if ATTENTION[name].fits(call, sm))
+
+
+def cublas_workspace_bytes(architecture: str, config: str | None = None) -> int:
+    """Bytes of one cuBLAS workspace; `config` is CUBLAS_WORKSPACE_CONFIG (`:4096:8` – KiB and count, several in a row)."""
+    if config:
+        pairs = [part.split(":") for part in config.strip(":").replace("::", ":").split(",")]
+        numbers = [int(each) for part in pairs for each in part if each.isdigit()]
+        if numbers and len(numbers) % 2 == 0:
+            return 1024 * sum(size * count for size, count in zip(numbers[::2], numbers[1::2], strict=True))
+    return next(n_bytes for matches, n_bytes in CUBLAS_WORKSPACE if matches(architecture))
+
+
+def reserve_bytes(kind: str, options: Mapping[str, float], itemsize: int, width: int) -> int:
+    """CuDNN's reserve of one recurrent call whose input has `width` features, and the masks of dropout between its layers."""
+    cells = options["input"] / max(width, 1)  # steps × samples
+    states = cells * options["hidden"] * options["layers"] * options["directions"]
+    between = cells * options["hidden"] * options["directions"] * (options["layers"] - 1) if options["dropout"] else 0
+    return math.ceil(itemsize * (RECURRENT[kind].per_state * states) + between)

@@ -1,0 +1,254 @@
+"""A CPU recording translated to CUDA, held against torch's own meta kernels and autograd formulas of CUDA's ops.
+
+The truth without a GPU: the same model written with CUDA's aten ops runs on fake CPU tensors, so what they return is torch's
+meta registration and what is saved is torch's derivative formula. Translating the ordinary model must give the same bytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from zoo_paths import ZOO
+
+from memtune.autotune import translation_table as table
+from memtune.autotune.record import record
+from memtune.autotune.translate import translate, unknown_ops
+from memtune.hardware import find
+from memtune.program import Kind, Phase, Recording, Tier
+from memtune.workload import Workload
+
+MODEL = """
+import torch, torch.nn.functional as F
+from torch import nn
+A = torch.ops.aten
+DTYPE, DROP, HEADS, KV, SEQ, DIM = torch.{dtype}, {drop}, 4, {kv}, 24, 64
+
+def attend(q, k, v):
+    if not {cuda}:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=DROP, is_causal=True, enable_gqa=KV != HEADS)
+    if "{kernel}" == "flash":
+        return A._scaled_dot_product_flash_attention(q, k, v, DROP, True)[0]
+    if "{kernel}" == "cudnn":
+        return A._scaled_dot_product_cudnn_attention(q, k, v, None, True, DROP, True)[0]
+    return A._scaled_dot_product_efficient_attention(q, k, v, None, True, DROP, True)[0]
+
+def drop(x):
+    return torch.native_dropout(x, 0.1, True)[0] if {cuda} else F.dropout(x, 0.1)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(DIM, DIM, dtype=DTYPE), nn.Linear(DIM, 2 * KV * DIM // HEADS, dtype=DTYPE)
+        self.out = nn.Linear(DIM, DIM, dtype=DTYPE)
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = (p.unflatten(-1, (KV, -1)).transpose(1, 2) for p in self.kv(x).chunk(2, dim=-1))
+        return x + drop(self.out(attend(q, k, v).transpose(1, 2).flatten(2)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def model(): return Net()
+def batch(size): return torch.randn(size, SEQ, DIM, dtype=DTYPE)
+def loss(model, batch): return model(batch).float().square().mean()
+def optimizer(params):
+    return torch.optim.{optimizer}(params, lr=1e-3{extra}{foreach})
+"""
+
+
+_RECORDINGS: dict[str, Recording] = {}
+
+
+def recorded(tmp_path: Path, *, cuda: bool, kernel: str = "flash", dtype: str = "bfloat16", drop: float = 0.0, kv: int = 4,
+             optimizer: str = "AdamW", extra: str = "") -> Recording:  # fmt: skip
+    """The model recorded once a session; `cuda` writes it with CUDA's ops, `tmp_path` is where its file is put."""
+    text = MODEL.format(
+        cuda=cuda, kernel=kernel, dtype=dtype, drop=drop, kv=kv, optimizer=optimizer, extra=extra,
+        foreach=", foreach=True" if cuda else "",
+    )  # fmt: skip
+    path = tmp_path / f"model_{cuda}.py"
+    path.write_text(text)
+    if text not in _RECORDINGS:
+        _RECORDINGS[text] = record(Workload.load(path), target="cuda")
+    return _RECORDINGS[text]
+
+
+def profile(recording: Recording, size: int, until: Phase | None = Phase.OPTIMIZER) -> list[tuple[str, str, int]]:
+    """Op, module and live device bytes of every op before `until`, scratch and step counters left out."""
+    step = recording.at(size)
+    bytes_ = np.where(step.kind == Kind.WORKSPACE, 0, step.bytes)
+    bytes_[list(recording.hints[recording.small].step_counters)] = 0
+    bytes_[(step.kind == Kind.BUFFER) & (step.bytes <= 8)] = 0  # constants of the optimizer's own code
+    live = replace(step, bytes=bytes_).live_bytes()
+    rows = np.flatnonzero(step.op_phase < (99 if until is None else until))
+    return [(step.names[step.op_name[i]], step.modules[step.op_module[i]], int(live[i])) for i in rows]
+
+
+CASES = [
+    ("flash", "bfloat16", 0.0, 4, "a100"),
+    ("flash", "float16", 0.1, 4, "a100"),
+    ("flash", "bfloat16", 0.1, 2, "rtx-4090"),
+    ("efficient", "float32", 0.0, 4, "a100"),
+    ("efficient", "float32", 0.1, 4, "h100"),
+    ("cudnn", "bfloat16", 0.0, 4, "h200"),
+    ("cudnn", "bfloat16", 0.125, 4, "b200"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "drop", "kv", "gpu"), CASES)
+def test_attention_and_dropout_are_what_torch_s_cuda_ops_save(
+    tmp_path: Path, kernel: str, dtype: str, drop: float, kv: int, gpu: str
+) -> None:
+    plain = recorded(tmp_path, cuda=False, dtype=dtype, drop=drop, kv=kv)
+    truth = recorded(tmp_path, cuda=True, kernel=kernel, dtype=dtype, drop=drop, kv=kv)
+    ours = translate(plain, find(gpu))
+    seeds = 2 * 16 if kernel == "efficient" else 0  # on the host in truth, on a device of its own in the meta registration
+    for size in (2, 5):
+        got, want = profile(ours, size), profile(truth, size)
+        assert [row[:2] for row in got] == [row[:2] for row in want]
+        assert max(b[2] - a[2] for a, b in zip(got, want, strict=True)) == seeds
+        assert min(b[2] - a[2] for a, b in zip(got, want, strict=True)) == 0
+    assert truth.step.saved_bytes() - ours.step.saved_bytes() == seeds
+    assert any(f"{kernel} attention × 2" in note for note in ours.notes)
+    # What autograd packs, in which order and until when: plans address tensors by it.
+    columns = ("save_before", "save_is_output", "save_block", "save_until", "save_asked")
+    rows = [[getattr(each, column)[each.bytes[each.save_storage] != 8] for column in columns] for each in (ours.step, truth.step)]
+    assert all(np.array_equal(a, b) for a, b in zip(*rows, strict=True))
+    sizes = [each.bytes[each.save_storage][each.bytes[each.save_storage] != 8] for each in (ours.step, truth.step)]
+    assert np.array_equal(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "extra"),
+    [("AdamW", ""), ("SGD", ", momentum=0.9, weight_decay=0.1"), ("RMSprop", ", momentum=0.5")],
+)
+def test_the_optimizer_is_torch_s_foreach_one(tmp_path: Path, optimizer: str, extra: str) -> None:
+    ours = translate(recorded(tmp_path, cuda=False, optimizer=optimizer, extra=extra), find("a100"))
+    truth = recorded(tmp_path, cuda=True, optimizer=optimizer, extra=extra)
+    start = len(profile(ours, 2))
+    got, want = (profile(each, 2, until=None) for each in (ours, truth))
+    assert [row[0] for row in got] == [row[0] for row in want]
+    steps = ours.step.op_resource[start:]
+    same = [a[2] == b[2] for (a, b), on in zip(zip(got[start:], want[start:], strict=True), steps, strict=True) if on == 0]
+    assert same
+    assert all(same)
+    made = (ours.step.producer >= start) & (ours.step.tier == Tier.DEVICE)
+    assert (ours.step.owner[made] >= 0).all()  # a sharding pass divides them
+
+
+def test_real_values_survive_recording_of_the_foreach_phase() -> None:
+    translated = translate(record(Workload.load(ZOO["moe"]), target="cuda"), find("a100"))
+    assert translated.rung == "real-step"
+    assert "aten._foreach_sqrt.default" in translated.step.names
+
+
+def test_the_table_chooses_as_torch_does() -> None:
+    call = table.Attention(2, 8, 128, 64, 8, 128, 64, "bfloat16")
+    chosen = {
+        "h100": ("cudnn", call), "a100": ("flash", call), "v100": ("math", call), "mi300x": ("flash", call),
+    }  # fmt: skip
+    for gpu, (kernel, each) in chosen.items():
+        assert table.attention_kernel(each, find(gpu).architecture).name == kernel, gpu
+    for changes, kernel in [
+        ({"dtype": "float32"}, "efficient"), ({"masked": True}, "efficient"), ({"D": 20, "E": 20}, "flash"),
+        ({"D": 288, "E": 288}, "efficient"), ({"causal": True, "K": 64}, "efficient"), ({"dense": False}, "math"),
+        ({"dtype": "float64"}, "math"), ({"D": 20, "E": 20, "masked": True}, "math"),
+    ]:  # fmt: skip
+        assert table.attention_kernel(replace(call, **changes), "sm80").name == kernel, changes
+    assert table.attention_kernel(replace(call, dropout=0.1), "sm90").name == "flash"  # cuDNN knows sixteenths
+    wide = replace(call, D=208, E=208)
+    assert table.attention_kernel(wide, "sm80").name == "flash"
+    assert table.attention_kernel(wide, "sm89").name == "efficient"
+
+
+@pytest.mark.parametrize(
+    ("config", "n_bytes"),
+    [(None, 32 << 20), (":4096:8", 32 << 20), (":4096:2:16:8", 8519680), (":16:8", 131072), ("nonsense", 32 << 20)],
+)
+def test_cublas_workspaces(config: str | None, n_bytes: int) -> None:
+    assert table.cublas_workspace_bytes("sm90", config) == n_bytes
+    assert table.cublas_workspace_bytes("sm80") == 8519680
+
+
+def test_workspaces_are_there_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    plain = recorded(tmp_path, cuda=False)
+    step = translate(plain, find("a100")).step
+    mine = (step.kind == Kind.WORKSPACE) & (step.producer < 0)
+    assert step.bytes[mine].tolist() == [8519680] * 2
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    step = translate(plain, find("a100")).step
+    assert step.bytes[(step.kind == Kind.WORKSPACE) & (step.producer < 0)].tolist() == [131072] * 2
+
+
+@pytest.mark.parametrize("name", ["gpt", "lstm", "tobf16", "cnn_bn"])
+def test_every_translation_is_a_valid_step_without_unknown_ops(name: str) -> None:
+    plain = record(Workload.load(ZOO[name]), target="cuda")
+    ours = translate(plain, find("h100"))
+    for size in (2, 4, 7):
+        ours.at(size).validate()
+    assert unknown_ops(ours.step) == []
+    assert translate(ours, find("h100")) is ours
+    order = np.lexsort((1 - plain.step.save_is_output.astype(int), plain.step.save_before))
+    assert np.array_equal(order, np.arange(len(order)))  # what the translation sorts new saves into
+
+
+def test_ops_of_others_are_named(tmp_path: Path) -> None:
+    plain = recorded(tmp_path, cuda=False)
+    names = tuple("mylib.fused.default" if name == "aten.add.Tensor" else name for name in plain.step.names)
+    ours = translate(replace(plain, step=replace(plain.step, names=names)), find("a100"))
+    assert any("no translation for mylib.fused.default" in note for note in ours.notes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "drop"), [("bfloat16", 0.0), ("bfloat16", 0.1), ("float32", 0.0)])
+def test_live_bytes_follow_a_real_cuda_run(tmp_path: Path, device: str, dtype: str, drop: float) -> None:
+    """Op by op: what torch says is allocated on the device against the translated step."""
+    if device == "cpu":
+        pytest.skip("compares with CUDA's own allocator")
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from memtune.hardware import detect
+    from memtune.runtime.loop import train_step
+
+    plain = recorded(tmp_path, cuda=False, dtype=dtype, drop=drop)
+    ours = translate(plain, detect("cuda")).at(4)
+    rounded = replace(ours, bytes=-(-np.where(ours.kind == Kind.WORKSPACE, 0, ours.bytes) // 512) * 512)
+    live = rounded.live_bytes()
+    want = [(ours.names[ours.op_name[i]], int(live[i])) for i in range(ours.n_ops) if ours.op_phase[i] < Phase.OPTIMIZER]
+    workload = Workload.load(tmp_path / "model_False.py")
+    model = workload.build_model().to(device)
+    optimizer = workload.make_optimizer(list(model.parameters()))
+    batches = [workload.make_batch(4)]
+    for _ in range(2):
+        train_step(model, optimizer, workload.loss, batches, torch.device(device))
+    workspaces = torch.cuda.memory_allocated() - sum(
+        -(-each.untyped_storage().nbytes() // 512) * 512
+        for each in [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values() if t.is_cuda)]
+    )
+    got: list[tuple[str, int]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            got.append((str(func), torch.cuda.memory_allocated() - workspaces))
+            return out
+
+    with Watch():
+        train_step(model, optimizer, workload.loss, batches, torch.device(device))
+    matches = difflib.SequenceMatcher(None, [a for a, _ in want], [b for b, _ in got], autojunk=False).get_matching_blocks()
+    pairs = [(want[m.a + i], got[m.b + i]) for m in matches for i in range(m.size)]
+    assert len(pairs) >= 0.95 * len(want), sorted({a for a, _ in want} - {b for b, _ in got})
+    off = [(a[0], a[1] - b[1]) for a, b in pairs if abs(a[1] - b[1]) > max(4096, 0.01 * b[1])]
+    assert not off, off[:10]
