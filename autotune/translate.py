@@ -412,7 +412,6 @@ def _with_foreach(step: Step, phase: Step) -> Step:
             before=end,
             phase=Phase.OPTIMIZER,
             traffic_bytes=int(phase.op_traffic_bytes[op]),
-            flops=float(phase.op_flops[op]),
         )
         for op in range(phase.n_ops)
     ])  # fmt: skip
