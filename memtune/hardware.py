@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from memtune import hardware_table, measure
+from memtune import hardware_table, measure, measured
 from memtune.errors import EnvironmentFault, UsageError
+from memtune.measured import Curve
 
 Device = Literal["cuda", "cpu"]
 
@@ -60,6 +61,10 @@ class Hardware:
     """The allocator hands out multiples of this; 1 is exact."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each constant comes from, by field."""
+    curves: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)
+    """How long ops of a class take, where that was measured; see `op_costs`."""
+    rates_from: str = field(default="table", compare=False)
+    """What predictions rest on: `table`, or `measured on this machine` and the day."""
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """Peak rate of matrix products of `dtype`: bfloat16, float16, tf32, all else as float32."""
@@ -77,7 +82,7 @@ class Hardware:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain data."""
-        return {**asdict(self), "sources": dict(self.sources)}
+        return {**asdict(self), "sources": dict(self.sources), "curves": dict(self.curves)}
 
 
 def names() -> tuple[str, ...]:
@@ -105,12 +110,28 @@ def find(name: str) -> Hardware:
 
 
 def detect(device: Device = "cpu") -> Hardware:
-    """The present machine: for CUDA the table's entry with this device's memory, for CPU what a quick measurement finds.
+    """The present machine: what `memtune doctor --calibrate` measured, and for the rest the table or a quick look.
+
+    For CUDA the rest is the table's entry with this device's memory, for CPU what half a second finds.
 
     Raises:
         EnvironmentFault: `cuda` is asked for and torch sees no CUDA device.
     """
-    return _detect_cuda() if device == "cuda" else _from_constants("cpu", "cpu", hardware_table.cpu(measure.cpu()))
+    found = _detect_cuda() if device == "cuda" else _from_constants("cpu", "cpu", hardware_table.cpu(measure.cpu()))
+    known = measured.load(device)
+    return found if known is None else with_measured(found, known)
+
+
+def with_measured(hardware: Hardware, known: measured.Measured) -> Hardware:
+    """`hardware` with the constants and curves that were measured on it."""
+    constants = {name: value for name, value in known.constants.items() if name in hardware.sources}
+    return replace(
+        hardware,
+        sources={**hardware.sources, **{name: f"{known.source}: {known.how.get(name, '')}" for name in constants}},
+        curves=known.curves,
+        rates_from=known.source,
+        **constants,  # type: ignore[arg-type]  # numbers for fields that are numbers
+    )
 
 
 def _detect_cuda() -> Hardware:

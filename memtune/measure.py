@@ -11,12 +11,14 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
+from torch import nn
 
 _MEMORY_CORES = 4  # cores beyond these seldom add memory bandwidth
 
@@ -62,14 +64,19 @@ def cpu() -> CpuRates:
     return rates
 
 
-def _cache_file() -> Path:
+def cache_dir() -> Path:
+    """Where measurements are kept: MEMTUNE_CACHE, else `memtune` in the user's cache directory."""
     shared = os.environ.get("XDG_CACHE_HOME")
-    root = os.environ.get("MEMTUNE_CACHE") or str((Path(shared) if shared else Path.home() / ".cache") / "memtune")
-    key = f"{_title()}|{cores()}|{torch.__version__}|1"
-    return Path(root) / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    return Path(os.environ.get("MEMTUNE_CACHE") or str((Path(shared) if shared else Path.home() / ".cache") / "memtune"))
 
 
-def _title() -> str:
+def _cache_file() -> Path:
+    key = f"{title()}|{cores()}|{torch.__version__}|2"
+    return cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+
+def title() -> str:
+    """The processor's name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -77,7 +84,7 @@ def _title() -> str:
     return platform.processor() or platform.machine()
 
 
-def _best_s(run: Callable[[], object], budget_s: float) -> float:
+def best_s(run: Callable[[], object], budget_s: float) -> float:
     """Shortest of as many runs as `budget_s` holds, two at least: the machine may be busy, never faster than it is."""
     run()
     best, stop = float("inf"), time.perf_counter() + budget_s
@@ -98,12 +105,12 @@ def _measure() -> CpuRates:
             flops = {dtype: _matmul_flops_per_s(dtype) for dtype in (torch.float32, torch.bfloat16)}
         source = torch.zeros(8 * 2**20)  # beyond most caches
         target = torch.zeros_like(source)
-        copied = 2 * source.nbytes / _best_s(lambda: target.copy_(source), 0.04)
+        copied = 2 * source.nbytes / best_s(lambda: target.copy_(source), 0.04)
         op_s = _op_s()
     finally:
         torch.set_num_threads(threads)
     return CpuRates(
-        title=_title(),
+        title=title(),
         cores=n_cores,
         memory_bytes=host_memory_bytes(),
         fp32_flops_per_s=flops[torch.float32] * n_cores,
@@ -116,19 +123,38 @@ def _measure() -> CpuRates:
 
 def _matmul_flops_per_s(dtype: torch.dtype, n: int = 384) -> float:
     a = torch.ones(n, n, dtype=dtype)
-    return float(2 * n**3 / _best_s(lambda: a @ a, 0.04))
+    return float(2 * n**3 / best_s(lambda: a @ a, 0.04))
 
 
-def _op_s(length: int = 50) -> float:
-    """Seconds per op of a chain of tiny ones, forward and backward: dispatch, autograd and Python."""
-    leaf = torch.ones(16, requires_grad=True)
+def _op_s(layers: int = 6, width: int = 8) -> float:
+    """Seconds per op of a training step that computes next to nothing: Python, autograd and dispatch, the optimizer's part too.
 
-    def chain() -> None:
+    The median, not the best: what ops cost in a running program, its garbage collector and cold caches included.
+    """
+    parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))]
+    model, batch = nn.Sequential(*parts), torch.ones(2, width)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
         with torch.enable_grad():
-            value = leaf
-            for _ in range(length):
-                value = value * leaf + leaf
-            torch.autograd.grad(value.sum(), leaf)
+            model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    # Forward two ops a link; backward two products and two sums of gradients.
-    return _best_s(chain, 0.04) / (6 * length)
+    # A layer's ops, as a recording counts them: 3 forward, 6 backward, 9 for each of 4 parameters.
+    return median_s(step, 0.12) / (layers * (3 + 6 + 9 * 4))
+
+
+def median_s(run: Callable[[], object], budget_s: float, clock: Callable[[], float] = time.process_time) -> float:
+    """Median of as many runs as `budget_s` holds, three at least, after one that warms up.
+
+    `clock` is this process's own time, right for one thread: what others do to a busy machine is not in it.
+    """
+    run()
+    times: list[float] = []
+    stop = time.perf_counter() + budget_s
+    while len(times) < 3 or time.perf_counter() < stop:
+        start = clock()
+        run()
+        times.append(clock() - start)
+    return statistics.median(times)

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.hardware import Hardware
+from memtune.measured import Curve
 from memtune.parameters import columns_of
 from memtune.program import F64, Resource, Step
 
@@ -26,28 +28,33 @@ class OpCosts(NamedTuple):
 
 
 class _Reach(NamedTuple):
-    """What ops of a class reach, as fractions of the peak rates."""
+    """What ops of a class reach, as fractions of the peak rates, and how many times the usual overhead they have on CPU."""
 
     matmul: float
     memory: float
+    overhead: float = 1.0
 
 
 # Op class by parts of its name, first match wins; the last class takes the rest. CPU: measured on one core of a server (AVX-512)
-# at sizes of small training runs. CUDA: rules of thumb for bf16 at large sizes. Trials correct both through Calibration.
+# at sizes of small training runs, overheads with `memtune doctor --calibrate` on two of its cores. CUDA: rules of thumb for bf16
+# at large sizes. Measured curves (`Hardware.curves`) take the place of both; trials correct what is left through Calibration.
 _CLASSES: tuple[tuple[str, tuple[str, ...], _Reach, _Reach], ...] = (
-    ("attention", ("attention", "flash", "sdpa"), _Reach(0.40, 0.5), _Reach(0.50, 0.7)),
-    ("convolution", ("conv",), _Reach(0.45, 0.5), _Reach(0.50, 0.7)),
-    ("recurrent", ("lstm", "gru", "rnn"), _Reach(0.40, 0.5), _Reach(0.35, 0.5)),
-    ("optimizer", ("_fused_adam", "_fused_sgd", "_fused_adagrad", "adam_"), _Reach(1.0, 0.90), _Reach(1.0, 0.85)),
+    ("attention", ("attention", "flash", "sdpa"), _Reach(0.40, 0.5, 3.0), _Reach(0.50, 0.7)),
+    ("convolution", ("conv",), _Reach(0.45, 0.5, 8.0), _Reach(0.50, 0.7)),
+    ("recurrent", ("lstm", "gru", "rnn"), _Reach(0.40, 0.5, 8.0), _Reach(0.35, 0.5)),
+    ("optimizer", ("_fused_adam", "_fused_sgd", "_fused_adagrad", "adam_", "_foreach_"), _Reach(1.0, 0.90), _Reach(1.0, 0.85)),
     ("matmul", ("addmm", "bmm", "aten.mm.", "_scaled_mm", "linear", "matmul", "addmv", "aten.mv.", "_grouped_mm"),
-     _Reach(0.85, 0.9), _Reach(0.70, 0.8)),
+     _Reach(0.85, 0.9, 1.5), _Reach(0.70, 0.8)),
     ("random", ("dropout", "bernoulli", "rand", "normal_", "uniform_"), _Reach(1.0, 0.03), _Reach(1.0, 0.6)),
     ("gather", ("embedding", "index", "gather", "scatter", "sort", "topk", "unique"), _Reach(1.0, 0.3), _Reach(1.0, 0.4)),
     ("normalisation", ("norm", "softmax", "nll_loss", "cross_entropy"), _Reach(1.0, 0.45), _Reach(1.0, 0.7)),
+    ("reduction", ("aten.sum", "aten.mean", "amax", "amin", "cumsum", "aten.var"), _Reach(1.0, 0.5), _Reach(1.0, 0.7)),
+    ("copy", ("_to_copy", "clone", "copy_", "aten.cat", "aten.stack"), _Reach(1.0, 0.8), _Reach(1.0, 0.8)),
     ("transcendental", ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "erf", "pow", "sin", "cos"),
      _Reach(1.0, 0.25), _Reach(1.0, 0.8)),
     ("elementwise", ("",), _Reach(1.0, 0.90), _Reach(1.0, 0.80)),
 )  # fmt: skip
+CLASSES = tuple(name for name, *_ in _CLASSES)
 
 
 def op_class(name: str) -> str:
@@ -60,11 +67,34 @@ def _class_index(name: str) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _reach(names: tuple[str, ...], device: str) -> tuple[F64, F64]:
-    """Fractions of the matmul and the memory rate by name id."""
+def _reach(names: tuple[str, ...], device: str) -> tuple[F64, F64, F64]:
+    """Fractions of the matmul and the memory rate and multiples of the overhead, by name id."""
     column = 2 if device == "cpu" else 3
     rows: Sequence[_Reach] = [_CLASSES[_class_index(name)][column] for name in names]  # type: ignore[misc]
-    return np.array([row.matmul for row in rows]), np.array([row.memory for row in rows])
+    return tuple(np.array(values) for values in zip(*rows, strict=True))  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=256)
+def _classes(names: tuple[str, ...]) -> npt.NDArray[np.intp]:
+    """Index of the class by name id."""
+    return np.array([_class_index(name) for name in names])
+
+
+def peak_s(flops: F64, traffic_bytes: F64, flops_per_s: float, bytes_per_s: float) -> F64:
+    """The roofline at peak rates: what a curve's first coordinate is."""
+    found: F64 = np.maximum(flops / flops_per_s, traffic_bytes / bytes_per_s)
+    return found
+
+
+def on_curve(curve: Curve, at_peak_s: F64) -> F64:
+    """Seconds of ops that take `at_peak_s` at peak: between points on straight lines of logarithms, beyond them as at their ends.
+
+    Below the smallest point an op takes what that point took, above the largest one its efficiency.
+    """
+    x, y = np.log(np.array(curve).T)
+    at = np.log(np.maximum(at_peak_s, 1e-12))
+    found: F64 = np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,12 +132,8 @@ def op_costs(step: Step, hardware: Hardware, *, ranks: int = 1) -> OpCosts:
     """
     local = hardware.local_ranks(ranks)
     share = local if hardware.device == "cpu" else 1
-    matmul, memory = _reach(step.names, hardware.device)
-    flops_s = share / (matmul * hardware.matmul_flops_per_s(matmul_dtype(step)))
-    byte_s = share / (memory * hardware.memory_bytes_per_s)
-    op_s = np.maximum(step.op_flops * flops_s[step.op_name], step.op_traffic_bytes * byte_s[step.op_name])
+    op_s = _compute_s(step, hardware, share)
     if hardware.device == "cpu":
-        op_s += hardware.launch_s
         issue_s = np.zeros(step.n_ops)
     else:
         issue_s = np.full(step.n_ops, hardware.launch_s)
@@ -116,6 +142,26 @@ def op_costs(step: Step, hardware: Hardware, *, ranks: int = 1) -> OpCosts:
     if len(others):
         op_s[others] = _transfers_s(step, others, hardware, local)
     return OpCosts(op_s, issue_s)
+
+
+def _compute_s(step: Step, hardware: Hardware, share: int) -> F64:
+    """Seconds of every op as if it computed: by the table's fractions, and by a measured curve where its class has one."""
+    matmul, memory, overhead = _reach(step.names, hardware.device)
+    flops_per_s = hardware.matmul_flops_per_s(matmul_dtype(step)) / share
+    bytes_per_s = hardware.memory_bytes_per_s / share
+    names = step.op_name
+    op_s = np.maximum(
+        step.op_flops * (1.0 / (matmul * flops_per_s))[names], step.op_traffic_bytes * (1.0 / (memory * bytes_per_s))[names]
+    )
+    if hardware.device == "cpu":
+        op_s += hardware.launch_s * (overhead[names] if not hardware.curves else 1.0)
+    for index, name in enumerate(CLASSES if hardware.curves else ()):
+        curve = hardware.curves.get(name)
+        mine = np.flatnonzero(_classes(step.names)[names] == index) if curve else ()
+        if curve and len(mine):
+            at_peak = peak_s(step.op_flops[mine], step.op_traffic_bytes[mine].astype(np.float64), flops_per_s, bytes_per_s)
+            op_s[mine] = on_curve(curve, at_peak) + (hardware.launch_s if hardware.device == "cpu" else 0.0)
+    return op_s
 
 
 def _transfers_s(step: Step, ops: np.ndarray[tuple[int], np.dtype[np.intp]], hardware: Hardware, local: int) -> F64:

@@ -154,10 +154,16 @@ def explain(config: ConfigPath, as_json: AsJson = False) -> int:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> int:
+def doctor(
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine (under a minute) and keep it.")] = False,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> int:
     """Say what this machine has and what is missing."""
     from memtune.cli import _tools
 
+    if calibrate:
+        return _tools.calibrate(device, as_json)
     return _tools.doctor(as_json)
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,13 @@ def doctor(as_json: bool) -> int:
     import torch
 
     import memtune
+    from memtune import measured
     from memtune.executors.group import usable_cores
     from memtune.runtime import shim
 
+    known = {
+        device: found.source for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()] if (found := measured.load(device))
+    }
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts: dict[str, Any] = {
         "schema": SCHEMA,
@@ -154,6 +159,7 @@ def doctor(as_json: bool) -> int:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ray": importlib.util.find_spec("ray") is not None,
         "native_ledger": shim.available() is None,
+        "rates": known,
     }
     if as_json:
         emit(facts)
@@ -162,8 +168,42 @@ def doctor(as_json: bool) -> int:
     print(f"{facts['cores']} cores · {format_bytes(memory_bytes)} memory · GPUs: {', '.join(facts['gpus']) or 'none'}")
     reason = shim.available()
     print("native CPU ledger: " + ("ready" if reason is None else f"not available, the slower one is used ({reason.what})"))
+    for device, source in (known or {"rates": "not measured; memtune doctor --calibrate does it in a minute"}).items():
+        print(f"{device}: {source}")
     print("Ray: " + ("installed" if facts["ray"] else "not installed; for several GPUs  pip install 'memtune[ray]'"))
     return 0
+
+
+def calibrate(device: str | None, as_json: bool) -> int:
+    """`memtune doctor --calibrate`: measure this machine, keep it, print the figures with how they were found."""
+    import torch
+
+    from memtune.autotune.machine import calibrate as measure_machine
+    from memtune.cli import _options
+
+    where: Any = _options.one_of("--device", device or ("cuda" if torch.cuda.is_available() else "cpu"), ("cpu", "cuda"))
+    with results() as stream:
+        found = measure_machine(where, say=lambda text: print(text, file=sys.stderr))
+        if as_json:
+            emit({"schema": SCHEMA, "device": where, **asdict(found)}, stream)
+            return 0
+        print(f"{found.machine}: {found.source}, {found.details['seconds']:.0f} s", file=stream)
+        for name, value in found.constants.items():
+            print(f"{name:<28} {_rate(name, value):>14}   {found.how[name]}", file=stream)
+        for name, points in sorted(found.curves.items()):
+            x, y = points[-1]
+            smallest = format_seconds(points[0][1])
+            print(f"{name:<28} {x / y:>13.0%}    of peak at its largest; smallest {smallest}; {len(points)} sizes", file=stream)
+        for name, value in found.details.items():
+            if isinstance(value, str):
+                print(f"{name:<28} {value}", file=stream)
+    return 0
+
+
+def _rate(name: str, value: float) -> str:
+    if name.endswith("flops_per_s"):
+        return f"{value / 1e9:,.1f} GFLOP/s"
+    return f"{value / 1e9:,.2f} GB/s" if name.endswith("bytes_per_s") else format_seconds(value)
 
 
 def watch(study: str) -> int:

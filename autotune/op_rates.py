@@ -1,0 +1,200 @@
+"""How long ops really take on a device: small models are trained with a clock around every op, by class and size.
+
+For each class of ops the result is a curve from the time at peak rates to the time taken, which holds efficiency and overhead
+alike at every size; what a step takes beyond its kernels is Python's, autograd's and the dispatcher's, and is the cost of an op.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memtune.autotune import flops
+from memtune.hardware import Hardware
+from memtune.measured import Curve
+from memtune.op_costs import CLASSES, op_class
+
+_BINS_A_DECADE = 2
+_SHORTEST_S = 2e-7
+_FEWEST = 2
+"""Observations that make a point of a curve."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One op that ran."""
+
+    name: str
+    dtype: str
+    flops: float
+    traffic_bytes: int
+    seconds: float
+
+
+class OpClock(TorchDispatchMode):
+    """Times every op that runs inside and is neither a view nor a read-out; on CUDA each op is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observed: list[Observed] = []
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op, the device idle before and after it."""
+        kwargs = kwargs or {}
+        clock = clock_of(self._device)
+        start = clock()
+        out = func(*args, **kwargs)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = clock() - start
+        if not func.is_view and func.namespace == "aten":
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+            if outputs or func._schema.is_mutable:
+                traffic = sum(each.nbytes for each in tensors + outputs)
+                dtype = str((tensors or outputs)[0].dtype).removeprefix("torch.") if tensors or outputs else "float32"
+                self.observed.append(Observed(str(func), dtype, flops.count(func, args, kwargs, out), traffic, seconds))
+        return out
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A small model to train on a batch of floats of `shape`."""
+
+    model: nn.Module
+    shape: tuple[int, ...]
+    size: int
+    """0 where next to nothing is computed."""
+
+
+class _Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        mixed: Tensor = x + self.mlp(x)
+        return mixed
+
+
+class _Tokens(nn.Module):
+    def __init__(self, vocabulary: int, dim: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, dim)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T) floats in [0, 1)
+        rows = self.table((x * (self.table.num_embeddings - 1)).long())
+        return nn.functional.log_softmax(rows, dim=-1)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(dim, dim, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+
+def probes(largest: int = 2) -> Iterator[Probe]:
+    """Models of every class of ops at growing sizes, `largest` the last of 0 (tiny), 1, 2 and on a GPU 3."""
+    for size in range(largest + 1):
+        dim, length = (32, 128, 512, 2048)[size], (16, 64, 256, 1024)[size]
+        yield Probe(nn.Sequential(_Block(dim), _Block(dim)), (2, length, dim), size)
+        channels, pixels = (8, 16, 48, 128)[size], (8, 16, 32, 56)[size]
+        layers = [
+            (nn.Conv2d(3 if not i else channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()) for i in range(2)
+        ]
+        yield Probe(nn.Sequential(*itertools.chain(*layers)), (4, 3, pixels, pixels), size)
+        yield Probe(_Tokens((100, 1000, 8000, 32000)[size], (16, 64, 128, 1024)[size]), (2, length), size)
+        if size < 2:
+            yield Probe(_Recurrent(dim), (2, length, dim), size)
+
+
+def floor_s(device: torch.device) -> float:
+    """What the clock, the dispatcher and Python make of an op without work: the median of elementwise ops on a few numbers."""
+    observed, _ = observe(next(probes(0)), device)
+    return statistics.median(each.seconds for each in observed if op_class(each.name) == "elementwise")
+
+
+def observe(probe: Probe, device: torch.device, *, repeats: int = 3, floor: float = 0.0) -> tuple[list[Observed], float]:
+    """Train `probe` with and without the clock; returns what its ops took and how long the rest of a step takes per op.
+
+    `floor` (see `floor_s`) is taken off every op: it is the cost of an op, not of its kernel, and goes to the rest.
+    """
+    model = probe.model.to(device).train()
+    batch = torch.rand(probe.shape, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        with torch.enable_grad():
+            model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    step()
+    plain = statistics.median(_timed(step, clock_of(device)) for _ in range(repeats))
+    runs: list[list[Observed]] = []
+    for _ in range(repeats):
+        with OpClock(device) as clock:
+            step()
+        runs.append(clock.observed)
+    if len({len(run) for run in runs}) > 1:  # an op that runs only sometimes
+        return runs[0], 0.0
+    # The same op of every run: its median leaves out what interrupted one of them.
+    observed = [
+        replace(same[0], seconds=max(statistics.median(each.seconds for each in same) - floor, _SHORTEST_S))
+        for same in zip(*runs, strict=True)
+    ]
+    rest = plain - sum(each.seconds for each in observed)
+    return observed, max(rest, 0.0) / max(len(observed), 1)
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """On CPU the time this process had (of one thread), on CUDA the wall's."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
+
+
+def _timed(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    run()
+    return clock() - start
+
+
+def curves(observed: list[Observed], hardware: Hardware) -> dict[str, Curve]:
+    """A curve for every class that was seen, over time at `hardware`'s peak rates; medians of half decades, made to rise."""
+    points: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in CLASSES}
+    for each in observed:
+        at_peak = max(each.flops / hardware.matmul_flops_per_s(each.dtype), each.traffic_bytes / hardware.memory_bytes_per_s)
+        if at_peak > 0 and each.seconds > 0:
+            where = math.floor(math.log10(at_peak) * _BINS_A_DECADE)
+            points[op_class(each.name)].setdefault(where, []).append((at_peak, each.seconds))
+    found = {name: _rising(bins) for name, bins in points.items()}
+    return {name: curve for name, curve in found.items() if curve}
+
+
+def _rising(bins: dict[int, list[tuple[float, float]]]) -> Curve:
+    curve: list[tuple[float, float]] = []
+    for where in sorted(bins):
+        if len(bins[where]) < _FEWEST:
+            continue
+        x, y = (statistics.median(values) for values in zip(*bins[where], strict=True))
+        curve.append((x, max(y, curve[-1][1] if curve else 0.0)))
+    return tuple(curve)

@@ -1,0 +1,106 @@
+"""Measuring this machine: real measurements at tiny sizes, kept, found again, and used by predictions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from memtune import measured
+from memtune.autotune import machine, op_rates
+from memtune.errors import EnvironmentFault
+from memtune.hardware import Hardware, detect, find, with_measured
+from memtune.op_costs import CLASSES, on_curve, op_costs
+from memtune.program import Step
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[measured.Measured]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMTUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield machine.calibrate("cpu", tiny=True)
+
+
+def test_every_rate_is_measured_and_says_how(found: measured.Measured) -> None:
+    wanted = {"fp32_flops_per_s", "bf16_flops_per_s", "memory_bytes_per_s", "host_to_device_bytes_per_s", "host_adam_bytes_per_s",
+              "ssd_read_bytes_per_s", "ssd_write_bytes_per_s", "intra_link_bytes_per_s", "intra_link_latency_s"}  # fmt: skip
+    assert wanted <= set(found.constants)
+    assert all(found.how[name] for name in found.constants)
+    assert all(value > 0 for value in found.constants.values())
+    assert {"elementwise", "matmul"} <= set(found.curves) <= set(CLASSES)
+    assert torch.get_num_threads() >= 1
+
+
+def test_measured_beats_the_table(found: measured.Measured) -> None:
+    here = detect("cpu")
+    assert here.rates_from == f"measured on this machine {found.date}"
+    assert here.memory_bytes_per_s == found.constants["memory_bytes_per_s"]
+    assert here.sources["memory_bytes_per_s"].startswith("measured on this machine")
+    assert here.curves == found.curves
+    assert find("h100").rates_from == "table"
+
+
+def test_what_cannot_be_read_or_is_of_another_machine_is_not_used(found: measured.Measured, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMTUNE_CACHE", str(tmp_path))
+        assert measured.load("cpu") is None
+        path = measured.save("cpu", found)
+        assert measured.load("cpu") == found
+        good = json.loads(path.read_text())
+        for broken in ("", "[]", "{}", json.dumps({**good, "schema": 99}), json.dumps({**good, "machine": "another"}),
+                       json.dumps({**good, "curves": {"matmul": [[2.0, 1.0], [1.0, 2.0]]}}),
+                       json.dumps({**good, "constants": {"memory_bytes_per_s": -1}})):  # fmt: skip
+            path.write_text(broken)
+            assert measured.load("cpu") is None, broken[:40]
+        measured.forget("cpu")
+        measured.forget("cpu")
+
+
+def test_no_cuda_is_said_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(EnvironmentFault, match="no CUDA device"):
+        machine.calibrate("cuda", tiny=True)
+
+
+def test_a_curve_is_followed_and_ends_as_at_its_ends() -> None:
+    curve = ((1e-6, 1e-5), (1e-4, 1e-4), (1e-2, 2e-2))
+    at = np.array([1e-9, 1e-6, 1e-5, 1e-4, 1e-2, 1.0])
+    seconds = on_curve(curve, at)
+    assert seconds == pytest.approx([1e-5, 1e-5, 10**-4.5, 1e-4, 2e-2, 2.0])
+
+
+def test_observations_of_one_efficiency_give_it_back() -> None:
+    hardware = replace(find("h100"), fp32_flops_per_s=1e12, memory_bytes_per_s=1e12)
+    ops = [
+        op_rates.Observed("aten.mm.default", "float32", 10.0**k, 1, 2 * 10.0**k / 1e12) for k in range(6, 12) for _ in range(3)
+    ]
+    found = op_rates.curves(ops, hardware)
+    assert set(found) == {"matmul"}
+    assert all(y == pytest.approx(2 * x) for x, y in found["matmul"])
+
+
+def one_op(name: str, flops: float) -> Step:
+    from zoo_paths import ZOO
+
+    from memtune.autotune.record import record
+    from memtune.workload import Workload
+
+    step = record(Workload.load(ZOO["tied"])).step
+    names = tuple(name for _ in step.names)
+    return replace(step, names=names, op_flops=np.full(step.n_ops, flops), op_traffic_bytes=np.zeros(step.n_ops, np.int64))
+
+
+def test_op_times_follow_the_measured_curve_of_their_class() -> None:
+    plain: Hardware = replace(detect("cpu"), curves={}, launch_s=1e-5, fp32_flops_per_s=1e11)
+    step = one_op("aten.mm.default", 1e6)  # 10 µs at peak
+    found = measured.Measured("here", "2026-01-01", {}, {}, {"matmul": ((1e-5, 7e-5), (1e-3, 2e-3))})
+    here = with_measured(plain, found)
+    compute = step.op_resource == 0
+    assert op_costs(step, here).op_s[compute] == pytest.approx(8e-5)
+    assert op_costs(step, plain).op_s[compute] == pytest.approx(1e-5 / 0.85 + 1.5e-5)
+    assert op_costs(one_op("aten.gelu.default", 0), here).op_s[compute] == pytest.approx(1e-5)  # no curve: the table
