@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from memtune.autotune.calibrate import oom_probability
 from memtune.autotune.driver import Driver, Finished, trial_config
 from memtune.autotune.judge import Measured, Verdict
 from memtune.autotune.remedies import rounded_up
@@ -121,6 +122,8 @@ def predicted(driver: Driver, scored: Scored) -> dict[str, Any]:
         "reserved_bytes": prediction.peak_reserved_bytes,
         "step_s": prediction.step_s * calibration.step_correction,
         "calibrated_by": len(calibration.step_ratios),
+        "oom_probability": oom_probability(calibration, prediction.peak_allocated_bytes, driver.setup.budget_bytes),
+        "rates": driver.setup.hardware.rates_from,
         "hardware": driver.setup.hardware.name,
     }
 

@@ -232,6 +232,7 @@ def _facts(setup: Setup) -> dict[str, Any]:
     return {
         "workload": str(setup.workload.path.name),
         "hardware": setup.hardware.title,
+        "rates": setup.hardware.rates_from,
         "device": setup.device,
         "ranks": setup.ranks,
         "goal": setup.goal,
