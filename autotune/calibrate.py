@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from memtune.autotune.simulate import Calibration
 
-UNCALIBRATED = "uncalibrated"
-
 
 def oom_probability(calibration: Calibration, peak_bytes: int, budget_bytes: int | None) -> float | None:
     """Chance that a candidate with the predicted peak `peak_bytes` needs more than `budget_bytes`.
@@ -27,8 +25,3 @@ def oom_probability(calibration: Calibration, peak_bytes: int, budget_bytes: int
         return None
     above = sum(ratio > budget_bytes / peak_bytes for ratio in ratios)
     return (above + 0.5) / (len(ratios) + 1)
-
-
-def describe(probability: float | None) -> str:
-    """For people: `4% to run out of memory`, or `uncalibrated`."""
-    return UNCALIBRATED if probability is None else f"{probability:.0%} to run out of memory"

@@ -66,7 +66,8 @@ def _headline(facts: dict[str, Any]) -> str:
     ranks = f"{facts['ranks']}× " if facts["ranks"] > 1 else ""
     return (
         f"{facts['workload']} · {facts['parameters'] / 1e6:.4g}M parameters · {ranks}{facts['hardware']}{limit} · "
-        f"{facts['global_batch']} samples a step · predicted, uncalibrated"
+        f"{facts['global_batch']} samples a step · predicted, uncalibrated · "
+        f"rates: {facts['rates']}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtune.autotune.calibrate import UNCALIBRATED, describe, oom_probability
+from memtune.autotune.calibrate import oom_probability
 from memtune.autotune.simulate import Calibration
 
 RATIOS = st.lists(st.floats(0.5, 2.0), min_size=3, max_size=30)
@@ -14,7 +14,6 @@ RATIOS = st.lists(st.floats(0.5, 2.0), min_size=3, max_size=30)
 def test_without_trials_nothing_is_said() -> None:
     assert oom_probability(Calibration(), 100, 200) is None
     assert oom_probability(Calibration((1.0, 1.1), (1.0, 1.0)), 100, 200) is None
-    assert describe(None) == UNCALIBRATED
     assert oom_probability(Calibration(), 100, None) == 0.0
 
 
@@ -23,7 +22,6 @@ def test_the_share_of_trials_that_would_not_have_fitted() -> None:
     assert oom_probability(calibration, 100, 120) == 1.5 / 5
     assert oom_probability(calibration, 100, 200) == 0.5 / 5
     assert oom_probability(calibration, 100, 50) == 4.5 / 5
-    assert describe(0.3) == "30% to run out of memory"
 
 
 @given(RATIOS, st.integers(1, 10**6), st.integers(1, 10**6), st.integers(0, 10**6))
