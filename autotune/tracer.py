@@ -27,10 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtune.autotune import flops
+from memtune.autotune.op_arguments import group_size, mutated, tensors_in
 from memtune.ops import SEAM
 from memtune.program import FOREVER, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
-from memtune.runtime.workspace import signature
+from memtune.runtime.workspace import FAKE_DEVICE, signature
 
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
 
@@ -163,6 +164,8 @@ class Tracer(TorchDispatchMode):
     # -- while the step runs -----------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is FAKE_DEVICE and type(args[0]) is FakeTensor:  # every second call: spare it the way through all modes
+            return args[0].fake_device
         if any(kind not in (Tensor, nn.Parameter, FakeTensor) and hasattr(kind, "__torch_dispatch__") for kind in types):
             if not all(issubclass(kind, FakeTensor | nn.Parameter) or kind is Tensor for kind in types):
                 return NotImplemented  # a DTensor: its local op comes back here with local shapes
@@ -174,9 +177,9 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _record(self, func: Any, sequence: int, args: Any, kwargs: Any, out: Any) -> None:
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        mutated = _mutated(func, args, kwargs)
+        inputs = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        outputs = tensors_in((out,))
+        mutated = mutated(func, args, kwargs)
         known = {t.untyped_storage()._cdata for t in inputs}
         if torch._C._current_autograd_node() is None and sequence not in self._node_owner:
             self._node_owner[sequence] = self._stack[-1]
@@ -198,7 +201,7 @@ class Tracer(TorchDispatchMode):
         resource = seam.resource if seam else Resource.COMPUTE
         group = 0
         if name.startswith(_COLLECTIVES) or (seam and seam.collective):
-            resource, group = Resource.INTRA_LINK, _group_size(args, kwargs)
+            resource, group = Resource.INTRA_LINK, group_size(args, kwargs)
         if seam or group:
             traffic = max([t.nbytes for t in inputs + fresh], default=0)
         else:
@@ -471,30 +474,6 @@ def _stand_in(tensor: Tensor) -> Tensor:
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
         whole = tensor.untyped_storage().clone()
         return torch.empty(0, dtype=tensor.dtype).set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-# BatchNorm kernels that write running_mean and running_var (arguments 3 and 4) without saying so in their schema.
-_UNDECLARED = {"aten.native_batch_norm.default": 5, "aten.cudnn_batch_norm.default": 5, "aten.miopen_batch_norm.default": 5}
-
-
-def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    training = _UNDECLARED.get(str(func))
-    if training is not None and args[training]:
-        found.extend(t for t in args[3:5] if isinstance(t, Tensor))
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(t for t in tree_leaves(value) if isinstance(t, Tensor))
-    return found
-
-
-def _group_size(args: Any, kwargs: Any) -> int:
-    for value in tree_leaves((args, kwargs)):
-        if isinstance(value, torch._C.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return int(torch.distributed.ProcessGroup.unbox(value).size())
-    numbers = [value for value in args if isinstance(value, int) and not isinstance(value, bool)]
-    return numbers[-1] if numbers else torch.distributed.get_world_size()
 
 
 @contextlib.contextmanager

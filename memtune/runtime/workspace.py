@@ -300,6 +300,10 @@ class SignatureCollector:
         return 0
 
 
+FAKE_DEVICE = torch.ops.prim.device.default
+"""Asked of a fake tensor for each `tensor.device`, more often than all other ops together."""
+
+
 class RealOutputs(TorchDispatchMode):  # torch's __init_subclass__
     """Gives fake outputs the sizes that the real op on CPU returns, for the ops whose fake implementation says otherwise.
 
@@ -323,10 +327,14 @@ class RealOutputs(TorchDispatchMode):  # torch's __init_subclass__
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op and corrects what it returned."""
         kwargs = kwargs or {}
+        if func is FAKE_DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         out = func(*args, **kwargs)
-        if str(func) not in self.OPS or not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(out)):
+        if func.namespace != "aten" or str(func) not in self.OPS:
+            return out
+        if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(out)):
             return out
         key = signature(func, args, kwargs)
         with _disable_current_modes():

@@ -1,0 +1,53 @@
+"""What the arguments of an ATen call say of it: which tensors it reads and writes, and among how many ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+# BatchNorm kernels that write running_mean and running_var (arguments 3 and 4) without saying so in their schema.
+_UNDECLARED = {"aten.native_batch_norm.default": 5, "aten.cudnn_batch_norm.default": 5, "aten.miopen_batch_norm.default": 5}
+
+
+def tensors_in(values: tuple[Any, ...] | list[Any]) -> list[Tensor]:
+    """The tensors among an op's arguments; ops nest them in lists only, so that no pytree is needed."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
+
+
+def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call of `func` writes into, by its schema and by what its schema leaves out."""
+    found: list[Tensor] = []
+    training, writes = _writes(func)
+    if training is not None and args[training]:
+        found.extend(t for t in args[3:5] if isinstance(t, Tensor))
+    for position, name in writes:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        found += tensors_in((value,))
+    return found
+
+
+@functools.cache
+def _writes(func: Any) -> tuple[int | None, tuple[tuple[int, str], ...]]:
+    """The argument that says whether undeclared writes happen (None: there are none), and the arguments written into."""
+    arguments = enumerate(func._schema.arguments)
+    declared = ((at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+    return _UNDECLARED.get(str(func)), tuple(declared)
+
+
+def group_size(args: Any, kwargs: Any) -> int:
+    """Ranks of the group that a collective was called with."""
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, torch._C.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return int(torch.distributed.ProcessGroup.unbox(value).size())
+    numbers = [value for value in args if isinstance(value, int) and not isinstance(value, bool)]
+    return numbers[-1] if numbers else torch.distributed.get_world_size()
