@@ -179,22 +179,22 @@ class Tracer(TorchDispatchMode):
     def _record(self, func: Any, sequence: int, args: Any, kwargs: Any, out: Any) -> None:
         inputs = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         outputs = tensors_in((out,))
-        mutated = mutated(func, args, kwargs)
+        written = mutated(func, args, kwargs)
         known = {t.untyped_storage()._cdata for t in inputs}
         if torch._C._current_autograd_node() is None and sequence not in self._node_owner:
             self._node_owner[sequence] = self._stack[-1]
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in self._ids and t.untyped_storage()._cdata not in known]
-        if not fresh and not mutated:
+        if not fresh and not written:
             return  # a view, or a read-out
         name = str(func)
         self._sequence = sequence + 1
-        if torch.is_grad_enabled() and any(t._is_view() for t in mutated) and any(t.requires_grad for t in inputs):
+        if torch.is_grad_enabled() and any(t._is_view() for t in written) and any(t.requires_grad for t in inputs):
             self._sequence += 2  # writing into a view makes nodes for base and view, before the output is saved
         op = len(self._ops)
         reads = [self._register(t, Kind.BUFFER) for t in inputs]
         for storage in dict.fromkeys(reads):
             self._uses.append((op, storage, 0))
-        for tensor in mutated:
+        for tensor in written:
             self._uses.append((op, self._register(tensor, Kind.BUFFER), 1))
         module, block, phase = self._place(sequence)
         seam = SEAM.get(name)

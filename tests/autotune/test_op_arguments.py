@@ -13,6 +13,10 @@ aten = torch.ops.aten
 ONE, TWO, THREE = torch.ones(2, 3), torch.full((2, 3), 2.0), torch.full((2, 3), 3.0)
 
 
+def batch_norm(*, training: bool) -> tuple[Any, ...]:
+    return torch.randn(4, 3), None, None, torch.zeros(3), torch.ones(3), training, 0.1, 1e-5
+
+
 def test_tensors_are_found_in_nested_lists_in_order() -> None:
     found = tensors_in((ONE, 3, [TWO, None, (THREE,)], "x"))
     assert [id(each) for each in found] == [id(ONE), id(TWO), id(THREE)]
@@ -26,7 +30,7 @@ def test_tensors_are_found_in_nested_lists_in_order() -> None:
         (aten.add.Tensor, lambda: (ONE.clone(), TWO)),
         (aten._foreach_mul_.Scalar, lambda: ([ONE.clone(), TWO.clone()], 2.0)),
         (aten.addcmul_.default, lambda: (ONE.clone(), TWO.clone(), THREE.clone())),
-        (aten.native_batch_norm.default, lambda: (torch.randn(4, 3), None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5)),
+        (aten.native_batch_norm.default, lambda: batch_norm(training=True)),
         (
             aten.native_batch_norm.default,
             lambda: (torch.randn(4, 3), None, None, torch.zeros(3), torch.ones(3), False, 0.1, 1e-5),
