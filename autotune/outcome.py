@@ -125,6 +125,8 @@ def predicted(driver: Driver, scored: Scored) -> dict[str, Any]:
         "oom_probability": oom_probability(calibration, prediction.peak_allocated_bytes, driver.setup.budget_bytes),
         "rates": driver.setup.hardware.rates_from,
         "hardware": driver.setup.hardware.name,
+        "critical_s": prediction.critical_s,
+        "exposed_by_op": [asdict(each) for each in prediction.exposed_by_op[:5]],
     }
 
 

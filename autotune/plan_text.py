@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memtune.autotune.exposure import time_lines
 from memtune.autotune.peak import PeakRow
 from memtune.autotune.planning import Planned, PlanReport
 from memtune.autotune.remedies import describe
@@ -34,6 +35,9 @@ def render(report: PlanReport) -> RenderableType:
         parts += [Text(line, "dim") for line in _left_out(report)]
     if report.peak:
         parts += [Text(""), Text(f"at the peak of {_first_name(report)}:"), _peak(report.peak)]
+    first = report.config or (report.front[0] if report.front else None)
+    if first is not None:
+        parts += [Text(line) for line in time_lines(first.details)]
     parts += [Text(note, "dim") for note in report.notes]
     return Group(*parts)
 

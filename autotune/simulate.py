@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from memtune import _native
 from memtune.autotune.allocator_model import AllocatorSettings, event_stream, replay
+from memtune.autotune.exposure import RESOURCES, OpTime, critical_path, exposed_by_op
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.program import Kind, Phase, Program, Resource, Step, Tier
@@ -23,7 +26,6 @@ KINDS = {
 }
 ACTIVATIONS = "activations"
 """Temporaries that autograd saved for backward."""
-RESOURCES = (*(each.name.lower() for each in Resource), "host_issue")
 
 # Half-widths without any trial behind them. Peaks: what the recorder cannot see (kernel workspaces), and on CUDA what differs
 # from the CPU recording. Times: a roofline with table rates is seldom off by more than these factors.
@@ -81,7 +83,15 @@ class Prediction:
     interval: Interval
     calibrated: bool
     step_correction: float = 1.0
-    """Factor that trials have put on `step_s`."""
+    """Factor that trials have put on `step_s`; the seconds of single ops and resources are without it."""
+    communicator_bytes: int = 0
+    """Device bytes that communicators hold outside PyTorch's allocator; in no peak."""
+    exposed_by_op: tuple[OpTime, ...] = ()
+    """What compute waits for longest, of the slowest rank class; empty at the coarse level."""
+    critical_path: tuple[OpTime, ...] = ()
+    """The longest parts of the chain of ops that decides `step_s`; empty at the coarse level."""
+    critical_s: dict[str, float] = field(default_factory=dict)
+    """All of that chain by resource; without `step_correction` it sums up to `step_s`."""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -164,8 +174,9 @@ def simulate(
 ) -> Prediction:
     """Predict peak memory and step time of `program` on `hardware`.
 
-    `coarse` counts live bytes and sums up resources, taking whatever shares a phase to overlap; `events` also schedules every op
-    after what it depends on. The peak is the heaviest rank class's, the time the slowest one's.
+    `coarse` counts live bytes and sums up resources, taking whatever shares a phase to overlap; `events` runs all rank classes
+    together, op by op (`csrc/simulator/machine.h` has the rules), and counts bytes as it goes: a transfer that is late keeps its
+    source alive unless somebody waits for it. The peak is the heaviest rank class's, the time the slowest one's.
 
     Peak reserved on CUDA: at the events level, under the settings of an `allocator`, its replay of several steps that nothing
     presses; else small and large requests each keep the segments of their own peak, since cached blocks never change pools, and
@@ -174,7 +185,7 @@ def simulate(
     Raises:
         ValueError: A column of a step is broken.
     """
-    runs = [_run(each.step, program, hardware, level) for each in program.rank_classes]
+    runs = _coarse(program, hardware) if level == "coarse" else _events(program, hardware)
     heaviest = max(runs, key=lambda run: run.live.peak_bytes[Tier.DEVICE])
     slowest = max(runs, key=lambda run: run.time.step_s)
     calibration = calibration or Calibration()
@@ -201,6 +212,10 @@ def simulate(
         interval=_interval(peak, reserved, slowest.time, calibration),
         calibrated=calibration.is_calibrated,
         step_correction=calibration.step_correction,
+        communicator_bytes=_communicators(step) * hardware.communicator_bytes,
+        exposed_by_op=slowest.exposed_by_op,
+        critical_path=slowest.critical_path,
+        critical_s=slowest.critical_s,
     )
 
 
@@ -214,27 +229,79 @@ class _Time(NamedTuple):
 
 class _Run(NamedTuple):
     step: Step
-    live: _native.Live
+    live: _native.Footprint
     time: _Time
+    exposed_by_op: tuple[OpTime, ...] = ()
+    critical_path: tuple[OpTime, ...] = ()
+    critical_s: dict[str, float] = {}  # noqa: RUF012
 
 
-def _run(step: Step, program: Program, hardware: Hardware, level: Level) -> _Run:
-    costs = op_costs(step, hardware, ranks=program.ranks)
-    columns = _native.StepColumns(
+def _columns(step: Step, hardware: Hardware, ranks: int) -> _native.StepColumns:
+    costs = op_costs(step, hardware, ranks=ranks)
+    return _native.StepColumns(
         op_phase=step.op_phase, op_resource=step.op_resource, op_s=costs.op_s, op_issue_s=costs.issue_s,
         bytes=step.bytes, tier=step.tier, kind=step.kind, producer=step.producer, held_until=step.held_until,
         use_op=step.use_op, use_storage=step.use_storage, use_mutates=step.use_mutates,
         save_storage=step.save_storage, save_until=step.save_until,
+        op_stream=step.op_stream, op_prefetch=step.op_prefetch, op_match=step.op_match,
     )  # fmt: skip
-    live = _native.live(columns, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
-    if level == "coarse":
-        return _Run(step, live, _coarse_time(live, program.accumulate))
-    timeline = _native.schedule(columns, accumulate=program.accumulate, host_computes=hardware.device == "cpu")
-    at = timeline.step_s
-    return _Run(step, live, _Time(at, at, at, list(timeline.busy_s), list(timeline.exposed_s)))
 
 
-def _coarse_time(live: _native.Live, accumulate: int) -> _Time:
+def _coarse(program: Program, hardware: Hardware) -> list[_Run]:
+    runs = []
+    for each, (_, sharing) in zip(program.rank_classes, places(program, hardware), strict=True):
+        columns = _columns(each.step, hardware, program.ranks)
+        live = _native.live(columns, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
+        runs.append(_Run(each.step, live, _coarse_time(live, program.accumulate, sharing)))
+    return runs
+
+
+def _events(program: Program, hardware: Hardware) -> list[_Run]:
+    steps = [each.step for each in program.rank_classes]
+    timeline = _native.schedule(
+        [_columns(step, hardware, program.ranks) for step in steps],
+        places(program, hardware),
+        accumulate=program.accumulate,
+        host_computes=hardware.device == "cpu",
+        link_slowdown=hardware.link_slowdown,
+        rounding_bytes=hardware.allocation_rounding_bytes,
+        small_bytes=_SMALL_BYTES,
+    )
+    path, by_resource = critical_path(steps, timeline)
+    runs = []
+    for step, found in zip(steps, timeline.classes, strict=True):
+        at = found.finish_s
+        time = _Time(at, at, at, list(found.busy_s), list(found.exposed_s))
+        runs.append(_Run(step, found, time, exposed_by_op(step, found.op_exposed_s), path, by_resource))
+    return runs
+
+
+def places(program: Program, hardware: Hardware) -> list[tuple[int, int]]:
+    """For each rank class a PCIe root and how many of its ranks are behind it; ranks of one class are neighbours.
+
+    A class that fills a root is judged by such a one, any other by its first rank's. On CPU `op_costs` shares out the machine.
+    """
+    per_root = hardware.gpus_per_pcie_root
+    if hardware.device == "cpu":
+        return [(number, 1) for number in range(len(program.rank_classes))]
+    found, first = [], 0
+    for each in program.rank_classes:
+        filled = -(-first // per_root)
+        if (filled + 1) * per_root <= first + each.count:
+            found.append((filled, per_root))
+        else:
+            found.append((first // per_root, min(each.count, per_root - first % per_root)))
+        first += each.count
+    return found
+
+
+def _communicators(step: Step) -> int:
+    """Groups of ranks that talk to each other, told apart by their size and link."""
+    talk = np.flatnonzero(step.op_group > 1)
+    return len(set(zip(step.op_group[talk].tolist(), step.op_resource[talk].tolist(), strict=True)))
+
+
+def _coarse_time(live: _native.Live, accumulate: int, sharing: int) -> _Time:
     """Each section of the step takes as long as its busiest resource, and at most as long as all of them together."""
     compute = Resource.COMPUTE
     total = low = 0.0
@@ -243,6 +310,8 @@ def _coarse_time(live: _native.Live, accumulate: int) -> _Time:
     for section in _SECTIONS:
         times = accumulate if section[0] in _REPEATED else 1
         sums = {i: times * sum(row[phase] for phase in section) for i, row in used.items()}
+        for copies in {Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST} & sums.keys():
+            sums[copies] *= sharing
         low += max(sums.values())
         total += sum(sums.values())
         for i, seconds in sums.items():

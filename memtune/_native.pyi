@@ -34,10 +34,10 @@ class StepColumns:
     The columns of one step with the seconds of its ops, checked once; ValueError names a bad column.
     """
 
-    def __init__(self, op_phase: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], op_resource: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], op_s: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], op_issue_s: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], tier: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], kind: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], producer: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], held_until: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_mutates: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], save_storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], save_until: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+    def __init__(self, op_phase: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], op_resource: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], op_s: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], op_issue_s: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], tier: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], kind: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], producer: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], held_until: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_mutates: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], save_storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], save_until: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], op_stream: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], op_prefetch: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], op_match: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
 
-class Live:
-    """Peaks of one step and sums of its resources."""
+class Footprint:
+    """What a step needs at most."""
 
     @property
     def peak_bytes(self) -> list[int]:
@@ -57,15 +57,19 @@ class Live:
         On the device at its peak, by kind; the last one holds the temporaries that autograd saved.
         """
 
+class Live(Footprint):
+    """Peaks of one step and sums of its resources."""
+
     @property
     def busy_s(self) -> list[list[float]]:
         """By resource (the last one is the host issuing ops) and phase."""
 
-class Timeline:
-    """What came of scheduling one optimizer step."""
+class ClassTimeline(Footprint):
+    """What one class of ranks does in an optimizer step."""
 
     @property
-    def step_s(self) -> float: ...
+    def finish_s(self) -> float:
+        """When its last op, or its host, has finished."""
 
     @property
     def busy_s(self) -> list[float]:
@@ -75,14 +79,39 @@ class Timeline:
     def exposed_s(self) -> list[float]:
         """By resource: busy while compute is not."""
 
+    @property
+    def op_exposed_s(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]:
+        """By op, all repetitions; 0 for compute."""
+
+    @property
+    def storage_stream(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """
+        Allocations (storage + 1) and frees (-(storage + 1)) in order, beginning with what is there at the start.
+        """
+
+class Timeline:
+    """What came of scheduling one optimizer step of all rank classes."""
+
+    @property
+    def step_s(self) -> float: ...
+
+    @property
+    def classes(self) -> list[ClassTimeline]: ...
+
+    @property
+    def critical_path(self) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.uint8], dict(shape=(None,))], Annotated[NDArray[numpy.float64], dict(shape=(None,))], Annotated[NDArray[numpy.float64], dict(shape=(None,))]]:
+        """
+        Rank class, op, whether it is the host that issues the op, start, stop; in order, without gaps from 0 to `step_s`.
+        """
+
 def live(columns: StepColumns, rounding_bytes: int = 1, small_bytes: int = 0) -> Live:
     """
     Live bytes of a step by tier and kind, and how long it needs each resource.
     """
 
-def schedule(columns: StepColumns, accumulate: int = 1, host_computes: bool = True) -> Timeline:
+def schedule(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], accumulate: int = 1, host_computes: bool = True, link_slowdown: float = 0.0, rounding_bytes: int = 1, small_bytes: int = 0) -> Timeline:
     """
-    When the ops of one optimizer step run: each resource in program order, after what an op depends on.
+    When the ops of one optimizer step run on every rank class. `places`: for each class its PCIe root and how many of its ranks are behind it. ValueError where ops wait for each other.
     """
 
 class OutOfMemory:

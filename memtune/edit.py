@@ -64,10 +64,13 @@ class Edit:
         traffic_bytes: I64 | int = 0,
         block: I32 | int = -1,
         group: I32 | int = 0,
+        stream: U8 | int = 0,
+        prefetch: U8 | int = 0,
     ) -> I32:
         """Insert one op per anchor in `before` or `after` (existing rows); returns the new rows.
 
         Pass `before` = n_ops of the original step to append at the end, an array of `name_id`s to insert several ops at once.
+        For `stream` and `prefetch` see `Step`.
         """
         anchor = before if before is not None else after
         assert anchor is not None
@@ -79,6 +82,7 @@ class Edit:
         self._new_ops.append({
             "op_name": names, "op_module": 0, "op_block": block, "op_phase": phase, "op_resource": resource,
             "op_flops": 0.0, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group, "op_node": -1, "op_copy_of": -1,
+            "op_stream": stream, "op_prefetch": prefetch, "op_match": 0,
         })  # fmt: skip
         self.n_ops += count
         return rows
@@ -343,7 +347,7 @@ _OP_COLUMNS: tuple[str, ...] = (
     "op_rng",
     "op_group",
 )
-_OP_COLUMNS += ("op_node", "op_copy_of")
+_OP_COLUMNS += ("op_node", "op_copy_of", "op_stream", "op_prefetch", "op_match")
 _STORAGE_COLUMNS = ("bytes", "tier", "kind", "producer", "owner", "held_until", "ready_after")
 _SAVE_COLUMNS: tuple[str, ...] = ("save_storage", "save_before", "save_until", "save_used_until", "save_asked", "save_turn")
 _SAVE_COLUMNS += ("save_is_output", "save_block")

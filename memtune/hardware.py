@@ -59,6 +59,12 @@ class Hardware:
     gpus_per_node: int
     allocation_rounding_bytes: int
     """The allocator hands out multiples of this; 1 is exact."""
+    gpus_per_pcie_root: int = 1
+    """Devices that share the link from one PCIe switch to the host, contiguous ones."""
+    link_slowdown: float = 0.0
+    """Part of its time by which compute is slower while a collective runs."""
+    communicator_bytes: int = 0
+    """Device memory of one communicator, outside PyTorch's allocator."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each constant comes from, by field."""
     curves: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)

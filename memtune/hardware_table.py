@@ -148,6 +148,17 @@ ALIASES = {
 }  # fmt: skip
 
 
+_COMMUNICATOR_SOURCE = (
+    "estimate: channels × 2 neighbours of a ring × 4 MiB, NCCL's default buffer; memory grows with channels, not with ranks "
+    "(NVIDIA/nccl issues 285 and 864); 16 channels with NVLink, 2 without"
+)
+
+
+def _communicator_bytes(node: _Node) -> int:
+    """Device memory of one NCCL communicator."""
+    return (16 if node.link > 100 else 2) * 2 * 4 * MIB
+
+
 def _constants(card: _Card) -> Constants:
     sheet = f"dense, 32-bit accumulation: {card.sheet}"
     usual = card.node.source
@@ -180,6 +191,9 @@ def _constants(card: _Card) -> Constants:
         "ssd_read_bytes_per_s": (6e9, "rule of thumb: one PCIe 4 NVMe drive"),
         "ssd_write_bytes_per_s": (4e9, "rule of thumb: one PCIe 4 NVMe drive"),
         "allocation_rounding_bytes": (512, "PyTorch's caching allocator, kMinBlockSize"),
+        "gpus_per_pcie_root": (2 if card.node is _HGX4 else 1, "HGX A100: 4 PCIe switches for 8 GPUs; elsewhere taken as 1"),
+        "link_slowdown": (0.189, "mean over GPT and LLaMA on A100, H100, MI210, MI250: arXiv 2507.03114, abstract"),
+        "communicator_bytes": (_communicator_bytes(card.node), _COMMUNICATOR_SOURCE),
         **{name: (value, usual) for name, value in node.items()},
     }
 
@@ -229,4 +243,7 @@ def cpu(rates: CpuRates) -> Constants:
         "cores": (rates.cores, system),
         "gpus_per_node": (1, "the device is the machine"),
         "allocation_rounding_bytes": (1, "the CPU ledger counts what is asked for"),
+        "gpus_per_pcie_root": (1, "the device is the machine"),
+        "link_slowdown": (0.0, "not measured: gloo's threads beside training are in the measured rates of trials only"),
+        "communicator_bytes": (0, "gloo's buffers are not in the ledger"),
     }

@@ -1,4 +1,4 @@
-"""How long an op occupies its resource: a roofline by op class for compute, bytes and ring steps for everything else.
+"""How long an op occupies its resource: a roofline by op class for compute, bytes and latencies for everything else.
 
 Everything is a handful of numpy operations over the columns of a Step; what depends only on its names is kept.
 """
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from memtune.collective_costs import collective_s
 from memtune.hardware import Hardware
 from memtune.measured import Curve
 from memtune.parameters import columns_of
@@ -97,12 +98,6 @@ def on_curve(curve: Curve, at_peak_s: F64) -> F64:
     return found
 
 
-@functools.lru_cache(maxsize=256)
-def _all_reduces(names: tuple[str, ...]) -> F64:
-    """By name id: how many times round the ring, 2 for all-reduce, else 1."""
-    return np.array([2.0 if "all_reduce" in name or "allreduce" in name else 1.0 for name in names])
-
-
 def matmul_dtype(step: Step) -> str:
     """Type in which matrix products run, as far as columns tell: that of most parameters, or 16 bits under autocast."""
     if not step.parameters:
@@ -168,17 +163,12 @@ def _transfers_s(step: Step, ops: np.ndarray[tuple[int], np.dtype[np.intp]], har
     """Seconds of ops that are not compute."""
     resource, group = step.op_resource[ops], step.op_group[ops].astype(np.float64)
     bytes_per_s = np.array(_bytes_per_s(hardware, local))[resource]
-    latency_s = np.array(_latency_s(hardware))[resource]
-    if hardware.device == "cuda":
-        # A ring over several nodes is as slow as its slowest link; each node sends through all of its network cards at once.
-        across = (resource == Resource.INTRA_LINK) & (group > hardware.gpus_per_node)
-        network = hardware.inter_link_bytes_per_s * hardware.gpus_per_node
-        bytes_per_s[across] = min(hardware.intra_link_bytes_per_s, network)
-        latency_s[across] = hardware.inter_link_latency_s
-    rounds = _all_reduces(step.names)[step.op_name[ops]]
-    steps = np.maximum(group - 1, 0)
-    on_link = np.where(group > 0, rounds * steps / np.maximum(group, 1), 1.0)  # of the message, per rank
-    seconds: F64 = on_link * step.op_traffic_bytes[ops] / bytes_per_s + latency_s * np.where(group > 0, rounds * steps, 1)
+    seconds: F64 = step.op_traffic_bytes[ops] / bytes_per_s + np.array(_latency_s(hardware))[resource]
+    together = np.flatnonzero((group > 0) & ((resource == Resource.INTRA_LINK) | (resource == Resource.INTER_LINK)))
+    if len(together):
+        rows = ops[together]
+        traffic = step.op_traffic_bytes[rows].astype(np.float64)
+        seconds[together] = collective_s(step.names, step.op_name[rows], resource[together], group[together], traffic, hardware)
     return seconds
 
 
@@ -199,6 +189,6 @@ def _bytes_per_s(hardware: Hardware, local: int) -> list[float]:
 
 
 def _latency_s(hardware: Hardware) -> list[float]:
-    """Latency by Resource, per copy or per step of a ring."""
+    """Latency by Resource, per copy or message."""
     start = hardware.launch_s
     return [0.0, start, start, hardware.intra_link_latency_s, hardware.inter_link_latency_s, 1e-4, 1e-4, start, 0.0]

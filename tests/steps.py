@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from memtune import _native
 from memtune.program import Kind, Step
 
 
@@ -25,3 +26,12 @@ def make_step(ops: int, storages: int, **columns: Any) -> Step:
         default = {"kind": int(Kind.TEMPORARY)}.get(each.name, neutral.get(each.name, 0))
         data[each.name] = np.asarray(columns.get(each.name, [default] * rows), kinds[str(each.type)])
     return Step(**data)
+
+
+def columns_of(step: Step, op_s: Any, issue_s: Any) -> _native.StepColumns:
+    """What the native simulator is given."""
+    return _native.StepColumns(
+        step.op_phase, step.op_resource, np.asarray(op_s, float), np.asarray(issue_s, float), step.bytes, step.tier, step.kind,
+        step.producer, step.held_until, step.use_op, step.use_storage, step.use_mutates, step.save_storage, step.save_until,
+        step.op_stream, step.op_prefetch, step.op_match,
+    )  # fmt: skip

@@ -6,20 +6,6 @@
 namespace memtune {
 namespace {
 
-std::vector<std::int32_t> ends(const Step& step) {
-  std::vector<std::int32_t> end(step.n_storages());
-  for (std::size_t s = 0; s < end.size(); ++s) end[s] = std::max(step.held_until[s], step.producer[s]);
-  for (std::size_t u = 0; u < step.use_op.size(); ++u) {
-    std::int32_t& last = end[step.use_storage[u]];
-    last = std::max(last, step.use_op[u]);
-  }
-  for (std::size_t v = 0; v < step.save_storage.size(); ++v) {
-    std::int32_t& last = end[step.save_storage[v]];
-    last = std::max(last, step.save_until[v]);
-  }
-  return end;
-}
-
 // Largest prefix sum of `delta` before its last element, and where it is first reached.
 std::int64_t peak(const std::vector<std::int64_t>& delta, std::int32_t* at = nullptr) {
   std::int64_t now = 0, most = 0;
@@ -35,8 +21,6 @@ std::int64_t peak(const std::vector<std::int64_t>& delta, std::int32_t* at = nul
   return most;
 }
 
-std::int64_t rounded(std::int64_t bytes, std::int64_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 void count_kinds(const Step& step, const std::vector<std::int32_t>& end, const AllocatorRules& rules, Live& out) {
   const std::int32_t op = out.peak_op[kDevice];
   std::vector<std::uint8_t> saved(step.n_storages());
@@ -45,7 +29,7 @@ void count_kinds(const Step& step, const std::vector<std::int32_t>& end, const A
     if (step.tier[s] != kDevice || step.producer[s] > op || end[s] < op) continue;
     const bool activation = step.kind[s] == kTemporary && saved[s];
     const std::size_t kind = activation ? std::size_t{kKinds} : step.kind[s];
-    out.bytes_by_kind[kind] += rounded(step.bytes[s], rules.rounding_bytes);
+    out.bytes_by_kind[kind] += rules.rounded(step.bytes[s]);
   }
 }
 
@@ -62,7 +46,7 @@ Live live(const Step& step, const AllocatorRules& rules) {
   Live out;
   const auto n = static_cast<std::int32_t>(step.n_ops());
   if (n == 0) return out;
-  const std::vector<std::int32_t> end = ends(step);
+  const std::vector<std::int32_t> end = step.ends();
   // Bytes that appear or vanish before each op: one column per tier, then the device's two pools.
   std::array<std::vector<std::int64_t>, kTiers + 2> delta;
   for (auto& column : delta) column.assign(n + 1, 0);
@@ -71,7 +55,7 @@ Live live(const Step& step, const AllocatorRules& rules) {
   for (std::size_t s = 0; s < step.n_storages(); ++s) {
     const std::int32_t start = std::max(step.producer[s], 0), stop = std::min(end[s], n - 1) + 1;
     const bool device = step.tier[s] == kDevice;
-    const std::int64_t bytes = device ? rounded(step.bytes[s], rules.rounding_bytes) : step.bytes[s];
+    const std::int64_t bytes = device ? rules.rounded(step.bytes[s]) : step.bytes[s];
     delta[step.tier[s]][start] += bytes;
     delta[step.tier[s]][stop] -= bytes;
     if (!device) continue;

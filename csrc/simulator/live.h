@@ -13,13 +13,19 @@ namespace memtune {
 struct AllocatorRules {
   std::int64_t rounding_bytes = 1;
   std::int64_t small_bytes = 0;
+
+  std::int64_t rounded(std::int64_t bytes) const { return (bytes + rounding_bytes - 1) / rounding_bytes * rounding_bytes; }
 };
 
-struct Live {
+// What a step needs at most.
+struct Footprint {
   std::array<std::int64_t, kTiers> peak_bytes{};
   std::array<std::int32_t, kTiers> peak_op{-1, -1, -1};   // the first op at the peak, -1 for a step without ops
   std::array<std::int64_t, 2> pool_peak_bytes{};          // device: small requests, large requests
   std::array<std::int64_t, kKinds + 1> bytes_by_kind{};   // device, at its peak; the last one: what autograd saved
+};
+
+struct Live : Footprint {
   std::array<std::array<double, kPhases>, kResources> busy_s{};  // sums over one pass of the step
 };
 

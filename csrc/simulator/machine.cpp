@@ -1,138 +1,274 @@
 #include "simulator/machine.h"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
-#include <vector>
+#include <string>
+
+#include "simulator/graph.h"
+#include "simulator/memory.h"
+#include "simulator/report.h"
 
 namespace memtune {
 namespace {
 
-struct Interval {
-  double start, stop;
+constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr std::size_t kQueues = std::size_t{kHostThreads} + kStreams;  // the resources' own streams, then the side streams
+
+// A device resource: what runs on it, or holds it until the classes it is matched with have come.
+struct Slot {
+  std::int32_t task = kNone;
+  std::int32_t last = kNone;  // what ran on it before
+  bool runs = false;
+  double finish = kNever, rate = 1;
 };
 
-// What runs on one resource, in order; intervals that touch become one.
-class Track {
- public:
-  double free_at() const { return free_at_; }
-
-  void add(double start, double stop) {
-    busy_s_ += stop - start;
-    free_at_ = stop;  // also after an op that takes no time: the next one still comes after it
-    if (!intervals_.empty() && start <= intervals_.back().stop) {
-      intervals_.back().stop = stop;
-    } else if (stop > start) {
-      intervals_.push_back({start, stop});
-    }
-  }
-
-  double busy_s() const { return busy_s_; }
-
-  // Seconds during which both tracks are busy.
-  double overlap_s(const Track& other) const {
-    double total = 0;
-    auto mine = intervals_.begin(), theirs = other.intervals_.begin();
-    while (mine != intervals_.end() && theirs != other.intervals_.end()) {
-      total += std::max(0.0, std::min(mine->stop, theirs->stop) - std::max(mine->start, theirs->start));
-      mine->stop < theirs->stop ? ++mine : ++theirs;
-    }
-    return total;
-  }
-
- private:
-  std::vector<Interval> intervals_;
-  double busy_s_ = 0, free_at_ = 0;
+// A stream: its tasks in order.
+struct Queue {
+  std::vector<std::int32_t> tasks;
+  std::size_t next = 0;
+  std::int32_t last = kNone;  // the task before the next one, once it has started
 };
 
-// Storages by the op that allocates them: `storages[first[op]] .. storages[first[op + 1]]`.
-struct Products {
-  std::vector<std::int32_t> first, storages;
-
-  explicit Products(const Step& step) : first(step.n_ops() + 1), storages(step.n_storages()) {
-    for (const std::int32_t op : step.producer) {
-      if (op >= 0) ++first[op + 1];
-    }
-    for (std::size_t op = 0; op < step.n_ops(); ++op) first[op + 1] += first[op];
-    std::vector<std::int32_t> next(first.begin(), first.end());
-    for (std::size_t s = 0; s < step.n_storages(); ++s) {
-      if (step.producer[s] >= 0) storages[next[step.producer[s]]++] = static_cast<std::int32_t>(s);
-    }
-  }
+// One class of ranks: its host and its device.
+struct Rank {
+  std::int32_t next_task = 0, end_task = 0;
+  double host_at = 0;               // since when the host has been issuing its next task
+  std::int32_t host_waits = kNone;  // the task that the host itself computes
+  std::array<Slot, kNothing> slots{};
+  std::array<Queue, kQueues> queues{};
 };
+
+std::size_t queue_of(const Step& step, std::int32_t op) {
+  const std::uint8_t stream = step.op_stream[op];
+  if (stream == kOwnStream) return step.op_resource[op];
+  return stream == kComputeStream ? std::size_t{kCompute} : std::size_t{kHostThreads} + stream;
+}
 
 class Machine {
  public:
-  Machine(const Step& step, bool host_computes)
-      : step_(step), products_(step), host_computes_(host_computes), written_at_(step.n_storages()), read_until_(step.n_storages()) {}
-
-  void run(bool first, bool last) {
-    std::size_t use = 0;
-    for (std::size_t op = 0; op < step_.n_ops(); ++op) {
-      const std::size_t uses_begin = use;
-      while (use < step_.use_op.size() && static_cast<std::size_t>(step_.use_op[use]) == op) ++use;
-      const std::uint8_t phase = step_.op_phase[op];
-      const bool once_before = phase == kPrologue, once_after = phase == kBoundary || phase == kOptimizer;
-      if ((once_before && !first) || (once_after && !last)) continue;
-      run_op(op, uses_begin, use);
+  Machine(std::span<const Step> steps, std::span<const Place> places, const Rules& rules)
+      : steps_(steps), places_(places), rules_(rules), graph_(steps, rules.accumulate) {
+    for (std::size_t c = 0; c < steps.size(); ++c) {
+      ranks_.push_back({.next_task = graph_.first_task[c], .end_task = graph_.first_task[c + 1]});
+      memories_.emplace_back(steps[c], rules.allocator, rules.accumulate);
+      for (std::int32_t t = graph_.first_task[c]; t < graph_.first_task[c + 1]; ++t) {
+        const std::int32_t op = graph_.tasks[t].op;
+        if (steps[c].op_resource[op] != kNothing) ranks_[c].queues[queue_of(steps[c], op)].tasks.push_back(t);
+      }
     }
+    rates_vary_ = rules.link_slowdown > 0 || steps.size() > 1;
+    for (const Place& place : places) rates_vary_ |= place.ranks_on_root > 1;
   }
 
-  Timeline timeline() const {
-    Timeline out;
-    out.step_s = host_at_;
-    for (std::size_t r = 0; r < kResources; ++r) {
-      out.step_s = std::max(out.step_s, tracks_[r].free_at());
-      out.busy_s[r] = tracks_[r].busy_s();
-      const double hidden = r == kCompute ? 0 : tracks_[r].overlap_s(tracks_[kCompute]);
-      out.exposed_s[r] = std::max(0.0, out.busy_s[r] - hidden);
+  Timeline run() {
+    for (double next = 0; next != kNever; next = next_event()) {
+      now_ = next;
+      finish_due();
+      settle();
+      if (rates_vary_) set_rates();
     }
-    return out;
+    for (std::size_t c = 0; c < ranks_.size(); ++c) check_done(c);
+    return report(steps_, graph_, rules_.host_computes, memories_);
   }
 
  private:
-  void run_op(std::size_t op, std::size_t uses_begin, std::size_t uses_end) {
-    const double issued = host_at_ + step_.op_issue_s[op];
-    tracks_[kHostIssue].add(host_at_, issued);
-    host_at_ = issued;
-    const std::uint8_t resource = step_.op_resource[op];
-    // Allocation occupies nothing: it neither waits for a track nor holds one.
-    double start = resource == kNothing ? issued : std::max(issued, tracks_[resource].free_at());
-    for (std::size_t u = uses_begin; u < uses_end; ++u) {
-      const std::int32_t storage = step_.use_storage[u];
-      start = std::max(start, written_at_[storage]);
-      if (step_.use_mutates[u]) start = std::max(start, read_until_[storage]);
+  double next_event() const {
+    double next = kNever;
+    for (std::size_t c = 0; c < ranks_.size(); ++c) {
+      const Rank& rank = ranks_[c];
+      if (rank.host_waits == kNone && rank.next_task < rank.end_task) next = std::min(next, issue_time(c));
+      for (const Slot& slot : rank.slots) next = std::min(next, slot.finish);
     }
-    const double stop = start + (resource == kNothing ? 0 : step_.op_s[op]);
-    if (resource != kNothing) tracks_[resource].add(start, stop);
-    if (resource == kCompute && host_computes_) host_at_ = stop;
-    for (std::int32_t p = products_.first[op]; p < products_.first[op + 1]; ++p) {
-      written_at_[products_.storages[p]] = stop;
-      read_until_[products_.storages[p]] = 0;  // the storage of the last repetition was another one
-    }
-    for (std::size_t u = uses_begin; u < uses_end; ++u) {
-      const std::int32_t storage = step_.use_storage[u];
-      read_until_[storage] = std::max(read_until_[storage], stop);
-      if (step_.use_mutates[u]) written_at_[storage] = stop;
+    return next;
+  }
+
+  double issue_time(std::size_t c) const {
+    return ranks_[c].host_at + steps_[c].op_issue_s[graph_.tasks[ranks_[c].next_task].op];
+  }
+
+  void finish_due() {
+    for (std::size_t c = 0; c < ranks_.size(); ++c) {
+      for (Slot& slot : ranks_[c].slots) {
+        if (slot.finish > now_) continue;
+        const std::int32_t task = slot.task;
+        slot = {.last = task};
+        finish(c, task);
+      }
     }
   }
 
-  const Step& step_;
-  Products products_;
-  bool host_computes_;
-  double host_at_ = 0;
-  std::array<Track, kResources> tracks_;
-  std::vector<double> written_at_, read_until_;
+  // Everything that can happen at this moment: hosts issue, ops start.
+  void settle() {
+    for (bool again = true; again;) {
+      again = false;
+      for (std::size_t c = 0; c < ranks_.size(); ++c) {
+        again |= issue(c);
+        again |= start_ready(c);
+      }
+    }
+  }
+
+  bool issue(std::size_t c) {
+    Rank& rank = ranks_[c];
+    bool any = false;
+    while (rank.host_waits == kNone && rank.next_task < rank.end_task && issue_time(c) <= now_) {
+      rank.host_at = issue_time(c);
+      const std::int32_t t = rank.next_task++;
+      Task& task = graph_.tasks[t];
+      task.issued = rank.host_at;
+      task.is_issued = any = true;
+      memories_[c].issued(task.op, task.repetition);
+      const bool nothing = steps_[c].op_resource[task.op] == kNothing;
+      if (rules_.host_computes && steps_[c].computes(task.op)) {
+        rank.host_waits = t;
+      } else {
+        memories_[c].passed(task.op, task.repetition);
+      }
+      if (nothing && task.waits == 0) allocate(c, t);
+    }
+    return any;
+  }
+
+  bool start_ready(std::size_t c) {
+    Rank& rank = ranks_[c];
+    bool any = false;
+    for (std::size_t q = kQueues; q-- > 0;) {
+      Queue& queue = rank.queues[q];
+      if (queue.next == queue.tasks.size()) continue;
+      const std::int32_t t = queue.tasks[queue.next];
+      Task& task = graph_.tasks[t];
+      if (!task.is_issued || task.waits > 0 || (queue.last != kNone && !graph_.tasks[queue.last].is_done)) continue;
+      Slot& slot = rank.slots[steps_[c].op_resource[task.op]];
+      if (slot.task != kNone) continue;
+      slot.task = t;
+      task.cause = last_of(task, queue.last, slot.last);
+      queue.last = t;
+      ++queue.next;
+      any = true;
+      if (task.match == kNone) {
+        begin(c, t, steps_[c].op_s[task.op]);
+      } else {
+        meet(graph_.matches[task.match], t);
+      }
+    }
+    return any;
+  }
+
+  void meet(Match& match, std::int32_t last) {
+    if (++match.arrived < static_cast<std::int32_t>(match.tasks.size())) return;
+    double longest = 0;
+    for (const std::int32_t t : match.tasks) longest = std::max(longest, steps_[class_of(t)].op_s[graph_.tasks[t].op]);
+    for (const std::int32_t t : match.tasks) {
+      graph_.tasks[t].late = last;
+      begin(class_of(t), t, longest);
+    }
+  }
+
+  void begin(std::size_t c, std::int32_t t, double seconds) {
+    Task& task = graph_.tasks[t];
+    Slot& slot = ranks_[c].slots[steps_[c].op_resource[task.op]];
+    task.start = now_;
+    slot.runs = true;
+    slot.finish = now_ + seconds;
+  }
+
+  // An op that only allocates takes no time and needs no resource.
+  void allocate(std::size_t c, std::int32_t t) {
+    graph_.tasks[t].start = now_;
+    graph_.tasks[t].cause = last_of(graph_.tasks[t], kNone, kNone);
+    finish(c, t);
+  }
+
+  void finish(std::size_t c, std::int32_t first) {
+    std::vector<std::int32_t>& done = done_;
+    done.assign(1, first);
+    while (!done.empty()) {
+      const std::int32_t t = done.back();
+      done.pop_back();
+      Task& task = graph_.tasks[t];
+      task.stop = now_;
+      task.is_done = true;
+      memories_[c].finished(task.op, task.repetition);
+      if (ranks_[c].host_waits == t) {
+        ranks_[c].host_waits = kNone;
+        ranks_[c].host_at = now_;
+        memories_[c].passed(task.op, task.repetition);
+      }
+      for (std::int32_t e = task.first_edge; e != kNone; e = graph_.edges[e].next) {
+        Task& after = graph_.tasks[graph_.edges[e].to];
+        after.last_waited = t;
+        if (--after.waits > 0 || !after.is_issued || steps_[c].op_resource[after.op] != kNothing) continue;
+        after.start = now_;
+        after.cause = t;
+        done.push_back(graph_.edges[e].to);
+      }
+    }
+  }
+
+  // Of all that `task` had to wait for on the device what finished last; kNone where the host came later.
+  std::int32_t last_of(const Task& task, std::int32_t before_in_queue, std::int32_t before_on_resource) const {
+    std::int32_t last = kNone;
+    double at = task.issued;
+    for (const std::int32_t t : {task.last_waited, before_in_queue, before_on_resource}) {
+      if (t == kNone || graph_.tasks[t].stop <= at) continue;
+      last = t;
+      at = graph_.tasks[t].stop;
+    }
+    return last;
+  }
+
+  void set_rates() {
+    for (std::size_t c = 0; c < ranks_.size(); ++c) {
+      auto& slots = ranks_[c].slots;
+      const bool links = slots[kIntraLink].runs || slots[kInterLink].runs;
+      set_rate(slots[kCompute], links ? 1 / (1 + rules_.link_slowdown) : 1);
+      for (const Resource copy : {kHostToDevice, kDeviceToHost}) {
+        if (!slots[copy].runs) continue;
+        std::int32_t sharing = 0;
+        for (std::size_t other = 0; other < ranks_.size(); ++other) {
+          if (places_[other].root == places_[c].root && ranks_[other].slots[copy].runs) sharing += places_[other].ranks_on_root;
+        }
+        set_rate(slots[copy], 1.0 / std::max(sharing, 1));
+      }
+    }
+  }
+
+  void set_rate(Slot& slot, double rate) {
+    if (!slot.runs || slot.rate == rate) return;
+    slot.finish = now_ + (slot.finish - now_) * slot.rate / rate;
+    slot.rate = rate;
+  }
+
+  std::size_t class_of(std::int32_t t) const {
+    return std::upper_bound(graph_.first_task.begin(), graph_.first_task.end(), t) - graph_.first_task.begin() - 1;
+  }
+
+  void check_done(std::size_t c) const {
+    for (std::int32_t t = graph_.first_task[c]; t < graph_.first_task[c + 1]; ++t) {
+      if (graph_.tasks[t].is_done) continue;
+      throw std::invalid_argument("op " + std::to_string(graph_.tasks[t].op) + " of rank class " + std::to_string(c) +
+                                  " waits forever: matched ops are in another order elsewhere, or streams wait for each other");
+    }
+  }
+
+  std::span<const Step> steps_;
+  std::span<const Place> places_;
+  Rules rules_;
+  Graph graph_;
+  std::vector<Rank> ranks_;
+  std::vector<Memory> memories_;
+  std::vector<std::int32_t> done_;
+  double now_ = 0;
+  bool rates_vary_ = false;
 };
 
 }  // namespace
 
-Timeline schedule(const Step& step, std::int64_t accumulate, bool host_computes) {
-  if (accumulate < 1) throw std::invalid_argument("accumulate must be at least 1");
-  Machine machine(step, host_computes);
-  for (std::int64_t repetition = 0; repetition < accumulate; ++repetition) {
-    machine.run(repetition == 0, repetition == accumulate - 1);
-  }
-  return machine.timeline();
+Timeline schedule(std::span<const Step> steps, std::span<const Place> places, const Rules& rules) {
+  if (places.size() != steps.size()) throw std::invalid_argument("every rank class needs a place");
+  if (!(rules.link_slowdown >= 0)) throw std::invalid_argument("link_slowdown must not be negative");
+  return Machine(steps, places, rules).run();
 }
 
 }  // namespace memtune

@@ -1,25 +1,62 @@
-// The events level: when every op of one optimizer step starts and finishes.
+// The events level: when every op of one optimizer step starts and finishes, on every class of ranks.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <span>
+#include <vector>
 
+#include "simulator/live.h"
 #include "simulator/step.h"
 
 namespace memtune {
 
-struct Timeline {
-  double step_s = 0;                            // when the last op, or the host, has finished
+struct Rules {
+  std::int64_t accumulate = 1;
+  bool host_computes = true;
+  double link_slowdown = 0;  // by how much of its time an op of the compute resource takes longer while a link is busy
+  AllocatorRules allocator;
+};
+
+// Where the ranks of a class stand: how many of them are behind the same PCIe root, and which root that is.
+struct Place {
+  std::int32_t root = 0, ranks_on_root = 1;
+};
+
+struct ClassTimeline : Footprint {
+  double finish_s = 0;                          // when its last op, or its host, has finished
   std::array<double, kResources> busy_s{};      // by resource, all repetitions
   std::array<double, kResources> exposed_s{};   // of that, not hidden behind compute
+  std::vector<double> op_exposed_s;             // by op; 0 for compute
+  std::vector<std::int32_t> storage_stream;     // allocations (storage + 1) and frees (-(storage + 1)) in order
+};
+
+// A part of the critical path: an op that runs, or the host that issues it.
+struct PathPart {
+  std::int32_t rank_class, op;
+  bool host;
+  double start_s, stop_s;
+};
+
+struct Timeline {
+  double step_s = 0;
+  std::vector<ClassTimeline> classes;
+  std::vector<PathPart> critical_path;  // in order; without gaps from 0 to step_s
 };
 
 // Forward, recompute and backward ops run `accumulate` times, the prologue in the first repetition, boundary and optimizer in
-// the last, all in program order. An op starts when
-//   - the host has come to it and, where `op_issue_s` is not 0, has spent that long on it;
-//   - its resource has finished the ops before it;
-//   - what it reads has been written, and what it writes is read by nobody any more.
-// Where `host_computes`, the host is busy while a compute op runs; else it runs ahead of the device.
-Timeline schedule(const Step& step, std::int64_t accumulate, bool host_computes);
+// the last. An op starts as soon as
+//   1. the host has come to it, in program order, and has spent `op_issue_s` on it; where `host_computes`, the host is busy while
+//      an op of the compute stream runs, else it runs ahead of the device;
+//   2. its stream has finished the ops before it: each resource has a stream, ops may keep another one's order (`op_stream`);
+//   3. what it reads has been written, what it writes is read by nobody any more, and what was let go of before it on the
+//      compute stream is not being moved any more;
+//   4. compute has come far enough (`op_prefetch`);
+//   5. its resource is free; of several streams that wait for one, the highest number goes first and is not interrupted;
+//   6. the ops of other classes with its `op_match` have come as far: they hold their resources, start together, and each takes
+//      as long as the slowest of them.
+// Compute is slower while a link of its class is busy; copies between host and device share the PCIe root evenly.
+// Throws std::invalid_argument where ops wait for each other.
+Timeline schedule(std::span<const Step> steps, std::span<const Place> places, const Rules& rules);
 
 }  // namespace memtune

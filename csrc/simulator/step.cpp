@@ -1,5 +1,6 @@
 #include "simulator/step.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -24,6 +25,32 @@ void check_range(const char* column, std::span<const T> values, std::int64_t low
 
 }  // namespace
 
+std::vector<std::int32_t> Step::ends() const {
+  std::vector<std::int32_t> end(n_storages());
+  for (std::size_t s = 0; s < end.size(); ++s) end[s] = std::max(held_until[s], producer[s]);
+  for (std::size_t u = 0; u < use_op.size(); ++u) {
+    std::int32_t& last = end[use_storage[u]];
+    last = std::max(last, use_op[u]);
+  }
+  for (std::size_t v = 0; v < save_storage.size(); ++v) {
+    std::int32_t& last = end[save_storage[v]];
+    last = std::max(last, save_until[v]);
+  }
+  return end;
+}
+
+ByKey::ByKey(std::span<const std::int32_t> keys, std::size_t n) : first(n + 1), rows(keys.size()) {
+  const auto inside = [n](std::int32_t key) { return key >= 0 && static_cast<std::size_t>(key) < n; };
+  for (const std::int32_t key : keys) {
+    if (inside(key)) ++first[key + 1];
+  }
+  for (std::size_t k = 0; k < n; ++k) first[k + 1] += first[k];
+  std::vector<std::int32_t> next(first.begin(), first.end());
+  for (std::size_t row = 0; row < keys.size(); ++row) {
+    if (inside(keys[row])) rows[next[keys[row]]++] = static_cast<std::int32_t>(row);
+  }
+}
+
 void Step::check() const {
   const std::size_t n = n_ops(), m = n_storages();
   check_length("op_resource", op_resource.size(), n);
@@ -36,6 +63,9 @@ void Step::check() const {
   check_length("use_storage", use_storage.size(), use_op.size());
   check_length("use_mutates", use_mutates.size(), use_op.size());
   check_length("save_until", save_until.size(), save_storage.size());
+  check_length("op_stream", op_stream.size(), n);
+  check_length("op_prefetch", op_prefetch.size(), n);
+  check_length("op_match", op_match.size(), n);
   const auto ops = static_cast<std::int64_t>(n), storages = static_cast<std::int64_t>(m);
   check_range("op_phase", op_phase, 0, kPhases);
   check_range("op_resource", op_resource, 0, kHostIssue);
@@ -45,6 +75,8 @@ void Step::check() const {
   check_range("use_op", use_op, 0, ops);
   check_range("use_storage", use_storage, 0, storages);
   check_range("save_storage", save_storage, 0, storages);
+  check_range("op_stream", op_stream, 0, kStreams);
+  check_range("op_match", op_match, 0, std::int64_t{1} << 31);
   for (std::size_t u = 1; u < use_op.size(); ++u) {
     if (use_op[u - 1] > use_op[u]) throw std::invalid_argument("use_op must be sorted; it falls at row " + std::to_string(u));
   }

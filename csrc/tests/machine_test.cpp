@@ -1,6 +1,9 @@
 #include "simulator/machine.h"
 
+#include <array>
 #include <cmath>
+#include <stdexcept>
+#include <vector>
 
 #include "check.h"
 #include "step_data.h"
@@ -9,7 +12,12 @@ using namespace memtune;
 
 namespace {
 
-constexpr std::uint8_t kToDevice = 1, kToHost = 2;
+constexpr std::uint8_t kToDevice = kHostToDevice, kToHost = kDeviceToHost;
+
+Timeline schedule(const Step& step, std::int64_t accumulate, bool host_computes, double link_slowdown = 0) {
+  const Place place;
+  return memtune::schedule({&step, 1}, {&place, 1}, {accumulate, host_computes, link_slowdown, {}});
+}
 
 bool near(double a, double b) { return std::abs(a - b) < 1e-12; }
 
@@ -25,8 +33,8 @@ StepData copy_beside_compute() {
 void a_copy_is_hidden_as_far_as_compute_lasts() {
   const Timeline out = schedule(copy_beside_compute().view(), 1, true);
   CHECK(near(out.step_s, 7));  // 1, then 5 of copy beside 3 of compute, then 1
-  CHECK(near(out.busy_s[kToHost], 5));
-  CHECK(near(out.exposed_s[kToHost], 2));
+  CHECK(near(out.classes[0].busy_s[kToHost], 5));
+  CHECK(near(out.classes[0].exposed_s[kToHost], 2));
 }
 
 void a_writer_waits_for_readers() {
@@ -44,8 +52,8 @@ void the_host_issues_one_op_after_another() {
   step.op_issue_s = {1, 1, 1, 1};
   const Timeline out = schedule(step.view(), 1, false);
   CHECK(near(out.step_s, 4.1));
-  CHECK(near(out.busy_s[kHostIssue], 4));
-  CHECK(near(out.exposed_s[kHostIssue], 4 - .3));
+  CHECK(near(out.classes[0].busy_s[kHostIssue], 4));
+  CHECK(near(out.classes[0].exposed_s[kHostIssue], 4 - .3));
 }
 
 void a_copy_waits_for_a_computing_host_only() {
@@ -72,6 +80,8 @@ void an_op_without_duration_keeps_its_place() {
 void a_storage_made_again_has_no_readers() {
   StepData step = copy_beside_compute();
   step.op_phase = {kForward, kForward, kForward};
+  step.op_stream = step.op_prefetch = {0, 0, 0};
+  step.op_match = {0, 0, 0};
   step.op_resource = {kCompute, kCompute, kToHost};
   step.op_s = {1, 1, 10};
   step.op_issue_s = {0, 0, 0};
@@ -81,7 +91,7 @@ void a_storage_made_again_has_no_readers() {
   step.producer = {0, -1};
   const Timeline out = schedule(step.view(), 2, false);
   CHECK(near(out.step_s, 2 + 10 + 10));
-  CHECK(near(out.exposed_s[kToHost], 20 - 2));  // compute of the second repetition runs beside the first copy
+  CHECK(near(out.classes[0].exposed_s[kToHost], 20 - 2));  // compute of the second repetition runs beside the first copy
 }
 
 void only_the_body_repeats() {
@@ -89,6 +99,77 @@ void only_the_body_repeats() {
   step.op_phase = {kPrologue, kForward, kBackward, kOptimizer};
   step.op_resource = {kCompute, kCompute, kCompute, kCompute};
   CHECK(near(schedule(step.view(), 3, true).step_s, 1 + 3 * (5 + 3) + 1));
+}
+
+void the_critical_path_has_no_gaps() {
+  const Timeline out = schedule(copy_beside_compute().view(), 1, true);
+  const std::vector<std::int32_t> ops = {0, 1, 3};
+  CHECK(out.critical_path.size() == ops.size());
+  double at = 0;
+  for (std::size_t i = 0; i < ops.size(); ++i) {
+    CHECK(out.critical_path[i].op == ops[i]);
+    CHECK(near(out.critical_path[i].start_s, at));
+    at = out.critical_path[i].stop_s;
+  }
+  CHECK(near(at, out.step_s));
+  CHECK(near(out.classes[0].op_exposed_s[1], 2));
+}
+
+void what_is_let_go_of_is_waited_for() {
+  StepData step = copy_beside_compute();
+  step.op_s = {1, 9, 1, 1};
+  step.use_op = {1};
+  step.use_storage = {0};
+  step.use_mutates = {0};
+  CHECK(near(schedule(step.view(), 1, false).step_s, 10));
+  step.held_until = {2, -1};  // op 3 finds storage 0 let go of
+  CHECK(near(schedule(step.view(), 1, false).step_s, 11));
+}
+
+void compute_is_slower_beside_a_link() {
+  StepData step = copy_beside_compute();
+  step.op_resource = {kIntraLink, kCompute, kNothing, kNothing};
+  step.op_s = {4, 4, 0, 0};
+  step.use_op = {};
+  step.use_storage = {};
+  step.use_mutates = {};
+  CHECK(near(schedule(step.view(), 1, false, 1).step_s, 6));
+  CHECK(near(schedule(step.view(), 1, false, 0).step_s, 4));
+}
+
+void a_root_is_shared() {
+  StepData step = copy_beside_compute();
+  step.op_resource = {kToDevice, kNothing, kNothing, kNothing};
+  step.op_s = {4, 0, 0, 0};
+  const std::array<Step, 2> steps = {step.view(), step.view()};
+  const std::array<Place, 2> together = {Place{0, 1}, Place{0, 1}}, apart = {Place{0, 1}, Place{1, 1}};
+  CHECK(near(memtune::schedule(steps, together, {}).step_s, 8));
+  CHECK(near(memtune::schedule(steps, apart, {}).step_s, 4));
+}
+
+void matched_ops_start_together_or_never() {
+  StepData one = copy_beside_compute(), other = copy_beside_compute();
+  one.op_resource = other.op_resource = {kIntraLink, kIntraLink, kNothing, kNothing};
+  one.use_op = other.use_op = one.use_storage = other.use_storage = {};
+  one.use_mutates = other.use_mutates = {};
+  one.op_s = {3, 2, 0, 0};
+  other.op_s = {1, 5, 0, 0};
+  one.op_match = other.op_match = {1, 2, 0, 0};
+  const std::array<Place, 2> places{};
+  CHECK(near(memtune::schedule(std::array{one.view(), other.view()}, places, {}).step_s, 3 + 5));
+  other.op_match = {2, 1, 0, 0};
+  bool refused = false;
+  try {
+    memtune::schedule(std::array{one.view(), other.view()}, places, {});
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  CHECK(refused);
+}
+
+void no_classes_and_no_ops() {
+  CHECK(memtune::schedule({}, {}, {}).step_s == 0);
+  CHECK(schedule(StepData{}.view(), 1, true).step_s == 0);
 }
 
 }  // namespace
@@ -101,4 +182,10 @@ int main() {
   an_op_without_duration_keeps_its_place();
   a_storage_made_again_has_no_readers();
   only_the_body_repeats();
+  the_critical_path_has_no_gaps();
+  what_is_let_go_of_is_waited_for();
+  compute_is_slower_beside_a_link();
+  a_root_is_shared();
+  matched_ops_start_together_or_never();
+  no_classes_and_no_ops();
 }

@@ -89,6 +89,7 @@ def techniques(as_json: bool) -> int:
 
 def explain(config: Path, as_json: bool) -> int:
     """`memtune explain`: each setting in a sentence, then the numbers."""
+    from memtune.autotune.exposure import time_lines
     from memtune.config import load_config
 
     tuned = load_config(config)
@@ -118,6 +119,9 @@ def explain(config: Path, as_json: bool) -> int:
         part = getattr(tuned, name)
         if part:
             print(f"{name:<20} {_numbers(part)}")
+        if name == "predicted":
+            print("".join(f"  {line}\n" for line in time_lines(part)), end="")
+            part = {key: value for key, value in part.items() if key not in ("critical_s", "exposed_by_op")}
         for group, inner in part.items():
             for key, value in inner.items() if isinstance(inner, dict) else ():
                 print(f"  {f'{group}, {key}':<24} {_numbers(value) if isinstance(value, dict) else _human(key, value)}")
@@ -125,7 +129,7 @@ def explain(config: Path, as_json: bool) -> int:
 
 
 def _numbers(part: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {_human(key, value)}" for key, value in part.items() if not isinstance(value, dict))
+    return ", ".join(f"{key} {_human(key, value)}" for key, value in part.items() if not isinstance(value, dict | list))
 
 
 def _human(key: str, value: Any) -> str:

@@ -49,6 +49,7 @@ def optimizer_on_host(step: Step) -> Step:
         phase=Phase.OPTIMIZER,
         resource=Resource.HOST_TO_DEVICE,
         traffic_bytes=step.bytes[weights],
+        stream=1,  # a copy back is complete in stream order
     )
     edit.add_uses(up, host_weights)
     edit.add_uses(up, weights, mutates=True)
@@ -62,7 +63,7 @@ def optimizer_on_host(step: Step) -> Step:
 
 
 def _copies(edit: Edit, step: Step, name: str, before: I32, storages: I32, sizes: I64, resource: Resource) -> I32:
-    ops = edit.add_ops(name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=sizes)
+    ops = edit.add_ops(name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=sizes, prefetch=1)
     edit.add_uses(ops, storages)
     return ops
 

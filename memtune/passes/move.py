@@ -43,6 +43,7 @@ def move_activations(step: Step, claims: list[MoveClaim]) -> Step:
         resource=Resource.DEVICE_TO_HOST,
         traffic_bytes=n_bytes,
         block=block,
+        prefetch=1,  # the side stream waits for the compute stream
     )
     edit.add_uses(leave, storage)
     host = edit.add_storages(n_bytes, producer=leave, tier=Tier.HOST)
@@ -198,6 +199,7 @@ def _come_back(edit: Edit, step: Step, storage: I32, block: I32, first: I32, ask
         resource=Resource.HOST_TO_DEVICE,
         traffic_bytes=step.bytes[storage[asked]],
         block=np.where(asking >= 0, asking, block[asked]),
+        stream=1,  # a copy back is complete in stream order
     )
     edit.add_uses(ops, host[asked])
     _hold_locals(edit, step, storage[asked], ops)

@@ -3,6 +3,9 @@
 Seen by recording FSDP2 (torch 2.13) on fake tensors: a unit's shards are gathered into one buffer, which is copied out
 into the parameters and held until the *next* unit has copied out; backward gathers one unit ahead; the buffer that is
 reduce-scattered is held until the next unit's gradients are there.
+
+On CUDA gathers and reductions have streams of their own: a gather waits, in forward, for the copy-out of the unit two before it
+and in backward for the one before it (`wait_for_unshard`). On CPU every collective is waited for at once.
 """
 
 from __future__ import annotations
@@ -103,6 +106,11 @@ class _Gathered:
     whole: I32
 
 
+# Streams of the reductions, and how far a gather runs ahead of compute on the link's own stream (`Step.op_prefetch`).
+_COMPUTE_STREAM, _REDUCE_STREAM, _REPLICA_STREAM = 1, 2, 3
+_AHEAD = {Phase.FORWARD: 3, Phase.BACKWARD: 1}
+
+
 def _gather(edit: Edit, how: Sharding, whole: Ragged, before: I32, copied_before: I32, phase: Phase) -> _Gathered:
     """Gather units, in their order, each before op `before` and copied out into whole parameters before op `copied_before`.
 
@@ -125,6 +133,8 @@ def _gather(edit: Edit, how: Sharding, whole: Ragged, before: I32, copied_before
         resource=column(n_ops, np.uint8, (make, NOTHING), (gather, Resource.INTRA_LINK), (allocate, NOTHING), (copy, 0)),
         traffic_bytes=column(n_ops, np.int64, (gather, sums), (copy, 2 * sums)),
         group=column(n_ops, np.int32, (gather, how.degree)),
+        stream=column(n_ops, np.uint8, (gather, _COMPUTE_STREAM if how.stages_messages else 0)),
+        prefetch=column(n_ops, np.uint8, (gather, _AHEAD[phase] if not how.stages_messages else 0)),
     )  # fmt: skip
     # Storages of a unit: its buffer, what the collective copies first, the whole parameters.
     staged = int(how.stages_messages)
@@ -255,6 +265,7 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     add = of.sums.places(make + per_unit - of.sums.count)
     link = Resource.INTER_LINK if how.replicas_across_nodes else Resource.INTRA_LINK
     n_ops = int(per_unit.sum())
+    streams = (_COMPUTE_STREAM, _COMPUTE_STREAM) if how.stages_messages else (_REDUCE_STREAM, _REPLICA_STREAM)
     names = [(make, "aten.empty.memory_format"), (pack, "fsdp.chunk_cat.default"), (take, "aten.empty.memory_format")]
     names += [
         (reduce, "memtune.reduce_scatter_into_.default"),
@@ -274,6 +285,7 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
             (add, 3 * shards.n_bytes[of.sums.values]),
         ),
         group=column(n_ops, np.int32, (reduce, how.degree), (exchange, how.replicas)),
+        stream=column(n_ops, np.uint8, (reduce, streams[0]), (exchange, streams[1]), (add, streams[how.replicas > 1])),
     )  # fmt: skip
     given, taken = _reduction_buffers(edit, how, shards, mine, rows[np.stack([make, pack, take, reduce])])
     raw = of.raw[mine.values]

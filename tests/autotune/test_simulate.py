@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import make_step
+from steps import columns_of, make_step
 
 from memtune import _native, hardware
 from memtune.autotune.allocator_model import AllocatorSettings, event_stream, replay
@@ -18,7 +17,7 @@ from memtune.autotune.simulate import ACTIVATIONS, Calibration, simulate
 from memtune.op_costs import matmul_dtype, op_costs
 from memtune.program import FOREVER, Kind, Parameter, Phase, Program, RankClass, Resource, Step, Tier
 
-GPU = hardware.find("h100-80g")
+GPU = replace(hardware.find("h100-80g"), link_slowdown=0.0)
 CPU = replace(
     GPU, name="cpu", device="cpu", gpus_per_node=1, allocation_rounding_bytes=1,
     fp32_flops_per_s=1e11, memory_bytes_per_s=1e10, launch_s=1e-6,
@@ -50,13 +49,6 @@ def steps(draw: st.DrawFn) -> Step:
     )  # fmt: skip
 
 
-def columns_of(step: Step, op_s: Any, issue_s: Any) -> _native.StepColumns:
-    return _native.StepColumns(
-        step.op_phase, step.op_resource, np.asarray(op_s, float), np.asarray(issue_s, float), step.bytes, step.tier, step.kind,
-        step.producer, step.held_until, step.use_op, step.use_storage, step.use_mutates, step.save_storage, step.save_until,
-    )  # fmt: skip
-
-
 # The checker: no arrays, no sweeps; every question is answered by looking at everything.
 
 
@@ -73,55 +65,6 @@ def slow_live(step: Step, tier: int, size: Any, rows: list[int]) -> list[int]:
     return [
         sum(size(int(step.bytes[s])) for s in rows if step.tier[s] == tier and is_live(step, s, op)) for op in range(step.n_ops)
     ]
-
-
-def slow_schedule(
-    step: Step, op_s: list[float], issue_s: list[float], times: int, host_computes: bool
-) -> list[tuple[int, float, float]]:
-    """(resource, start, stop) of every op that runs, the host's work as resource 9; starts are found by scanning the past."""
-    done: list[tuple[int, int, float, float]] = []  # op, repetition, start, stop
-    host: list[tuple[int, float, float]] = []
-    for repetition in range(times):
-        for op in range(step.n_ops):
-            phase = step.op_phase[op]
-            if (phase == Phase.PROLOGUE and repetition > 0) or (phase in AT_THE_END and repetition < times - 1):
-                continue
-            came = max([stop for _, _, stop in host], default=0.0)
-            if host_computes:
-                came = max([came] + [stop for o, _, _, stop in done if step.op_resource[o] == Resource.COMPUTE])
-            host.append((9, came, came + issue_s[op]))
-            start = came + issue_s[op]
-            nothing = step.op_resource[op] == Resource.NOTHING
-            if not nothing:
-                start = max([start] + [stop for o, _, _, stop in done if step.op_resource[o] == step.op_resource[op]])
-            for o, s, mutates in zip(step.use_op, step.use_storage, step.use_mutates, strict=True):
-                if o == op:
-                    start = max([start, *conflicts(step, done, int(s), bool(mutates))])
-            done.append((op, repetition, start, start + (0.0 if nothing else op_s[op])))
-    return [(int(step.op_resource[op]), start, stop) for op, _, start, stop in done] + host
-
-
-def conflicts(step: Step, done: list[tuple[int, int, float, float]], storage: int, writes: bool) -> list[float]:
-    """When each op has finished that an access to the newest incarnation of `storage` must wait for."""
-    born = max([i for i, (op, _, _, _) in enumerate(done) if op == step.producer[storage]], default=0)
-    stops = []
-    for i, (op, _, _, stop) in enumerate(done):
-        touches = [m for o, s, m in zip(step.use_op, step.use_storage, step.use_mutates, strict=True) if o == op and s == storage]
-        makes = op == step.producer[storage]
-        if i >= born and (makes or any(touches) or (writes and touches)):
-            stops.append(stop)
-    return stops
-
-
-def covered(intervals: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """Seconds of `intervals` during which none of `others` runs, summed up between all borders."""
-    borders = sorted({t for pair in intervals + others for t in pair})
-    total = 0.0
-    for left, right in pairwise(borders):
-        middle = (left + right) / 2
-        if any(a < middle < b for a, b in intervals) and not any(a < middle < b for a, b in others):
-            total += right - left
-    return total
 
 
 @given(steps(), st.sampled_from([1, 512]), st.sampled_from([0, 512, 1024]))
@@ -151,22 +94,6 @@ def test_live_bytes_equal_the_checker(step: Step, unit: int, small: int) -> None
     assert list(found.bytes_by_kind) == kinds
 
 
-@given(steps(), st.randoms(use_true_random=False), st.integers(1, 3), st.booleans())
-@settings(max_examples=150, deadline=None)
-def test_events_equal_the_checker(step: Step, random: Any, times: int, host_computes: bool) -> None:
-    op_s = [float(random.randint(0, 5)) for _ in range(step.n_ops)]
-    issue_s = [0.0 if host_computes else float(random.randint(0, 2)) for _ in range(step.n_ops)]
-    found = _native.schedule(columns_of(step, op_s, issue_s), times, host_computes)
-    slow = slow_schedule(step, op_s, issue_s, times, host_computes)
-    assert found.step_s == pytest.approx(max((stop for r, _, stop in slow if r != Resource.NOTHING), default=0.0))
-    compute = [(a, b) for r, a, b in slow if r == Resource.COMPUTE]
-    for resource in range(10):
-        mine = [(a, b) for r, a, b in slow if r == resource]
-        assert found.busy_s[resource] == pytest.approx(sum(b - a for a, b in mine))
-        exposed = covered(mine, [] if resource == Resource.COMPUTE else compute)
-        assert found.exposed_s[resource] == pytest.approx(exposed)
-
-
 @given(steps(), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_coarse_and_events_agree_on_bytes_and_bound_each_other_in_time(step: Step, accumulate: int) -> None:
@@ -174,11 +101,14 @@ def test_coarse_and_events_agree_on_bytes_and_bound_each_other_in_time(step: Ste
     program = Program((RankClass(1, step),), micro_batch=2, accumulate=accumulate)
     for machine in (CPU, GPU):
         coarse, events = simulate(program, machine), simulate(program, machine, level="events")
-        assert coarse.peak_allocated_bytes == events.peak_allocated_bytes == sum(coarse.peak_by_kind.values())
-        assert coarse.peak_reserved_bytes >= coarse.peak_allocated_bytes
+        # Late transfers keep their sources, and what the body leaves to the optimizer is there for every micro-batch.
+        assert events.peak_allocated_bytes >= coarse.peak_allocated_bytes == sum(coarse.peak_by_kind.values())
+        assert sum(events.peak_by_kind.values()) == events.peak_allocated_bytes
+        assert min(each.peak_reserved_bytes - each.peak_allocated_bytes for each in (coarse, events)) >= 0
         assert events.busy_s == pytest.approx(coarse.busy_s)
         assert max(events.busy_s.values(), default=0.0) <= events.step_s * (1 + 1e-9)
         assert events.step_s <= sum(coarse.busy_s.values()) * (1 + 1e-9)
+        assert sum(events.critical_s.values()) == pytest.approx(events.step_s)
         assert coarse.step_s <= sum(coarse.busy_s.values()) * (1 + 1e-9)
 
 

@@ -1,0 +1,122 @@
+#include "simulator/memory.h"
+
+#include <algorithm>
+
+namespace memtune {
+namespace {
+
+bool in_body(const Step& step, std::int32_t op) {
+  const std::uint8_t phase = step.op_phase[op];
+  return phase == kForward || phase == kRecompute || phase == kBackward;
+}
+
+}  // namespace
+
+Memory::Memory(const Step& step, const AllocatorRules& rules, std::int64_t accumulate)
+    : step_(step), rules_(rules), accumulate_(static_cast<std::int32_t>(accumulate)), ends_(step.ends()),
+      products_(step.producer, step.n_ops()), dying_(ends_, step.n_ops()), uses_(step.use_op, step.n_ops()),
+      slot_(step.n_storages(), kNone), transfers_(step.n_storages()), saved_(step.n_storages()) {
+  const auto n = static_cast<std::int32_t>(step.n_ops());
+  const std::vector<std::uint8_t> kept = kept_by_transfer(step, ends_);
+  for (std::size_t s = 0; s < kept.size(); ++s) {
+    const auto storage = static_cast<std::int32_t>(s);
+    const std::int32_t made_by = step.producer[s], end = ends_[s];
+    if (kept[s]) slot_[s] = slots_++;
+    if (made_by < 0 && end >= 0) {
+      there_.push_back(storage);
+      if (end < n && in_body(step, end)) every_repetition_.push_back(storage);
+    }
+    // What the body makes and only boundary or optimizer would let go is gone before the next repetition makes it again.
+    const bool again = made_by >= 0 && in_body(step, made_by);
+    if (again && (end >= n || !in_body(step, end))) with_repetition_.push_back(storage);
+    if (made_by >= 0) count_transfer(storage, made_by);
+  }
+  for (std::size_t u = 0; u < step.use_op.size(); ++u) {
+    count_transfer(step.use_storage[u], step.use_op[u]);
+  }
+  holders_.assign(static_cast<std::size_t>(slots_) * accumulate_, 0);
+  for (const std::int32_t storage : step.save_storage) saved_[storage] = 1;
+}
+
+void Memory::count_transfer(std::int32_t storage, std::int32_t op) {
+  if (slot_[storage] == kNone || step_.op_resource[op] == kNothing || step_.computes(op)) return;
+  const std::uint8_t phase = step_.op_phase[op];
+  ++transfers_[storage][phase == kPrologue ? 0 : phase == kBoundary || phase == kOptimizer ? 2 : 1];
+}
+
+void Memory::arrive(std::int32_t repetition) {
+  if (repetition_ < 0) {
+    for (const std::int32_t storage : there_) allocate(storage);
+  } else {
+    for (const std::int32_t storage : with_repetition_) free(storage);
+    for (const std::int32_t storage : every_repetition_) allocate(storage);
+  }
+  repetition_ = repetition;
+}
+
+void Memory::issued(std::int32_t op, std::int32_t repetition) {
+  if (repetition != repetition_) arrive(repetition);
+  for (const std::int32_t storage : products_[op]) allocate(storage);
+  look(op);
+}
+
+void Memory::passed(std::int32_t op, std::int32_t repetition) {
+  for (const std::int32_t storage : dying_[op]) release(storage, repetition);
+}
+
+void Memory::finished(std::int32_t op, std::int32_t repetition) {
+  if (step_.computes(op) || step_.op_resource[op] == kNothing) return;
+  for (const std::int32_t use : uses_[op]) {
+    if (slot_[step_.use_storage[use]] != kNone) release(step_.use_storage[use], repetition);
+  }
+  for (const std::int32_t storage : products_[op]) {
+    if (slot_[storage] != kNone) release(storage, repetition);
+  }
+}
+
+// One holder less; the last one frees: the host, or a transfer that finishes later.
+void Memory::release(std::int32_t storage, std::int32_t repetition) {
+  const std::int32_t made_by = step_.producer[storage];
+  const bool made_once = made_by >= 0 && !in_body(step_, made_by);
+  if (made_once && in_body(step_, ends_[storage]) && repetition < accumulate_ - 1) return;
+  if (slot_[storage] != kNone) {
+    std::int32_t& gone = holders_[static_cast<std::size_t>(repetition) * slots_ + slot_[storage]];
+    const auto& [first, every, last] = transfers_[storage];
+    if (++gone <= every + (repetition == 0 ? first : 0) + (repetition == accumulate_ - 1 ? last : 0)) return;
+  }
+  free(storage);
+}
+
+void Memory::allocate(std::int32_t storage) {
+  stream_.push_back(storage + 1);
+  const std::uint8_t tier = step_.tier[storage];
+  const std::int64_t bytes = tier == kDevice ? rules_.rounded(step_.bytes[storage]) : step_.bytes[storage];
+  now_[tier] += bytes;
+  if (tier != kDevice) return;
+  pool_now_[bytes > rules_.small_bytes] += bytes;
+  kind_now_[step_.kind[storage] == kTemporary && saved_[storage] ? std::size_t{kKinds} : step_.kind[storage]] += bytes;
+}
+
+void Memory::free(std::int32_t storage) {
+  stream_.push_back(-storage - 1);
+  const std::uint8_t tier = step_.tier[storage];
+  const std::int64_t bytes = tier == kDevice ? rules_.rounded(step_.bytes[storage]) : step_.bytes[storage];
+  now_[tier] -= bytes;
+  if (tier != kDevice) return;
+  pool_now_[bytes > rules_.small_bytes] -= bytes;
+  kind_now_[step_.kind[storage] == kTemporary && saved_[storage] ? std::size_t{kKinds} : step_.kind[storage]] -= bytes;
+}
+
+void Memory::look(std::int32_t op) {
+  for (std::size_t tier = 0; tier < kTiers; ++tier) {
+    if (now_[tier] <= footprint_.peak_bytes[tier] && footprint_.peak_op[tier] >= 0) continue;
+    footprint_.peak_bytes[tier] = now_[tier];
+    footprint_.peak_op[tier] = op;
+    if (tier == kDevice) footprint_.bytes_by_kind = kind_now_;
+  }
+  for (std::size_t pool = 0; pool < pool_now_.size(); ++pool) {
+    footprint_.pool_peak_bytes[pool] = std::max(footprint_.pool_peak_bytes[pool], pool_now_[pool]);
+  }
+}
+
+}  // namespace memtune
