@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,7 +86,9 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
         NothingFits: The budget is below the weights.
     """
     say("looking at the workload")
-    probe(options.workload)
+    with ThreadPoolExecutor(1) as pool:  # fake tensors need it; it takes as long to load as the probe's process to look
+        pool.submit(importlib.import_module, "torch._dynamo")
+        probe(options.workload)
     device = _device(options, for_trials)
     machine = _on_nodes(hardware.find(options.gpu_type) if options.gpu_type else hardware.detect(device), options)
     workload = Workload.load(options.workload)
