@@ -2,7 +2,8 @@
 #
 # PYTHON     the Python (>= 3.11) that makes the environment
 # VENV       where the environment is made
-# EXECUTOR   how `make demo` starts its trials: local or ray; DEMO_ARGS is more for its `memtune search`
+# EXECUTOR   how `make demo` starts its trials: local or ray; DEMO_TRIALS how many; DEMO_ARGS is more for its
+#            `memtune search`
 # VENV_ARGS  --system-site-packages keeps a torch that PYTHON already has (a CUDA build, say) instead of the pinned one;
 #            PYTHON must not be in an environment itself then
 SHELL := /bin/bash -o pipefail
@@ -18,6 +19,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -name
 EXECUTOR ?= local
 BUDGET ?= 400MiB
 DEMO_OUT ?= tuned.yaml
+DEMO_TRIALS ?= 10
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 DEVICE ?= cuda
@@ -41,7 +43,7 @@ $(READY): $(SOURCES)
 	touch $@
 
 demo: setup  ## search a real model under a memory budget on this CPU, then train with the config it found
-	$(BIN)/memtune search examples/gpt.py --device cpu --workers 2 --max-memory $(BUDGET) --executor $(EXECUTOR) --out $(DEMO_OUT) --force $(DEMO_ARGS)
+	$(BIN)/memtune search examples/gpt.py --device cpu --workers 2 --max-memory $(BUDGET) --executor $(EXECUTOR) --out $(DEMO_OUT) --trials $(DEMO_TRIALS) --force $(DEMO_ARGS)
 	$(BIN)/memtune run $(DEMO_OUT) -- $(BIN)/python examples/train_gpt.py $(DEMO_OUT)
 
 test: setup test-native  ## all tests but the slow ones and those that need a GPU

@@ -27,6 +27,7 @@ def main() -> None:
     config = memtune.load_config(arguments.config)
     ranks = config.made_for.ranks if config.made_for else 1
     if ranks > 1 and "RANK" not in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))  # else each rank takes all cores
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         os.execv(sys.executable, [*launcher, *sys.argv])
     train(config, arguments.steps)
