@@ -13,7 +13,10 @@ from memtune.program import Kind, Step, Tier
 
 OUTSIDE = "(outside)"
 """What belongs to no module: the batch, the loss, messages between ranks."""
-_STATES = {Kind.PARAMETER: "weights", Kind.GRADIENT: "gradients", Kind.OPTIMIZER: "optimizer", Kind.BUFFER: "buffers"}
+_NAMES = {
+    **{Kind.PARAMETER: "weights", Kind.GRADIENT: "gradients", Kind.OPTIMIZER: "optimizer", Kind.BUFFER: "buffers"},
+    **{Kind.WORKSPACE: "workspace", Kind.COMMUNICATION: "communication"},
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class PeakRow:
     module: str
     """Its qualified name, numbers of repeated blocks as `*`; '' is the model itself."""
     kind: str
-    """weights, gradients, optimizer, buffers, activations (kept for backward) or temporaries (all else)."""
+    """weights, gradients, optimizer, buffers, workspace, communication, activations (kept for backward) or temporaries."""
     n_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,7 +54,7 @@ def folded(module: str) -> str:
 
 
 def _kind(step: Step, storage: int, saved: bool) -> str:
-    return _STATES.get(Kind(step.kind[storage]), "activations" if saved else "temporaries")
+    return _NAMES.get(Kind(step.kind[storage]), "activations" if saved else "temporaries")
 
 
 def _module(step: Step, storage: int) -> str:
