@@ -183,11 +183,7 @@ def check(recording: Recording, session: Session, micro_batch: int, workspace: W
     """Record once more at `micro_batch` and keep that step for this size; notes a difference from the affine sizes."""
     if micro_batch in recording.checked:
         return recording
-    trace = session.traced(micro_batch)
-    step = trace.step
-    if workspace is not None:
-        scratch = _workspaces(trace, workspace)
-        step = _with_workspaces(step, scratch, scratch > 0)
+    step = step_of(session.traced(micro_batch), workspace)
     predicted = recording.at(micro_batch)
     notes = recording.notes
     if not _same_program(step, predicted) or not np.array_equal(step.bytes, predicted.bytes):
@@ -196,6 +192,14 @@ def check(recording: Recording, session: Session, micro_batch: int, workspace: W
     exact = {**recording.exact, micro_batch: step}
     hints = {**recording.hints, micro_batch: trace.hints}
     return replace(recording, exact=exact, checked=recording.checked | {micro_batch}, notes=notes, hints=hints)
+
+
+def step_of(trace: Trace, workspace: WorkspaceTable | None) -> Step:
+    """The traced step, with the scratch of its kernels where there is a table to look it up in."""
+    if workspace is None:
+        return trace.step
+    scratch = _workspaces(trace, workspace)
+    return _with_workspaces(trace.step, scratch, scratch > 0)
 
 
 def _workspaces(trace: Trace, table: WorkspaceTable) -> I64:
@@ -229,7 +233,7 @@ def open_session(workload: Workload, micro_batch: int, target: Device = "cpu") -
                     raise
                 fix = "make it train without memtune first"
                 raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
-            notes.append(f"rung {rung}: {_why(error)}")
+            notes.append(f"rung {rung}: {why(error)}")
     raise AssertionError("unreachable: the last rung returns or raises")
 
 
@@ -296,7 +300,8 @@ def _same_program(first: Step, second: Step) -> bool:
     )
 
 
-def _why(error: BaseException) -> str:
+def why(error: BaseException) -> str:
+    """Type and first line of what went wrong, in the user's code where it was raised there."""
     cause = error
     while isinstance(cause, MemtuneError) and cause.__cause__ is not None:
         cause = cause.__cause__

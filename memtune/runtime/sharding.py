@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.errors import ApplyError
 from memtune.runtime.collectives import SeamAllGather, SeamAllReduce, SeamReduceScatter
@@ -29,10 +30,16 @@ def _meshes(device_type: str, replicas: int, degree: int, group: int) -> tuple[D
 def meshes(device_type: str, degree: int) -> tuple[DeviceMesh | None, DeviceMesh]:
     """The ranks that hold the same shard as this one, None for one copy, and the `degree` ranks that share its copy.
 
-    Made once per process group. A mesh cannot be made under FakeTensorMode, so a dry run asks for it first.
+    Made once per process group, in a dry run too of real tensors.
     """
     default = dist.distributed_c10d._get_default_group()
-    return _meshes(device_type, dist.get_world_size() // degree, degree, id(default))
+    with _disable_current_modes():
+        return _meshes(device_type, dist.get_world_size() // degree, degree, id(default))
+
+
+def forget_meshes() -> None:
+    """Call when the process group is gone: the next one may have its address."""
+    _meshes.cache_clear()
 
 
 def shard(context: Context, *, degree: int, reshard_after_forward: bool, blocks_per_unit: int) -> None:

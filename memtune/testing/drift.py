@@ -8,17 +8,16 @@ from pathlib import Path
 import numpy as np
 
 from memtune import hardware
-from memtune.autotune.record import record, start_session
+from memtune.autotune.dry_run import traced_under
+from memtune.autotune.record import Trace, record, start_session
+from memtune.config import Settings, TunedConfig
 from memtune.program import Kind, Program, RankClass, Recording, Resource, Step, Tier
-from memtune.runtime.activations import ActivationTable
-from memtune.runtime.context import Context
 from memtune.search_spaces import PASS_ORDER
+from memtune.search_spaces.execution import Execution
 from memtune.technique import Plan, Target, Technique
-from memtune.testing.training import CPU
 from memtune.workload import Workload
 
 _LINKS = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_LINK, Resource.INTER_LINK)
-_BEFORE_INSTALL = ("sharding.parallel", "split", "recompute", "offload.activations")
 
 
 @cache
@@ -61,16 +60,10 @@ def recorded(path: Path, *techniques: Technique, micro_batch: int = 2) -> Step:
     """The step that a recorder sees when the techniques are applied for real, on the rung of the plain recording."""
     session = start_session(Workload.load(path), recording_of(path).rung)
     _, plans = planned(path, *techniques, micro_batch=micro_batch)
-    context = Context(session.model, session.optimizer, session.blocks, CPU, ActivationTable(session.model, session.blocks))
-    ordered = in_order(techniques)
-    with session.entered():
-        for technique in [each for each in ordered if each.slot in _BEFORE_INSTALL]:
-            technique.apply(context, plans[technique.slot])
-        context.activations.install()
-        for technique in [each for each in ordered if each.slot not in _BEFORE_INSTALL]:
-            technique.apply(context, plans[technique.slot])
-    session.warm_up(micro_batch)
-    return session.trace(micro_batch)
+    settings = Settings.of(Execution(), {each.slot: each for each in techniques})
+    trace = traced_under(session, TunedConfig(settings=settings, plan=plans), micro_batch)
+    assert isinstance(trace, Trace), f"{trace}: against real ranks instead"
+    return trace.step
 
 
 def drift(path: Path, *techniques: Technique, micro_batch: int = 2) -> str:

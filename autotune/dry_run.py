@@ -1,0 +1,109 @@
+"""A dry run: the real runtime on fake tensors. A candidate is applied as in training, and what its step holds is written down.
+
+No pass is involved, so what comes out is exact where the passes may err: every byte that the runtime, FSDP2 and autograd hold,
+op by op. What fake tensors cannot show is refused with the reason (DDP's buckets live in C++) or added from what was measured
+(kernel workspaces, the message that gloo stages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch.distributed as dist
+
+from memtune._apply import apply
+from memtune.autotune.candidates import Candidate
+from memtune.autotune.record import Session, Trace, start_session, step_of, why
+from memtune.config import MadeFor, TunedConfig
+from memtune.edit import Edit
+from memtune.ops import SEAM
+from memtune.program import Kind, Resource, Step
+from memtune.runtime import sharding
+from memtune.runtime.workspace import WorkspaceTable
+from memtune.technique import Reason, Target
+from memtune.workload import Workload
+
+_MICRO_BATCHES = 2
+"""Traced at most: every later micro-batch finds what the second one found."""
+
+
+def dry_run(
+    workload: Workload, candidate: Candidate, target: Target, *, rung: str = "fake", workspace: WorkspaceTable | None = None
+) -> Step | Reason:
+    """The steady step of `candidate` on rank 0, as the runtime itself runs it on fake tensors.
+
+    Args:
+        workload: The user's model, batch, loss and optimizer.
+        candidate: What is applied, with its plans; its micro-batch must be given.
+        target: How many ranks there are, and which device; nothing is asked of the real one.
+        rung: The rung of the ladder that recorded the workload.
+        workspace: Where the scratch of CPU kernels is looked up; None leaves it out.
+
+    Returns:
+        The step, or why there can be none: the model needs real tensors, or the runtime something that fake ones do not have.
+    """
+    if rung == "real-step":
+        return Reason("the model runs on real tensors only")
+    execution = candidate.choice.execution
+    assert execution.micro_batch is not None
+    if target.ranks > 1 and dist.is_initialized() and not _ranks_are_fake(target.ranks):
+        return Reason("this process trains with others already", "plan in a process of its own")
+    config = TunedConfig(settings=candidate.choice, plan=dict(candidate.plans))
+    try:
+        with fake_ranks(target.ranks):
+            session = start_session(workload, rung)
+            count = min(execution.accumulate, _MICRO_BATCHES)
+            trace = traced_under(session, config, execution.micro_batch, micro_batches=count)
+    except Exception as error:  # of user code, of the runtime or of torch, none of which is made for fake tensors
+        return Reason(f"it does not run on fake tensors: {why(error)}")
+    if isinstance(trace, Reason):
+        return trace
+    step = step_of(trace, workspace)
+    return _with_staging(step) if target.device == "cpu" else step
+
+
+def traced_under(session: Session, config: TunedConfig, micro_batch: int, *, micro_batches: int = 1) -> Trace | Reason:
+    """Apply `config` to the model of `session`, which cannot be used for anything else afterwards, and trace its steady step."""
+    settings = config.settings.with_execution(compile=False)
+    config = TunedConfig(settings=settings, plan=config.plan, made_for=MadeFor(blocks=list(session.blocks)))
+    with session.entered():
+        tuned = apply(session.model, session.optimizer, config, strict=False)
+    if tuned.model is not session.model:
+        return Reason("DistributedDataParallel keeps its buckets out of sight")
+    # The first step makes the optimizer's state; in the second DTensor works out shapes that it has not met.
+    for _ in range(2 if dist.is_initialized() else 1):
+        session.warm_up(micro_batch)
+    return session.traced(micro_batch, micro_batches=micro_batches)
+
+
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `ranks` that are not there; collectives return at once and move nothing."""
+    if ranks == 1 or dist.is_initialized():
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sharding.forget_meshes()
+
+
+def _ranks_are_fake(ranks: int) -> bool:
+    return dist.get_backend() == "fake" and dist.get_world_size() == ranks
+
+
+def _with_staging(step: Step) -> Step:
+    """`step` with the copy of the whole message that gloo makes of what the seam's collectives send (see `Sharding`)."""
+    names = np.asarray([name in SEAM and SEAM[name].collective for name in step.names], bool)
+    ops = np.flatnonzero(names[step.op_name] & (step.op_resource == Resource.INTRA_LINK)).astype(np.int32)
+    if not len(ops):
+        return step
+    edit = Edit(step)
+    edit.add_storages(step.op_traffic_bytes[ops], producer=ops, kind=Kind.WORKSPACE)
+    return edit.done()

@@ -1,0 +1,148 @@
+"""The other moments of a run, each as a Step made from the steady one: the first step, an evaluation, a checkpoint.
+
+Three rules:
+
+1. Optimizer state is made when the optimizer first updates; from then on it is always there.
+2. An evaluation is the forward of the plain step as it is sharded, under `model.eval()` and `torch.no_grad()`: autograd saves
+   nothing, so nothing is recomputed or moved, and dropout hands its input on.
+3. A checkpoint gathers what is divided: parameters first, then the optimizer's state, all of it held until it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from memtune.edit import Edit
+from memtune.parameters import columns_of
+from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
+
+_ALSO_IN_EVALUATION = {
+    **dict.fromkeys(("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default", "aten.miopen_batch_norm.default"), 1),
+    **dict.fromkeys(("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"), 3),
+}
+"""How many of their outputs these kernels make outside training; the others (batch statistics, reserves) are for backward."""
+
+
+def first_step(step: Step) -> Step:
+    """`step` as the first of a run: its optimizer state appears just before the first update (rule 1).
+
+    An upper end for optimizers that make the state of each parameter at its own update (SGD's momentum): there the state of the
+    later parameters is not yet beside the temporaries of the earlier ones.
+    """
+    updates = np.flatnonzero(step.op_phase == Phase.OPTIMIZER)
+    state = (step.kind == Kind.OPTIMIZER) & (step.producer < 0)
+    if not len(updates) or not state.any():
+        return step
+    return replace(step, producer=np.where(state, updates[0], step.producer).astype(np.int32))
+
+
+def evaluation(step: Step) -> Step:
+    """The forward of `step` alone (rule 2); `step` is rewritten by all passes but those of recompute and activations."""
+    edit = Edit(step)
+    unsaved = _without_dropout(edit, step)
+    edit.drop_ops((step.op_phase > Phase.FORWARD) | unsaved)
+    edit.drop_saves(np.ones(len(step.save_storage), bool))
+    edit.bytes[(step.kind == Kind.GRADIENT) & (step.producer < 0) & (step.held_until != FOREVER)] = 0  # sums of micro-batches
+    for name, count in _ALSO_IN_EVALUATION.items():
+        for op in np.flatnonzero(step.op_name == step.names.index(name)).tolist() if name in step.names else ():
+            edit.bytes[_made_by(step, op)[count:]] = 0
+    return edit.done()
+
+
+def _without_dropout(edit: Edit, step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Let every dropout hand its input on; returns (n,) the ops that thereby do not run.
+
+    On CPU a mask is allocated, drawn, scaled and multiplied with the input; on CUDA one op makes mask and output.
+    """
+    ops = np.zeros(step.n_ops, bool)
+    stands_for = np.arange(step.n_storages, dtype=np.int32)
+    for mask, made, output, source in _dropouts(step):
+        ops[step.producer[[mask, output]]] = True
+        ops[step.use_op[(step.use_storage == mask) & (step.use_op <= made)]] = True
+        stands_for[output] = stands_for[source]
+    moved = np.flatnonzero(stands_for != np.arange(step.n_storages))
+    np.maximum.at(edit.held_until, stands_for[moved], np.minimum(step.held_until[moved], step.n_ops - 1))
+    edit.use_storage = stands_for[step.use_storage]
+    return ops
+
+
+def _dropouts(step: Step) -> list[tuple[int, int, int, int]]:
+    """Of every dropout in forward: its mask, the op that makes the output, the output, the input."""
+    found = []
+    for op in np.flatnonzero((step.op_rng == 1) & (step.op_phase == Phase.FORWARD)).tolist():
+        used = step.use_op == op
+        drawn = step.use_storage[used & (step.use_mutates == 1)]
+        if len(drawn) == 1:  # bernoulli_
+            mask = int(drawn[0])
+            readers = step.use_op[(step.use_storage == mask) & (step.use_op > op)]
+            made = next((int(r) for r in readers if len(_made_by(step, int(r)))), -1)
+        else:
+            made, outputs = op, _made_by(step, op)
+            mask = int(outputs[-1]) if len(outputs) == 2 else -1
+        if made < 0 or mask < 0:
+            continue
+        inputs = step.use_storage[(step.use_op == made) & (step.use_storage != mask) & (step.use_mutates == 0)]
+        if len(inputs):
+            found.append((mask, made, int(_made_by(step, made)[0]), int(inputs[0])))
+    return found
+
+
+def _made_by(step: Step, op: int) -> I32:
+    return np.flatnonzero((step.producer == op) & (step.kind != Kind.WORKSPACE)).astype(np.int32)
+
+
+def checkpoint(step: Step, *, parameters: int, optimizer: int, stages_messages: bool, uploads: bool) -> Step:
+    """What `Tuned.state_dict()` does between two steps (rule 3): whole tensors on the device of every rank.
+
+    Args:
+        step: The rewritten step; what it leaves behind is what is there.
+        parameters: Ranks that share one copy of the parameters, 1 for none.
+        optimizer: The same for the optimizer's state.
+        stages_messages: Whether collectives copy their whole message first (gloo).
+        uploads: Whether state on the host comes to the device to be gathered (CUDA).
+    """
+    edit = Edit(step)
+    edit.drop_ops(np.ones(step.n_ops, bool))
+    edit.drop_saves(np.ones(len(step.save_storage), bool))
+    edit.bytes[(step.producer < 0) & (step.held_until != FOREVER)] = 0
+    edit.add_ops("memtune.state_dict", before=np.asarray([step.n_ops], np.int32), phase=Phase.BOUNDARY, resource=Resource.NOTHING)
+    shards = np.concatenate([_parameters(step, parameters), _state(step, optimizer)]).astype(np.int32)
+    if not len(shards):
+        return edit.done()
+    ranks = np.where(step.kind[shards] == Kind.OPTIMIZER, optimizer, parameters)
+    whole: I64 = step.bytes[shards] * ranks  # uneven shards are padded, and what is cut off stays in the buffer
+    gathers = edit.add_ops(
+        "c10d.all_gather_into.default",
+        before=np.full(len(shards), step.n_ops, np.int32),
+        phase=Phase.BOUNDARY,
+        resource=Resource.INTRA_LINK,
+        traffic_bytes=whole,
+        group=int(max(parameters, optimizer)),
+    )
+    edit.add_uses(gathers, shards)
+    held = np.full(len(shards), FOREVER, np.int32)
+    edit.add_storages(whole, producer=gathers, kind=step.kind[shards], held_until=held)
+    if stages_messages:
+        edit.add_storages(whole, producer=gathers, kind=Kind.WORKSPACE)
+    if uploads:
+        on_host = step.tier[shards] == Tier.HOST
+        edit.add_storages(step.bytes[shards[on_host]], producer=gathers[on_host], kind=Kind.COMMUNICATION)
+    return edit.done()
+
+
+def _parameters(step: Step, ranks: int) -> I32:
+    """Parameters on the device that are divided, in the order of the state dict."""
+    return columns_of(step.parameters).storage if ranks > 1 else np.empty(0, np.int32)
+
+
+def _state(step: Step, ranks: int) -> I32:
+    """State that is divided with its parameter, parameter by parameter; counters of steps are whole everywhere."""
+    if ranks == 1:
+        return np.empty(0, np.int32)
+    columns = columns_of(step.parameters)
+    mine = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.owner >= 0) & (step.producer < 0)).astype(np.int32)
+    numel = columns.numel[step.owner[mine]]
+    divided = mine[(step.bytes[mine] % np.maximum(numel, 1) == 0) & (step.bytes[mine] >= numel)]
+    return divided[np.argsort(step.owner[divided], kind="stable")]
