@@ -7,19 +7,21 @@ op by op. What fake tensors cannot show is refused with the reason (DDP's bucket
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import torch.distributed as dist
 
 from memtune._apply import apply
-from memtune.autotune.candidates import Candidate
-from memtune.autotune.record import Session, Trace, start_session, step_of, why
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.record import Session, Trace, record, start_session, step_of, why
+from memtune.autotune.setup import Setup
+from memtune.autotune.simulate import simulate
 from memtune.config import MadeFor, TunedConfig
 from memtune.edit import Edit
-from memtune.ops import SEAM
-from memtune.program import Kind, Resource, Step
+from memtune.program import Kind, Step
 from memtune.runtime import sharding
 from memtune.runtime.workspace import WorkspaceTable
 from memtune.technique import Reason, Target
@@ -27,6 +29,9 @@ from memtune.workload import Workload
 
 _MICRO_BATCHES = 2
 """Traced at most: every later micro-batch finds what the second one found."""
+_NEEDS_REAL = Reason("the model runs on real tensors only")
+_STAGED = ("memtune.all_gather_into_.default", "memtune.reduce_scatter_into_.default")
+"""Of these gloo copies the whole message first (measured)."""
 
 
 def dry_run(
@@ -45,7 +50,7 @@ def dry_run(
         The step, or why there can be none: the model needs real tensors, or the runtime something that fake ones do not have.
     """
     if rung == "real-step":
-        return Reason("the model runs on real tensors only")
+        return _NEEDS_REAL
     execution = candidate.choice.execution
     assert execution.micro_batch is not None
     if target.ranks > 1 and dist.is_initialized() and not _ranks_are_fake(target.ranks):
@@ -62,6 +67,46 @@ def dry_run(
         return trace
     step = step_of(trace, workspace)
     return _with_staging(step) if target.device == "cpu" else step
+
+
+class DryRuns:
+    """Dry runs of a plan's finalists.
+
+    Fake tensors run the kernels of the CPU. So a dry run is held against the passes on a recording of those kernels, and what it
+    holds beyond them is put on the prediction for the device: on CPU that is the dry run's own peak.
+
+    Args:
+        setup: The workload and its target.
+        sizes: Micro-batches of the finalists.
+    """
+
+    def __init__(self, setup: Setup, sizes: Iterable[int]) -> None:
+        self._setup, self._sizes = setup, sizes
+
+    @cached_property
+    def _rewriter(self) -> Rewriter:
+        rewriter = self._setup.scorer.rewriter
+        if self._setup.device == "cpu":
+            return rewriter
+        return Rewriter(record(self._setup.workload, sizes=self._sizes), rewriter.target)
+
+    def peak_bytes(self, choice: Choice, predicted_bytes: int) -> int | Reason:
+        """Device bytes at the peak of `choice`, whose prediction is given, or why no dry run can be made."""
+        setup = self._setup
+        if setup.recorded.rung == "real-step":
+            return _NEEDS_REAL
+        candidate = self._rewriter.candidate(choice)
+        if isinstance(candidate, Reason):
+            return candidate
+        rung = setup.recorded.rung
+        step = dry_run(setup.workload, candidate, self._rewriter.target, rung=rung, workspace=setup.workspace)
+        if isinstance(step, Reason):
+            return step
+        done, passes = (
+            simulate(candidate.program.with_step(each), setup.hardware).peak_allocated_bytes
+            for each in (step, candidate.program.step)
+        )
+        return predicted_bytes + done - passes
 
 
 def traced_under(session: Session, config: TunedConfig, micro_batch: int, *, micro_batches: int = 1) -> Trace | Reason:
@@ -99,9 +144,8 @@ def _ranks_are_fake(ranks: int) -> bool:
 
 
 def _with_staging(step: Step) -> Step:
-    """`step` with the copy of the whole message that gloo makes of what the seam's collectives send (see `Sharding`)."""
-    names = np.asarray([name in SEAM and SEAM[name].collective for name in step.names], bool)
-    ops = np.flatnonzero(names[step.op_name] & (step.op_resource == Resource.INTRA_LINK)).astype(np.int32)
+    """`step` with the copy of the whole message that gloo makes on CPU."""
+    ops = np.flatnonzero(np.asarray([name in _STAGED for name in step.names], bool)[step.op_name]).astype(np.int32)
     if not len(ops):
         return step
     edit = Edit(step)

@@ -10,6 +10,7 @@ import torch
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.record import SEED, start_session, step_of, why
 from memtune.autotune.simulate import simulate
+from memtune.autotune.translate import translate
 from memtune.batches import tensors_of
 from memtune.passes.moments import checkpoint, evaluation, first_step
 from memtune.program import Program, Recording, Step
@@ -72,7 +73,7 @@ def largest_batch(
 
     Args:
         workload: Its `batch` is called.
-        recording: Of `workload`; the step is recorded once more with the largest batch, on the same rung.
+        recording: Of `workload`, before translation; the step is recorded once more with the largest batch, on the same rung.
         target: What it is predicted for.
         choice: What is applied.
         workspace: Where the scratch of CPU kernels is looked up.
@@ -84,13 +85,14 @@ def largest_batch(
         sizes = [sum(each.nbytes for each in tensors_of(batch)) for batch in batches]
         if min(sizes) == max(sizes):
             return None
-        session = start_session(workload, recording.rung)
+        session = replace(start_session(workload, recording.rung), target=target.hardware.device)
         session = replace(session, workload=_OneBatch(**vars(workload), drawn=batches[sizes.index(max(sizes))]))
         session.warm_up(size)
-        step = step_of(session.traced(size), workspace)
+        trace = session.traced(size)
     except Exception as error:  # of user code, on a batch that the recording has not seen
         return Reason(f"the largest batch could not be recorded: {why(error)}")
-    rewriter = Rewriter(replace(recording, exact={**recording.exact, size: step}), target)
+    exact, hints = {**recording.exact, size: step_of(trace, workspace)}, {**recording.hints, size: trace.hints}
+    rewriter = Rewriter(translate(replace(recording, exact=exact, hints=hints), target.hardware), target)
     program = rewriter.program(choice)
     if isinstance(program, Reason):
         return program

@@ -82,3 +82,5 @@ class PlanOptions(TargetOptions):
     """Instead of the config's."""
     top: int = 12
     """Rows of the ranking that are shown."""
+    exact: bool = False
+    """Dry-run the first rows of the front, or the config: the real runtime on fake tensors."""

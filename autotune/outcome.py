@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memtune.autotune.calibrate import oom_probability
+from memtune.autotune.candidates import Choice
 from memtune.autotune.driver import Driver, Finished, trial_config
 from memtune.autotune.judge import Measured, Verdict
+from memtune.autotune.moments import Moment, largest_batch, moments
 from memtune.autotune.remedies import rounded_up
 from memtune.autotune.scoring import Scored, Scores
 from memtune.autotune.setup import Setup
 from memtune.config import TunedConfig, load_config
 from memtune.errors import NothingFits
-from memtune.technique import Exactness
+from memtune.technique import Exactness, Reason
 from memtune.units import format_bytes
 
 SCHEMA = 1
@@ -150,7 +152,26 @@ def _certificate(driver: Driver, winner: Measured, confirmed: Finished | None) -
             default=0.0,
         )
     certificate["exactness"] = str(exactness)
-    return certificate
+    return certificate | predicted_moments(driver.setup, winner.choice)
+
+
+def predicted_moments(setup: Setup, choice: Choice) -> dict[str, Any]:
+    """The part of a certificate that says what each moment of a run takes, and which of them exceed the budget."""
+    rewriter = setup.scorer.rewriter
+    candidate = rewriter.candidate(choice)
+    if isinstance(candidate, Reason):
+        return {}
+    found = list(moments(rewriter, candidate))
+    largest = largest_batch(setup.workload, setup.recorded, rewriter.target, choice, setup.workspace)
+    part: dict[str, Any] = {}
+    if isinstance(largest, Moment):
+        found.append(largest)
+    elif largest is not None:
+        part["largest_batch"] = str(largest)
+    over = [each.name for each in found if setup.budget_bytes is not None and each.peak_bytes > setup.budget_bytes]
+    if over:
+        part["predicted_over_budget"] = over
+    return part | {"moments": {each.name: each.to_dict(setup.budget_bytes) for each in found}}
 
 
 def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:

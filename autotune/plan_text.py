@@ -38,6 +38,7 @@ def render(report: PlanReport) -> RenderableType:
     first = report.config or (report.front[0] if report.front else None)
     if first is not None:
         parts += [Text(line) for line in time_lines(first.details)]
+    parts += [Text(line, "dim") for line in _not_exact(report)]
     parts += [Text(note, "dim") for note in report.notes]
     return Group(*parts)
 
@@ -46,13 +47,16 @@ def _table(rows: Sequence[Planned], *, with_largest: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("settings", overflow="fold")
-    for name in ("samples/s", "step", "peak", *(["largest mb"] if with_largest else [])):
+    with_exact = any(each.exact_peak_bytes is not None or each.exact_reason for each in rows)
+    more = (["exact peak"] if with_exact else []) + (["largest mb"] if with_largest else [])
+    for name in ("samples/s", "step", "peak", *more):
         table.add_column(name, justify="right", no_wrap=True)
     number = 0
     for each in rows:
         number += not each.guard
         largest = "" if each.largest_micro_batch is None else str(each.largest_micro_batch)
-        cells = [each.guard or str(number), each.summary, *_numbers(each), *([largest] if with_largest else [])]
+        exact = [_exact(each)] if with_exact else []
+        cells = [each.guard or str(number), each.summary, *_numbers(each), *exact, *([largest] if with_largest else [])]
         table.add_row(*cells)
     return table
 
@@ -63,6 +67,14 @@ def _numbers(planned: Planned) -> tuple[str, str, str]:
     over = "" if planned.status == "ok" else " over"
     peak = format_bytes(planned.peak_allocated_bytes) + over
     return f"{planned.samples_per_s or 0:.4g}", format_seconds(planned.step_s), peak
+
+
+def _exact(planned: Planned) -> str:
+    """The peak of the dry run and by how much it differs from the predicted one."""
+    if planned.exact_peak_bytes is None or planned.peak_allocated_bytes is None:
+        return ""
+    more = planned.exact_peak_bytes - planned.peak_allocated_bytes
+    return f"{format_bytes(planned.exact_peak_bytes)} ({'+' if more >= 0 else '-'}{format_bytes(abs(more))})"
 
 
 def _headline(facts: dict[str, Any]) -> str:
@@ -95,6 +107,13 @@ def _left_out(report: PlanReport) -> Iterator[str]:
         yield f"refused   {count:,}: {reason}"
     for name, reason in report.unfit.items():
         yield f"not used  {name}: {reason}"
+
+
+def _not_exact(report: PlanReport) -> Iterator[str]:
+    """Why dry runs that were asked for could not be made; there the predicted peak is all there is."""
+    rows = [report.config] if report.config is not None else report.front
+    for reason in dict.fromkeys(each.exact_reason for each in rows if each.exact_reason):
+        yield f"no dry run of {sum(each.exact_reason == reason for each in rows)}: {reason}"
 
 
 def _first_name(report: PlanReport) -> str:

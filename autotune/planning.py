@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from memtune.autotune.candidates import Choice
+from memtune.autotune.dry_run import DryRuns
 from memtune.autotune.guards import guards
 from memtune.autotune.options import PlanOptions
 from memtune.autotune.pareto import largest_micro_batch, pareto_front
@@ -20,6 +21,8 @@ from memtune.config import load_config
 from memtune.technique import Reason
 
 SCHEMA = 1
+EXACT_ROWS = 5
+"""Rows of the front that are dry-run where that is asked for; each takes as long as recording the model."""
 Status = Literal["ok", "oom", "unfit"]
 
 
@@ -47,6 +50,10 @@ class Planned:
     """Candidates that the simulator cannot tell from this one."""
     largest_micro_batch: int | None = None
     """At which the same techniques still fit; None where that was not asked, or nothing limits it."""
+    exact_peak_bytes: int | None = None
+    """Of a dry run, where one was asked for and could be made."""
+    exact_reason: str = ""
+    """Why a dry run that was asked for could not be made."""
     details: dict[str, Any] = field(default_factory=dict)
     """The whole prediction."""
 
@@ -132,7 +139,7 @@ def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None
         facts=_facts(setup),
         rows=tuple(_planned(each, pruner, alike=count) for each, count in _merge_alike(ranked, options.top)),
         guards=tuple(_planned(setup.scorer.refined(each.scored), pruner, guard=each.name) for each in found),
-        front=_front(setup, pruner, front[: options.top]),
+        front=_dry_run(setup, _front(setup, pruner, front[: options.top]), EXACT_ROWS if options.exact else 0),
         unfit={name: str(reason) for name, reason in setup.space.unfit.items()},
         refused={**scores.unfit, **{f"{name}: {reason}": 1 for name, reason in refused.items()}},
         n_candidates=scores.n_candidates,
@@ -151,6 +158,17 @@ def _front(setup: Setup, pruner: Pruner, front: Iterable[Scored]) -> tuple[Plann
         row = _planned(setup.scorer.refined(each), pruner)
         rows.append(replace(row, largest_micro_batch=largest_micro_batch(setup.scorer, each.choice, pruner)))
     return tuple(rows)
+
+
+def _dry_run(setup: Setup, rows: tuple[Planned, ...], count: int) -> tuple[Planned, ...]:
+    """`rows`, the first `count` of them with the peak of a dry run or why there is none."""
+    runs = DryRuns(setup, {row.micro_batch or 1 for row in rows[:count]})
+    done = []
+    for row in rows[:count]:
+        found = runs.peak_bytes(Choice.from_document(row.settings), row.peak_allocated_bytes or 0)
+        reason = str(found) if isinstance(found, Reason) else ""
+        done.append(replace(row, exact_peak_bytes=None if isinstance(found, Reason) else found, exact_reason=reason))
+    return (*done, *rows[count:])
 
 
 def _pruned(scores: Scores, pruner: Pruner) -> dict[str, tuple[int, int]]:
@@ -180,7 +198,8 @@ def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> tuple[Pl
     scored = setup.scorer.score(choice, level="events")
     if isinstance(scored, Reason):
         return Planned(choice.summary, choice.dump(), "unfit", str(scored), micro_batch=choice.execution.micro_batch), ()
-    return _planned(scored, pruner), at_peak(setup.scorer.program(choice).step)
+    (row,) = _dry_run(setup, (_planned(scored, pruner),), int(options.exact))
+    return row, at_peak(setup.scorer.program(choice).step)
 
 
 def _planned(scored: Scored, pruner: Pruner, *, guard: str = "", alike: int = 1) -> Planned:

@@ -183,7 +183,8 @@ def check(recording: Recording, session: Session, micro_batch: int, workspace: W
     """Record once more at `micro_batch` and keep that step for this size; notes a difference from the affine sizes."""
     if micro_batch in recording.checked:
         return recording
-    step = step_of(session.traced(micro_batch), workspace)
+    trace = session.traced(micro_batch)
+    step = step_of(trace, workspace)
     predicted = recording.at(micro_batch)
     notes = recording.notes
     if not _same_program(step, predicted) or not np.array_equal(step.bytes, predicted.bytes):

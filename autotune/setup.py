@@ -54,6 +54,10 @@ class Setup:
     scorer: Scorer
     space: Space
     made_for: MadeFor
+    recorded: Recording
+    """The recording before it was translated for the device."""
+    workspace: WorkspaceTable | None = None
+    """Where the scratch of CPU kernels is looked up; None where it was not measured."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -97,7 +101,8 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     say("recording one training step")
     only = _one_config(options, global_batch // options.ranks)
     sizes = _sizes_used(shares) if only is None else {only.execution.micro_batch or 1}
-    recorded = record(workload, sizes=sizes, workspace=_workspaces(device, options.ranks), target=device)
+    workspace = _workspaces(device, options.ranks)
+    recorded = record(workload, sizes=sizes, workspace=workspace, target=device)
     recording = translate(recorded, machine)
     budget = options.budget_bytes or (machine.usable_bytes if device == "cuda" else None)
     if budget is None and options.goal == "batch":
@@ -120,7 +125,7 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
         space = replace(space, executions=batch_sizes(_most_samples(scorer, space, budget)))
     return Setup(
         workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
-        _made_for(workload, recording, machine, options.ranks, global_batch),
+        _made_for(workload, recording, machine, options.ranks, global_batch), recorded, workspace,
     )  # fmt: skip
 
 

@@ -98,6 +98,7 @@ def plan(
     config: Annotated[Path | None, typer.Option(help="Predict this config alone.")] = None,
     micro_batch: MicroBatch = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 12,
+    exact: Annotated[bool, typer.Option("--exact", help="Dry-run the first rows: the real runtime on fake tensors.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Rank settings without running any, for GPUs that need not be here."""

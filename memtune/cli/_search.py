@@ -88,7 +88,12 @@ def plan(given: dict[str, Any]) -> int:
     from memtune.autotune.planning import plan as make_plan
 
     options = PlanOptions(
-        **common, nodes=given["nodes"], config=given["config"], micro_batch=given["micro_batch"], top=given["top"]
+        **common,
+        nodes=given["nodes"],
+        config=given["config"],
+        micro_batch=given["micro_batch"],
+        top=given["top"],
+        exact=given["exact"],
     )
     with results() as stream:
         report = make_plan(options, say=say)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,19 @@ def explain(config: Path, as_json: bool) -> int:
         for group, inner in part.items():
             for key, value in inner.items() if isinstance(inner, dict) else ():
                 print(f"  {f'{group}, {key}':<24} {_numbers(value) if isinstance(value, dict) else _human(key, value)}")
+    for line in _over_budget(tuned.certificate):
+        print(line)
     return 0
+
+
+def _over_budget(certificate: dict[str, Any]) -> Iterator[str]:
+    """What a config that trains is still predicted not to have the memory for; a certificate may have been edited by hand."""
+    budget, moments = certificate.get("budget_bytes"), certificate.get("moments")
+    for name, moment in moments.items() if isinstance(moments, dict) else ():
+        needs = moment.get("peak_bytes") if isinstance(moment, dict) else None
+        if isinstance(budget, int) and isinstance(needs, int) and needs > budget:
+            more = format_bytes(needs - budget)
+            yield f"{name.replace('_', ' ')} exceeds the budget: {format_bytes(needs)} predicted, {more} too much"
 
 
 def _numbers(part: dict[str, Any]) -> str:
@@ -137,6 +150,8 @@ def _human(key: str, value: Any) -> str:
         if key.endswith("_bytes"):
             return format_bytes(value)
         return format_seconds(value) if key.endswith("_s") and "per" not in key else f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)
 
 

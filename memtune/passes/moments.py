@@ -18,6 +18,7 @@ from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
+_DROPOUTS = ("aten.bernoulli_.", "aten.native_dropout.")
 _ALSO_IN_EVALUATION = {
     **dict.fromkeys(("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default", "aten.miopen_batch_norm.default"), 1),
     **dict.fromkeys(("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"), 3),
@@ -71,7 +72,8 @@ def _without_dropout(edit: Edit, step: Step) -> np.ndarray[tuple[int], np.dtype[
 def _dropouts(step: Step) -> list[tuple[int, int, int, int]]:
     """Of every dropout in forward: its mask, the op that makes the output, the output, the input."""
     found = []
-    for op in np.flatnonzero((step.op_rng == 1) & (step.op_phase == Phase.FORWARD)).tolist():
+    draws = np.asarray([name.startswith(_DROPOUTS) for name in step.names], bool)
+    for op in np.flatnonzero(draws[step.op_name] & (step.op_phase == Phase.FORWARD)).tolist():
         used = step.use_op == op
         drawn = step.use_storage[used & (step.use_mutates == 1)]
         if len(drawn) == 1:  # bernoulli_
@@ -145,4 +147,5 @@ def _state(step: Step, ranks: int) -> I32:
     mine = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.owner >= 0) & (step.producer < 0)).astype(np.int32)
     numel = columns.numel[step.owner[mine]]
     divided = mine[(step.bytes[mine] % np.maximum(numel, 1) == 0) & (step.bytes[mine] >= numel)]
-    return divided[np.argsort(step.owner[divided], kind="stable")]
+    ordered: I32 = divided[np.argsort(step.owner[divided], kind="stable")]
+    return ordered

@@ -182,7 +182,7 @@ def _hold_inputs_and_kept(
     edit: Edit, step: Step, kept: Mask, made_in: I32, end: I32, runs: _Runs, starts: I32, taken: I32
 ) -> None:
     """What the second run needs stays until the block's last recomputed tensor has been used."""
-    outputs = np.flatnonzero((step.producer >= 0) & kept[step.producer]).astype(np.int32)
+    outputs = np.flatnonzero(_made_by(step, kept)).astype(np.int32)
     inputs = (runs.release[step.input_block] >= 0) & (step.held_until[step.input_storage] != FOREVER)
     inputs &= made_in[step.input_storage] != step.input_block
     block = np.concatenate([step.input_block[inputs], made_in[outputs]])
@@ -193,12 +193,18 @@ def _hold_inputs_and_kept(
     edit.add_saves(storage, before=end[block] + 1, until=runs.release[block], block=block, asked=asked, turn=runs.turn[block])
 
 
+def _made_by(step: Step, ops: Mask) -> Mask:
+    """(m,) outputs of `ops`; a kernel's scratch is gone when it returns, whatever is kept of the op."""
+    made: Mask = (step.producer >= 0) & ops[step.producer] & (step.kind != Kind.WORKSPACE)
+    return made
+
+
 def _hold_tried(edit: Edit, step: Step, tried: Mask, kept: Mask, number: Mask, end: I32) -> None:
     """Until the block has run nobody knows which outputs the second run will ask for, so all that `keep` names are held.
 
     One that autograd saved as well counts as saved: if it moves to the host, it is not held here either.
     """
-    storage = np.flatnonzero((step.producer >= 0) & (tried & ~kept)[step.producer]).astype(np.int32)
+    storage = np.flatnonzero(_made_by(step, tried & ~kept)).astype(np.int32)
     block = step.op_block[step.producer[storage]]
     saved = np.zeros(step.n_storages, bool)
     rows = (step.save_block >= 0) & ~number

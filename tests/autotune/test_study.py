@@ -77,6 +77,8 @@ def test_a_search_measures_guards_audits_confirms_and_writes_what_can_be_loaded(
     assert certificate["fits"] is True
     assert certificate["confirmed_in_fresh_process"] is True
     assert certificate["confirmed_peak_bytes"] <= BUDGET
+    assert set(certificate["moments"]) == {"first_step", "steady_step", "resume", "evaluation", "checkpoint"}
+    assert certificate["moments"]["steady_step"]["peak_bytes"] == written.predicted["peak_bytes"]
     assert SearchOutcome.from_dict(outcome.to_dict()) == outcome
 
 

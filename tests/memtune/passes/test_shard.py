@@ -8,10 +8,9 @@ from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from zoo_paths import ZOO
 
+from memtune.autotune.dry_run import fake_ranks
 from memtune.autotune.record import record, start_session
 from memtune.edit import accumulate_gradients
 from memtune.passes.host_optimizer import optimizer_on_host
@@ -69,11 +68,9 @@ CASES = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    sharding.meshes("cpu", RANKS), sharding.meshes("cpu", 2)  # cannot be made under fake tensors
-    yield
-    dist.destroy_process_group()
+def ranks() -> Iterator[None]:
+    with fake_ranks(RANKS):
+        yield
 
 
 @cache
