@@ -83,7 +83,7 @@ def _dropouts(step: Step) -> list[tuple[int, int, int, int]]:
         else:
             made, outputs = op, _made_by(step, op)
             mask = int(outputs[-1]) if len(outputs) == 2 else -1
-        if made < 0 or mask < 0:
+        if made < 0 or mask < 0 or step.producer[mask] < 0:
             continue
         inputs = step.use_storage[(step.use_op == made) & (step.use_storage != mask) & (step.use_mutates == 0)]
         if len(inputs):
