@@ -249,7 +249,7 @@ class Stages:
                     and abs(last.step_s / first.step_s - 1) > max(_DRIFT, 2 * each.spread_s / each.step_s)
                 ):
                     self.driver.note(
-                        f"{each.guard} ran {last.step_s / first.step_s - 1:+.0%} slower at the end than at the start: "
+                        f"a step of {each.guard} took {last.step_s / first.step_s:.2g} times as long at the end as at the start: "
                         "the machine is busy or throttles, small differences mean little",
                         warning=True,
                     )
