@@ -24,7 +24,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 DEVICE ?= cuda
 
-.PHONY: help setup demo test test-slow test-native lint format gpu-check clean
+.PHONY: help setup demo test test-slow test-native lint format bench-predict gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -65,6 +65,13 @@ lint: setup  ## what CI checks besides the tests
 format: setup  ## sort imports and lay out the Python code
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
+
+RESULTS := benchmarks/results/predict-cpu
+
+bench-predict: setup  ## predicted against measured peaks on this CPU: 13 models, recompute, offload, batch (about 15 minutes on 2 cores)
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt accelerate
+	mkdir -p $(dir $(RESULTS))
+	$(BIN)/python benchmarks/predict.py --speed --json $(RESULTS).json --markdown $(RESULTS).md
 
 gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks/gpu.py (DEVICE=cpu: their CPU form)
 ifeq ($(DEVICE),cpu)

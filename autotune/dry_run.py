@@ -62,7 +62,7 @@ def dry_run(
             count = min(execution.accumulate, _MICRO_BATCHES)
             trace = traced_under(session, config, execution.micro_batch, micro_batches=count)
     except Exception as error:  # of user code, of the runtime or of torch, none of which is made for fake tensors
-        return Reason(f"it does not run on fake tensors: {why(error)}")
+        return Reason(f"it does not run on fake tensors: {why(error, workload)}")
     if isinstance(trace, Reason):
         return trace
     step = step_of(trace, workspace)

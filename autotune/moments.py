@@ -90,7 +90,7 @@ def largest_batch(
         session.warm_up(size)
         trace = session.traced(size)
     except Exception as error:  # of user code, on a batch that the recording has not seen
-        return Reason(f"the largest batch could not be recorded: {why(error)}")
+        return Reason(f"the largest batch could not be recorded: {why(error, workload)}")
     exact, hints = {**recording.exact, size: step_of(trace, workspace)}, {**recording.hints, size: trace.hints}
     rewriter = Rewriter(translate(replace(recording, exact=exact, hints=hints), target.hardware), target)
     program = rewriter.program(choice)

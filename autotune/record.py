@@ -6,6 +6,7 @@ The ladder: a model that cannot be built or run on one rung is tried on the next
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,12 +32,30 @@ from memtune.runtime.loop import accumulate, train_step
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, mark, tier
 from memtune.runtime.workspace import RealOutputs, WorkspaceTable
+from memtune.user_file import summary, user_line
 from memtune.workload import Workload
 
-RUNGS = ("fake", "meta", "real-init", "real-step")
+RUNGS = {
+    "fake": "on fake tensors",
+    "meta": "with the model built on the meta device",
+    "real-init": "with the model built for real, then made fake",
+    "real-step": "with a real step on CPU",
+}
+"""The ladder, lowest first, and how a step is recorded on each rung."""
 CPU = torch.device("cpu")
 SEED = 0
 """Of every random draw while recording, so that what depends on the data (routing) is the same each time."""
+
+
+class _FakeMode(FakeTensorMode):
+    """One mode for a whole recording.
+
+    A model may be built from deep copies of a layer (`nn.TransformerEncoder`), and the copy of a fake tensor copies the mode it
+    belongs to as well: under another mode its views have storages of their own, so that each would count as new memory.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FakeMode:
+        return self
 
 
 @dataclass(frozen=True)
@@ -223,30 +242,34 @@ def _with_workspaces(step: Step, scratch_bytes: I64, somewhere: npt.NDArray[np.b
 def open_session(workload: Workload, micro_batch: int, target: Device = "cpu") -> tuple[Session, Trace, list[str]]:
     """Climb the ladder to the first rung that records; returns the session, its trace and why lower rungs failed."""
     notes: list[str] = []
-    for rung in RUNGS:
+    for rung, how in RUNGS.items():
         try:
             session = replace(start_session(workload, rung), target=target)
             session.warm_up(micro_batch)
-            return session, session.traced(micro_batch), notes
+            trace = session.traced(micro_batch)
         except Exception as error:  # whatever user code raises on fake tensors; the last rung is real and its error is the user's
-            if rung == RUNGS[-1]:
+            if rung == "real-step":
                 if isinstance(error, MemtuneError):
                     raise
                 fix = "make it train without memtune first"
                 raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
-            notes.append(f"rung {rung}: {why(error)}")
+            notes.append(f"rung {rung}: {why(error, workload)}")
+        else:
+            return session, trace, [*notes, f"so the step was recorded {how}"] if notes else []
     raise AssertionError("unreachable: the last rung returns or raises")
 
 
 def start_session(workload: Workload, rung: str) -> Session:
     """Build model and optimizer on one rung, from a fixed seed; raises whatever the user's code raises there."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Deep copies ask fake tensors for their address; the answer is right, and the user can do nothing about the warning.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         torch.manual_seed(SEED)
         return _build_session(workload, rung)
 
 
 def _build_session(workload: Workload, rung: str) -> Session:
-    fake = None if rung == "real-step" else FakeTensorMode(allow_non_fake_inputs=True)
+    fake = None if rung == "real-step" else _FakeMode(allow_non_fake_inputs=True)
     mode: AbstractContextManager[Any] = nullcontext() if fake is None else fake
     build: Callable[[], nn.Module] = workload.build_model
     if rung == "fake":
@@ -301,10 +324,10 @@ def _same_program(first: Step, second: Step) -> bool:
     )
 
 
-def why(error: BaseException) -> str:
-    """Type and first line of what went wrong, in the user's code where it was raised there."""
+def why(error: BaseException, workload: Workload) -> str:
+    """The exception in one line, which names the op, and where in the user's file it was raised."""
     cause = error
     while isinstance(cause, MemtuneError) and cause.__cause__ is not None:
         cause = cause.__cause__
-    text = str(cause).strip().split("\n")[0][:160]
-    return f"{type(cause).__name__}: {text}"
+    found = user_line(cause, workload.path)
+    return summary(cause, 160) + (f" ({workload.path.name}, line {found[0]})" if found else "")

@@ -230,9 +230,11 @@ class Tracer(TorchDispatchMode):
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return *self._stack[-1], Phase.FORWARD
-        if torch.is_grad_enabled():  # forward ops inside backward: a recomputation
-            return *self._stack[-1], Phase.RECOMPUTE
-        return *self._owner_of(node._sequence_nr()), Phase.BACKWARD
+        owner = self._owner_of(node._sequence_nr())
+        if torch.is_grad_enabled():  # forward ops inside backward: a recomputation, of the block whose backward asked for it
+            module, block = self._stack[-1]
+            return module or owner[0], block if block >= 0 else owner[1], Phase.RECOMPUTE
+        return *owner, Phase.BACKWARD
 
     def _owner_of(self, node: int) -> tuple[int, int]:
         """Where the forward op ran that made a node; writing into a view makes more nodes than ops, after the op's own."""

@@ -90,6 +90,7 @@ def run(rank: _Rank) -> dict[str, Any]:
     rank.say(stage="building")
     tuned, model = _build(rank, workload)
     ledger.watch(model, tuned.optimizer)
+    ledger.reset_peak()  # the peak is that of the steps: a model cast to bf16 needed more while it was built
     measured = _Measured()
     if trial.fingerprint:
         _hash_first_gradients(rank, tuned, model, ledger, measured)

@@ -53,8 +53,8 @@ def recompute_blocks(step: Step, blocks: list[int], keep: Callable[[str], bool] 
     new_op, new = edit.copy_ops(ops, runs.anchor[where], Phase.RECOMPUTE, end[where])
     _put_back_buffers(edit, step, buffers, copies, runs.anchor)
 
-    # Backward of the same block now reads the second run's products.
-    redirect = (step.op_phase[step.use_op] == Phase.BACKWARD) & (new[step.use_storage] >= 0)
+    # Backward of the same block now reads the second run's products; so does a recomputation of the model's own in it.
+    redirect = np.isin(step.op_phase[step.use_op], (Phase.RECOMPUTE, Phase.BACKWARD)) & (new[step.use_storage] >= 0)
     redirect &= step.op_block[step.use_op] == made_in[step.use_storage]
     edit.use_storage = np.where(redirect, new[edit.use_storage], edit.use_storage).astype(np.int32)
     edit.save_storage = np.where(wanted, new[edit.save_storage], edit.save_storage).astype(np.int32)

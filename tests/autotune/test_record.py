@@ -105,6 +105,39 @@ def test_without_a_table_the_notes_say_that_workspaces_are_missing() -> None:
     assert not (recording_of(ZOO["gpt"]).step.kind == Kind.WORKSPACE).any()
 
 
+def test_the_rung_is_told_with_the_op_and_the_line_that_ruled_out_the_others() -> None:
+    *failed, used = recording_of(ZOO["moe"]).notes[:4]
+    for note in failed:
+        assert "aten.nonzero.default (moe.py, line " in note
+    assert used == "so the step was recorded with a real step on CPU"
+
+
+DEEP_COPIES = """
+import copy
+import torch
+from torch import nn
+
+def model():
+    layer = nn.Linear(64, 64)
+    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
+
+def batch(size):
+    return torch.randn(size, 64)
+
+def loss(model, batch):
+    return model(batch).mean()
+"""
+
+
+def test_views_of_deep_copied_weights_are_no_memory_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "copies.py"
+    path.write_text(DEEP_COPIES)
+    step = record(Workload.load(path)).step
+    weights = 3 * (64 * 64 + 64) * 4
+    assert step.bytes[(step.kind == Kind.PARAMETER) & (step.producer < 0)].sum() == weights
+    assert "aten.t.default" not in step.names
+
+
 def test_what_no_rung_can_run_is_the_users_error() -> None:
     with pytest.raises(WorkloadError):
         record(Workload.load(BAD["shapes"]))

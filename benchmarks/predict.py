@@ -1,0 +1,222 @@
+"""Predicted against measured peak memory on this machine's CPU, for every case of the grid in `predict_grid.py`.
+
+    python benchmarks/predict.py [--models gpt,vit] [--json FILE] [--markdown FILE]
+
+Predicted: the workload is recorded on fake tensors, rewritten and simulated, with this machine's table of kernel workspaces, as
+`memtune plan --device cpu --config` does; `affine` is the same from micro-batches 2 and 4 alone. Measured: the native ledger's
+peak over a real trial in a fresh process, as `memtune trial` reports it. Nothing is fitted to what was measured, so leaving a
+model out changes no other row. Beside them what other tools say (`predict_peers.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from predict_grid import MODELS, Case, cases
+from predict_peers import accelerate_bytes, mem_tracker
+from predict_report import markdown
+
+from memtune import hardware, measure
+from memtune.autotune.candidates import Choice, Rewriter
+from memtune.autotune.record import record
+from memtune.autotune.scoring import Scorer
+from memtune.executors.base import Trial, TrialResult
+from memtune.executors.group import usable_cores
+from memtune.executors.local import LocalExecutor
+from memtune.program import Recording
+from memtune.runtime.workspace import WorkspaceTable
+from memtune.technique import Reason, Target
+from memtune.workload import Workload
+
+THREADS = 1
+"""CPU threads of a trial, and those for which kernel workspaces are looked up."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: every figure in bytes, None where there is none; `error` is predicted / measured − 1."""
+
+    model: str
+    recompute: str
+    offload: str
+    batch: int
+    status: str
+    """`ok`; `unfit` where a technique refuses; else what came of the trial."""
+    reason: str = ""
+    measured_bytes: int | None = None
+    predicted_bytes: int | None = None
+    affine_bytes: int | None = None
+    mem_tracker_bytes: int | None = None
+    mem_tracker_error: str = ""
+    accelerate_bytes: int | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction."""
+        return relative(self.predicted_bytes, self.measured_bytes)
+
+
+def relative(predicted: int | None, measured: int | None) -> float | None:
+    """`predicted` / `measured` − 1, None without either."""
+    return predicted / measured - 1 if predicted and measured else None
+
+
+def predict(model: Path, wanted: Iterable[Case]) -> tuple[list[Row], Recording]:
+    """Rows without measurement, one for each of `wanted`, all from one recording of `model`."""
+    wanted, workload = list(wanted), Workload.load(model)
+    table = WorkspaceTable.cached(threads=THREADS)
+    recording = record(workload, sizes={each.batch for each in wanted}, workspace=table)
+    target = Target(hardware.detect("cpu"), 1, None)
+    exact = Scorer(Rewriter(recording, target))
+    affine = Scorer(Rewriter(replace(recording, exact={}), target))
+    formula = accelerate_bytes(workload)
+    rows = []
+    for case in wanted:
+        settings = case.config()["settings"]
+        scored = exact.score(Choice.from_document(settings), level="events")
+        row = Row(model.stem, case.recompute, case.offload, case.batch, "unfit")
+        if isinstance(scored, Reason):
+            rows.append(replace(row, reason=str(scored)))
+            continue
+        extrapolated = affine.score(Choice.from_document(settings), level="events")
+        assert not isinstance(extrapolated, Reason)
+        seen, why = mem_tracker(workload, case)
+        row = replace(
+            row,
+            status="ok",
+            predicted_bytes=scored.prediction.peak_allocated_bytes,
+            affine_bytes=extrapolated.prediction.peak_allocated_bytes,
+            mem_tracker_bytes=seen,
+            mem_tracker_error=why,
+            accelerate_bytes=formula,
+        )
+        rows.append(row)
+    return rows, recording
+
+
+def run(wanted: Iterable[tuple[int, Case]], slots: int) -> Iterator[TrialResult]:
+    """A real trial of each case, by number, in a fresh process with `THREADS` threads; `slots` at a time, in any order."""
+    executor, running = LocalExecutor(slots), 0
+    try:
+        for number, case in wanted:
+            executor.submit(Trial(number=number, workload=str(case.model), config=case.config(), warmup_steps=1, steps=1))
+            running += 1
+        while running:
+            for event in executor.wait(1.0):
+                if isinstance(event, TrialResult):
+                    running -= 1
+                    yield event
+    finally:
+        executor.close()
+
+
+def compare(model: Path, wanted: Iterable[Case], slots: int) -> tuple[list[Row], dict[str, Any]]:
+    """Predicted and measured rows of one model, and how it was recorded."""
+    started, wanted = time.monotonic(), list(wanted)
+    rows, recording = predict(model, wanted)
+    fitting = [(number, case) for number, case in enumerate(wanted) if rows[number].status == "ok"]
+    for result in run(fitting, slots):
+        row = rows[result.number]
+        rows[result.number] = replace(row, status=result.status, reason=result.reason, measured_bytes=result.peak_allocated_bytes)
+    elapsed_s = round(time.monotonic() - started)
+    about = {"rung": recording.rung, "record_s": round(recording.record_s, 2), "elapsed_s": elapsed_s}
+    return rows, about | {"notes": list(recording.notes)}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"cpu": measure.cpu().title, "capability": capability, "cores": usable_cores(), "torch": str(torch.__version__)}
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """How far each tool is off: over all its cases, and over the plain ones, which every tool can be asked for."""
+    found: dict[str, Any] = {
+        "cases": len(rows),
+        "measured": sum(row.measured_bytes is not None for row in rows),
+        "unfit": sum(row.status == "unfit" for row in rows),
+        "failed": sum(row.status not in ("ok", "unfit") for row in rows),
+    }
+    for tool in ("predicted", "affine", "mem_tracker", "accelerate"):
+        for which, those in (("", rows), ("_plain", [row for row in rows if row.recompute == row.offload == "none"])):
+            errors = [relative(getattr(row, f"{tool}_bytes"), row.measured_bytes) for row in those]
+            sizes = sorted(abs(each) for each in errors if each is not None)
+            if sizes:
+                figures = {"n": len(sizes), "median": round(statistics.median(sizes), 5), "worst": round(sizes[-1], 5)}
+                found[tool + which] = figures | {"under": sum(each < 0 for each in errors if each is not None)}
+    return found
+
+
+def speed() -> dict[str, Any]:
+    """What the benchmarks of the search's and the allocator's speed say, each in a process of its own."""
+    found = {}
+    for name, options in (("candidates_speed", []), ("allocator_speed", ["--seconds", "1"])):
+        command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), "--json", *options]
+        found[name] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return found
+
+
+def document(rows: list[Row], models: dict[str, Any], speeds: dict[str, Any] | None) -> dict[str, Any]:
+    """Everything that is written."""
+    return {
+        "schema": 1,
+        "command": "make bench-predict",
+        "machine": machine(),
+        "threads": THREADS,
+        "elapsed_s": sum(about["elapsed_s"] for about in models.values()),
+        "summary": summary(rows),
+        "speed": speeds,
+        "models": models,
+        "rows": [asdict(row) | {"error": row.error} for row in rows],
+    }
+
+
+def dumped(found: dict[str, Any]) -> str:
+    """JSON with one line per row."""
+    rows = ",\n".join("  " + json.dumps(row) for row in found["rows"])
+    head = json.dumps({**found, "rows": []}, indent=1)
+    return head.replace('"rows": []', f'"rows": [\n{rows}\n ]') + "\n"
+
+
+def main() -> int:
+    """Compare, print, write (after every model, so that an interrupted run leaves what it has); exit code 1 if a trial failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", help="only these, by name, with commas between; the others stay in FILE as they are")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
+    parser.add_argument("--markdown", type=Path, help="file for the table")
+    parser.add_argument("--speed", action="store_true", help="also run the two benchmarks of speed")
+    asked = parser.parse_args()
+    names = set(asked.models.split(",")) if asked.models else {each.stem for each in MODELS}
+    before = json.loads(asked.json.read_text()) if asked.models and asked.json and asked.json.exists() else {}
+    figures = [{name: value for name, value in row.items() if name != "error"} for row in before.get("rows", ())]
+    rows = [row for row in (Row(**each) for each in figures) if row.model not in names]
+    models = {name: about for name, about in before.get("models", {}).items() if name not in names}
+    found = document(rows, models, speed() if asked.speed else before.get("speed"))
+    for model in MODELS:
+        if model.stem not in names:
+            continue
+        made, models[model.stem] = compare(model, cases(model), max(1, usable_cores() // THREADS))
+        rows = sorted([*rows, *made], key=lambda row: row.model)
+        errors = [abs(row.error) for row in made if row.error is not None]
+        print(f"{model.stem:14} {len(errors):3} cases, worst {max(errors, default=0):.2%}", file=sys.stderr, flush=True)
+        found = document(rows, models, found["speed"])
+        if asked.json:
+            asked.json.write_text(dumped(found))
+        if asked.markdown:
+            asked.markdown.write_text(markdown(found))
+    print(markdown(found))
+    return int(found["summary"]["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
