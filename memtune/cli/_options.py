@@ -139,6 +139,10 @@ def search_only(given: dict[str, Any]) -> dict[str, Any]:
     from memtune.autotune.store import check_writable
 
     check_writable(given["out"], force=given["force"] or given["resume"])
+    if given["ray_address"] is not None:
+        from memtune.executors.ray_address import reach
+
+        reach(given["ray_address"])
     return {
         "out": given["out"],
         "force": given["force"],
