@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.edit import Edit
+from memtune.passes.calls import join_calls, split_calls
 from memtune.program import FOREVER, I32, Kind, Phase, Step
 
 Mask = npt.NDArray[np.bool_]
@@ -23,9 +24,18 @@ def recompute_blocks(step: Step, blocks: list[int], keep: Callable[[str], bool] 
 
     Args:
         step: As recorded, without any recomputation.
-        blocks: Rows of `step.blocks`.
+        blocks: Rows of `step.blocks`; every call of such a block is run again by itself.
         keep: Which ops' outputs are kept, by op name; None keeps none.
     """
+    calls, block_of = split_calls(step)
+    new = _recompute_calls(calls, np.flatnonzero(np.isin(block_of, blocks)), keep)
+    if new is calls:
+        return step
+    return new if calls is step else join_calls(new, step.blocks, block_of)
+
+
+def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Callable[[str], bool] | None) -> Step:
+    """`recompute_blocks`, with blocks that run once."""
     chosen = np.zeros(len(step.blocks) + 1, bool)  # the last entry serves block -1
     chosen[blocks] = True
     forward = (step.op_phase == Phase.FORWARD) & chosen[step.op_block]
