@@ -10,6 +10,7 @@ import pytest
 
 from memtune.runtime import shim
 from memtune.search_spaces.recompute.every_nth import EveryNth
+from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.technique import Technique
 from memtune.testing.drift import drift
@@ -49,3 +50,8 @@ def test_one_case_from_the_recording_to_the_page() -> None:
 @pytest.mark.parametrize("technique", [Selective(), EveryNth()], ids=lambda each: each.kind)
 def test_a_checkpoint_of_the_models_own_inside_a_recomputed_block(technique: Technique) -> None:
     assert drift(MODELS / "checkpointed.py", technique) == ""
+
+
+@pytest.mark.parametrize("technique", [Selective(), Full()], ids=lambda each: each.kind)
+def test_blocks_that_run_several_times_are_recomputed_call_by_call(technique: Technique) -> None:
+    assert drift(MODELS / "tied.py", technique) == ""
