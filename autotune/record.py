@@ -27,7 +27,7 @@ from memtune.batches import map_tensors
 from memtune.edit import Edit
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
-from memtune.program import I64, Hints, Kind, Recording, Step
+from memtune.program import I64, Hints, Kind, Recording, Step, at_micro_batch
 from memtune.runtime.loop import accumulate, train_step
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, mark, tier
@@ -43,6 +43,8 @@ RUNGS = {
 }
 """The ladder, lowest first, and how a step is recorded on each rung."""
 CPU = torch.device("cpu")
+_OFF_THE_LINE = 0.01
+"""Share of the peak from which sizes count as off the line; kernel scratch is always off a little."""
 SEED = 0
 """Of every random draw while recording, so that what depends on the data (routing) is the same each time."""
 
@@ -143,6 +145,7 @@ def record(
     small: int = 2,
     large: int = 4,
     sizes: Iterable[int] = (),
+    between: Iterable[int] = (),
     workspace: WorkspaceTable | None = None,
     target: Device = "cpu",
 ) -> Recording:
@@ -153,6 +156,8 @@ def record(
         small: First micro-batch; 1 gives another program than 2 and more, so it is never used to extrapolate.
         large: Second micro-batch; sizes in between and beyond follow from the two.
         sizes: Micro-batches that will be used: recorded themselves too, where that needs no real step.
+        between: Micro-batches that are recorded themselves only if the largest of `sizes` is off the line (experts
+            with a capacity, contrastive losses).
         workspace: Where the scratch of CPU kernels is looked up, op by op; what is missing is measured in a child process
             and saved. Without it the recording holds tensors only, and says so in its notes.
         target: Where the step is to run; what is recorded for CUDA is meant for `translate`.
@@ -193,9 +198,19 @@ def record(
         checked=frozenset({small, large} if same else {small}),
         hints={small: one.hints, large: two.hints} if same else {small: one.hints},
     )
-    for size in sorted(set(sizes)) if session.fake is not None else ():
+    wanted = sorted(set(sizes)) if session.fake is not None else []
+    for size in wanted:
         recording = check(recording, session, size, workspace)
+    if wanted and _off_the_line(recording, wanted[-1]):
+        for size in sorted(set(between)):
+            recording = check(recording, session, size, workspace)
     return replace(recording, record_s=time.monotonic() - started)
+
+
+def _off_the_line(recording: Recording, micro_batch: int) -> bool:
+    """Whether the peak that was recorded at `micro_batch` is another than the affine sizes give."""
+    real, affine = recording.at(micro_batch).peak_bytes(), at_micro_batch(recording, micro_batch).peak_bytes()
+    return abs(real - affine) > _OFF_THE_LINE * real
 
 
 def check(recording: Recording, session: Session, micro_batch: int, workspace: WorkspaceTable | None = None) -> Recording:

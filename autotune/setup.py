@@ -102,7 +102,8 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     only = _one_config(options, global_batch // options.ranks)
     sizes = _sizes_used(shares) if only is None else {only.execution.micro_batch or 1}
     workspace = _workspaces(device, options.ranks)
-    recorded = record(workload, sizes=sizes, workspace=workspace, target=device)
+    between = {each.micro_batch for each in shares if each.micro_batch} if only is None else set()
+    recorded = record(workload, sizes=sizes, between=between, workspace=workspace, target=device)
     recording = translate(recorded, machine)
     budget = options.budget_bytes or (machine.usable_bytes if device == "cuda" else None)
     if budget is None and options.goal == "batch":

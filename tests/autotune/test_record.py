@@ -138,6 +138,33 @@ def test_views_of_deep_copied_weights_are_no_memory_of_their_own(tmp_path: Path)
     assert "aten.t.default" not in step.names
 
 
+CONTRASTIVE = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(16, 16)
+
+def batch(size):
+    return torch.randn(size * 16, 16)
+
+def loss(model, batch):
+    codes = model(batch)
+    return (codes @ codes.T).logsumexp(1).mean()
+"""
+
+
+def test_sizes_in_between_are_recorded_only_if_the_largest_is_off_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "contrastive.py"
+    path.write_text(CONTRASTIVE)
+    recording = record(Workload.load(path), sizes={16}, between={8})
+    assert set(recording.exact) == {8, 16}
+    session = start_session(Workload.load(path), recording.rung)
+    session.warm_up(8)
+    assert recording.at(8).peak_bytes() == session.trace(8).peak_bytes()
+    assert set(record(Workload.load(ZOO["gpt"]), sizes={16}, between={8}).exact) == {16}
+
+
 def test_what_no_rung_can_run_is_the_users_error() -> None:
     with pytest.raises(WorkloadError):
         record(Workload.load(BAD["shapes"]))
