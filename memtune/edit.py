@@ -126,15 +126,18 @@ class Edit:
         self.save_is_output = np.concatenate([self.save_is_output, np.zeros(len(storages), np.uint8)])
         self._drop_saves = np.concatenate([self._drop_saves, np.zeros(len(storages), bool)])
 
-    def copy_ops(self, ops: I32, before: I32, phase: Phase, end_of: I32) -> tuple[I32, I32]:
+    def copy_ops(
+        self, ops: I32, before: I32, phase: Phase, end_of: I32, empty: npt.NDArray[np.bool_] | None = None
+    ) -> tuple[I32, I32]:
         """Run `ops` once more: op `ops[i]` again before op `before[i]`, with new storages for all it makes.
 
         Args:
-            ops: Rows of the original step, ascending.
+            ops: Rows of the original step, ascending; one given several times makes its storages one by one.
             before: Anchor of each copy.
             phase: Phase of the copies.
             end_of: Last original op of the group that `ops[i]` belongs to. What Python held longer is let go there, and
                 what it held until some op is let go after the copy of the last copied op up to it.
+            empty: Which of `ops` only allocate what they make; None: none.
 
         Returns:
             (n_ops,) copy of each original op and (m,) copy of each original storage, -1 where there is none.
@@ -145,7 +148,18 @@ class Edit:
         self._anchors.append(before)
         self._after.append(False)
         columns = {column: getattr(step, column)[ops] for column in _OP_COLUMNS}
-        self._new_ops.append({**columns, "op_copy_of": ops, "op_phase": phase})
+        columns |= {"op_copy_of": ops, "op_phase": phase}
+        if empty is not None and empty.any():
+            nothing: dict[str, Any] = {
+                "op_name": self.name_id("aten.empty_strided.default"),
+                "op_resource": Resource.NOTHING,
+                "op_copy_of": -1,
+            }
+            nothing |= {"op_flops": 0.0, "op_traffic_bytes": 0, "op_rng": 0}
+            columns |= {
+                name: np.where(empty, value, columns[name]).astype(columns[name].dtype) for name, value in nothing.items()
+            }
+        self._new_ops.append(columns)
         self.n_ops += count
 
         made = np.flatnonzero((step.producer >= 0) & (new_op[step.producer] >= 0)).astype(np.int32)
@@ -153,9 +167,14 @@ class Edit:
         group_end[ops] = end_of
         held = np.minimum(step.held_until[made], group_end[step.producer[made]])
         let_go = ops[np.maximum(np.searchsorted(ops, held, side="right") - 1, 0)]
+        makers = step.producer[made]
+        nth = np.zeros(step.n_storages, np.int32)  # of those that its op makes
+        order = made[np.argsort(makers, kind="stable")]
+        nth[order] = np.arange(len(order)) - np.searchsorted(step.producer[order], step.producer[order])
+        spare = np.bincount(ops, minlength=step.n_ops)[makers] - 1 - nth[made]
         rows = self.add_storages(
             step.bytes[made],
-            producer=new_op[step.producer[made]],
+            producer=new_op[makers] - np.maximum(spare, 0).astype(np.int32),
             held_until=np.where(held >= 0, new_op[let_go], -1),
             owner=step.owner[made],
         )

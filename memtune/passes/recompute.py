@@ -6,66 +6,73 @@ before the first backward node that needs it and stops after the last tensor tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from memtune.calls import Call, Calls
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
 from memtune.program import FOREVER, I32, Kind, Phase, Step
 
 Mask = npt.NDArray[np.bool_]
+Keep = Callable[[str], bool] | Sequence[Calls]
 
 
-def recompute_blocks(step: Step, blocks: list[int], keep: Callable[[str], bool] | None = None) -> Step:
+def recompute_blocks(step: Step, blocks: list[int], keep: Keep | None = None) -> Step:
     """`step` with the given blocks recomputed.
 
     Args:
         step: As recorded, without any recomputation.
         blocks: Rows of `step.blocks`; every call of such a block is run again by itself.
-        keep: Which ops' outputs are kept, by op name; None keeps none.
+        keep: Which ops' outputs are kept, by op name; or for each block which calls do not run again; None keeps nothing.
     """
     calls, block_of = split_calls(step)
+    if keep is not None and not callable(keep):
+        keep = [keep[block] for block in block_of]
     new = _recompute_calls(calls, np.flatnonzero(np.isin(block_of, blocks)), keep)
     if new is calls:
         return step
     return new if calls is step else join_calls(new, step.blocks, block_of)
 
 
-def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Callable[[str], bool] | None) -> Step:
+def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None) -> Step:
     """`recompute_blocks`, with blocks that run once."""
     chosen = np.zeros(len(step.blocks) + 1, bool)  # the last entry serves block -1
     chosen[blocks] = True
     forward = (step.op_phase == Phase.FORWARD) & chosen[step.op_block]
     made_in = np.where(step.producer >= 0, step.op_block[step.producer], -1)
     made_in[(step.producer < 0) | ~forward[step.producer]] = -1  # (m,) block that made it in forward, if chosen
-    kept_op = _kept_ops(step, forward, keep)
+    tried, left_out = _tried_and_left_out(step, forward, keep)
+    kept_op = tried & ~spoiled(step)
 
     end = np.full(len(step.blocks), -1, np.int32)
     np.maximum.at(end, step.op_block[forward], np.flatnonzero(forward).astype(np.int32))
 
     number = (step.save_block >= 0) & chosen[step.save_block] & (made_in[step.save_storage] == step.save_block)
-    number &= ~kept_op[step.producer[step.save_storage]]
+    number &= ~(kept_op | left_out)[step.producer[step.save_storage]]
     runs = _second_runs(step, number, end)
     if not (runs.release >= 0).any():
         return step
     wanted = number & (step.save_until >= runs.anchor[step.save_block])
-    again = forward & ~kept_op & (np.arange(step.n_ops) < runs.stop[step.op_block])
+    n_made = np.bincount(step.producer[step.producer >= 0], minlength=step.n_ops)
+    again = forward & ~kept_op & ((n_made > 0) | ~left_out) & (np.arange(step.n_ops) < runs.stop[step.op_block])
 
     edit = Edit(step)
     edit.drop_saves(number & ~wanted)
     buffers = _changed_buffers(step, forward, np.flatnonzero(runs.stop > 0).astype(np.int32))
     clones, copies = _save_buffers(edit, step, buffers, runs.anchor)
     ops = np.flatnonzero(again).astype(np.int32)
+    ops = np.repeat(ops, np.where(left_out[ops], n_made[ops], 1))  # one allocation for each tensor
     where = step.op_block[ops]
-    new_op, new = edit.copy_ops(ops, runs.anchor[where], Phase.RECOMPUTE, end[where])
+    new_op, new = edit.copy_ops(ops, runs.anchor[where], Phase.RECOMPUTE, end[where], left_out[ops])
     _put_back_buffers(edit, step, buffers, copies, runs.anchor)
 
     # Backward of the same block now reads the second run's products; so does a recomputation of the model's own in it.
     redirect = np.isin(step.op_phase[step.use_op], (Phase.RECOMPUTE, Phase.BACKWARD)) & (new[step.use_storage] >= 0)
-    redirect &= step.op_block[step.use_op] == made_in[step.use_storage]
+    redirect &= (step.op_block[step.use_op] == made_in[step.use_storage]) & ~left_out[step.producer[step.use_storage]]
     edit.use_storage = np.where(redirect, new[edit.use_storage], edit.use_storage).astype(np.int32)
     edit.save_storage = np.where(wanted, new[edit.save_storage], edit.save_storage).astype(np.int32)
     handed_out = wanted & (step.save_asked >= 0)  # each once
@@ -79,7 +86,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Callable[[s
     kept = kept_op & (np.arange(step.n_ops) < runs.settled[step.op_block])
     _hold_inputs_and_kept(edit, step, kept, made_in, end, runs, starts, _taken_before(step, kept, again, new_op, runs.anchor))
     if keep is not None:
-        _hold_tried(edit, step, forward & _by_name(step, keep), kept, number, end)
+        _hold_tried(edit, step, tried, kept, number, end)
     return edit.done()
 
 
@@ -119,21 +126,37 @@ def _second_runs(step: Step, number: Mask, end: I32) -> _Runs:
     )  # fmt: skip
 
 
-def _kept_ops(step: Step, forward: Mask, keep: Callable[[str], bool] | None) -> Mask:
-    """(n,) forward ops whose outputs are kept; not those that something writes into later (Rule 5)."""
+def _tried_and_left_out(step: Step, forward: Mask, keep: Keep | None) -> tuple[Mask, Mask]:
+    """(n,) forward ops whose outputs `keep` names, and those that it leaves out of the second run."""
     if keep is None:
-        return np.zeros(step.n_ops, bool)
-    kept = forward & _by_name(step, keep)
+        return np.zeros(step.n_ops, bool), np.zeros(step.n_ops, bool)
+    if callable(keep):
+        by_name = np.asarray([keep(name) for name in step.names], bool)
+        return forward & by_name[step.op_name], np.zeros(step.n_ops, bool)
+    tried, left_out = np.zeros(step.n_ops, bool), np.zeros(step.n_ops, bool)
+    for op, block, call in calls_of(step, np.flatnonzero(forward).astype(np.int32)):
+        tried[op], left_out[op] = call in keep[block].kept, call in keep[block].left_out
+    return tried, left_out
+
+
+def calls_of(step: Step, ops: I32) -> list[tuple[int, int, Call]]:
+    """Row, block and address of each of `ops`: all forward ops of some blocks, ascending."""
+    names, blocks = step.op_name[ops], step.op_block[ops]
+    seen: dict[tuple[int, int], int] = {}
+    found = []
+    for op, name, block in zip(ops.tolist(), names.tolist(), blocks.tolist(), strict=True):
+        seen[block, name] = seen.get((block, name), -1) + 1
+        found.append((op, block, (step.names[name], seen[block, name])))
+    return found
+
+
+def spoiled(step: Step) -> Mask:
+    """(n,) ops into whose outputs another op of the forward writes later: those are not kept (Rule 5)."""
     writes = (step.use_mutates == 1) & (step.op_phase[step.use_op] == Phase.FORWARD)
     writes &= step.use_op != step.producer[step.use_storage]
-    spoiled = step.producer[step.use_storage[writes]]
-    kept[spoiled[spoiled >= 0]] = False
-    return kept
-
-
-def _by_name(step: Step, keep: Callable[[str], bool]) -> Mask:
-    by_name = np.asarray([keep(name) for name in step.names], bool)
-    found: Mask = by_name[step.op_name]
+    producer = step.producer[step.use_storage[writes]]
+    found = np.zeros(step.n_ops, bool)
+    found[producer[producer >= 0]] = True
     return found
 
 

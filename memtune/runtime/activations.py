@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memtune.calls import Call
 from memtune.errors import ApplyError
-from memtune.runtime.kept import KeepMode, Kept, ReplayMode
+from memtune.runtime.kept import Keep, KeepMode, Kept, ReplayMode
+from memtune.runtime.left_out import LeftOut
 from memtune.runtime.moved import Entry, Moved, View, id_of
 from memtune.runtime.random_state import RandomState
 
@@ -41,7 +43,7 @@ class Region:
     module: nn.Module
     index: int
     recompute: bool = False
-    keep: Callable[[Any], bool] | None = None
+    keep: Keep | None = None
     """Which ops' outputs a recomputed region keeps; None keeps none and needs no dispatch mode."""
     move: float = 0.0
     """Fraction of the claimable bytes that goes to the host."""
@@ -75,8 +77,8 @@ class ActivationTable:
         self._on_the_way: tuple[Entry, int] | None = None
         self._undo: list[Callable[[], None]] = []
 
-    def claim_recompute(self, index: int, keep: Callable[[Any], bool] | None = None) -> None:
-        """Region `index` is recomputed in backward, but for the outputs of the ops that `keep` accepts."""
+    def claim_recompute(self, index: int, keep: Keep | None = None) -> None:
+        """Region `index` is recomputed in backward, but for the outputs of the ops that `keep` names."""
         region = self.regions[index]
         if region.recompute:
             raise ApplyError(f"two techniques recompute {region.name}.", fix="choose one recompute technique", code="MT305")
@@ -200,7 +202,8 @@ class _Frame:
         self._args: Any = (args, kwargs)
         self.fixed = {id_of(t) for t in [*region.module.parameters(), *region.module.buffers()]}
         self.inputs = {id_of(t): t for t in tree_leaves(self._args) if _is_plain(t)}
-        self.kept: dict[tuple[str, int], Kept] = {}
+        self.kept: dict[Call, Kept] = {}
+        self.left_out = LeftOut()
         self._budget = [0, 0]
         self._decided: dict[int, Entry] = {}
         self.count = 0
@@ -220,7 +223,7 @@ class _Frame:
         buffers = {name: buffer._version for name, buffer in self.region.module.named_buffers()} if recompute else {}
         keep = self.region.keep if recompute else None
         random = partial(RandomState.capture, self.region.module)
-        mode = nullcontext() if keep is None else KeepMode(keep, self.kept, lambda: self.count, random)
+        mode = nullcontext() if keep is None else KeepMode(keep, self.kept, self.left_out, lambda: self.count, random)
         packer = _Packer(self)
         with saved_tensors_hooks(packer, _unpack), mode:
             out = self._forward(*args, **kwargs)
@@ -246,7 +249,9 @@ class _Frame:
     def _settle(self) -> None:
         """After the first run: drop what the second will not ask for (Rule 5), let the table move what is left."""
         needed = max(self.wanted, default=-1)
-        self.kept = {key: kept for key, kept in self.kept.items() if kept.before <= needed and kept.unchanged()}
+        asked = {key: kept for key, kept in self.kept.items() if kept.before <= needed}
+        self.kept = {key: kept for key, kept in asked.items() if kept.unchanged()}
+        self.left_out.settle(needed, all_kept=len(self.kept) == len(asked))
         if not self.wanted:  # nothing to recompute: the inputs are not needed either
             self._args = None
             return
@@ -274,13 +279,15 @@ class _Frame:
         kept = next((kept for kept in self.kept.values() if kept.holds(tensor)), None)
         if kept is not None:
             return kept.claimed(tensor, self.claim(tensor))
+        if self.left_out.made(tensor):
+            return self.claim(tensor)
         self.wanted.add(self.count)
         self.count += 1
         return _Number(self, self.count - 1)
 
     def is_kept(self, tensor: Tensor) -> bool:
-        """`tensor` looks into an output that the first run kept."""
-        return any(kept.holds(tensor) for kept in self.kept.values())
+        """`tensor` looks into an output that the first run kept, or of a call that it left out."""
+        return self.left_out.made(tensor) or any(kept.holds(tensor) for kept in self.kept.values())
 
     # -- the second run ------------------------------------------------------------------------------------------------
 
@@ -297,7 +304,7 @@ class _Frame:
 
     def _run_again(self) -> None:
         args, kwargs = tree_map(_as_input, self._args)
-        mode = ReplayMode(self.kept) if self.region.keep is not None else nullcontext()
+        mode = ReplayMode(self.kept, self.left_out) if self.region.keep is not None else nullcontext()
         replay = _Replay(self, {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
         assert self._random is not None
         with ExitStack() as stack:

@@ -11,8 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memtune.calls import Call, Calls
+from memtune.runtime.left_out import LeftOut
 from memtune.runtime.moved import Moved, View
 from memtune.runtime.random_state import RandomState
+
+Keep = Callable[[Any], bool] | Calls
+"""What a region keeps: the outputs of all ops that a function accepts, or what a list of calls says."""
 
 
 class Kept:
@@ -65,40 +70,56 @@ class Kept:
 
 
 class KeepMode(TorchDispatchMode):
-    """First run: remembers the outputs of the ops that the region keeps."""
+    """First run: remembers the outputs of the ops that the region keeps, and the calls that it leaves out."""
 
     def __init__(
         self,
-        keep: Callable[[Any], bool],
-        kept: dict[tuple[str, int], Kept],
+        keep: Keep,
+        kept: dict[Call, Kept],
+        left_out: LeftOut,
         count: Callable[[], int],
         random: Callable[[], RandomState],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keep, self._kept, self._count, self._random, self._seen = keep, kept, count, random, _Occurrences()
+        self._keep, self._kept, self._left_out, self._count, self._random = keep, kept, left_out, count, random
+        self._seen = _Occurrences()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the op and keeps what it returned if it is one of those."""
+        """Runs the op and notes what it returned if it does not run again."""
         out = func(*args, **(kwargs or {}))
-        if self._keep(func):
-            random = self._random() if torch.Tag.nondeterministic_seeded in func.tags else None
-            self._kept[self._seen.next(func)] = Kept(out, self._count(), random)
+        if isinstance(self._keep, Calls):
+            call = self._seen.next(func)
+            if call in self._keep.left_out:
+                self._left_out.leave_out(call, func, args, out, before=self._count(), random=self._state_after(func))
+            elif call in self._keep.kept:
+                self._kept[call] = self._output(func, out)
+            else:
+                self._left_out.read_by(func, (args, kwargs), out, before=self._count())
+        elif self._keep(func):
+            self._kept[self._seen.next(func)] = self._output(func, out)
         return out
+
+    def _output(self, func: Any, out: Any) -> Kept:
+        return Kept(out, self._count(), self._state_after(func))
+
+    def _state_after(self, func: Any) -> RandomState | None:
+        return self._random() if torch.Tag.nondeterministic_seeded in func.tags else None
 
 
 class ReplayMode(TorchDispatchMode):
     """Second run: hands out what was kept instead of computing it, each once."""
 
-    def __init__(self, kept: dict[tuple[str, int], Kept]) -> None:
+    def __init__(self, kept: dict[Call, Kept], left_out: LeftOut) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._seen = kept, _Occurrences()
+        self._kept, self._left_out, self._seen = kept, left_out, _Occurrences()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the op, unless its outputs were kept."""
-        kept = self._kept.get(self._seen.next(func))
-        if kept is None:
-            return func(*args, **(kwargs or {}))
-        return kept.take()
+        """Runs the op, unless its outputs were kept or are not needed."""
+        call = self._seen.next(func)
+        if call in self._left_out:
+            return self._left_out.take(call, func, args, kwargs or {})
+        kept = self._kept.get(call)
+        return func(*args, **(kwargs or {})) if kept is None else kept.take()
 
 
 class _Occurrences:
@@ -107,7 +128,7 @@ class _Occurrences:
     def __init__(self) -> None:
         self._count: dict[str, int] = {}
 
-    def next(self, func: Any) -> tuple[str, int]:
+    def next(self, func: Any) -> Call:
         name = str(func)
         self._count[name] = self._count.get(name, -1) + 1
         return name, self._count[name]

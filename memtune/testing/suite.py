@@ -21,7 +21,7 @@ from memtune.search_spaces.execution import Execution
 from memtune.technique import Exactness, Technique
 from memtune.testing.drift import drift, plain_program, target_of
 from memtune.testing.mutations import Mutation, mutations
-from memtune.testing.training import SEED, build, differences, one_step, plain, settings_of, train
+from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, train
 
 _OURS = ("memtune.runtime", "memtune.search_spaces")
 
@@ -116,7 +116,7 @@ class TechniqueSuite:
     def test_audit_tells_whether_it_is_in_effect(self) -> None:
         """The audit passes after a step, and fails when a parameter is in no group or the technique was undone."""
         workload, model, optimizer = build(self.models[self._quick()[0]])
-        tuned = apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)
+        tuned = apply(model, optimizer, config_of(self.models[self._quick()[0]], self.default()), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED)
         assert tuned.audit()
         self._must_notice(tuned, self.sabotage)
@@ -172,17 +172,17 @@ class TechniqueSuite:
     def check_untouched(self, model: str, variant: Technique) -> None:
         """Raise AssertionError where a failure in `apply` leaves a trace."""
         path = self.models[model]
-        calls = _Failing(None)
+        calls, config = _Failing(None), config_of(path, variant)
         workload, net, optimizer = build(path)
         with calls:
-            apply(net, optimizer, {"settings": settings_of(variant)}, strict=False)
+            apply(net, optimizer, config, strict=False)
         for at in sorted({1, calls.count // 3, calls.count // 2, calls.count * 4 // 5, calls.count} - {0}):
             workload, net, optimizer = build(path)
             one_step(workload, net, optimizer, None, seed=SEED)  # so that there is optimizer state to lose
             before = _state(net, optimizer)
             try:
                 with _Failing(at):
-                    apply(net, optimizer, {"settings": settings_of(variant)}, strict=False)
+                    apply(net, optimizer, config, strict=False)
             except _InjectedError:
                 pass
             assert _state(net, optimizer) == before, f"call {at} of {calls.count} failed and left a trace"

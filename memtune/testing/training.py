@@ -43,6 +43,17 @@ def settings_of(*techniques: Technique) -> dict[str, Any]:
     return Settings.of(Execution(), {each.slot: each for each in techniques}).dump()
 
 
+def config_of(path: Path, *techniques: Technique) -> dict[str, Any]:
+    """A config that holds the given techniques, with the plans that they make for the workload in `path`."""
+    from memtune.testing.drift import planned
+
+    plans = planned(path, *techniques)[1] if any(type(each).plan is not Technique.plan for each in techniques) else {}
+    return {
+        "settings": settings_of(*techniques),
+        "plan": {slot: plan.decisions for slot, plan in plans.items() if plan.decisions},
+    }
+
+
 def build(path: Path) -> tuple[Workload, nn.Module, Optimizer]:
     """The workload in `path`, its model in training mode, and its optimizer, from a fixed seed."""
     workload = Workload.load(path)
@@ -62,7 +73,7 @@ def train(path: Path, *techniques: Technique, steps: int = 3, micro_batches: int
         size: Samples per micro-batch.
     """
     workload, model, optimizer = build(path)
-    tuned = apply(model, optimizer, {"settings": settings_of(*techniques)}, strict=False) if techniques else None
+    tuned = apply(model, optimizer, config_of(path, *techniques), strict=False) if techniques else None
     losses, gradients = [], []
     for step in range(steps):
         loss, gradient = one_step(workload, model, optimizer, tuned, seed=SEED + 1 + step, micro_batches=micro_batches, size=size)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._fits import why_not
+from memtune.runtime.kept import Keep
+from memtune.search_spaces.recompute._calls import calls_in, core_attention, frees_something, plan_calls
+from memtune.search_spaces.recompute._fits import no_attention, why_not
 from memtune.search_spaces.recompute._keeps import is_matmul_or_attention
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.technique import NO_PLAN, Exactness, Plan, Reason, Target, Technique
 
 
 class Selective(Technique):
@@ -22,25 +25,49 @@ class Selective(Technique):
     slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Recompute cheap ops, keep matmuls and attention"
     source: ClassVar[str] = (
-        "Korthikanti et al. 2023, Reducing Activation Recomputation in Large Transformer Models, section 5, in the per-op "
-        "form of PyTorch's selective checkpointing"
+        "Korthikanti et al. 2023, Reducing Activation Recomputation in Large Transformer Models, section 5, and its "
+        "per-op form in PyTorch's selective checkpointing"
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    scope: Literal["block", "core_attention"] = "block"
+    """What may run again: all cheap ops of a block, or only attention's core where it is not fused: the scores, softmax, its
+    dropout and the product with the values, whose bytes grow with the square of the sequence (Korthikanti's own form)."""
+
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that do not change their input, in eager mode."""
-        return why_not(program.step, target.compiled, is_matmul_or_attention)
+        """Needs blocks that do not change their input, in eager mode; for `core_attention`, attention that is not fused."""
+        if self.scope == "block":
+            return why_not(program.step, target.compiled, is_matmul_or_attention)
+        reason = why_not(program.step, target.compiled)
+        if reason is None and not frees_something(program.step, core_attention):
+            what = "fused already" if no_attention(program.step) is None else "not in the blocks"
+            return Reason(f"attention's scores are saved nowhere: it is {what}", "recompute: {kind: selective, scope: block}")
+        return reason
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """For `core_attention`: which calls of each block are kept, run again, or not needed again."""
+        return NO_PLAN if self.scope == "block" else plan_calls(program.step, core_attention)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Every block runs again in backward, but for its matmuls and attention."""
+        """Every block runs again in backward, but for its matmuls and attention, or for all but attention's core."""
         blocks = list(range(len(program.step.blocks)))
-        return program.with_step(recompute_blocks(program.step, blocks, is_matmul_or_attention))
+        keep = is_matmul_or_attention if self.scope == "block" else calls_in(plan, len(blocks))
+        return program.with_step(recompute_blocks(program.step, blocks, keep))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Claim every block in the activation table, with the outputs to keep."""
-        for region in context.activations.regions:
-            context.activations.claim_recompute(region.index, is_matmul_or_attention)
+        """Claim every block in the activation table, with what to keep."""
+        regions = context.activations.regions
+        keeps: Sequence[Keep] = [is_matmul_or_attention] * len(regions)
+        if self.scope == "core_attention":
+            keeps = calls_in(plan, len(regions))
+        for region, keep in zip(regions, keeps, strict=True):
+            context.activations.claim_recompute(region.index, keep)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """All blocks; matmuls and attention kept inside them."""
-        return {"activations.recompute": {"every": 1, "keep": "matmul_and_attention"}}
+        """All blocks; matmuls and attention, or all but attention's core, kept inside them."""
+        keep = "matmul_and_attention" if self.scope == "block" else "all but core attention"
+        return {"activations.recompute": {"every": 1, "keep": keep}}
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """Both scopes."""
+        return {"scope": ("block", "core_attention")}

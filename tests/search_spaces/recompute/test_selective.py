@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 from zoo_paths import ZOO
 
 from memtune.program import Phase
 from memtune.search_spaces.recompute._keeps import is_matmul_or_attention
+from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.testing import TechniqueSuite, rewritten
+from memtune.testing.drift import plain_program, target_of
 
 SAVED_BYTES = {
     "autocast": 70_404, "cnn_bn": 382_948, "gpt": 825_092, "hf_llama": 565_764, "inplace_views": 82_944,
@@ -36,3 +41,30 @@ class TestSelective(TechniqueSuite):
         step = rewritten(ZOO["inplace_views"], self.default())
         again = [step.names[i] for i in step.op_name[step.op_phase == Phase.RECOMPUTE]]
         assert again.count("aten.addmm.default") == 3  # `out` of each block, whose output is changed in place; `fused` is kept
+
+
+class TestCoreAttention(TechniqueSuite):
+    """Korthikanti's own form, on a GPT as the paper counts it."""
+
+    technique = Selective
+    models: ClassVar = {"korthikanti": Path(__file__).parent / "models" / "korthikanti.py"}
+    variants = (Selective(kind="selective", scope="core_attention"),)
+
+    def test_saved_bytes_are_the_papers(self) -> None:
+        """Table 2 with t = 1: sbh(34 + 5as/h), 34 sbh and 2 sbh bytes per block."""
+        path, s, b, h, a = self.models["korthikanti"], 64, 2, 256, 4
+        steps = [rewritten(path), rewritten(path, self.variants[0]), rewritten(path, Full(kind="full"))]
+        for step, formula in zip(steps, (34 + 5 * a * s / h, 34, 2), strict=True):
+            assert [step.saved_bytes(block) for block in range(2)] == pytest.approx([s * b * h * formula] * 2, rel=0.02)
+
+    def test_only_the_core_of_attention_runs_twice(self) -> None:
+        step = rewritten(self.models["korthikanti"], self.variants[0])
+        again = [step.names[step.op_name[i]] for i in range(step.n_ops) if step.op_copy_of[i] >= 0 and step.op_block[i] == 0]
+        assert again == [
+            "aten.bmm.default", "aten.div.Tensor", "aten.masked_fill.Scalar", "aten._softmax.default",
+            "aten.native_dropout.default",
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize(("model", "why"), [("gpt", "fused already"), ("moe", "not in the blocks")])
+    def test_refused_where_no_scores_are_saved(self, model: str, why: str) -> None:
+        assert why in str(self.variants[0].fits(plain_program(ZOO[model]), target_of()))

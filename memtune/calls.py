@@ -1,0 +1,35 @@
+"""Calls of ops by address, as plans name them: the name, and how many of that name came before in the same block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Call = tuple[str, int]
+"""An op by name, and how many of that name its region had called before."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Which calls of one region do not run again: for what ops' names alone cannot tell apart."""
+
+    kept: frozenset[Call] = frozenset()
+    """Their outputs stay."""
+    left_out: frozenset[Call] = frozenset()
+    """Nothing that runs again needs their outputs; what autograd saved of them, it keeps."""
+
+    def to_plain(self) -> dict[str, dict[str, list[int]]]:
+        """As plain data, for a plan."""
+        return {"kept": _by_name(self.kept), "left_out": _by_name(self.left_out)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Mapping[str, list[int]]]) -> Calls:
+        """What `to_plain` gave."""
+        return cls(*(frozenset((name, int(i)) for name, at in plain[key].items() for i in at) for key in ("kept", "left_out")))
+
+
+def _by_name(calls: frozenset[Call]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for name, i in sorted(calls):
+        found.setdefault(name, []).append(i)
+    return found

@@ -1,0 +1,205 @@
+"""From what shall be computed again to the calls that a block keeps and those that it leaves out of its second run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from memtune.calls import Calls
+from memtune.errors import ApplyError
+from memtune.passes.calls import split_calls
+from memtune.passes.recompute import calls_of, spoiled
+from memtune.program import Kind, Phase, Step
+from memtune.search_spaces.recompute._keeps import is_matmul_or_attention
+from memtune.technique import Plan
+
+
+@dataclass(frozen=True)
+class Block:
+    """The forward of one block as a graph of ops and storages."""
+
+    index: int
+    ops: list[int]
+    """Rows in the step, ascending."""
+    name: dict[int, str]
+    reads: dict[int, list[int]]
+    """Op → storages; what it writes in place is among them."""
+    makes: dict[int, list[int]]
+    producer: dict[int, int]
+    """Storage → op; storages from outside the block are not in it."""
+    readers: dict[int, list[int]]
+    """Storage → ops of the whole forward."""
+    writers: dict[int, list[int]]
+    """Storage → ops of the block that write into it after its producer."""
+    saved: frozenset[int]
+    """Storages made in the block that its forward saved for backward."""
+    spoiled: frozenset[int]
+    """Ops whose outputs something writes into later, so that they cannot be kept."""
+
+
+_BATCHED = ("aten.bmm.default", "aten.baddbmm.default")
+
+Again = Callable[[Block], set[int]]
+"""Which ops of a block a technique wants to run again."""
+
+
+def plan_calls(step: Step, again: Again) -> Plan:
+    """The plan of a technique that runs the ops `again` a second time and, of all others, keeps what autograd saved.
+
+    Equal blocks share an entry of `calls`; `blocks` says which entry each block has.
+    """
+    split, block_of = split_calls(step)  # a block that is called several times does the same each time
+    address = {op: call for op, _, call in calls_of(split, _forward_rows(split))}
+    entries: list[dict[str, dict[str, list[int]]]] = []
+    which: dict[int, int] = {}
+    for block, index in zip(blocks_of(split), block_of.tolist(), strict=True):
+        if index in which:
+            continue
+        kept, left_out = _split(block, again(block))
+        calls = Calls(*(frozenset(address[op] for op in ops) for ops in (kept, left_out))).to_plain()
+        if calls not in entries:
+            entries.append(calls)
+        which[index] = entries.index(calls)
+    return Plan(decisions={"calls": entries, "blocks": [which[index] for index in range(len(step.blocks))]})
+
+
+def calls_in(plan: Plan, blocks: int) -> list[Calls]:
+    """The calls of each of `blocks` blocks, from what `plan_calls` gave.
+
+    Raises:
+        ApplyError: The plan is missing, malformed, or for another number of blocks.
+    """
+    try:
+        entries = [Calls.from_plain(each) for each in plan.decisions["calls"]]
+        found = [entries[i] for i in plan.decisions["blocks"]]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise _no_plan("the config has none, or it is damaged") from error
+    if len(found) != blocks:
+        raise _no_plan(f"the config's is for {len(found)} blocks, the model has {blocks}")
+    return found
+
+
+def _no_plan(evidence: str) -> ApplyError:
+    return ApplyError(
+        "this recompute technique needs a plan of what each block keeps.",
+        evidence=f"{evidence[0].upper()}{evidence[1:]}.",
+        fix="memtune search  writes it with the config; or choose recompute: {kind: selective}",
+        code="MT316",
+    )
+
+
+def frees_something(step: Step, again: Again) -> bool:
+    """Whether some block would run something again that autograd saved."""
+    return any(block.saved & {s for op in again(block) for s in block.makes[op]} for block in blocks_of(step))
+
+
+def core_attention(block: Block) -> set[int]:
+    """Ops of attention that is not fused: from the product of queries and keys to the one with the values, which is not in it.
+
+    That is: a softmax, what leads to it from a batched product, and what leads from it to another one.
+    """
+    core: set[int] = set()
+    for softmax in (op for op in block.ops if "softmax" in block.name[op]):
+        up, down = _reached(block, {softmax}, _sources), _reached(block, {softmax}, _readers)
+        scores, values = ({op for op in ops if block.name[op] in _BATCHED} for ops in (up, down))
+        if scores and values:
+            core |= {softmax} | scores | (up & _reached(block, scores, _readers)) | (down & _reached(block, values, _sources))
+    return core
+
+
+def _reached(block: Block, starts: set[int], onward: Callable[[Block, int], set[int]]) -> set[int]:
+    """Ops reached from `starts` up to the batched products at which that ends; other products and attention are no way."""
+    found: set[int] = set()
+    waiting = {each for start in starts for each in onward(block, start)}
+    while waiting:
+        op = waiting.pop()
+        batched = block.name[op] in _BATCHED
+        if op in found or (is_matmul_or_attention(block.name[op]) and not batched):
+            continue
+        found.add(op)
+        waiting |= set() if batched else onward(block, op)
+    return found
+
+
+def _readers(block: Block, op: int) -> set[int]:
+    return {reader for s in block.makes[op] for reader in block.readers.get(s, ()) if reader in block.name and reader != op}
+
+
+def _sources(block: Block, op: int) -> set[int]:
+    return {block.producer[s] for s in block.reads[op] if s in block.producer and block.producer[s] != op}
+
+
+def _split(block: Block, again: set[int]) -> tuple[set[int], set[int]]:
+    """Ops to keep and ops to leave out, so that `again` can run: all that autograd saved is there, no product runs twice."""
+    kept = {block.producer[s] for s in block.saved} - again - block.spoiled
+    run: set[int] = set()
+    waiting = again | {op for op in block.spoiled if block.saved.intersection(block.makes[op])}
+    while waiting:
+        op = waiting.pop()
+        run.add(op)
+        kept.discard(op)
+        wanted = {block.producer[s] for s in block.reads[op] if s in block.producer}
+        wanted |= {writer for s in block.makes[op] for writer in block.writers.get(s, ())}
+        for other in wanted - run - kept:
+            if is_matmul_or_attention(block.name[other]) and other not in block.spoiled and other not in again:
+                kept.add(other)
+            else:
+                waiting.add(other)
+        if not waiting:
+            waiting = {each for each in _between(block, run, kept) if not _can_be_left_out(block, each)}
+    only_saved = {op for op in kept if not block.saved.issuperset(block.makes[op]) and not run & _readers(block, op)}
+    return kept - only_saved, _between(block, run, kept) | only_saved
+
+
+def _between(block: Block, run: set[int], kept: set[int]) -> set[int]:
+    """Ops before the last one that runs again which are neither kept nor needed."""
+    last = max(run, default=-1)
+    return {op for op in block.ops if op < last} - run - kept
+
+
+def _can_be_left_out(block: Block, op: int) -> bool:
+    writes_elsewhere = not block.makes[op] and any(s not in block.producer for s in block.reads[op])
+    return op not in block.spoiled and not writes_elsewhere
+
+
+@lru_cache(maxsize=2)
+def blocks_of(step: Step) -> tuple[Block, ...]:
+    """The blocks of `step` that ran, as graphs."""
+    rows = _forward_rows(step)
+    reads: dict[int, list[int]] = {op: [] for op in rows.tolist()}
+    readers: dict[int, list[int]] = {}
+    writers: dict[int, list[int]] = {}
+    forward = step.op_phase[step.use_op] == Phase.FORWARD
+    columns = (step.use_op[forward], step.use_storage[forward], step.use_mutates[forward])
+    for op, storage, mutates in zip(*(column.tolist() for column in columns), strict=True):
+        if op in reads:
+            reads[op].append(storage)
+        readers.setdefault(storage, []).append(op)
+        if mutates and step.producer[storage] != op:
+            writers.setdefault(storage, []).append(op)
+    makes: dict[int, list[int]] = {op: [] for op in reads}
+    for storage in np.flatnonzero((step.producer >= 0) & (step.kind != Kind.WORKSPACE)).tolist():
+        if int(step.producer[storage]) in makes:
+            makes[int(step.producer[storage])].append(storage)
+    bad = spoiled(step)
+    found = []
+    for index in range(len(step.blocks)):
+        ops = rows[step.op_block[rows] == index].tolist()
+        name = {op: step.names[step.op_name[op]] for op in ops}
+        producer = {storage: op for op in ops for storage in makes[op]}
+        saved = frozenset(step.save_storage[step.save_block == index].tolist()) & producer.keys()
+        again = frozenset(op for op in ops if bad[op])
+        mine = {storage: [op for op in writers.get(storage, ()) if op in name] for storage in producer}
+        found.append(Block(index, ops, name, _of(reads, ops), _of(makes, ops), producer, readers, mine, saved, again))
+    return tuple(found)
+
+
+def _of(table: dict[int, list[int]], ops: Iterable[int]) -> dict[int, list[int]]:
+    return {op: table[op] for op in ops}
+
+
+def _forward_rows(step: Step) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.flatnonzero((step.op_phase == Phase.FORWARD) & (step.op_block >= 0)).astype(np.int32)

@@ -1,0 +1,66 @@
+"""Norms and activation functions run twice, all else that autograd saved is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from zoo_paths import ZOO
+
+from memtune._apply import apply
+from memtune.errors import ApplyError
+from memtune.program import Phase
+from memtune.search_spaces.recompute._keeps import is_matmul_or_attention
+from memtune.search_spaces.recompute.balanced import Balanced
+from memtune.technique import NO_PLAN
+from memtune.testing import TechniqueSuite, rewritten
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, config_of, settings_of
+
+LLAMA_7B = Path(__file__).parent / "models" / "llama_7b_block.py"
+SAVED_BYTES = {
+    "autocast": 70_404, "gpt": 890_628, "hf_llama": 565_764, "inplace_views": 82_944, "moe": 99_596, "tied": 108_044,
+}  # fmt: skip
+
+
+class TestBalanced(TechniqueSuite):
+    technique = Balanced
+    models: ClassVar = {**{name: ZOO[name] for name in ("gpt", "hf_llama", "moe", "inplace_views")}, "llama_7b": LLAMA_7B}
+    quick = ("gpt",)
+
+    @pytest.mark.parametrize("model", SAVED_BYTES)
+    def test_saved_bytes(self, model: str) -> None:
+        assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
+
+    def test_six_tenths_of_a_llama_block_are_kept(self) -> None:
+        plain, mine = rewritten(LLAMA_7B), rewritten(LLAMA_7B, self.default())
+        for block in range(len(plain.blocks)):
+            assert mine.saved_bytes(block) / plain.saved_bytes(block) == pytest.approx(0.60, abs=0.05)
+
+    def test_only_norm_activation_and_gate_run_twice(self) -> None:
+        step = rewritten(LLAMA_7B, self.default())
+        again = [step.names[step.op_name[i]] for i in range(step.n_ops) if step.op_copy_of[i] >= 0 and step.op_block[i] == 0]
+        norm = ["aten.pow.Tensor_Scalar", "aten.mean.dim", "aten.add.Tensor", "aten.rsqrt.default", *["aten.mul.Tensor"] * 2]
+        assert again == [*norm, *norm, "aten.silu.default", "aten.mul.Tensor"]
+
+    @pytest.mark.parametrize("model", ["gpt", "hf_llama", "moe"])
+    def test_no_product_runs_twice(self, model: str) -> None:
+        step = rewritten(ZOO[model], self.default())
+        assert not any(is_matmul_or_attention(step.names[i]) for i in step.op_name[step.op_phase == Phase.RECOMPUTE])
+
+    def test_equal_blocks_share_an_entry_of_the_plan(self) -> None:
+        plan = self.default().plan(plain_program(ZOO["gpt"]), target_of())
+        assert len(plan.decisions["calls"]) == 1
+        assert plan.decisions["blocks"] == [0, 0, 0, 0]
+
+    def test_without_a_plan_or_with_one_for_another_model_nothing_is_applied(self) -> None:
+        for config in ({"settings": settings_of(self.default())}, config_of(ZOO["hf_llama"], self.default())):
+            _, model, optimizer = build(ZOO["gpt"])
+            with pytest.raises(ApplyError, match="needs a plan") as caught:
+                apply(model, optimizer, config, strict=False)
+            assert caught.value.code == "MT316"
+        assert self.default().plan(plain_program(ZOO["gpt"]), target_of()) != NO_PLAN
+
+    def test_convolutions_whose_norms_feed_the_residual_too_are_refused(self) -> None:
+        assert "feeds a matrix product" in str(self.default().fits(plain_program(ZOO["cnn_bn"]), target_of()))
