@@ -63,7 +63,7 @@ def plan_calls(step: Step, again: Again) -> Plan:
         if calls not in entries:
             entries.append(calls)
         which[index] = entries.index(calls)
-    return Plan(decisions={"calls": entries, "blocks": [which[index] for index in range(len(step.blocks))]})
+    return Plan(decisions={"calls": entries, "blocks": [which.get(index, 0) for index in range(len(step.blocks))]})
 
 
 def calls_in(plan: Plan, blocks: int) -> list[Calls]:
