@@ -68,6 +68,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     ops = np.repeat(ops, np.where(left_out[ops], n_made[ops], 1))  # one allocation for each tensor
     where = step.op_block[ops]
     new_op, new = edit.copy_ops(ops, runs.anchor[where], Phase.RECOMPUTE, end[where], left_out[ops])
+    new_op[again & left_out] -= n_made[again & left_out] - 1  # the first of several allocations
     _put_back_buffers(edit, step, buffers, copies, runs.anchor)
 
     # Backward of the same block now reads the second run's products; so does a recomputation of the model's own in it.

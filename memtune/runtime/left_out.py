@@ -65,8 +65,11 @@ class LeftOut:
         self._note(out)
 
     def read_by(self, func: Any, args: Any, out: Any, *, before: int) -> None:
-        """`func` runs again and read `args`: it may look at what is left out, but not at its values."""
-        if func.namespace == "prim" or not any(self.made(t) for t in tree_leaves(args) if isinstance(t, Tensor)):
+        """`func` runs again and read `args`: it may look at what is left out, but not at its values.
+
+        memtune's own ops are copies of what autograd saved, which the second run does not repeat.
+        """
+        if func.namespace in ("prim", "memtune") or not any(self.made(t) for t in tree_leaves(args) if isinstance(t, Tensor)):
             return
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if func._schema.is_mutable or not outs or not all(self.made(t) for t in outs):
