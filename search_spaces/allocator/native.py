@@ -47,7 +47,8 @@ class Native(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """The allocator's options; none on CPU, where they change nothing."""
-        return {"allocator": self._options()} if target.device != "cpu" and self._options() else {}
+        options = self._options()
+        return {"allocator": options} if options and target.device != "cpu" else {}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Values that published runs found worth trying."""
