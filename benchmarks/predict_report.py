@@ -26,7 +26,8 @@ def markdown(found: dict[str, Any]) -> str:
         f"`{found['command']}` on {about['cpu']} ({about['capability']}), {about['cores']} cores, torch {about['torch']}, "
         f"{found['threads']} thread per trial; {found['elapsed_s']} s in all. {total['cases']} cases: "
         f"{total['measured']} measured, {total['unfit']} refused by a technique, {total['failed']} failed. "
-        "Nothing is fitted to measurements.",
+        "Nothing is fitted to measurements; but what these models showed to be predicted wrongly has been mended since the grid "
+        "was fixed, so expect larger errors on models that were never looked at.",
         _tools(total),
         "MemTracker is given recompute by torch's `checkpoint_wrapper`; where it has no such setting, or raises, it has no case. "
         "Accelerate's formula knows neither batch nor settings. torch's SACEstimator predicts no peak.",
