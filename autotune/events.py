@@ -198,6 +198,8 @@ class SearchFinished(_Event):
     status: Literal["done", "stopped", "interrupted", "nothing_fits", "failed"]
     out: str | None = None
     best_number: int | None = None
+    samples_per_s: float | None = None
+    """Of the best, from all the runs that decided; its first run alone says less."""
     confirmed: bool = False
     """The best was run once more in a fresh process and held."""
     message: str = ""

@@ -184,8 +184,9 @@ def summary_lines(view: SearchView, see_why: str = "", color: bool = False) -> l
     plain = next((guard for guard in view.guards if guard.name == "plain"), None)
     against = f" (plain: {text.outcome(plain)})" if plain is not None and plain.number != best.number else ""
     peak = f"peak {text.maybe_bytes(best.result.peak_allocated_bytes)}"
+    rate = text.outcome(best) if finished.samples_per_s is None else f"{text.rate(finished.samples_per_s)} samples/s"
     facts = [
-        f"{finished.out}  {text.outcome(best)}{against}",
+        f"{finished.out}  {rate}{against}",
         peak + (f" of {format_bytes(view.budget_bytes)}" if view.budget_bytes else ""),
     ]
     facts += ["checked in a fresh process"] if finished.confirmed else []

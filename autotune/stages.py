@@ -319,6 +319,7 @@ class Stages:
                 status=status if status != "dry_run" else "done",
                 out=str(out),
                 best_number=verdict.winner.number,
+                samples_per_s=verdict.winner.samples_per_step / verdict.winner.step_s,
                 confirmed=confirmed is not None,
                 message=message,
             )
