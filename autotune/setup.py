@@ -152,8 +152,9 @@ def _workspaces(device: Device, ranks: int) -> WorkspaceTable | None:
 
 
 def _threads(ranks: int) -> int:
-    """CPU threads that a trial gives to each of its ranks."""
-    return max(1, usable_cores() // ranks)
+    """CPU threads that a trial gives to each of its ranks: the user's own wish, else an equal share of the cores."""
+    wish = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wish) if wish.isdecimal() and int(wish) else max(1, usable_cores() // ranks)
 
 
 def _device(options: TargetOptions, for_trials: bool) -> Device:

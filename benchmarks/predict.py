@@ -109,8 +109,8 @@ def run(wanted: Iterable[tuple[int, Case]], slots: int) -> Iterator[TrialResult]
     executor, running = LocalExecutor(slots), 0
     try:
         for number, case in wanted:
-            env = {"OMP_NUM_THREADS": str(THREADS)}
-            executor.submit(Trial(number=number, workload=str(case.model), config=case.config(), warmup_steps=1, steps=1, env=env))
+            trial = Trial(number=number, workload=str(case.model), config=case.config(), warmup_steps=1, steps=1)
+            executor.submit(trial.model_copy(update={"env": {"OMP_NUM_THREADS": str(THREADS)}}))
             running += 1
         while running:
             for event in executor.wait(1.0):
