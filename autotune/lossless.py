@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memtune.batches import map_tensors, split_batch
+from memtune.cores import cpu_threads
 from memtune.errors import MemtuneError
 from memtune.technique import Reason
 from memtune.units import format_bytes
@@ -47,7 +48,7 @@ def batch_is_lossless(workload: Workload, *, parameter_bytes: int = 0, threads: 
     if needed > free:
         room = f"that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
         return Reason(f"equal gradients could not be checked: {room}")
-    with torch.random.fork_rng(devices=[]), _on_threads(threads):
+    with torch.random.fork_rng(devices=[]), cpu_threads(threads):
         torch.manual_seed(0)
         model = workload.build_model().train()
         batch = workload.make_batch(SAMPLES)
@@ -55,16 +56,6 @@ def batch_is_lossless(workload: Workload, *, parameter_bytes: int = 0, threads: 
         if isinstance(halves, str):
             return Reason(f"equal gradients could not be checked: {halves}")
         return _compare(model, workload.loss, batch, halves)
-
-
-@contextmanager
-def _on_threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _compare(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, halves: list[Any]) -> Reason | None:

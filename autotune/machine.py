@@ -11,7 +11,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 
 from memtune import measure, measured
 from memtune.autotune import links, op_rates
+from memtune.cores import cpu_threads, usable_cores
 from memtune.errors import EnvironmentFault
 from memtune.hardware import Device, Hardware, detect, with_measured
 from memtune.measured import Measured
@@ -57,7 +58,7 @@ def calibrate(
     measured.forget(device)
     started, found = time.monotonic(), _Found()
     on = torch.device(device)
-    with torch.random.fork_rng(devices=[]), _one_thread(device):
+    with torch.random.fork_rng(devices=[]), cpu_threads(1 if device == "cpu" else None):
         say("matrix products and memory")
         _matmuls(found, on, tiny)
         _memory(found, on, tiny)
@@ -77,17 +78,6 @@ def calibrate(
     return result
 
 
-@contextlib.contextmanager
-def _one_thread(device: Device) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    if device == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _seconds(run: Callable[[], object], on: torch.device, budget_s: float) -> float:
     """Median seconds of `run`, the device idle before and after."""
 
@@ -104,7 +94,7 @@ def _matmuls(found: _Found, on: torch.device, tiny: bool) -> None:
     cuda = on.type == "cuda"
     sizes = (64, 128) if tiny else (1024, 4096, 8192) if cuda else (128, 384, 1024)
     types = {"fp32": torch.float32, "bf16": torch.bfloat16} | ({"fp16": torch.float16, "tf32": torch.float32} if cuda else {})
-    cores = 1 if cuda else measure.cores()
+    cores = 1 if cuda else usable_cores()
     for name, dtype in types.items():
         rates = {}
         allowed = torch.backends.cuda.matmul.allow_tf32
@@ -127,7 +117,7 @@ def _memory(found: _Found, on: torch.device, tiny: bool) -> None:
     """Bytes read and written a second by a copy, by size; the constant is the largest size's."""
     cuda = on.type == "cuda"
     sizes = (2**16, 2**18) if tiny else (2**20, 2**26, 2**30) if cuda else (2**20, 2**25, 2**27)
-    cores = 1 if cuda else min(measure.cores(), 4)  # cores beyond these seldom add memory bandwidth
+    cores = 1 if cuda else min(usable_cores(), 4)  # cores beyond these seldom add memory bandwidth
     rates = {}
     for n_bytes in sizes:
         source = torch.zeros(n_bytes // 4, device=on)
@@ -163,7 +153,7 @@ def _copies(found: _Found, on: torch.device, tiny: bool) -> None:
 def _op_curves(found: _Found, hardware: Hardware, on: torch.device, started: float, tiny: bool) -> dict[str, measured.Curve]:
     """Curves by class; what an op costs beside its kernel becomes `launch_s`."""
     cuda = on.type == "cuda"
-    part = 1 if cuda else measure.cores()
+    part = 1 if cuda else usable_cores()
     rates = {name: getattr(hardware, name) / part for name in ("fp32_flops_per_s", "bf16_flops_per_s", "fp16_flops_per_s")}
     memory = hardware.memory_bytes_per_s / (1 if cuda else min(part, 4))
     one = replace(hardware, memory_bytes_per_s=memory, **rates)

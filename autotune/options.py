@@ -22,6 +22,8 @@ class TargetOptions:
     """Processes that train together: GPUs, or workers on CPU."""
     gpu_type: str | None = None
     """A name of the hardware table, to predict for a machine that is not here."""
+    nodes: int | None = None
+    """Machines that the ranks are spread over evenly; None: as few as the hardware's node shape allows."""
     budget_bytes: int | None = None
     """Device bytes per rank (`--max-memory`); None: the memory of the device, and no limit on CPU."""
     goal: Goal = "throughput"
@@ -74,8 +76,6 @@ class SearchOptions(TargetOptions):
 class PlanOptions(TargetOptions):
     """`memtune plan`."""
 
-    nodes: int | None = None
-    """Machines that the ranks are spread over evenly; None: as few as the hardware's node shape allows."""
     config: Path | None = None
     """Predict this config alone."""
     micro_batch: int | None = None

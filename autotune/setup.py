@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -23,8 +23,8 @@ from memtune.autotune.space import Space, batch_sizes, build_space, executions
 from memtune.autotune.translate import translate
 from memtune.blocks import compress
 from memtune.config import MadeFor, fingerprint, load_config
+from memtune.cores import threads_per_rank, usable_cores
 from memtune.errors import EnvironmentFault, UsageError
-from memtune.executors.group import usable_cores
 from memtune.executors.probe import probe
 from memtune.hardware import Device, Hardware
 from memtune.program import Kind, Recording
@@ -58,6 +58,8 @@ class Setup:
     """The recording before it was translated for the device."""
     workspace: WorkspaceTable | None = None
     """Where the scratch of CPU kernels is looked up; None where it was not measured."""
+    only: Choice | None = None
+    """The one choice that is asked about, with its micro-batch; None where there is a whole space."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -100,10 +102,10 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     shares = executions(global_batch, options.ranks)  # says at once if the ranks cannot share the batch
     say("recording one training step")
     only = _one_config(options, global_batch // options.ranks)
-    sizes = _sizes_used(shares) if only is None else {only.execution.micro_batch or 1}
+    used = {each.micro_batch for each in (shares if only is None else [only.execution]) if each.micro_batch}
     workspace = _workspaces(device, options.ranks)
-    between = {each.micro_batch for each in shares if each.micro_batch} if only is None else set()
-    recorded = record(workload, sizes=sizes, between=between, workspace=workspace, target=device)
+    # The plain micro-batch, from which the others are cut, and 1, at which a step may have other ops than at 2 and more.
+    recorded = record(workload, sizes={max(used), *(used & {1})}, between=used, workspace=workspace, target=device)
     recording = translate(recorded, machine)
     budget = options.budget_bytes or (machine.usable_bytes if device == "cuda" else None)
     if budget is None and options.goal == "batch":
@@ -126,7 +128,7 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
         space = replace(space, executions=batch_sizes(_most_samples(scorer, space, budget)))
     return Setup(
         workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
-        _made_for(workload, recording, machine, options.ranks, global_batch), recorded, workspace,
+        _made_for(workload, recording, machine, options.ranks, global_batch), recorded, workspace, only,
     )  # fmt: skip
 
 
@@ -136,12 +138,6 @@ def _one_config(options: TargetOptions, per_rank: int) -> Choice | None:
         return None
     settings = load_config(options.config).settings
     return Choice(settings.execution, settings.techniques).with_batch(per_rank, options.micro_batch)
-
-
-def _sizes_used(shares: Sequence[Execution]) -> set[int]:
-    """The plain micro-batch, from which the others are cut, and 1, at which a step may have other ops than at 2 and more."""
-    sizes = {each.micro_batch for each in shares if each.micro_batch}
-    return {max(sizes), *(sizes & {1})} if sizes else set()
 
 
 def _workspaces(device: Device, ranks: int) -> WorkspaceTable | None:
@@ -154,7 +150,7 @@ def _workspaces(device: Device, ranks: int) -> WorkspaceTable | None:
 def _threads(ranks: int) -> int:
     """CPU threads that a trial gives to each of its ranks: the user's own wish, else an equal share of the cores."""
     wish = os.environ.get("OMP_NUM_THREADS", "")
-    return int(wish) if wish.isdecimal() and int(wish) else max(1, usable_cores() // ranks)
+    return int(wish) if wish.isdecimal() and int(wish) else threads_per_rank(usable_cores(), ranks)
 
 
 def _device(options: TargetOptions, for_trials: bool) -> Device:
@@ -180,7 +176,7 @@ def _device(options: TargetOptions, for_trials: bool) -> Device:
 
 def _on_nodes(machine: Hardware, options: TargetOptions) -> Hardware:
     """`machine` with as many devices per node as `options` say."""
-    nodes = options.nodes if isinstance(options, PlanOptions) else None
+    nodes = options.nodes
     if nodes is None:
         return machine
     if machine.device == "cpu" or options.ranks % nodes:

@@ -30,8 +30,8 @@ from memtune import hardware, measure
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.record import record
 from memtune.autotune.scoring import Scorer
+from memtune.cores import usable_cores
 from memtune.executors.base import Trial, TrialResult
-from memtune.executors.group import usable_cores
 from memtune.executors.local import LocalExecutor
 from memtune.program import Recording
 from memtune.runtime.workspace import WorkspaceTable

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from memtune.cores import threads_per_rank, usable_cores
 from memtune.errors import EnvironmentFault
 from memtune.executors import shim
 from memtune.executors.base import Progress, Trial, TrialResult
@@ -47,11 +48,6 @@ class Place:
     env: Mapping[str, str] | None = None
 
 
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def log_path(log_dir: Path, number: int, rank: int) -> Path:
     """Where the output of one rank of trial `number` is kept."""
     return log_dir / f"trial-{number:04d}.rank-{rank}.log"
@@ -61,7 +57,7 @@ def rank_env(trial: Trial, place: Place, local_rank: int, scratch: str, marker: 
     """The whole environment of one rank."""
     env = {**os.environ, **(place.env or {})}
     if trial.device == "cpu":
-        env.setdefault("OMP_NUM_THREADS", str(max(1, place.cores // len(place.ranks))))
+        env.setdefault("OMP_NUM_THREADS", str(threads_per_rank(place.cores, len(place.ranks))))
     if not place.rendezvous.startswith("tcp:"):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no listener that others could reach
     return {

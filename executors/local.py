@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from memtune.cores import usable_cores
 from memtune.executors.base import Progress, Trial, TrialResult
-from memtune.executors.group import WORKER, make_log_dir, run_group, usable_cores
+from memtune.executors.group import WORKER, make_log_dir, run_group
 from memtune.executors.pool import PoolExecutor
 from memtune.executors.watch import SILENCE_S
 

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from memtune._imports import require
+from memtune.cores import threads_per_rank, usable_cores
 from memtune.errors import EnvironmentFault
 from memtune.executors.base import Progress, Trial, TrialResult
-from memtune.executors.group import CLOSE_S, WORKER, LocalRanks, Place, make_log_dir, usable_cores
+from memtune.executors.group import CLOSE_S, WORKER, LocalRanks, Place, make_log_dir
 from memtune.executors.outcome import last_line
 from memtune.executors.pool import PoolExecutor
 from memtune.executors.ray_cluster import Cluster, access
@@ -51,7 +52,7 @@ class RankActor:
             os.chdir(cwd)
         folder = make_log_dir(log_dir)
         # Ray sets this to 1, which would starve an optimizer on the host.
-        threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // share))}
+        threads = {"OMP_NUM_THREADS": str(threads_per_rank(usable_cores(), share))}
         there = Place(**{**place, "env": {**threads, **place["env"]}})
         self._ranks = LocalRanks(Trial.model_validate_json(trial), command, folder, there)
 

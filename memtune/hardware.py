@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from memtune import hardware_table, measure, measured
+from memtune.cores import usable_cores
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.measured import Curve
 
@@ -156,7 +157,7 @@ def _detect_cuda() -> Hardware:
         "memory_bytes": (found.total_memory, seen),
         "gpus_per_node": (torch.cuda.device_count(), seen),
         "host_memory_bytes": (measure.host_memory_bytes(), "the operating system, this machine"),
-        "cores": (measure.cores(), "the operating system, this machine"),
+        "cores": (usable_cores(), "the operating system, this machine"),
     }
     return _from_constants(known or re.sub(r"\W+", "-", found.name.lower()), "cuda", constants)
 

@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from memtune.cores import cpu_threads, usable_cores
+
 _MEMORY_CORES = 4  # cores beyond these seldom add memory bandwidth
 
 
@@ -35,11 +37,6 @@ class CpuRates:
     memory_bytes_per_s: float
     op_s: float
     measured_s: float
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory_bytes() -> int:
@@ -71,7 +68,7 @@ def cache_dir() -> Path:
 
 
 def _cache_file() -> Path:
-    key = f"{title()}|{cores()}|{torch.__version__}|2"
+    key = f"{title()}|{usable_cores()}|{torch.__version__}|2"
     return cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 
@@ -98,17 +95,14 @@ def best_s(run: Callable[[], object], budget_s: float) -> float:
 
 
 def _measure() -> CpuRates:
-    began, threads, n_cores = time.perf_counter(), torch.get_num_threads(), cores()
-    torch.set_num_threads(1)
-    try:
+    began, n_cores = time.perf_counter(), usable_cores()
+    with cpu_threads(1):
         with torch.random.fork_rng(devices=[]):
             flops = {dtype: _matmul_flops_per_s(dtype) for dtype in (torch.float32, torch.bfloat16)}
         source = torch.zeros(8 * 2**20)  # beyond most caches
         target = torch.zeros_like(source)
         copied = 2 * source.nbytes / best_s(lambda: target.copy_(source), 0.04)
         op_s = _op_s()
-    finally:
-        torch.set_num_threads(threads)
     return CpuRates(
         title=title(),
         cores=n_cores,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memtune import measure
+from memtune.cores import usable_cores
 
 SCHEMA = 1
 
@@ -49,7 +50,7 @@ class Measured:
 
 def machine(device: str) -> str:
     """What a measurement of `device` (`cpu`, `cuda`) depends on."""
-    host = f"{measure.title()}, {measure.cores()} cores, torch {torch.__version__}"
+    host = f"{measure.title()}, {usable_cores()} cores, torch {torch.__version__}"
     return f"{torch.cuda.get_device_name(0)} in {host}" if device == "cuda" else host
 
 

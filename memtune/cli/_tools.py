@@ -161,7 +161,7 @@ def doctor(as_json: bool) -> int:
 
     import memtune
     from memtune import measured
-    from memtune.executors.group import usable_cores
+    from memtune.cores import usable_cores
     from memtune.runtime import shim
 
     known = {

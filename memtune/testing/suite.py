@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memtune._apply import Tuned, apply
 from memtune.config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.cores import cpu_threads
 from memtune.errors import ApplyError, MemtuneError
 from memtune.search_spaces import find, kinds
 from memtune.search_spaces.execution import Execution
@@ -266,10 +267,8 @@ def _named(technique: Technique) -> str:
 
 def _one_thread(self: Any) -> Iterator[None]:
     """The models are small: threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with cpu_threads(1):
+        yield
 
 
 def _copied(function: Any) -> Any:
