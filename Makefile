@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 EXECUTOR ?= local
-BUDGET ?= 400MiB
+BUDGET ?= 540MiB
 DEMO_OUT ?= tuned.yaml
 DEMO_TRIALS ?= 10
 DEMO_ARGS ?=

@@ -1,6 +1,6 @@
 """Train examples/gpt.py on real text with the config that a search found.
 
-    memtune search examples/gpt.py --device cpu --workers 2 --max-memory 400MiB
+    memtune search examples/gpt.py --device cpu --workers 2 --max-memory 540MiB
     memtune run tuned.yaml -- python examples/train_gpt.py tuned.yaml
 
 The one line that matters is `memtune.apply`; the rest is a plain training loop. A config made for several ranks starts that
