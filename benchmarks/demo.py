@@ -2,8 +2,8 @@
 
     python benchmarks/demo.py [--runs 10] [--json FILE]
 
-Each run is `make demo` with a study of its own, on a machine that is otherwise idle. A run is right if the plain setting is out of
-memory, at least eight trials ran, the tuned setting fits the limit, nothing that was measured and fits is faster by more than
+Each run is `make demo` with a study of its own, on a machine that is otherwise idle. A run is right if the plain setting is out
+of memory, at least eight trials ran, the tuned setting fits the limit, nothing that was measured and fits is faster by more than
 the spread, the loss fell, and all of it took under five minutes. Ratios are of samples per second in the same run.
 """
 
@@ -68,8 +68,8 @@ def judged(events: list[dict[str, Any]], losses: list[float], wall_s: float) -> 
         "trials": len(trials),
         "winner": won,
         "peak_of_limit": round(peak / budget, 3),
-        "ratio_to_guards": {name: round(median_s[of] / median_s[won], 3) for name, of in guards.items() if of in median_s},
-        "ratio_to_best_other": round(min(each for name, each in median_s.items() if name != won) / median_s[won], 3),
+        "times_as_fast_as": {name: round(median_s[of] / median_s[won], 3) for name, of in guards.items() if of in median_s},
+        "times_as_fast_as_next": round(min(each for name, each in median_s.items() if name != won) / median_s[won], 3),
         "losses": losses,
         "wrong": [what for what, holds in wrong.items() if holds],
     }
