@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtune.autotune import flops
-from memtune.autotune.op_arguments import group_size, mutated, tensors_in
+from memtune.runtime.op_arguments import group_size, mutated, tensors_in
 from memtune.ops import SEAM
 from memtune.program import FOREVER, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.tiers import HOST, current_tier, tier_of_storage

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from memtune.autotune.op_arguments import mutated, tensors_in
+from memtune.runtime.op_arguments import mutated, tensors_in
 
 aten = torch.ops.aten
 ONE, TWO, THREE = torch.ones(2, 3), torch.full((2, 3), 2.0), torch.full((2, 3), 3.0)

@@ -1,0 +1,122 @@
+"""The region of a frozen schedule as a Step shows it: the whole model's forward and its backward, as an `OpGraph` with bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from memtune.program import I32, I64, Kind, Phase, Step
+from memtune.schedule import OpGraph
+
+BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
+"""They update running statistics, which a second run leaves alone: so it may happen."""
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The model's part of a Step."""
+
+    graph: OpGraph
+    rows: I32
+    """(n,) row of the step for each op."""
+    storages: I32
+    """(m,) storage of the step for each value."""
+    outside_until: I32
+    """(m,) op of the region during which others still hold a value: its number, n_forward - 1 up to and including the loss,
+    n_ops for ever, -1 never."""
+    scratch_bytes: I64
+    """(n,) what the kernel takes while it runs."""
+    background_bytes: I64
+    """(n,) bytes of all that is no value of the region while each op runs, without kernels' scratch."""
+    between_bytes: int
+    """The largest `background_bytes`, scratch included, between forward and backward: the loss."""
+
+    bytes: I64
+    """(m,) of each value."""
+
+
+@lru_cache(maxsize=4)
+def region_of(step: Step) -> Region | str:
+    """The region of `step`, or why there is none that could run by itself."""
+    forward = np.arange(int(step.enter[-1]), int(step.leave[-1]) + 1, dtype=np.int32)
+    if int(step.enter[-1]) < 0 or (step.op_phase[forward] != Phase.FORWARD).any():
+        return "the model's own forward was not seen"
+    if (step.op_phase == Phase.RECOMPUTE).any():
+        return "the model recomputes parts of itself already"
+    inside = (step.op_phase == Phase.BACKWARD) & (step.op_module > 0)
+    backward = np.flatnonzero(inside).astype(np.int32)
+    if not len(backward):
+        return "no backward of the model was seen"
+    between = step.op_phase[backward[0] : backward[-1] + 1]
+    if len(between) != len(backward) or (step.op_group > 0).any():
+        return "other code runs in the middle of the model's backward"
+    rows = np.concatenate([forward, backward])
+    return _region(step, rows, len(forward))
+
+
+def _region(step: Step, rows: I32, n_forward: int) -> Region:
+    n_ops = len(rows)
+    op_at = np.full(step.n_ops + 1, -1, np.int32)  # the last entry serves producer -1
+    op_at[rows] = np.arange(n_ops, dtype=np.int32)
+    producer = op_at[step.producer]
+    storages = np.flatnonzero((producer >= 0) & (step.kind != Kind.WORKSPACE)).astype(np.int32)
+    storages = storages[np.argsort(producer[storages], kind="stable")]
+    value_of = np.full(step.n_storages, -1, np.int32)
+    value_of[storages] = np.arange(len(storages), dtype=np.int32)
+    makes = _grouped(producer[storages], np.arange(len(storages), dtype=np.int32), n_ops)
+    use_op, use_value = op_at[step.use_op], value_of[step.use_storage]
+    mine = (use_op >= 0) & (use_value >= 0) & (producer[step.use_storage] != use_op)
+    reads = _grouped(use_op[mine], use_value[mine], n_ops)
+    mutates = (step.use_mutates == 1) & (use_op >= 0)
+    writes = _grouped(use_op[mine & mutates], use_value[mine & mutates], n_ops)
+    names = tuple(step.names[name] for name in step.op_name[rows])
+    abroad = {int(op) for op in use_op[mutates & (use_value < 0)] if names[op] not in BATCH_NORMS}
+    random = frozenset(np.flatnonzero(step.op_rng[rows]).tolist())
+    once = frozenset(abroad | set(np.flatnonzero(step.op_group[rows] > 0).tolist()))
+    graph = OpGraph(names, n_forward, makes, reads, writes, random, once)
+    return _with_bytes(step, graph, rows, storages, value_of)
+
+
+def _with_bytes(step: Step, graph: OpGraph, rows: I32, storages: I32, value_of: I32) -> Region:
+    scratch = np.zeros(step.n_ops, np.int64)
+    workspace = (step.kind == Kind.WORKSPACE) & (step.producer >= 0)
+    np.add.at(scratch, step.producer[workspace], step.bytes[workspace])
+    plain = step.live_bytes() - _live_of(step, storages)
+    between = plain[rows[graph.n_forward - 1] + 1 : rows[graph.n_forward]].max(initial=0)
+    return Region(
+        graph, rows, storages, _outside_until(step, graph, rows, storages, value_of), scratch[rows], (plain - scratch)[rows],
+        int(between), step.bytes[storages],
+    )  # fmt: skip
+
+
+def _outside_until(step: Step, graph: OpGraph, rows: I32, storages: I32, value_of: I32) -> I32:
+    """By whom else a value is held, told from what ops outside read and from what lives on when the region is through."""
+    first, last = int(rows[graph.n_forward - 1]), int(rows[graph.n_forward])
+    until = np.full(len(storages), -1, np.int32)
+    is_mine = np.zeros(step.n_ops, bool)
+    is_mine[rows] = True
+    value = value_of[step.use_storage]
+    read = (value >= 0) & ~is_mine[step.use_op] & (step.use_op > first)
+    until[value[read & (step.use_op < last)]] = graph.n_forward - 1
+    until[value[read & (step.use_op > last)]] = graph.n_ops
+    held = step.held_until[storages]
+    until[(held > first) & (until < 0) & (np.asarray(graph.maker, np.int32) < graph.n_forward)] = graph.n_forward - 1
+    until[held > rows[-1]] = graph.n_ops
+    return until
+
+
+def _live_of(step: Step, storages: I32) -> I64:
+    delta = np.zeros(step.n_ops + 1, np.int64)
+    np.add.at(delta, step.producer[storages], step.bytes[storages])
+    np.add.at(delta, np.minimum(step.end[storages], step.n_ops - 1) + 1, -step.bytes[storages])
+    return np.cumsum(delta[:-1])
+
+
+def _grouped(op: I32, value: I32, n_ops: int) -> tuple[tuple[int, ...], ...]:
+    """(n,) the values of each op, ascending and each once."""
+    found: list[set[int]] = [set() for _ in range(n_ops)]
+    for at, each in zip(op.tolist(), value.tolist(), strict=True):
+        found[at].add(each)
+    return tuple(tuple(sorted(each)) for each in found)

@@ -1,0 +1,215 @@
+"""A frozen schedule: in which order the ops of a region run, which run again, and when each value is let go.
+
+A *region* is a module's forward and its backward. Its ops are numbered in the order in which the plain model runs them,
+forward first; views are no ops. A *value* is a storage that an op makes, numbered in the order of making. What comes from
+outside (parameters, buffers, inputs, gradients of the outputs) is there whenever it is read and is no value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+
+class Action(IntEnum):
+    """What a step of a schedule does."""
+
+    COMPUTE = 0
+    """Run an op."""
+    FREE = 1
+    """The region lets go of a value; who else holds it (the caller an output, the optimizer a gradient) keeps it."""
+    TO_HOST = 2
+    """Copy a value to the host and let go of it on the device."""
+    FROM_HOST = 3
+    """Bring it back."""
+
+
+class Do(NamedTuple):
+    """One step of a schedule."""
+
+    action: Action
+    of: int
+    """An op for COMPUTE, else a value."""
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """The ops of one region and the values between them: what a schedule is for, and what it is checked against."""
+
+    names: tuple[str, ...]
+    """(n,) ops, `aten.addmm.default`."""
+    n_forward: int
+    """The first so many ops are the forward."""
+    makes: tuple[tuple[int, ...], ...]
+    """(n,) values that each op makes; ascending over all ops."""
+    reads: tuple[tuple[int, ...], ...]
+    """(n,) values that each op reads or changes, ascending."""
+    writes: tuple[tuple[int, ...], ...]
+    """(n,) values that each op changes in place, ascending."""
+    random: frozenset[int] = frozenset()
+    """Ops that draw random numbers; run again, they draw the same ones."""
+    once: frozenset[int] = frozenset()
+    """Ops that must not run twice: collectives, and those that write into what comes from outside."""
+
+    @property
+    def n_ops(self) -> int:
+        """Number of ops, n."""
+        return len(self.names)
+
+    @cached_property
+    def maker(self) -> tuple[int, ...]:
+        """(m,) the op that makes each value."""
+        return tuple(op for op, made in enumerate(self.makes) for _ in made)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the ops and what they read from one another; sizes do not enter, so it is the same for every batch."""
+        plain = [self.names, self.n_forward, [len(made) for made in self.makes], self.reads, self.writes]
+        return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+
+    @cached_property
+    def writers(self) -> Mapping[int, tuple[int, ...]]:
+        """Value → ops that change it in place, ascending; values that nobody changes are not in it."""
+        found: dict[int, tuple[int, ...]] = {}
+        for op, written in enumerate(self.writes):
+            for value in written:
+                found[value] = (*found.get(value, ()), op)
+        return found
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the executor of `memtune.runtime.frozen` does in place of a region's forward and backward."""
+
+    graph: str
+    """`OpGraph.sha256` of the region that it is for; another one runs as it is."""
+    forward: tuple[Do, ...]
+    backward: tuple[Do, ...]
+    made_by: str = field(default="", compare=False)
+    """Who decided it, for messages."""
+
+    @property
+    def steps(self) -> tuple[Do, ...]:
+        """Forward, then backward."""
+        return self.forward + self.backward
+
+    def computes(self) -> list[int]:
+        """Ops in the order in which they run, again and again."""
+        return [step.of for step in self.steps if step.action == Action.COMPUTE]
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain data for a plan: an op n to compute is n, a value v to free -1 - v; moves are [action, value]."""
+        return {"graph": self.graph, "forward": [_plain(s) for s in self.forward], "backward": [_plain(s) for s in self.backward]}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], *, made_by: str = "") -> Schedule:
+        """What `to_plain` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is not what `to_plain` gives.
+        """
+        forward, backward = (tuple(_step(each) for each in plain[key]) for key in ("forward", "backward"))
+        return cls(str(plain["graph"]), forward, backward, made_by)
+
+
+def _plain(step: Do) -> int | list[int]:
+    if step.action == Action.COMPUTE:
+        return step.of
+    return -1 - step.of if step.action == Action.FREE else [int(step.action), step.of]
+
+
+def _step(plain: int | Sequence[int]) -> Do:
+    if isinstance(plain, int):
+        return Do(Action.COMPUTE, plain) if plain >= 0 else Do(Action.FREE, -1 - plain)
+    action, index = plain
+    return Do(Action(action), int(index))
+
+
+def scheduled(graph: OpGraph, forward: Iterable[int], backward: Iterable[int], *, made_by: str = "") -> Schedule:
+    """The schedule that runs these ops in this order and lets go of every value as early as that allows.
+
+    A value that is made again is let go after its last reader before that; one whose ops write into it in place is a new
+    value each time its maker runs.
+    """
+    forward = list(forward)
+    order = [*forward, *backward]
+    last: dict[int, int] = {}  # the value as it is now → position of its last use
+    free_after: list[list[int]] = [[] for _ in order]
+    for position, op in enumerate(order):
+        for value in graph.makes[op]:
+            if value in last:
+                free_after[last[value]].append(value)
+            last[value] = position
+        for value in graph.reads[op]:
+            last[value] = position
+    for value, position in last.items():
+        free_after[position].append(value)
+    steps = [
+        (Do(Action.COMPUTE, op), *(Do(Action.FREE, value) for value in sorted(free)))
+        for op, free in zip(order, free_after, strict=True)
+    ]
+    first, second = (tuple(chain.from_iterable(part)) for part in (steps[: len(forward)], steps[len(forward) :]))
+    return Schedule(graph.sha256, first, second, made_by)
+
+
+def plain_schedule(graph: OpGraph) -> Schedule:
+    """Every op once, in the order of the plain model."""
+    return scheduled(graph, range(graph.n_forward), range(graph.n_forward, graph.n_ops), made_by="plain")
+
+
+def wrong_with(graph: OpGraph, schedule: Schedule) -> str:
+    """Why `schedule` would not compute what the plain order computes, '' if it does; runs it on version numbers.
+
+    Every op must find each value it reads as it was when the plain order ran it: after the same writes, no more and no less.
+    """
+    if schedule.graph != graph.sha256:
+        return "it is for another region"
+    wanted = _versions(graph)
+    version: dict[int, int] = {}  # values that are there → how many writes they have seen
+    on_host: dict[int, int] = {}
+    ran = [0] * graph.n_ops
+    for number, (action, index) in enumerate(schedule.steps):
+        if action == Action.COMPUTE:
+            if not 0 <= index < graph.n_ops:
+                return f"step {number} runs op {index} of {graph.n_ops}"
+            if number < len(schedule.forward) and index >= graph.n_forward:
+                return f"step {number} runs {graph.names[index]} of backward in forward"
+            for value in graph.reads[index]:
+                if version.get(value) != wanted[index, value]:
+                    state = "is not there" if value not in version else "was written to in between, or not yet"
+                    return f"step {number} runs {graph.names[index]} (op {index}), but value {value} {state}"
+            version.update({value: version[value] + 1 for value in graph.writes[index]})
+            version.update(dict.fromkeys(graph.makes[index], 0))
+            ran[index] += 1
+        elif action == Action.FROM_HOST:
+            if index not in on_host:
+                return f"step {number} brings back value {index}, which is not on the host"
+            version[index] = on_host.pop(index)
+        elif index not in version:
+            return f"step {number} lets go of value {index}, which is not there"
+        else:
+            seen = version.pop(index)
+            if action == Action.TO_HOST:
+                on_host[index] = seen
+    for op, times in enumerate(ran):
+        if times == 0 or (times > 1 and op in graph.once):
+            return f"{graph.names[op]} (op {op}) runs {times} times"
+    return ""
+
+
+def _versions(graph: OpGraph) -> dict[tuple[int, int], int]:
+    """(op, value it reads) → how many writes the value has seen when the plain order runs the op."""
+    seen: dict[int, int] = {}
+    found = {}
+    for op in range(graph.n_ops):
+        for value in graph.reads[op]:
+            found[op, value] = seen.get(value, 0)
+        for value in graph.writes[op]:
+            seen[value] = seen.get(value, 0) + 1
+    return found
