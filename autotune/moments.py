@@ -56,14 +56,14 @@ def moments(rewriter: Rewriter, candidate: Candidate) -> tuple[Moment, ...]:
         stages_messages=target.device == "cpu",
         uploads=target.device != "cpu",
     )
-    steps = {
-        "first_step": first_step(program.step),
-        "steady_step": program.step,
-        "resume": program.step,
-        "evaluation": evaluation(_without_recompute(rewriter, candidate).step),
-        "checkpoint": whole,
-    }
-    return tuple(_moment(name, step, program, target) for name, step in steps.items())
+    steady = _moment("steady_step", program.step, program, target)
+    return (
+        _moment("first_step", first_step(program.step), program, target),
+        steady,
+        replace(steady, name="resume"),
+        _moment("evaluation", evaluation(_without_recompute(rewriter, candidate).step), program, target),
+        _moment("checkpoint", whole, program, target),
+    )
 
 
 def largest_batch(

@@ -17,7 +17,6 @@ from memtune.autotune.pruning import Pruner
 from memtune.autotune.remedies import Remedy, remedies
 from memtune.autotune.scoring import Scored, Scores, alike
 from memtune.autotune.setup import Setup, prepare
-from memtune.config import load_config
 from memtune.technique import Reason
 
 SCHEMA = 1
@@ -192,9 +191,8 @@ def _remedies(setup: Setup, closest: Scored) -> tuple[Remedy, ...]:
 
 
 def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> tuple[Planned, tuple[PeakRow, ...]]:
-    assert options.config is not None
-    settings = load_config(options.config).settings
-    choice = Choice(settings.execution, settings.techniques).with_batch(setup.global_batch // setup.ranks, options.micro_batch)
+    choice = setup.only
+    assert choice is not None
     scored = setup.scorer.score(choice, level="events")
     if isinstance(scored, Reason):
         return Planned(choice.summary, choice.dump(), "unfit", str(scored), micro_batch=choice.execution.micro_batch), ()

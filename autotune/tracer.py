@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtune.autotune import flops
-from memtune.runtime.op_arguments import group_size, mutated, tensors_in
 from memtune.ops import SEAM
 from memtune.program import FOREVER, Kind, Parameter, Phase, Resource, Step, Tier
+from memtune.runtime.op_arguments import group_size, mutated, tensors_in
 from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
 from memtune.runtime.workspace import FAKE_DEVICE, signature
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +21,15 @@ def device() -> str:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device, and MEMTUNE_DEVICE=cpu is not set")
     return name
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors on a shared machine: a second thread mostly waits."""
+    from memtune.cores import cpu_threads
+
+    with cpu_threads(1):
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -16,13 +16,7 @@ SMALLER = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors on a shared machine: a second thread mostly waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trained(workload: Workload, steps: int, size: int) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -38,12 +37,7 @@ def pair_id(pair: tuple[Technique, ...]) -> str:
     return "+".join(each.kind for each in pair)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import nn
 from zoo_paths import BAD, ZOO
 
 from memtune.autotune.record import SEED, check, record, start_session
+from memtune.cores import cpu_threads
 from memtune.errors import WorkloadError
 from memtune.program import Kind, Recording
 from memtune.runtime import shim
@@ -34,12 +34,7 @@ N_BLOCKS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("model", ZOO)
@@ -202,11 +197,8 @@ def test_tensor_bytes_are_those_of_a_real_run(model: str) -> None:
 def table() -> WorkspaceTable:
     if shim.available() is not None:
         pytest.skip(f"no native ledger here: {shim.available()}")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    made = WorkspaceTable.cached()
-    torch.set_num_threads(threads)
-    return made
+    with cpu_threads(1):
+        return WorkspaceTable.cached()
 
 
 def with_workspaces(path: Path, table: WorkspaceTable) -> Recording:

@@ -32,12 +32,8 @@ needs_shim = pytest.mark.skipif(shim.available() is not None, reason=f"no native
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _nothing_left_behind(one_thread: None) -> None:
     gc.collect()
-    yield
-    torch.set_num_threads(threads)
 
 
 def mlp() -> tuple[nn.Module, Optimizer]:

@@ -22,17 +22,14 @@ pytestmark = pytest.mark.skipif(shim.available() is not None, reason=f"no native
 
 
 @pytest.fixture(autouse=True)
-def base() -> Iterator[int]:
+def base(one_thread: None) -> Iterator[int]:
     """Device bytes that were live before the test; the budget is lifted after it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     shim.install()
     gc.collect()
     shim.reset_peak()
     yield shim.live_bytes()
     shim.set_budget(None)
     shim.set_budget(None, HOST)
-    torch.set_num_threads(threads)
 
 
 def test_bytes_are_those_asked_for(base: int) -> None:

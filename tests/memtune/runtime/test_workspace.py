@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,10 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
-def _own_cache_and_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _own_cache(one_thread: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shim.install()  # from the user's cache, before the cache moves
     monkeypatch.setenv("MEMTUNE_CACHE", str(tmp_path))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     gc.collect()
-    yield
-    torch.set_num_threads(threads)
 
 
 def key_of(func: Any, *args: Any, **kwargs: Any) -> str:
