@@ -12,7 +12,7 @@ from memtune.autotune.candidates import Choice
 from memtune.autotune.driver import Driver, Finished, trial_config
 from memtune.autotune.judge import Measured, Verdict
 from memtune.autotune.moments import Moment, largest_batch, moments
-from memtune.autotune.remedies import rounded_up
+from memtune.autotune.remedies import describe, remedies, rounded_up
 from memtune.autotune.scoring import Scored, Scores
 from memtune.autotune.setup import Setup
 from memtune.config import TunedConfig, load_config
@@ -214,21 +214,6 @@ def nothing_fits(driver: Driver) -> NothingFits:
         f"the limit is {format_bytes(budget)} (short by {format_bytes(needs - budget)}).",
         evidence=f"Trial {closest.number}, {closest.job.scored.choice.summary}. Biggest: {biggest[0]} {format_bytes(biggest[1])}"
         + (f", at {prediction.peak_op} in {prediction.peak_module or 'the model'}." if prediction.peak_op else "."),
-        fix=_what_would_help(driver, needs, biggest[0]),
+        fix="; ".join(map(describe, remedies(setup.scorer.rewriter, closest.job.scored, budget))),
         code="MT301",
     )
-
-
-def _what_would_help(driver: Driver, needs_bytes: int, biggest: str) -> str:
-    options, setup = driver.options, driver.setup
-    ideas = [f"--max-memory {rounded_up(needs_bytes)}"]
-    if options.axes:
-        ideas.append("search all axes (drop --axes)")
-    if options.freeze:
-        ideas.append("drop --freeze")
-    if setup.space.notes:
-        ideas.append(f"a smaller global_batch (now {setup.global_batch}), as the micro-batch may not change")
-    elif biggest in ("activations", "temporaries"):
-        ideas.append("shorter samples, or a loss computed in parts")
-    ideas.append(f"more ranks (now {setup.ranks}), which share parameters, gradients and optimizer state")
-    return "; ".join(ideas)

@@ -43,7 +43,7 @@ def remedies(rewriter: Rewriter, closest: Scored, budget_bytes: int, count: int 
         found = [each for each in _two_changes(scorer, closest) if each.peak_bytes <= budget_bytes]
     unique = {each.change: each for each in sorted(found, key=lambda each: (-each.slowdown, -each.peak_bytes))}
     cheapest = sorted(unique.values(), key=lambda each: (each.slowdown, each.peak_bytes))[: count - 1]
-    needs = closest.prediction.peak_allocated_bytes
+    needs = max(closest.prediction.peak_allocated_bytes, budget_bytes + 1)  # a trial may have needed more than predicted
     return (*cheapest, Remedy(f"--max-memory {rounded_up(needs)} or a card with more memory", needs, 1.0))
 
 

@@ -107,7 +107,7 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     # The plain micro-batch, from which the others are cut, and 1, at which a step may have other ops than at 2 and more.
     recorded = record(workload, sizes={max(used), *(used & {1})}, between=used, workspace=workspace, target=device)
     recording = translate(recorded, machine)
-    budget = options.budget_bytes or (machine.usable_bytes if device == "cuda" else None)
+    budget = options.budget_bytes or (machine.usable_bytes(options.ranks) if device == "cuda" else None)
     if budget is None and options.goal == "batch":
         budget = machine.memory_bytes // options.ranks
     frozen: Reason | None = None

@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--time", default="3m", help="time limit of each search")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    name, budgets, size = _machine(arguments.device)
+    name, (budgets, size) = device_name(arguments.device), _searches(arguments.device)
     folder = arguments.results / name
     folder.mkdir(parents=True, exist_ok=True)
     worst = 0
@@ -44,14 +44,23 @@ def main() -> int:
     return worst
 
 
-def _machine(device: str) -> tuple[str, list[str], str]:
-    """Folder name, budgets and model size for the device."""
+def device_name(device: str) -> str:
+    """Name of the folder for what is measured on `device`."""
     if device == "cpu":
-        return "cpu", ["40MiB"], "tiny"
+        return "cpu"
+    import torch
+
+    return _slug(torch.cuda.get_device_name(0))
+
+
+def _searches(device: str) -> tuple[list[str], str]:
+    """Budgets and model size for `device`."""
+    if device == "cpu":
+        return ["40MiB"], "tiny"
     import torch
 
     total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return _slug(torch.cuda.get_device_name(0)), ["24GiB", f"{total_gib - 2:.0f}GiB"], "1.3b"
+    return ["24GiB", f"{total_gib - 2:.0f}GiB"], "1.3b"
 
 
 def _search(arguments: argparse.Namespace, budget: str, size: str) -> tuple[dict[str, Any], int]:

@@ -5,7 +5,8 @@
 
 The text is the source of Python's own standard library, byte by byte, so there is nothing to download. Everything can be
 changed by environment variables: MEMTUNE_GPT_SIZE (tiny, 30m, 124m, 350m, 1.3b, 7b), then one by one MEMTUNE_GPT_LAYERS,
-_DIM, _HEADS, _SEQ, _VOCAB, _DROPOUT, _TIED (0 or 1) and _BATCH (samples per optimizer step over all ranks).
+_DIM, _HEADS, _SEQ, _VOCAB, _DROPOUT, _TIED (0 or 1), _BF16 (1: forward under autocast) and _BATCH (samples per optimizer step
+over all ranks).
 
 Shapes: B samples, T tokens, D dim, H heads, V vocabulary.
 """
@@ -37,7 +38,7 @@ _size = _SIZES[os.environ.get("MEMTUNE_GPT_SIZE", "30m").lower()]
 LAYERS, DIM, HEADS, SEQ, VOCAB, global_batch = (
     int(_setting(name, default)) for name, default in zip(("LAYERS", "DIM", "HEADS", "SEQ", "VOCAB", "BATCH"), _size, strict=True)
 )
-DROPOUT, TIED = _setting("DROPOUT", 0.0), bool(_setting("TIED", 1))
+DROPOUT, TIED, BF16 = _setting("DROPOUT", 0.0), bool(_setting("TIED", 1)), bool(_setting("BF16", 0))
 
 
 class Attention(nn.Module):
@@ -122,7 +123,8 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy per byte, in nats."""
     inputs, targets = batch
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=BF16):
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:

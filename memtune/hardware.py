@@ -78,10 +78,9 @@ class Hardware:
         rates = {"bfloat16": self.bf16_flops_per_s, "float16": self.fp16_flops_per_s, "tf32": self.tf32_flops_per_s}
         return rates.get(dtype, self.fp32_flops_per_s)
 
-    @property
-    def usable_bytes(self) -> int:
-        """Device memory that is left for allocations."""
-        return self.memory_bytes - self.context_bytes
+    def usable_bytes(self, ranks: int) -> int:
+        """Device memory that CUDA's context and, where there are several `ranks`, their communicator leave for allocations."""
+        return self.memory_bytes - self.context_bytes - (self.communicator_bytes if ranks > 1 else 0)
 
     def local_ranks(self, ranks: int) -> int:
         """How many of `ranks` share one node's host; on CPU they share the device too."""
