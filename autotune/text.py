@@ -75,7 +75,7 @@ def title(view: SearchView) -> tuple[str, str]:
     """The workload, and what it is searched on and for."""
     started = view.started
     if started is None:
-        return "memtune", "waiting for the search to start"
+        return "search", "waiting for it to start"
     device = (
         f"{started.ranks} × {started.hardware or started.device}" if started.ranks > 1 else started.hardware or started.device
     )

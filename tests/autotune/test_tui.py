@@ -78,7 +78,7 @@ def test_the_screen_shows_counts_best_guards_error_running_and_trials(tmp_path, 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_an_empty_log_is_shown_too(tmp_path, size):
-    assert "waiting for the search" in "\n".join(show(tmp_path, [], size))
+    assert "waiting for it to start" in "\n".join(show(tmp_path, [], size))
 
 
 def test_the_scatter_puts_best_at_the_top_and_the_limit_at_the_right(tmp_path):
