@@ -25,9 +25,9 @@ class Action(IntEnum):
     FREE = 1
     """The region lets go of a value; who else holds it (the caller an output, the optimizer a gradient) keeps it."""
     TO_HOST = 2
-    """Copy a value to the host and let go of it on the device."""
+    """Start to copy a value to the host; the FREE that lets go of it waits for the copy."""
     FROM_HOST = 3
-    """Bring it back."""
+    """Bring it back; the host's copy is gone then."""
 
 
 class Do(NamedTuple):
@@ -194,9 +194,10 @@ def wrong_with(graph: OpGraph, schedule: Schedule) -> str:
         elif index not in version:
             return f"step {number} lets go of value {index}, which is not there"
         else:
-            seen = version.pop(index)
             if action == Action.TO_HOST:
-                on_host[index] = seen
+                on_host[index] = version[index]
+            else:
+                del version[index]
     for op, times in enumerate(ran):
         if times == 0 or (times > 1 and op in graph.once):
             return f"{graph.names[op]} (op {op}) runs {times} times"

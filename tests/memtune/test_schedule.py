@@ -67,10 +67,10 @@ def test_what_must_run_once_runs_once() -> None:
 
 @pytest.mark.parametrize("back", [True, False])
 def test_what_was_moved_must_be_brought_back(back: bool) -> None:
-    graph = chain(2)
-    move, fetch = Do(Action.TO_HOST, 0), Do(Action.FROM_HOST, 0)
+    graph = OpGraph(("a", "b"), 1, ((0,), (1,)), ((), (0,)), ((), ()))
+    leave, fetch = (Do(Action.TO_HOST, 0), Do(Action.FREE, 0)), Do(Action.FROM_HOST, 0)
     plain = plain_schedule(graph)
-    moved = replace(plain, forward=(*plain.forward, move), backward=((fetch,) if back else ()) + plain.backward)
+    moved = replace(plain, forward=plain.forward + leave, backward=((fetch,) if back else ()) + plain.backward)
     assert (wrong_with(graph, moved) == "") == back
 
 

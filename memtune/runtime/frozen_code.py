@@ -1,0 +1,308 @@
+"""From a tape and a schedule to two Python functions that do exactly that: a line per op, a `del` per value let go.
+
+The functions call ATen's ops on tensors below autograd; nothing looks at an op while it runs. Names in them: v a value, p a
+parameter or buffer, x an input, g the gradient of an output, k a constant of the model's code, s a random state, h a value
+on the host, c whatever else an op is called with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from memtune.runtime import transfer
+from memtune.runtime.random_state import RandomState
+from memtune.runtime.tape import BATCH_NORMS, Call, Outside, Slot, Tape
+from memtune.schedule import Action, Do, Schedule
+
+_LETTER = {"parameter": "p", "buffer": "p", "input": "x", "gradient": "g", "constant": "k"}
+
+
+@dataclass(frozen=True)
+class Code:
+    """What runs in place of a region."""
+
+    forward: Callable[[Sequence[Tensor], Sequence[Any]], tuple[tuple[Tensor, ...], tuple[Any, ...]]]
+    """(parameters and buffers, arguments) → (output tensors in their order, what backward needs)."""
+    backward: Callable[[Sequence[Tensor], list[Any], list[Any], Callable[[int, Tensor], None]], list[Tensor]]
+    """(parameters and buffers, [what forward left], gradients of the outputs, land) → gradients of the inputs.
+
+    The two lists are emptied; `land(parameter, gradient)` is called as soon as a parameter's gradient is there.
+    """
+    source: str
+    """Both, as text."""
+
+
+class LayoutError(Exception):
+    """A real op returned another layout than its fake implementation had said."""
+
+
+def generate(
+    tape: Tape, schedule: Schedule, random_state: Callable[[], RandomState], device: torch.device, *, checked: bool = False
+) -> Code:
+    """The code of `schedule`, which must be right for the tape's graph (`schedule.wrong_with`).
+
+    Args:
+        tape: The captured region.
+        schedule: What to run, and in which order.
+        random_state: The state of the generators now.
+        device: Where values that were moved to the host come back to.
+        checked: Compare what ops really return with the tape, where views are made of it: for the first run.
+    """
+    writer = _Writer(tape, schedule, checked)
+    text = writer.text()
+    namespace = {**writer.namespace, "random_state": random_state, "device": device, "check": _check_layout}
+    exec(compile(text, "<frozen schedule>", "exec"), namespace)  # the text holds nothing that came from a file
+    return Code(namespace["forward"], namespace["backward"], text)
+
+
+class _Writer:
+    """Goes through the schedule once, forward then backward, and writes a line for each step."""
+
+    def __init__(self, tape: Tape, schedule: Schedule, checked: bool) -> None:
+        self.namespace: dict[str, Any] = {
+            "to_host": torch.ops.memtune.to_host.default, "to_device": torch.ops.memtune.to_device.default, "wait": transfer.wait,
+        }  # fmt: skip
+        self._tape, self._schedule = tape, schedule
+        self._constants: dict[int, str] = {}
+        self._lines: list[str] = []
+        self._base = _bases(tape)
+        self._checked = _viewed(tape, self._base) if checked else frozenset()
+        self._times = Counter(schedule.computes())
+        self._ran: set[int] = set()
+        self._there: dict[str, None] = {}
+        """Names that hold something, in the order of their making."""
+        self._outputs = _by_value(tape.outputs)
+        self._landings: dict[int, list[tuple[int, Slot]]] = {}
+        for parameter, after, gradient in tape.landed:
+            self._landings.setdefault(after, []).append((parameter, gradient))
+        gradients = [*(slot for _, _, slot in tape.landed), *(slot for _, slot in tape.input_gradients)]
+        self._owed = Counter(slot.of for slot in gradients if isinstance(slot.of, int))
+        """Value → how often it is still to be handed out as a gradient."""
+        self._held_back: set[int] = set()
+
+    def text(self) -> str:
+        """Both functions."""
+        forward, backward = self._forward(), self._backward()
+        indent = "\n    "
+        return (
+            f"def forward(p, x):\n    {indent.join(forward)}\n\ndef backward(p, saved, g, land):\n    {indent.join(backward)}\n"
+        )
+
+    def _forward(self) -> list[str]:
+        steps = self._schedule.forward
+        last = {step.of: at for at, step in enumerate(steps) if step.action == Action.FREE}
+        for at, step in enumerate(steps):
+            if step.action == Action.FREE and last[step.of] == at:
+                for number in self._outputs.get(step.of, ()):  # the caller gets it, whatever the region does with it
+                    self._lines.append(f"o{number} = {self._view(self._slot(number))}.detach()")
+                    self._there[f"o{number}"] = None
+            self._step(step)
+        numbers = [number for number, leaf in enumerate(self._tape.outputs) if isinstance(leaf, Slot)]
+        views = [f"o{n}" if f"o{n}" in self._there else f"{self._view(self._slot(n))}.detach()" for n in numbers]
+        lines, self._lines = self._lines, []
+        read = self._read_outside(steps) | {self._slot(n).of for n in numbers}
+        saved = [*(name for name in self._there if name[0] in "vsh"), *self._inputs_of_backward()]
+        self._saved = saved
+        return [*_fetched(read), *lines, f"return {_tuple(views)}, {_tuple(saved)}"]
+
+    def _backward(self) -> list[str]:
+        steps = self._schedule.backward
+        last: dict[Outside, int] = {}
+        for at, step in enumerate(steps):
+            if step.action == Action.COMPUTE:
+                last.update(dict.fromkeys(_outside(self._tape.calls[step.of]), at))
+        last.update(
+            dict.fromkeys(_kept([*(g for _, _, g in self._tape.landed), *(g for _, g in self._tape.input_gradients)]), -1)
+        )
+        for at, step in enumerate(steps):
+            self._step(step)
+            self._lines += [
+                f"del {_name(each)}" for each, when in last.items() if when == at and each.kind in ("input", "gradient")
+            ]
+        gradients = [self._view(slot) for _, slot in self._tape.input_gradients]
+        read = {each for each in self._read_outside(steps) | set(last) if each.kind != "input"}
+        given = [f"{_name(each)} = g[{each.number}]" for each in read if each.kind == "gradient"]
+        saved = f"{_tuple(self._saved)} = saved.pop()" if self._saved else "saved.pop()"
+        return [saved, *_fetched(read), *given, "g.clear()", *self._lines, f"return [{', '.join(gradients)}]"]
+
+    def _inputs_of_backward(self) -> list[str]:
+        read = self._read_outside(self._schedule.backward) | set(_kept(slot for _, slot in self._tape.input_gradients))
+        return [_name(each) for each in sorted(read) if each.kind == "input"]
+
+    def _read_outside(self, steps: Iterable[Do]) -> set[Any]:
+        return {each for step in steps if step.action == Action.COMPUTE for each in _outside(self._tape.calls[step.of])}
+
+    def _slot(self, number: int) -> Slot:
+        leaf = self._tape.outputs[number]
+        assert isinstance(leaf, Slot)
+        return leaf
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _step(self, step: Do) -> None:
+        value = f"v{step.of}"
+        if step.action == Action.COMPUTE:
+            self._compute(step.of)
+        elif step.action == Action.FREE:
+            if f"h{step.of}" in self._there:
+                self._lines.append(f"wait(h{step.of})")
+            if self._owed[step.of]:
+                self._held_back.add(step.of)  # it is a gradient that is still to be put in place
+            else:
+                self._drop(value)
+        elif step.action == Action.TO_HOST:
+            self._lines.append(f"h{step.of} = to_host({value})")
+            self._there[f"h{step.of}"] = None
+        else:
+            self._lines.append(f"{value} = to_device(h{step.of}, device)")
+            self._there[value] = None
+            self._drop(f"h{step.of}")
+
+    def _compute(self, op: int) -> None:
+        call, again, made = self._tape.calls[op], op in self._ran, self._tape.graph.makes[op]
+        line = f"{self._target(call, made)}{self._call(call, again)}"
+        if op in self._tape.graph.random and self._times[op] > 1:
+            if again:
+                line = f"with s{op}.restored(): {line}"
+            else:
+                self._lines.append(f"s{op} = random_state()")
+                self._there[f"s{op}"] = None
+        self._lines.append(line)
+        for value in sorted(self._checked.intersection(made)):
+            base = self._base[value]
+            self._lines.append(f"check(v{value}, {base.size}, {base.stride}, {base.offset}, {str(call.func)!r})")
+        self._there.update(dict.fromkeys(f"v{value}" for value in made))
+        self._held_back.difference_update(made)
+        if not again:
+            self._ran.add(op)
+            self._land(op)
+
+    def _land(self, op: int) -> None:
+        for parameter, gradient in self._landings.get(op, ()):
+            self._lines.append(f"land({parameter}, {self._view(gradient)})")
+            if isinstance(gradient.of, int):
+                self._owed[gradient.of] -= 1
+                if gradient.of in self._held_back and not self._owed[gradient.of]:
+                    self._held_back.discard(gradient.of)
+                    self._drop(f"v{gradient.of}")
+
+    def _drop(self, name: str) -> None:
+        self._lines.append(f"del {name}")
+        del self._there[name]
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+
+    def _target(self, call: Call, made: Sequence[int]) -> str:
+        """What the call's result is assigned to; what is no new storage is not held."""
+        if not made:
+            return ""
+        if isinstance(call.out, Slot):
+            return f"v{made[0]} = "
+        names, left = [], set(made)
+        for out in call.out:
+            is_new = isinstance(out, Slot) and out.of in left
+            names.append(f"v{out.of}" if is_new else "_")
+            left -= {out.of} if is_new else set()
+        return f"{', '.join(names)}{',' * (len(names) == 1)} = "
+
+    def _call(self, call: Call, again: bool) -> str:
+        args = [self._text(each) for each in call.args]
+        if again and str(call.func) in BATCH_NORMS:
+            args[3:5] = ["None", "None"]  # the running statistics have had their update
+        args += [f"{name}={self._text(each)}" for name, each in call.kwargs.items()]
+        return f"{self._constant(call.func)}({', '.join(args)})"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Slot):
+            return self._view(value)
+        if isinstance(value, list | tuple):
+            inner = [self._text(each) for each in value]
+            return f"[{', '.join(inner)}]" if isinstance(value, list) else _tuple(inner)
+        if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        name = self._constants.setdefault(id(value), f"c{len(self._constants)}")
+        self.namespace[name] = value  # which keeps its id
+        return name
+
+    def _view(self, slot: Slot) -> str:
+        """The tensor that `slot` stands for."""
+        if isinstance(slot.of, Outside):
+            name, base = _name(slot.of), self._tape.given[slot.of]
+            if slot.of.kind == "constant":
+                self.namespace[name] = self._tape.constants[slot.of.number]
+            offset = f"{name}.storage_offset() + {slot.offset}"  # inputs may start anywhere in their storage
+        else:
+            name, base, offset = f"v{slot.of}", self._base[slot.of], str(slot.offset)
+        if slot[1:] == base[1:]:
+            return name
+        if slot.dtype != base.dtype:
+            name = f"{name}.view({self._constant(slot.dtype)})"
+        return f"{name}.as_strided({slot.size}, {slot.stride}, {offset})"
+
+
+def _check_layout(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int, op: str) -> None:
+    if tensor.shape != size or tensor.stride() != stride or tensor.storage_offset() != offset:
+        raise LayoutError(f"{op} lays out what it returns in another way than on fake tensors")
+
+
+def _bases(tape: Tape) -> dict[int, Slot]:
+    """Value → the output that it was made as, the first where several share a storage."""
+    found: dict[int, Slot] = {}
+    for call, made in zip(tape.calls, tape.graph.makes, strict=True):
+        for out in _slots(call.out):
+            if out.of in made:
+                found.setdefault(out.of, out)
+    return found
+
+
+def _viewed(tape: Tape, bases: dict[int, Slot]) -> frozenset[int]:
+    """Values of which something looks at another view than the whole."""
+    slots = _slots((*((call.args, call.kwargs) for call in tape.calls), tape.outputs, tape.landed, tape.input_gradients))
+    return frozenset(slot.of for slot in slots if isinstance(slot.of, int) and slot[1:] != bases[slot.of][1:])
+
+
+def _slots(values: Any) -> list[Any]:
+    return [each for each in tree_leaves(values, is_leaf=lambda each: isinstance(each, Slot)) if isinstance(each, Slot)]
+
+
+def _name(outside: Outside) -> str:
+    return f"{_LETTER[outside.kind]}{outside.number}"
+
+
+def _fetched(outside: Iterable[Any]) -> list[str]:
+    """Parameters, buffers and inputs by name."""
+    lists = {"parameter": "p", "buffer": "p", "input": "x"}
+    known = sorted(each for each in outside if isinstance(each, Outside) and each.kind in lists)
+    return [f"{_name(each)} = {lists[each.kind]}[{each.number}]" for each in known]
+
+
+def _outside(call: Call) -> list[Outside]:
+    """What a call is given from outside."""
+    return list(_kept(_slots((call.args, call.kwargs))))
+
+
+def _kept(slots: Iterable[Any]) -> Iterable[Outside]:
+    return (slot.of for slot in slots if isinstance(slot, Slot) and isinstance(slot.of, Outside))
+
+
+def _by_value(outputs: Sequence[Any]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for number, leaf in enumerate(outputs):
+        if isinstance(leaf, Slot) and isinstance(leaf.of, int):
+            found.setdefault(leaf.of, []).append(number)
+    return found
+
+
+def _tuple(names: Sequence[str]) -> str:
+    return f"({', '.join(names)}{',' * (len(names) == 1)})"

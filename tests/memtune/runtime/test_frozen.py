@@ -1,0 +1,323 @@
+"""A frozen schedule gives what the plain module gives, to the bit; whatever differs from what was planned runs plainly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from zoo_paths import ZOO
+
+from memtune.errors import ApplyError
+from memtune.passes.region import Region, region_of
+from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.tape import autocast_state, capture, shapes_of
+from memtune.schedule import Action, Do, OpGraph, Schedule, plain_schedule, scheduled, wrong_with
+from memtune.testing.drift import recording_of
+from memtune.testing.training import build
+
+CPU = torch.device("cpu")
+CAPTURED = ("autocast", "cnn_bn", "gpt", "inplace_views", "lora", "tied", "tobf16")
+NOT_CAPTURED = {"lstm": "mkldnn_rnn_layer", "moe": "nonzero"}
+SCALE = 1.0
+
+
+def region(name: str) -> Region:
+    found = region_of(recording_of(ZOO[name]).at(2))
+    assert isinstance(found, Region)
+    return found
+
+
+def everything_again(graph: OpGraph) -> Schedule:
+    """Before backward all of forward runs again that may; where something must not, its products stay."""
+    again = [op for op in range(graph.n_forward) if op not in graph.once]
+    if not graph.once:
+        again += range(graph.n_forward // 2)  # some for a third time
+    found = scheduled(graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)])
+    return plain_schedule(graph) if wrong_with(graph, found) else found
+
+
+def train(name: str, schedule: Schedule | None, steps: int = 2) -> tuple[list[Tensor], FrozenRegion | None]:
+    workload, model, optimizer = build(ZOO[name])
+    frozen = None if schedule is None else FrozenRegion(model, schedule, CPU)
+    if frozen is not None:
+        frozen.install()
+    out: list[Tensor] = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        for batch in [workload.make_batch(2) for _ in range(2)]:  # gradients are added up
+            loss = workload.loss(model, batch)
+            loss.backward()
+            out.append(loss.detach())
+        out += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [*out, *(each.clone() for each in model.state_dict().values())], frozen
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_zoo_trains_as_without(name: str) -> None:
+    graph = region(name).graph
+    plain, _ = train(name, None)
+    for schedule in (plain_schedule(graph), everything_again(graph)):
+        got, frozen = train(name, schedule)
+        assert frozen is not None
+        assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (4, 0, 1), frozen.runs.why_plain
+        assert same(got, plain)
+
+
+@pytest.mark.parametrize("name", NOT_CAPTURED)
+def test_what_cannot_be_captured_runs_plainly_and_says_why(name: str) -> None:
+    got, frozen = train(name, plain_schedule(region(name).graph), steps=1)
+    assert frozen is not None
+    assert frozen.runs.frozen == 0
+    assert NOT_CAPTURED[name] in frozen.runs.why_plain
+    assert same(got, train(name, None, steps=1)[0])
+
+
+class Net(nn.Module):
+    """Dropout, a view that is read in backward, an output beside the one that is used, and settings of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.drop = nn.Linear(6, 8), nn.Linear(4, 3), nn.Dropout(0.5)
+        self.power = 2
+
+    def forward(self, x: Tensor, *, times: float = 1.0) -> tuple[Tensor, Tensor]:
+        y = self.drop(torch.tanh(self.one(x)))
+        left, right = y.chunk(2, dim=-1)
+        z = left * right.sigmoid() * times * SCALE
+        return self.two(z) ** self.power, z
+
+
+def graph_of(net: nn.Module, *args: Any, **kwargs: Any) -> OpGraph:
+    return capture(net, net.forward, shapes_of((args, kwargs)), autocast_state(), lambda i, out: True).graph
+
+
+def frozen_net(again: Callable[[OpGraph], Schedule] = plain_schedule) -> tuple[Net, FrozenRegion]:
+    torch.manual_seed(0)
+    net = Net()
+    frozen = FrozenRegion(net, again(graph_of(net, torch.ones(5, 6))), CPU)
+    frozen.install()
+    return net, frozen
+
+
+def gradients(
+    net: nn.Module, *args: Any, loss: Callable[..., Tensor] = lambda a, b: a.sum() + b.sum(), **kwargs: Any
+) -> list[Tensor]:
+    net.zero_grad()
+    torch.manual_seed(1)
+    loss(*net(*args, **kwargs)).backward()
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def twin() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[OpGraph, Schedule]:
+    """Before some ops of backward, some ops of forward and all that they need run again."""
+    graph = graph_of(Net(), torch.ones(5, 6))
+    backward: list[int] = []
+    for op in range(graph.n_forward, graph.n_ops):
+        wanted = draw(st.sets(st.integers(0, graph.n_forward - 1), max_size=2))
+        again: set[int] = set()
+        while wanted:
+            each = wanted.pop()
+            again.add(each)
+            made = {graph.maker[value] for value in graph.reads[each]} | {
+                w for v in graph.makes[each] for w in graph.writers.get(v, ())
+            }
+            wanted |= made - again
+        backward += [*sorted(again), op]
+    return graph, scheduled(graph, range(graph.n_forward), backward)
+
+
+@settings(max_examples=12, deadline=None)
+@given(schedules())
+def test_any_recomputation_gives_the_same_bits(made: tuple[OpGraph, Schedule]) -> None:
+    graph, schedule = made
+    assert wrong_with(graph, schedule) == ""
+    net, frozen = frozen_net(lambda _: schedule)
+    x = torch.randn(5, 6)
+    assert same(gradients(net, x), gradients(twin(), x))
+    assert frozen.runs.frozen == 1
+
+
+def test_a_value_may_spend_the_time_on_the_host() -> None:
+    def moved(graph: OpGraph) -> Schedule:
+        plain = plain_schedule(graph)
+        value = graph.makes[graph.n_forward - 3][0]
+        leave, fetch = (Do(Action.TO_HOST, value), Do(Action.FREE, value)), Do(Action.FROM_HOST, value)
+        return Schedule(plain.graph, plain.forward + leave, (fetch, *plain.backward))
+
+    net, frozen = frozen_net(moved)
+    x = torch.randn(5, 6)
+    assert same(gradients(net, x), gradients(twin(), x))
+    assert frozen.runs.frozen == 1
+
+
+def test_shapes_and_strides_of_gradients_may_change() -> None:
+    net, frozen = frozen_net()
+    for x, loss in [
+        (torch.randn(5, 6), lambda a, b: a.sum() + b.sum()),  # one number, seen as a matrix
+        (torch.randn(5, 6), lambda a, b: (a * a).sum() + (b * 3).sum()),
+        (torch.randn(9, 6), lambda a, b: a.t().contiguous().square().sum() + b.sum()),
+        (torch.randn(6, 5).t(), lambda a, b: a.sum() + b.t().square().sum()),
+    ]:
+        assert same(gradients(net, x, loss=loss), gradients(twin(), x, loss=loss))
+    assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (4, 0, 3)
+
+
+def test_gradients_of_inputs_flow_on() -> None:
+    net, _ = frozen_net()
+    x, y = torch.randn(5, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
+    y.data.copy_(x.data)
+    assert same(gradients(net, x * 2), gradients(twin(), y * 2))
+    assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+
+
+def test_gradients_that_are_asked_for_are_returned() -> None:
+    net, other, x = frozen_net()[0], twin(), torch.randn(5, 6)
+    found = []
+    for each in (net, other):
+        torch.manual_seed(1)
+        a, b = each(x)
+        found.append(list(torch.autograd.grad(a.sum() + b.sum(), list(each.parameters()))))
+    assert same(*found)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_hooks_on_parameters_see_gradients() -> None:
+    net, seen = frozen_net()[0], []
+    net.one.weight.register_hook(lambda g: g * 2)
+    net.two.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    x = torch.randn(5, 6)
+    got, plain = gradients(net, x), gradients(twin(), x)
+    assert torch.equal(got[0], plain[0] * 2)
+    assert same(seen, [plain[2]])
+
+
+@pytest.mark.parametrize("change", ["eval", "attribute", "global", "argument", "hook", "submodule", "frozen weight", "subclass"])
+def test_what_differs_runs_plainly(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, frozen = frozen_net()
+    plain, x, kwargs = twin(), torch.randn(5, 6), {}
+    assert same(gradients(net, x), gradients(plain, x))
+    for each in (net, plain):
+        if change == "eval":
+            each.eval()
+        elif change == "attribute":
+            each.power = 3
+        elif change == "argument":
+            kwargs = {"times": 2}  # an int where a float was: other ops, for all we know
+        elif change == "hook":
+            each.two.register_forward_hook(lambda module, args, out: out * 2)
+        elif change == "submodule":
+            each.drop = nn.Identity()
+        elif change == "frozen weight":
+            each.one.weight.requires_grad_(False)
+        elif change == "subclass":
+            x = torch.nn.Parameter(x, requires_grad=False).as_subclass(_Odd)
+    if change == "global":
+        monkeypatch.setitem(Net.forward.__globals__, "SCALE", 3.0)
+    assert same(gradients(net, x, **kwargs), gradients(plain, x, **kwargs))
+    assert frozen.runs.frozen + frozen.runs.plain == 2
+    if change != "argument":  # which is captured anew, and found to be the same program
+        assert frozen.runs.plain == 1
+        assert frozen.runs.why_plain
+
+
+class _Odd(Tensor):
+    pass
+
+
+def test_evaluation_is_the_plain_forward() -> None:
+    net, frozen = frozen_net()
+    with torch.no_grad():
+        assert not net(torch.ones(5, 6))[0].requires_grad
+    assert frozen.runs.frozen + frozen.runs.plain == 0
+    frozen.remove()
+    assert "forward" not in vars(net)
+
+
+def test_what_cannot_be_right_is_an_error() -> None:
+    x = torch.randn(5, 6)
+    for spoil, code in ((_writes_output, "MT326"), (_steps_early, "MT326"), (_backward_twice, "MT326"), (_second_order, "MT326")):
+        with pytest.raises(ApplyError) as caught:
+            spoil(frozen_net()[0], x)
+        assert caught.value.code == code
+
+
+def _writes_output(net: Net, x: Tensor) -> None:
+    a, b = net(x)
+    b.detach().mul_(2)  # the last product reads it in backward
+    (a.sum() + b.sum()).backward()
+
+
+def _steps_early(net: Net, x: Tensor) -> None:
+    a, b = net(x)
+    with torch.no_grad():
+        net.two.weight.mul_(2)
+    (a.sum() + b.sum()).backward()
+
+
+def _backward_twice(net: Net, x: Tensor) -> None:
+    loss = sum(each.sum() for each in net(x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _second_order(net: Net, x: Tensor) -> None:
+    a, b = net(x)
+    torch.autograd.grad(a.sum() + b.sum(), list(net.parameters()), create_graph=True)
+
+
+class Odd(nn.Module):
+    """Does what a frozen schedule could not repeat."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what, self.count, self.cache = nn.Linear(4, 4), what, 0, torch.ones(4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        if self.what == "counts":
+            self.count += 1
+        elif self.what == "draws":
+            y = y * random.random()
+        elif self.what == "writes":
+            x.mul_(2)
+        elif self.what == "looks":
+            y = y * 2 if y.sum() > 0 else y
+        elif self.what == "tensor":
+            y = y * self.cache
+        return {1, 2} if self.what == "returns" else y
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("counts", "sets the attribute count"), ("draws", "random numbers in Python"), ("writes", "writes into an input"),
+        ("looks", "depends on the data"), ("tensor", "neither parameter nor buffer"), ("returns", "returns a set"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_reason_and_leave_no_trace(what: str, why: str) -> None:
+    net = Odd(what)
+    frozen = FrozenRegion(net, Schedule("?", (), ()), CPU)
+    frozen.install()
+    net(torch.ones(2, 4))
+    assert why in frozen.runs.why_plain
+    assert net.count == (what == "counts")  # the plain run's own
+    assert net.cache.device == CPU
+    assert all(type(p) is nn.Parameter and type(p.data) is Tensor for p in net.parameters())
