@@ -66,6 +66,13 @@ def plan_calls(step: Step, again: Again) -> Plan:
     return Plan(decisions={"calls": entries, "blocks": [which.get(index, 0) for index in range(len(step.blocks))]})
 
 
+def calls_for(step: Step, block: Block, again: set[int]) -> Calls:
+    """What `block` of `step` keeps and leaves out of a second run of the ops `again`; equal for equal blocks."""
+    address = {op: call for op, _, call in calls_of(step, np.asarray(block.ops, np.int32))}
+    kept, left_out = _split(block, again)
+    return Calls(*(frozenset(address[op] for op in ops) for ops in (kept, left_out)))
+
+
 def calls_in(plan: Plan, blocks: int) -> list[Calls]:
     """The calls of each of `blocks` blocks, from what `plan_calls` gave.
 

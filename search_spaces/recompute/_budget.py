@@ -1,0 +1,137 @@
+"""The fastest plan whose program, after every later pass, stays within an exact byte budget.
+
+The planner prices moments; the passes have the last word. Passes that come later (sharding, a host optimizer) change what is
+there besides activations, so the planner is told the moments of the plain program after them, and the plan that it finds is
+rewritten and run through them. Where its peak is not what was priced, the next plan is looked up by as much more or less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from memtune.hardware import Hardware
+from memtune.program import I32, Program, RankClass, Step
+from memtune.search_spaces import NULL_KINDS, PASS_ORDER
+from memtune.search_spaces.recompute._frontier import Frontier, solve
+from memtune.search_spaces.recompute._levels import Levels, levels, live_bytes, moments, rewritten
+from memtune.technique import Target, Technique
+
+_TRIES = 8
+"""Plans that are rewritten in search of the best one."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the peak must stay within: bytes, or a share of the way from the smallest possible peak to the plain one."""
+
+    n_bytes: int | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """One plan and its place among all others."""
+
+    levels: Levels
+    choice: I32
+    """Option of each block in the order in which they run."""
+    peak_bytes: int
+    """Of the whole program after every later pass."""
+    seconds: float
+    """On top of the plain step."""
+    budget_bytes: int
+    smallest_bytes: int
+    """The least peak that any plan gives; budgets below it cannot be met."""
+    plain_bytes: int
+    """The peak if everything is kept."""
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the budget is met."""
+        return self.peak_bytes <= self.budget_bytes
+
+
+def within(program: Program, budget: Budget, target: Target) -> Solution:
+    """The fastest plan for `program` within `budget`, or the smallest one if none is.
+
+    Solved once for a program, budget and set of later techniques; later calls look it up.
+    """
+    later = tuple(target.chosen[slot] for slot in _later_slots() if slot in target.chosen and _acts(target.chosen[slot]))
+    return _within(program.step, budget, later, target.hardware, program.ranks, program.micro_batch, program.accumulate)
+
+
+def _later_slots() -> tuple[str, ...]:
+    """Slots whose passes come after recompute and change a program's bytes."""
+    after = PASS_ORDER[PASS_ORDER.index("recompute") + 1 :]
+    return tuple(slot for slot in after if slot != "allocator")
+
+
+def _acts(technique: Technique) -> bool:
+    return technique.kind != NULL_KINDS[technique.slot]
+
+
+@lru_cache(maxsize=64)
+def _within(
+    step: Step, budget: Budget, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
+) -> Solution:
+    search = _search(step, later, hardware, ranks, micro_batch, accumulate)
+    smallest, plain = search.peak_of(0), search.plain_bytes
+    budget_bytes = budget.n_bytes
+    if budget_bytes is None:
+        budget_bytes = smallest + round((plain - smallest) * (budget.share or 0.0))
+    row = search.best_row(budget_bytes)
+    peak, seconds = search.peak_of(row), float(search.frontier.seconds[row])
+    return Solution(search.levels, search.frontier.choice(row), peak, seconds, budget_bytes, smallest, plain)
+
+
+class _Search:
+    """Plans of one program by row of its frontier, with their true peaks as far as they were asked for."""
+
+    def __init__(self, found: Levels, later: tuple[Technique, ...], program: Program, target: Target) -> None:
+        self.levels, self._later, self._program, self._target = found, later, program, target
+        after = self._after(found.step)
+        now = moments(after, found.order, target.hardware)
+        self.plain_bytes = now.peak_bytes
+        self.frontier: Frontier = solve(found.problem(now))
+        self._peaks: dict[int, int] = {}
+
+    def peak_of(self, row: int) -> int:
+        """Peak of plan `row` after every pass."""
+        if row not in self._peaks:
+            step = rewritten(self.levels.step, self.levels.chosen(self.frontier.choice(row)))
+            self._peaks[row] = int(live_bytes(self._after(step), self._target.hardware).max(initial=0))
+        return self._peaks[row]
+
+    def best_row(self, budget_bytes: int) -> int:
+        """The fastest plan within the budget, by true peaks; the smallest one if none is."""
+        low, high, best = 0, len(self.frontier) - 1, 0
+        row = max(self.frontier.at(budget_bytes + (budget_bytes >> 10)), 0)  # prices may be a little too high
+        for _ in range(_TRIES):
+            more = self.peak_of(row) - int(self.frontier.peak_bytes[row])
+            if self.peak_of(row) <= budget_bytes:
+                best, low = max(best, row), row + 1
+            else:
+                high = row - 1
+            row = min(self.frontier.at(budget_bytes - more), high)
+            if row < low:  # nothing better is priced within the budget
+                break
+        return best
+
+    def _after(self, step: Step) -> Step:
+        """`step` after every later pass that fits it."""
+        program = self._program.with_step(step)
+        for technique in self._later:
+            if technique.fits(program, self._target) is not None:
+                break  # the candidate is refused by that technique, whatever is planned here
+            program = technique.rewrite(program, technique.plan(program, self._target), self._target)
+        return program.step
+
+
+@lru_cache(maxsize=64)
+def _search(
+    step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
+) -> _Search:
+    program = Program((RankClass(ranks, step),), micro_batch, accumulate)
+    target = Target(hardware, ranks, None, {each.slot: each for each in later})
+    return _Search(levels(step, hardware, ranks), later, program, target)

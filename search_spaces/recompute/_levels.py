@@ -1,0 +1,241 @@
+"""What the blocks of a program may do, measured on the program itself by the passes that will do it.
+
+Blocks that are equal share their options. A *level* is one option for every block; its step is rewritten once, and what each
+block holds, needs and costs is read off its live bytes moment by moment, so that plans are priced by what the passes predict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from memtune.calls import Calls
+from memtune.hardware import Hardware
+from memtune.op_costs import op_costs
+from memtune.passes.calls import split_calls
+from memtune.passes.recompute import recompute_blocks
+from memtune.program import F64, I32, I64, Phase, Step, Tier
+from memtune.search_spaces.recompute._calls import Block, blocks_of, calls_for
+from memtune.search_spaces.recompute._frontier import Problem
+from memtune.search_spaces.recompute._keeps import is_attention, is_matmul_or_attention
+from memtune.search_spaces.recompute._options import Combination, Made, combinations
+
+LIMIT = 24
+"""Options of a block."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a block does between its forward and its backward."""
+
+    calls: Calls | None
+    """What its second run keeps and leaves out; None: it does not run again."""
+
+
+PLAIN = Option(None)
+FULL = Option(Calls())
+"""All of the block runs again: never the fastest for what it holds, but what `full` does is there to be chosen."""
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Most live bytes of a step in the windows that its blocks cut it into."""
+
+    forward: I64
+    """(blocks,) up to the end of each block's forward."""
+    after: int
+    """From there to the backward of the last block."""
+    backward: I64
+    """(blocks,) up to the end of each block's backward, which come in reverse order."""
+    rest: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the whole step."""
+        return max(int(self.forward.max(initial=0)), self.after, int(self.backward.max(initial=0)), self.rest)
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """Options of every block of one step and what they need and cost, (blocks, options) each."""
+
+    step: Step
+    order: I32
+    """(blocks,) rows of `step.blocks` in the order in which they run; the rows of all that follows."""
+    options: tuple[tuple[Option, ...], ...]
+    """By class of equal blocks, the first of each keeps everything."""
+    class_of: I32
+    """(blocks,)"""
+    plain: Moments
+    held_bytes: I64
+    forward_bytes: I64
+    backward_bytes: I64
+    after_bytes: int
+    seconds: F64
+    uniform: tuple[tuple[int, float], ...] = ()
+    """Peak and seconds of each level, where blocks cannot be told apart in time and so all take the same level."""
+
+    def problem(self, now: Moments | None = None) -> Problem:
+        """For the planner; `now` are the moments of the plain step as later passes leave it."""
+        now = now or self.plain
+        if self.uniform:
+            peaks, seconds = (np.asarray(column) for column in zip(*self.uniform, strict=True))
+            more = now.peak_bytes - self.plain.peak_bytes
+            return Problem(np.zeros((1, len(peaks)), np.int64), peaks[None] + more, seconds[None], np.zeros(1, np.int32), 0, 0)
+        forward = self.forward_bytes + (now.forward - self.plain.forward)[:, None]
+        backward = self.backward_bytes + (now.backward - self.plain.backward)[:, None]
+        after = self.after_bytes + now.after - self.plain.after
+        return Problem(self.held_bytes, np.maximum(forward, backward), self.seconds, self.class_of, after, now.rest)
+
+    def chosen(self, choice: I32) -> list[Option]:
+        """The option of each of `step.blocks`, from a solution of `problem`."""
+        if self.uniform:
+            choice = np.repeat(choice, len(self.class_of))
+        by_class = [self.options[each] for each in self.class_of.tolist()]
+        found = [options[min(i, len(options) - 1)] for options, i in zip(by_class, choice.tolist(), strict=True)]
+        return [found[place] for place in np.argsort(self.order).tolist()]
+
+
+def rewritten(step: Step, chosen: list[Option]) -> Step:
+    """`step` with its blocks recomputed as chosen."""
+    again = [i for i, option in enumerate(chosen) if option.calls is not None]
+    return recompute_blocks(step, again, [option.calls or Calls() for option in chosen]) if again else step
+
+
+@lru_cache(maxsize=8)
+def levels(step: Step, hardware: Hardware, ranks: int) -> Levels:
+    """The options of every block of `step`, measured."""
+    split, block_of = split_calls(step)
+    seconds = op_costs(step, hardware, ranks=ranks).op_s
+    blocks = {block: graph for graph, block in reversed(list(zip(blocks_of(split), block_of.tolist(), strict=True)))}
+    order = np.argsort(_ends(step)[0], kind="stable").astype(np.int32)
+    options: list[tuple[Option, ...]] = []
+    known: dict[object, int] = {}
+    class_of = []
+    for block in order.tolist():
+        graph = blocks.get(block)
+        ops = () if graph is None else made_in(step, graph, seconds)
+        key = tuple((op.name, op.reads, op.bytes, op.saved, op.keepable, round(op.seconds, 12)) for op in ops)
+        if key not in known:
+            known[key] = len(options)
+            options.append(_options(split, graph, ops))
+        class_of.append(known[key])
+    found = _measured(step, order, tuple(options), np.asarray(class_of, np.int32), hardware, ranks)
+    return replace(found, uniform=()) if split is step and _in_order(step, order) else found
+
+
+def _options(step: Step, block: Block | None, ops: tuple[Made, ...]) -> tuple[Option, ...]:
+    if block is None:
+        return (PLAIN,)
+    known = [frozenset(i for i, op in enumerate(ops) if keeps(op.name)) for keeps in (is_attention, is_matmul_or_attention)]
+    found = [PLAIN, *(_option(step, block, each) for each in combinations(ops, LIMIT - 4, known))]
+    if block.saved:
+        found.append(FULL)
+    return tuple(dict.fromkeys(found))
+
+
+def _option(step: Step, block: Block, combination: Combination) -> Option:
+    again = {block.ops[i] for i in combination.again}
+    return Option(calls_for(step, block, again)) if again else PLAIN
+
+
+def made_in(step: Step, block: Block, op_s: F64) -> tuple[Made, ...]:
+    """The forward of `block` as the planner sees it."""
+    place = {op: i for i, op in enumerate(block.ops)}
+    found = []
+    for op in block.ops:
+        saved = [s for s in block.makes[op] if s in block.saved]
+        dear = is_matmul_or_attention(block.name[op])
+        reads = {place[block.producer[s]] for s in block.reads[op] if s in block.producer} - {place[op]}
+        n_bytes = int(step.bytes[saved or block.makes[op]].sum()) if saved or dear else 0
+        keepable = bool(saved or dear) and op not in block.spoiled
+        found.append(Made(block.name[op], float(op_s[op]), tuple(sorted(reads)), n_bytes, bool(saved), keepable))
+    return tuple(found)
+
+
+def _measured(
+    step: Step, order: I32, options: tuple[tuple[Option, ...], ...], class_of: I32, hardware: Hardware, ranks: int
+) -> Levels:
+    n_levels = max(map(len, options), default=1)
+    shape = len(order), n_levels
+    held, forward, backward = (np.zeros(shape, np.int64) for _ in range(3))
+    seconds, after, uniform = np.zeros(shape), [], []
+    found = Levels(
+        step, order, options, class_of, moments(step, order, hardware), held, forward, backward, 0, seconds, ((0, 0.0),)
+    )
+    for level in range(n_levels):
+        new = rewritten(step, found.chosen(np.asarray([level], np.int32)))
+        cost = op_costs(new, hardware, ranks=ranks).op_s
+        again = (new.op_phase == Phase.RECOMPUTE) & (new.op_block >= 0)
+        seconds[:, level] = np.bincount(new.op_block[again], cost[again], len(order))[order] - seconds[:, 0] * (level > 0)
+        now = moments(new, order, hardware)
+        uniform.append((now.peak_bytes, float(seconds[:, level].sum()) * (level > 0)))
+        held[:, level] = held_bytes(new, order, hardware)
+        before = np.cumsum(held[:, level]) - held[:, level]
+        forward[:, level], backward[:, level] = now.forward - before, now.backward - before
+        after.append(now.after - int(held[:, level].sum()))
+    seconds[:, 0] = 0.0  # what the model's own checkpoints run again, it does in any case
+    return replace(found, after_bytes=int(np.median(after)), uniform=tuple(uniform))
+
+
+def live_bytes(step: Step, hardware: Hardware) -> I64:
+    """(n,) device bytes as the allocator counts them."""
+    rounding = hardware.allocation_rounding_bytes
+    mine = np.flatnonzero(step.tier == Tier.DEVICE)
+    n_bytes = -(-step.bytes[mine] // rounding) * rounding
+    delta = np.zeros(step.n_ops + 1, np.int64)
+    np.add.at(delta, np.maximum(step.producer[mine], 0), n_bytes)
+    np.add.at(delta, np.minimum(step.end[mine], step.n_ops - 1) + 1, -n_bytes)
+    return np.cumsum(delta[:-1])
+
+
+def _ends(step: Step) -> tuple[I32, I32]:
+    """(blocks,) last forward op of each block, and last op of its backward, -1 where there is none."""
+    n_blocks = len(step.blocks)
+    forward, backward = np.full(n_blocks, -1, np.int32), np.full(n_blocks, -1, np.int32)
+    rows = np.flatnonzero((step.op_block >= 0) & (step.op_phase == Phase.FORWARD))
+    forward[step.op_block[rows]] = rows
+    rows = np.flatnonzero((step.op_block >= 0) & ((step.op_phase == Phase.BACKWARD) | (step.op_phase == Phase.RECOMPUTE)))
+    backward[step.op_block[rows]] = rows
+    return forward, backward
+
+
+def _in_order(step: Step, order: I32) -> bool:
+    forward, backward = (ends[order] for ends in _ends(step))
+    return bool((np.diff(forward) > 0).all() and (np.diff(backward[backward >= 0]) < 0).all())
+
+
+def moments(step: Step, order: I32, hardware: Hardware) -> Moments:
+    """Most live bytes in each window of `step`, whose blocks run in `order`."""
+    live, n_blocks = live_bytes(step, hardware), len(order)
+    forward, backward = (ends[order] for ends in _ends(step))
+    begins = np.flatnonzero((step.op_phase == Phase.BACKWARD) | (step.op_phase == Phase.RECOMPUTE))
+    inside = begins[step.op_block[begins] >= 0]
+    last_forward = int(forward.max(initial=0))
+    start = int(inside[0]) if len(inside) else last_forward + 1
+    edges = np.concatenate([forward + 1, [start], backward[::-1] + 1])  # first op of the next window
+    starts = np.minimum(np.maximum.accumulate(np.concatenate([[0], edges])), step.n_ops - 1)
+    most = np.maximum.reduceat(live, starts)
+    return Moments(most[:n_blocks], int(most[n_blocks]), most[n_blocks + 1 : -1][::-1], int(most[-1]))
+
+
+def held_bytes(step: Step, order: I32, hardware: Hardware) -> I64:
+    """(blocks,) bytes that autograd alone holds from each block's forward to its backward.
+
+    What several blocks saved counts for the last of them: whether the one before, which made it, keeps or recomputes its own
+    output, the one that was called with it holds it all the same.
+    """
+    rounding = hardware.allocation_rounding_bytes
+    forward, _ = _ends(step)
+    last = int(forward.max(initial=0))
+    producer = step.producer[step.save_storage]
+    rows = (step.save_block >= 0) & (step.save_until > last) & (producer >= 0) & (step.tier[step.save_storage] == Tier.DEVICE)
+    rows &= (step.op_phase[producer] == Phase.FORWARD) & (step.held_until[step.save_storage] <= last)
+    place = np.argsort(order).astype(np.int32)
+    holder = np.full(step.n_storages, -1, np.int32)
+    np.maximum.at(holder, step.save_storage[rows], place[step.save_block[rows]])
+    storages = np.flatnonzero(holder >= 0)
+    n_bytes = -(-step.bytes[storages] // rounding) * rounding
+    return np.bincount(holder[storages], n_bytes, len(order)).astype(np.int64)

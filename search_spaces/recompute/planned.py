@@ -1,0 +1,158 @@
+"""Decide for every saved tensor whether to keep it or run it again, so that an exact byte budget is met in the least time."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.calls import Calls
+from memtune.errors import ApplyError
+from memtune.passes.recompute import recompute_blocks
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.search_spaces.recompute._budget import Budget, Solution, within
+from memtune.search_spaces.recompute._fits import why_not
+from memtune.search_spaces.recompute._levels import Option
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.units import format_bytes
+
+
+class Planned(Technique):
+    """Trades just as much time as the budget asks for: what is cheapest to have again per byte goes first.
+
+    Every combination of keeping and recomputing a block's saved tensors is priced on the recorded step, then one is chosen
+    for every block so that the peak of the whole program, sharding and offload included, stays within the budget. Blocks
+    that are alike differ only where one choice for all of them would be slower or too large.
+
+    Distinguishing test: the measured peak is the one that was planned, within the budget and no further below it than one
+    tensor; no other recompute technique is faster at the same peak.
+    """
+
+    kind: Literal["planned"] = "planned"
+    slot: ClassVar[str] = "recompute"
+    title: ClassVar[str] = "Keep or recompute each saved tensor, by budget"
+    source: ClassVar[str] = (
+        "memtune; on min-cut rematerialization (He and Yu 2023, PyTorch's partitioner), Checkmate (Jain et al. 2020, "
+        "arXiv:1910.02653) and TSPLIT (Nie et al., ICDE 2022)"
+    )
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    budget_bytes: Annotated[int, Field(gt=0)] | None = None
+    """Peak to stay within; less frees more and recomputes more. Left out: all the memory that the target gives."""
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """In place of bytes: 0 is the smallest peak that recomputation can reach, 1 the peak without any."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs a budget that plain training exceeds and that some plan meets, and blocks that can run again."""
+        reason = why_not(program.step, target.compiled)
+        if reason is not None:
+            return reason
+        if self.budget_bytes is not None and self.share is not None:
+            return Reason("budget_bytes and share both say what the budget is", "give one of them")
+        if self._budget(target) is None:
+            return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: planned, share: 0.5}")
+        if "offload.activations" in target.chosen:
+            return Reason("another technique moves what the plan keeps", "offload.activations: {kind: none}")
+        solution = self._solution(program, target)
+        if not solution.is_within:
+            return Reason(
+                f"no plan stays within {format_bytes(solution.budget_bytes)}: the smallest needs "
+                f"{format_bytes(solution.smallest_bytes)}",
+                "a smaller micro-batch, or sharding or offload of what is not an activation",
+            )
+        if self.share is None and solution.plain_bytes <= solution.budget_bytes:
+            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+        return None
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """What each block keeps and runs again, with what that costs and frees."""
+        if self._budget(target) is None:
+            raise ApplyError(
+                "recompute: {kind: planned} has no budget to plan for.", fix="give budget_bytes or share", code="MT316"
+            )
+        return _plan(self._solution(program, target))
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Every block runs again in backward as far as the plan says."""
+        options = _options(plan, len(program.step.blocks))
+        again = [index for index, option in enumerate(options) if option.calls is not None]
+        return program.with_step(recompute_blocks(program.step, again, [option.calls or Calls() for option in options]))
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Claim the blocks that run again in the activation table, with the calls that do not."""
+        regions = context.activations.regions
+        for region, option in zip(regions, _options(plan, len(regions)), strict=True):
+            if option.calls is not None:
+                context.activations.claim_recompute(region.index, option.calls if option.calls != Calls() else None)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """The budget that decides all else."""
+        budget = self._budget(target)
+        return {
+            "activations.recompute": {"planned": "no budget" if budget is None else budget.n_bytes or f"share {budget.share}"}
+        }
+
+    def _budget(self, target: Target) -> Budget | None:
+        if self.share is not None:
+            return Budget(share=self.share)
+        n_bytes = self.budget_bytes or target.budget_bytes
+        return None if n_bytes is None else Budget(n_bytes)
+
+    def _solution(self, program: Program, target: Target) -> Solution:
+        budget = self._budget(target)
+        assert budget is not None  # fits and plan have checked
+        return within(program, budget, target)
+
+
+def _plan(solution: Solution) -> Plan:
+    levels = solution.levels
+    chosen = levels.chosen(solution.choice)
+    different = list(dict.fromkeys(chosen))
+    entries = []
+    for option in different:
+        place = next(place for place, block in enumerate(levels.order.tolist()) if chosen[block] == option)
+        row = int(solution.choice[0 if levels.uniform else place])
+        entries.append({
+            "calls": None if option.calls is None else option.calls.to_plain(),
+            "held_bytes": int(levels.held_bytes[place, row]),
+            "plain_bytes": int(levels.held_bytes[place, 0]),
+            "again_s": round(float(levels.seconds[place, row]), 9),
+        })  # fmt: skip
+    return Plan(
+        decisions={
+            "options": entries,
+            "blocks": [different.index(option) for option in chosen],
+            "budget_bytes": solution.budget_bytes,
+            "peak_bytes": solution.peak_bytes,
+            "smallest_bytes": solution.smallest_bytes,
+            "plain_bytes": solution.plain_bytes,
+        }
+    )
+
+
+def _options(plan: Plan, blocks: int) -> list[Option]:
+    """The option of each of `blocks` blocks.
+
+    Raises:
+        ApplyError: The plan is missing, malformed, or for another number of blocks.
+    """
+    try:
+        entries = [
+            Option(None if each["calls"] is None else Calls.from_plain(each["calls"])) for each in plan.decisions["options"]
+        ]
+        found = [entries[i] for i in plan.decisions["blocks"]]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise _no_plan("the config has none, or it is damaged") from error
+    if len(found) != blocks:
+        raise _no_plan(f"the config's is for {len(found)} blocks, the model has {blocks}")
+    return found
+
+
+def _no_plan(evidence: str) -> ApplyError:
+    return ApplyError(
+        "this recompute technique needs a plan of what each block keeps.",
+        evidence=f"{evidence[0].upper()}{evidence[1:]}.",
+        fix="memtune search  writes it with the config; or choose recompute: {kind: selective}",
+        code="MT316",
+    )

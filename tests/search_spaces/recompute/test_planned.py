@@ -1,0 +1,113 @@
+"""Each saved tensor kept or recomputed, so that an exact byte budget is met in the least time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+from zoo_paths import ZOO
+
+from memtune._apply import apply
+from memtune.errors import ApplyError
+from memtune.op_costs import op_costs
+from memtune.program import Program, Step
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
+from memtune.search_spaces.recompute._budget import Solution, within
+from memtune.search_spaces.recompute.attention_output import AttentionOutput
+from memtune.search_spaces.recompute.balanced import Balanced
+from memtune.search_spaces.recompute.every_nth import EveryNth
+from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.planned import Planned
+from memtune.search_spaces.recompute.selective import Selective
+from memtune.technique import NO_PLAN, Target
+from memtune.testing import TechniqueSuite
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, config_of, settings_of
+from memtune.units import format_bytes
+
+OTHERS = (Full(), EveryNth(), EveryNth(n=3), Selective(), Selective(scope="core_attention"), Balanced(), AttentionOutput())
+
+
+class TestPlanned(TechniqueSuite):
+    technique = Planned
+    models: ClassVar = {name: ZOO[name] for name in ("gpt", "hf_llama", "cnn_bn", "lora")}
+    variants = (Planned(share=0.5), Planned(share=0.0))
+    quick = ("gpt",)
+
+    @classmethod
+    def default(cls) -> Planned:
+        return Planned(share=0.5)
+
+    @pytest.mark.parametrize("model", ["gpt", "hf_llama", "lora", "cnn_bn"])
+    def test_the_budget_is_met_and_used_up(self, model: str) -> None:
+        program = plain_program(self.models[model])
+        ends = self.solved(program, Planned(share=0.0)), self.solved(program, Planned(share=1.0))
+        low, high = ends[0].peak_bytes, ends[1].peak_bytes
+        assert low < high == program.step.peak_bytes()
+        before = None
+        for budget in range(low, high + 1, max((high - low) // 8, 1)):
+            found = self.solved(program, Planned(budget_bytes=budget))
+            step = rewritten_by(program, Planned(budget_bytes=budget))
+            assert step.peak_bytes() == found.peak_bytes <= budget
+            if before is not None:
+                assert found.seconds <= before.seconds
+                assert found.peak_bytes >= before.peak_bytes
+            before = found
+
+    @pytest.mark.parametrize("model", ["gpt", "hf_llama", "lora", "cnn_bn"])
+    def test_no_other_technique_is_faster_at_its_peak(self, model: str) -> None:
+        program, target = plain_program(self.models[model]), target_of()
+        for other in OTHERS:
+            if other.fits(program, target) is not None:
+                continue
+            step = other.rewrite(program, other.plan(program, target), target).step
+            mine = rewritten_by(program, Planned(budget_bytes=step.peak_bytes()))
+            assert mine.peak_bytes() <= step.peak_bytes()
+            assert op_costs(mine, target.hardware).op_s.sum() <= op_costs(step, target.hardware).op_s.sum() * (1 + 1e-9), other
+
+    def test_equal_blocks_share_an_option(self) -> None:
+        plan = Planned(share=0.0).plan(plain_program(ZOO["gpt"]), target_of()).decisions
+        assert len(plan["options"]) < len(plan["blocks"]) == 4
+
+    def test_sharding_and_offload_are_counted(self) -> None:
+        program, host = plain_program(ZOO["gpt"]), OptimizerCpu()
+        alone = self.solved(program, Planned(share=0.5), target_of())
+        beside = self.solved(program, Planned(share=0.5), target_of(host))
+        assert beside.plain_bytes < alone.plain_bytes
+        after = host.rewrite(
+            program.with_step(rewritten_by(program, Planned(share=0.5), target_of(host))), NO_PLAN, target_of(host)
+        )
+        assert after.step.peak_bytes() == beside.peak_bytes <= beside.budget_bytes
+
+    def test_reasons(self) -> None:
+        program = plain_program(ZOO["gpt"])
+        smallest = self.solved(program, Planned(share=0.0)).peak_bytes
+        assert "there is no budget" in str(Planned().fits(program, target_of()))
+        assert "everything fits" in str(Planned(budget_bytes=10**9).fits(program, target_of()))
+        assert "give one of them" in str(Planned(budget_bytes=10**9, share=0.5).fits(program, target_of()))
+        assert f"the smallest needs {format_bytes(smallest)}" in str(
+            Planned(budget_bytes=smallest - 1).fits(program, target_of())
+        )
+        assert Planned(budget_bytes=smallest).fits(program, target_of()) is None
+        assert Planned().fits(program, replace(target_of(), budget_bytes=smallest)) is None
+        assert "moves what the plan keeps" in str(Planned(share=0.5).fits(program, target_of(CopyOut())))
+
+    def test_without_a_plan_or_with_one_for_another_model_nothing_is_applied(self) -> None:
+        for config in ({"settings": settings_of(self.default())}, config_of(ZOO["hf_llama"], self.default())):
+            _, model, optimizer = build(ZOO["gpt"])
+            with pytest.raises(ApplyError, match="needs a plan") as caught:
+                apply(model, optimizer, config, strict=False)
+            assert caught.value.code == "MT316"
+
+    def solved(self, program: Program, planned: Planned, target: Target | None = None) -> Solution:
+        target = target or target_of()
+        budget = planned._budget(target)
+        assert budget is not None
+        return within(program, budget, target)
+
+
+def rewritten_by(program: Program, planned: Planned, target: Target | None = None) -> Step:
+    target = target or target_of()
+    return planned.rewrite(program, planned.plan(program, target), target).step
