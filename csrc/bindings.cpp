@@ -6,6 +6,7 @@
 #include <string>
 
 #include "edit/bind.h"
+#include "remat/bind.h"
 #include "simulator/bind.h"
 
 namespace nb = nanobind;
@@ -15,6 +16,7 @@ NB_MODULE(_native, m) {
   m.def("version", [] { return std::string(MEMTUNE_VERSION); },
         "Version of memtune this module was built from; another one than the package's means: build again.");
   bind_edit(m);
+  bind_remat(m);
   bind_simulator(m);
   bind_allocator(m);
 }

@@ -3,7 +3,7 @@ memtune's native code: free of torch's ABI, over plain arrays of bytes and secon
 """
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy
 from numpy.typing import NDArray
@@ -27,6 +27,11 @@ def take_rows(rows: NDArray[numpy.int32], old: NDArray[numpy.generic], added: ND
 def sort_uses(op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], mutates: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], n_ops: int) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.uint8], dict(shape=(None,))]]:
     """
     (op, storage, mutates) sorted by op, uses of one op in their order. ValueError for an op outside the step.
+    """
+
+def remat_trace(columns: dict[str, NDArray[numpy.generic]], settings: dict[str, object], settle: bool, journal: bool) -> dict[str, Any]:
+    """
+    Runs a whole trace (columns as in csrc/remat/trace.h) under a budget; what came out, and what was done where asked.
     """
 
 class StepColumns:

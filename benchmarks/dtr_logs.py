@@ -1,0 +1,97 @@
+"""The operator logs of the DTR artifact as traces, read by the artifact's own rules.
+
+The logs are not part of memtune: `MEMTUNE_DTR_LOGS` says where they are. An in-place op is a copy followed by a write (the
+written tensor gets a storage of its own, as large as the whole one behind the argument); a view has no bytes of its own.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from memtune.remat import Trace, TraceWriter
+
+VARIABLE = "MEMTUNE_DTR_LOGS"
+_EXPENSIVE = ("conv", "mm", "matmul", "linear", "lstm", "bilinear")
+"""Parts of the names of ops whose outputs are not cheap (Coop: convolutions, products and their gradients)."""
+
+
+def folder() -> Path | None:
+    """Where the logs are, None if nobody says so."""
+    found = os.environ.get(VARIABLE)
+    return Path(found) if found and Path(found).is_dir() else None
+
+
+def names() -> list[str]:
+    """Names of the logs that are there."""
+    found = folder()
+    return [] if found is None else sorted(path.name.removesuffix(".log.gz") for path in found.glob("*.log.gz"))
+
+
+@cache
+def load(name: str) -> Trace:
+    """The trace of one log; costs are nanoseconds."""
+    found = folder()
+    assert found is not None
+    with gzip.open(found / f"{name}.log.gz", "rt") as lines:
+        return _Reader().read(json.loads(line) for line in lines)
+
+
+class _Reader:
+    """Follows the log's names to tensors."""
+
+    def __init__(self) -> None:
+        self._tensor: dict[str, int] = {}
+        self._trace = TraceWriter()
+
+    def read(self, lines: Iterator[dict[str, Any]]) -> Trace:
+        """All of a log; what comes before START is not part of the program."""
+        for line in lines:
+            if line.get("ANNOTATION") == "START":
+                break
+        for line in lines:
+            getattr(self, f"_{line['INSTRUCTION'].lower()}")(line, lines)
+        return self._trace.done()
+
+    def _annotate(self, line: dict[str, Any], lines: Iterator[dict[str, Any]]) -> None:
+        """Where backward begins: of no effect."""
+
+    def _constant(self, line: dict[str, Any], lines: Iterator[dict[str, Any]]) -> None:
+        self._tensor[line["NAME"]] = self._trace.constant(int(next(lines)["MEMORY"]))
+
+    def _call(self, line: dict[str, Any], lines: Iterator[dict[str, Any]]) -> None:
+        args = [self._tensor[name] for name in line["ARGS"]]
+        outs = []
+        for _ in line["RESULT"]:
+            n_bytes, alias = int(next(lines)["MEMORY"]), int(next(lines)["ALIAS"])
+            outs.append((n_bytes, -1) if alias < 0 else (0, args[alias]))
+        cheap = not any(part in line["NAME"] for part in _EXPENSIVE)
+        made = self._trace.call(float(line["TIME"]), args, outs, cheap=cheap)
+        self._tensor.update(zip(line["RESULT"], made, strict=True))
+
+    def _mutate(self, line: dict[str, Any], lines: Iterator[dict[str, Any]]) -> None:
+        args = [self._tensor[name] for name in line["ARGS"]]
+        old = [args[index] for index in line["MUTATE"]]
+        takes_over = old[0] if len(old) == 1 and not self._trace.is_view(old[0]) else -1
+        outs = [(self._trace.storage_bytes(tensor), -1) for tensor in old]
+        made = self._trace.call(float(line["TIME"]), args, outs, cheap=True, takes_over=takes_over)
+        self._tensor.update(zip((line["ARGS"][index] for index in line["MUTATE"]), made, strict=True))
+        for tensor in old:
+            self._trace.release(tensor)
+
+    def _copy(self, line: dict[str, Any], lines: Iterator[dict[str, Any]]) -> None:
+        self._tensor[line["DST"]] = self._tensor[line["SRC"]]
+        self._trace.retain(self._tensor[line["SRC"]])
+
+    def _copy_from(self, line: dict[str, Any], lines: Iterator[dict[str, Any]]) -> None:
+        self._trace.release(self._tensor[line["DST"]])
+        self._copy(line, lines)
+
+    def _release(self, line: dict[str, Any], lines: Iterator[dict[str, Any]]) -> None:
+        if line["NAME"] in self._tensor:
+            self._trace.release(self._tensor.pop(line["NAME"]))

@@ -1,0 +1,149 @@
+#include "remat/bind.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <nanobind/stl/tuple.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "remat/trace.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace memtune::remat;
+
+namespace {
+
+template <typename T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename T>
+std::span<const T> span(const nb::dict& columns, const char* name) {
+  const auto column = nb::cast<Column<T>>(columns[name]);
+  return {column.data(), column.size()};
+}
+
+template <typename T>
+T option(const nb::dict& settings, const char* name, T fallback) {
+  return settings.contains(name) ? nb::cast<T>(settings[name]) : fallback;
+}
+
+RuleKind rule_kind(const std::string& name) {
+  if (name == "dtr") return RuleKind::dtr;
+  if (name == "megtaichi") return RuleKind::megtaichi;
+  if (name == "coop") return RuleKind::coop;
+  throw std::invalid_argument("rule must be dtr, megtaichi or coop, not " + name);
+}
+
+Neighbours neighbours(const std::string& name) {
+  if (name == "nothing") return Neighbours::nothing;
+  if (name == "own") return Neighbours::own;
+  if (name == "classes") return Neighbours::classes;
+  if (name == "closure") return Neighbours::closure;
+  if (name == "ancestors") return Neighbours::ancestors;
+  throw std::invalid_argument("neighbours must be nothing, own, classes, closure or ancestors, not " + name);
+}
+
+Release release_of(const std::string& name) {
+  if (name == "ignore") return Release::ignore;
+  if (name == "evict") return Release::evict;
+  if (name == "banish") return Release::banish;
+  throw std::invalid_argument("release must be ignore, evict or banish, not " + name);
+}
+
+Settings settings_of(const nb::dict& from) {
+  Settings settings;
+  ArenaSettings& arena = settings.arena;
+  arena.capacity = option<Bytes>(from, "budget_bytes", 1LL << 60);
+  arena.addressed = option(from, "addressed", false);
+  arena.best_fit = option(from, "best_fit", false);
+  arena.align = option<Bytes>(from, "align_bytes", 1);
+  arena.small_bytes = option<Bytes>(from, "small_bytes", 0);
+  arena.small_capacity = option<Bytes>(from, "small_capacity_bytes", 0);
+  RuleSettings& rule = settings.rule;
+  rule.kind = rule_kind(option<std::string>(from, "rule", "dtr"));
+  rule.neighbours = neighbours(option<std::string>(from, "neighbours", "classes"));
+  rule.by_size = option(from, "by_size", true);
+  rule.by_staleness = option(from, "by_staleness", true);
+  rule.random = option(from, "random", false);
+  rule.sample = option(from, "sample", false);
+  rule.ignore_small = option(from, "ignore_small", 0.0);
+  rule.cost_power = option(from, "cost_power", 1.0);
+  rule.size_power = option(from, "size_power", 1.0);
+  rule.time_power = option(from, "time_power", 1.0);
+  rule.replay_base = option(from, "replay_base", 1.0);
+  rule.epsilon = option(from, "epsilon", 0.0);
+  rule.groups = option(from, "groups", 1);
+  rule.foresight = option(from, "foresight", false);
+  rule.seed = option<std::uint64_t>(from, "seed", 0);
+  settings.release = release_of(option<std::string>(from, "release", "evict"));
+  settings.keep_replayed = option(from, "keep_replayed", true);
+  settings.in_place = option(from, "in_place", false);
+  settings.cost_limit = option(from, "cost_limit", 0.0);
+  return settings;
+}
+
+nb::dict counters(const Counters& from, Bytes peak_bytes) {
+  nb::dict out;
+  out["peak_bytes"] = peak_bytes;
+  out["evictions"] = from.evictions;
+  out["released"] = from.released;
+  out["searches"] = from.searches;
+  out["looked_at"] = from.looked_at;
+  out["compactions"] = from.compactions;
+  out["moved_bytes"] = from.moved_bytes;
+  out["fragmentation"] = from.searches ? from.fragmentation_sum / static_cast<double>(from.searches) : 0.0;
+  out["fragmentation_max"] = from.fragmentation_max;
+  return out;
+}
+
+std::vector<std::tuple<int, Id>> pairs(const std::vector<Entry>& journal) {
+  std::vector<std::tuple<int, Id>> out;
+  out.reserve(journal.size());
+  for (const Entry& entry : journal) out.emplace_back(static_cast<int>(entry.act), entry.id);
+  return out;
+}
+
+nb::dict replay_trace(const nb::dict& columns, const nb::dict& settings, bool settle, bool journal) {
+  const Trace trace{
+      .tensor_bytes = span<std::int64_t>(columns, "tensor_bytes"),
+      .tensor_base = span<std::int32_t>(columns, "tensor_base"),
+      .tensor_cheap = span<std::uint8_t>(columns, "tensor_cheap"),
+      .op_cost = span<double>(columns, "op_cost"),
+      .op_args_at = span<std::int32_t>(columns, "op_args_at"),
+      .op_args = span<std::int32_t>(columns, "op_args"),
+      .op_outs = span<std::int32_t>(columns, "op_outs"),
+      .op_takes_over = span<std::int32_t>(columns, "op_takes_over"),
+      .op_again = span<std::uint8_t>(columns, "op_again"),
+      .event_kind = span<std::int32_t>(columns, "event_kind"),
+      .event_id = span<std::int32_t>(columns, "event_id"),
+  };
+  const Settings how = settings_of(settings);
+  Report report;
+  {
+    nb::gil_scoped_release other_threads;
+    report = run_trace(trace, how, settle, journal);
+  }
+  nb::dict out = counters(report.counters, report.peak_bytes);
+  constexpr const char* kOutcomes[] = {"done", "infeasible", "thrashing"};
+  out["outcome"] = kOutcomes[static_cast<int>(report.outcome)];
+  out["first_cost"] = report.first_cost;
+  out["replay_cost"] = report.replay_cost;
+  out["wanted_bytes"] = report.wanted_bytes;
+  out["held_bytes"] = report.held_bytes;
+  out["replays"] = report.replays;
+  out["events_done"] = report.events_done;
+  out["journal"] = pairs(report.journal);
+  return out;
+}
+
+}  // namespace
+
+void bind_remat(nb::module_& m) {
+  m.def("remat_trace", &replay_trace, "columns"_a, "settings"_a, "settle"_a, "journal"_a,
+        nb::sig("def remat_trace(columns: dict[str, NDArray[numpy.generic]], settings: dict[str, object], settle: bool, journal: bool) -> dict[str, typing.Any]"),
+        "Runs a whole trace (columns as in csrc/remat/trace.h) under a budget; what came out, and what was done where asked.");
+}

@@ -1,0 +1,79 @@
+// What was computed from what: operators, tensors and the storages behind them, and what it costs to bring back what is gone.
+//
+// Tensors that look into one storage are evicted together. A neighbourhood is counted in one of three ways:
+// - closure: exactly, by walking the evicted ancestors and descendants (e* of DTR); kept until something near it changes.
+// - classes: union-find over evicted neighbours, with the summed cost; classes are never split (the approximation of DTR).
+// - ancestors: evicted ancestors alone.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace memtune::remat {
+
+using Bytes = std::int64_t;
+using Id = std::int32_t;
+
+struct Tensor {
+  Id storage;
+  Id op;         // that makes it, -1 for what cannot be made again
+  bool view;     // looks into the storage of another tensor
+  bool present;  // false: its op must run before it can be read
+  std::int32_t refs;
+};
+
+struct Storage {
+  Bytes bytes = 0;
+  double cost = 0;         // of all operators that make a tensor of it
+  double last_access = 0;  // on the clock of costs
+  std::int64_t order = 0;  // when it last became evictable
+  std::int32_t pool_at = -1, locks = 0, refs = 0, replays = 0;
+  bool resident = false, pinned = false, evicted = false;
+  bool cheap = false;  // for partitioned arenas
+  std::vector<Id> tensors, parents, children;
+};
+
+struct Op {
+  double cost;
+  std::vector<Id> args, outs;  // tensors
+  Id takes_over = -1;          // the argument in whose memory the first output is written
+};
+
+class Lineage {
+ public:
+  std::vector<Tensor> tensors;
+  std::vector<Storage> storages;
+  std::vector<Op> ops;
+  bool keeps_walks = true;  // whether closure_cost or ancestors_cost will be asked, one of the two
+
+  // A tensor with a storage of its own, or with `base` one that looks into the storage of `base`.
+  Id add_tensor(Bytes bytes, Id base, Id op);
+  // Counts the operator's cost to what it makes and links what it reads with what it makes.
+  void link(Id op);
+
+  void evicted(Id storage);
+  void restored(Id storage);
+
+  double closure_cost(Id storage);    // cost of evicted ancestors and descendants, transitively
+  double ancestors_cost(Id storage);  // of evicted ancestors alone
+  double classes_cost(Id storage);    // of the distinct classes next to it
+
+ private:
+  double walk(Id from, std::vector<Id> Storage::* next);
+  void spoil(Id from, std::vector<Id> Storage::* next);
+  Id find(Id node);
+  std::uint32_t fresh_mark();
+
+  struct Class {
+    Id parent;
+    double cost;
+  };
+  std::vector<Class> classes_;      // union-find
+  std::vector<Id> class_of_;        // by storage, -1 for what is not evicted
+  std::vector<double> closure_;     // by storage, negative where it must be counted again
+  std::vector<std::uint32_t> mark_; // by storage: seen in the walk of this number
+  std::uint32_t walk_ = 0;
+  std::vector<Id> stack_;
+};
+
+}  // namespace memtune::remat

@@ -1,0 +1,223 @@
+#include "remat/rematerializer.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace memtune::remat {
+
+Rematerializer::Rematerializer(const Settings& settings) : cache(settings.arena, settings.rule), settings_(settings) {}
+
+Id Rematerializer::constant(Bytes bytes) {
+  const Id tensor = cache.lineage.add_tensor(bytes, -1, -1);
+  const Id storage = cache.lineage.tensors[tensor].storage;
+  const bool placed = cache.admit(storage, bytes);
+  note_evictions();
+  if (!placed) throw Infeasible(bytes, cache.arena.used());
+  cache.pin(storage);
+  cache.resident(storage);
+  cache.lineage.tensors[tensor].present = true;
+  cache.lineage.storages[storage].last_access = cache.clock;
+  retain(tensor);
+  return tensor;
+}
+
+std::vector<Id> Rematerializer::call(double cost, std::vector<Id> args, const std::vector<Out>& outs, Id takes_over, bool again) {
+  Lineage& lineage = cache.lineage;
+  const Id op = static_cast<Id>(lineage.ops.size());
+  std::vector<Id> unique;
+  for (Id arg : args)
+    if (std::find(unique.begin(), unique.end(), arg) == unique.end()) unique.push_back(arg);
+  lineage.ops.push_back({.cost = cost, .args = std::move(unique), .outs = {}, .takes_over = takes_over});
+  for (const Out& out : outs) {
+    const Id tensor = lineage.add_tensor(out.bytes, out.base, op);
+    if (out.base < 0) lineage.storages[lineage.tensors[tensor].storage].cheap = out.cheap;
+    lineage.ops[op].outs.push_back(tensor);
+    retain(tensor);
+  }
+  lineage.link(op);
+  ++calls;
+  run(op, true);
+  if (!again)
+    for (Id out : lineage.ops[op].outs) {
+      lineage.tensors[out].op = -1;
+      cache.pin(lineage.tensors[out].storage);
+    }
+  return lineage.ops[op].outs;
+}
+
+void Rematerializer::retain(Id tensor) {
+  ++cache.lineage.tensors[tensor].refs;
+  ++cache.lineage.storages[cache.lineage.tensors[tensor].storage].refs;
+}
+
+void Rematerializer::release(Id tensor) {
+  const Id storage = cache.lineage.tensors[tensor].storage;
+  --cache.lineage.tensors[tensor].refs;
+  if (--cache.lineage.storages[storage].refs > 0) return;
+  drop(storage);
+}
+
+void Rematerializer::drop(Id storage) {
+  const Storage& it = cache.lineage.storages[storage];
+  if (settings_.release == Release::banish) {
+    to_banish_.push_back(storage);
+    try_banish();
+  } else if (settings_.release == Release::evict && !it.pinned && it.resident && it.locks == 0) {
+    ++cache.counters.released;
+    cache.evict(storage);
+    note_evictions();
+  }
+}
+
+// Frees for good what nobody refers to, once all that is made from it is there; that must stay from then on.
+void Rematerializer::try_banish() {
+  Lineage& lineage = cache.lineage;
+  std::erase_if(to_banish_, [&](Id storage) {
+    const Storage& it = lineage.storages[storage];
+    const auto gone = [&](Id child) { return lineage.storages[child].evicted; };
+    if (it.locks > 0 || std::any_of(it.children.begin(), it.children.end(), gone)) return false;
+    for (Id child : it.children)
+      if (lineage.storages[child].resident) cache.pin(child);
+    if (it.resident) {
+      ++cache.counters.released;
+      cache.evict(storage);
+    }
+    lineage.restored(storage);  // nobody's neighbour any more
+    note_evictions();
+    return true;
+  });
+}
+
+void Rematerializer::require(Id tensor) {
+  Lineage& lineage = cache.lineage;
+  if (!lineage.tensors[tensor].present) run(lineage.tensors[tensor].op, false);
+  cache.pin(lineage.tensors[tensor].storage);
+}
+
+void Rematerializer::settle() {
+  for (Id tensor = 0; tensor < static_cast<Id>(cache.lineage.tensors.size()); ++tensor)
+    if (cache.lineage.tensors[tensor].refs > 0) require(tensor);
+}
+
+void Rematerializer::run(Id op, bool first) {
+  enter(op, first);
+  while (!frames_.empty()) {
+    Frame& frame = frames_.back();
+    const Op& mine = cache.lineage.ops[frame.op];
+    Id missing = -1;
+    for (; frame.next < mine.args.size(); ++frame.next) {
+      const Tensor& arg = cache.lineage.tensors[mine.args[frame.next]];
+      if (!arg.present) {
+        missing = arg.op;
+        break;
+      }
+      if (!frame.locked[frame.next]) cache.lock(arg.storage);
+      frame.locked[frame.next] = 1;
+    }
+    if (missing >= 0) {
+      enter(missing, false);
+      continue;
+    }
+    execute(frame);
+    leave(frame);
+    frames_.pop_back();
+  }
+  if (!settings_.keep_replayed)
+    for (Id storage : dead_again_)
+      if (cache.evictable(storage) && cache.lineage.storages[storage].refs == 0) cache.evict(storage);
+  dead_again_.clear();
+  note_evictions();
+  if (!to_banish_.empty()) try_banish();
+}
+
+void Rematerializer::enter(Id op, bool first) {
+  const auto& args = cache.lineage.ops[op].args;
+  Frame frame{.op = op, .next = 0, .locked = std::vector<char>(args.size()), .first = first};
+  for (std::size_t i = 0; i < args.size(); ++i) {
+    const Tensor& arg = cache.lineage.tensors[args[i]];
+    cache.lineage.storages[arg.storage].last_access = cache.clock;
+    if (!arg.present) continue;
+    cache.lock(arg.storage);
+    frame.locked[i] = 1;
+  }
+  frames_.push_back(std::move(frame));
+}
+
+bool Rematerializer::overwrites(const Op& op, bool first) const {
+  if (op.takes_over < 0 || !settings_.in_place) return false;
+  const Storage& old = cache.lineage.storages[cache.lineage.tensors[op.takes_over].storage];
+  const Storage& made = cache.lineage.storages[cache.lineage.tensors[op.outs.front()].storage];
+  return old.resident && !made.resident && !old.pinned && old.locks == 1 && old.refs <= (first ? 1 : 0) && old.bytes == made.bytes;
+}
+
+void Rematerializer::execute(const Frame& frame) {
+  const Op& op = cache.lineage.ops[frame.op];
+  const bool over = overwrites(op, frame.first);
+  place(op, over);
+  note_evictions();
+  if (over) journal.push_back({Act::over_write, frame.op});
+  journal.push_back({frame.first ? Act::run : Act::replay, frame.op});
+  (frame.first ? first_cost : replay_cost) += op.cost;
+  cache.clock += op.cost;
+  if (frame.first)
+    for (Id out : op.outs) cache.lineage.storages[cache.lineage.tensors[out].storage].last_access = cache.clock;
+  else
+    ++replays;
+  if (settings_.cost_limit > 0 && first_cost + replay_cost > settings_.cost_limit) throw Thrashing();
+}
+
+// Room for all that the operator makes, also for what is still there: the second copy is freed right after.
+void Rematerializer::place(const Op& op, bool over) {
+  Lineage& lineage = cache.lineage;
+  constexpr Id kSecond = 1 << 30;  // keys of second copies
+  std::vector<Id> keys, there;
+  Bytes all = 0;
+  for (Id out : op.outs)
+    if (!lineage.tensors[out].view && lineage.storages[lineage.tensors[out].storage].resident) there.push_back(lineage.tensors[out].storage);
+  for (Id storage : there) cache.lock(storage);
+  for (Id out : op.outs)
+    if (!lineage.tensors[out].view && !(over && out == op.outs.front())) all += lineage.storages[lineage.tensors[out].storage].bytes;
+  const bool counted = !cache.arena.settings().addressed;
+  if (counted && !cache.make_room(all)) throw Infeasible(all, cache.arena.used());
+  for (Id out : op.outs) {
+    const Id storage = lineage.tensors[out].storage;
+    if (lineage.tensors[out].view || (over && out == op.outs.front())) continue;
+    const Id key = lineage.storages[storage].resident ? kSecond + storage : storage;
+    const Bytes bytes = lineage.storages[storage].bytes;
+    const bool right = cache.rule.groups > 1 && lineage.storages[storage].cheap;
+    if (!cache.make_room(bytes) || !cache.arena.place(key, bytes, right)) {
+      for (Id placed : keys) cache.drop(placed);
+      throw Infeasible(bytes, cache.arena.used());
+    }
+    keys.push_back(key);
+  }
+  for (Id key : keys)
+    if (key >= kSecond) cache.drop(key);
+  for (Id storage : there) cache.unlock(storage);
+  if (over) {
+    const Id from = lineage.tensors[op.takes_over].storage, to = lineage.tensors[op.outs.front()].storage;
+    cache.take_over(from, to);
+  }
+  for (Id out : op.outs) {
+    Storage& made = lineage.storages[lineage.tensors[out].storage];
+    if (made.evicted) ++made.replays;
+    if (!lineage.tensors[out].view && !made.resident) {
+      if (made.refs == 0) dead_again_.push_back(lineage.tensors[out].storage);
+      cache.resident(lineage.tensors[out].storage);
+    }
+    lineage.tensors[out].present = true;
+  }
+}
+
+void Rematerializer::leave(const Frame& frame) {
+  const Op& op = cache.lineage.ops[frame.op];
+  for (std::size_t i = 0; i < op.args.size(); ++i)
+    if (frame.locked[i]) cache.unlock(cache.lineage.tensors[op.args[i]].storage);
+}
+
+void Rematerializer::note_evictions() {
+  for (Id storage : cache.evicted_now) journal.push_back({Act::evict, storage});
+  cache.evicted_now.clear();
+}
+
+}  // namespace memtune::remat

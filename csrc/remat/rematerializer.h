@@ -1,0 +1,90 @@
+// Runs operators under a byte budget: brings back what is missing before each, makes room for what each one makes.
+//
+// It keeps the books alone; what was done is in `journal`, for whoever holds the real bytes. Nothing here recurses: chains of
+// missing inputs are walked with a stack of frames.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "remat/cache.h"
+
+namespace memtune::remat {
+
+enum class Release { ignore, evict, banish };  // what happens when the program drops its last reference
+
+struct Settings {
+  ArenaSettings arena;
+  RuleSettings rule;
+  Release release = Release::evict;
+  bool keep_replayed = true;   // what was dropped and came back stays in the pool; false: until the call that asked has run
+  bool in_place = false;       // an operator that overwrites an argument may use its place
+  double cost_limit = 0;       // ends the run where the costs of all runs exceed it; 0: no limit
+};
+
+struct Out {
+  Bytes bytes = 0;
+  Id base = -1;  // tensor whose storage it looks into
+  bool cheap = false;
+};
+
+enum class Act : std::int32_t { run, replay, evict, over_write };  // over_write: the replay that follows may use the place
+
+struct Entry {
+  Act act;
+  Id id;  // operator, or storage for evict
+};
+
+struct Infeasible : std::runtime_error {
+  Infeasible(Bytes wanted_bytes, Bytes held_bytes)
+      : std::runtime_error("nothing is left to evict"), wanted(wanted_bytes), held(held_bytes) {}
+  Bytes wanted, held;  // of the request that failed, and what had to stay
+};
+
+struct Thrashing : std::runtime_error {
+  Thrashing() : std::runtime_error("the limit of costs is exceeded") {}
+};
+
+class Rematerializer {
+ public:
+  explicit Rematerializer(const Settings& settings);
+
+  Id constant(Bytes bytes);  // a tensor that stays
+  // Runs an operator for the first time; its outputs follow each other in the returned order, with one reference each.
+  std::vector<Id> call(double cost, std::vector<Id> args, const std::vector<Out>& outs, Id takes_over, bool again);
+  void retain(Id tensor);
+  void release(Id tensor);
+  void require(Id tensor);  // brings it back and keeps it for good
+  void settle();  // all that is referenced is there, at once
+
+  Cache cache;
+  std::vector<Entry> journal;
+  double first_cost = 0, replay_cost = 0;
+  std::int64_t replays = 0, calls = 0;
+
+ private:
+  struct Frame {
+    Id op;
+    std::size_t next = 0;
+    std::vector<char> locked;
+    bool first;
+  };
+
+  void run(Id op, bool first);
+  void enter(Id op, bool first);
+  void execute(const Frame& frame);
+  bool overwrites(const Op& op, bool first) const;
+  void place(const Op& op, bool over);
+  void leave(const Frame& frame);
+  void drop(Id storage);
+  void try_banish();
+  void note_evictions();
+
+  Settings settings_;
+  std::vector<Frame> frames_;
+  std::vector<Id> dead_again_;  // came back although nobody refers to them
+  std::vector<Id> to_banish_;
+};
+
+}  // namespace memtune::remat

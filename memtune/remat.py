@@ -1,0 +1,242 @@
+"""Dynamic rematerialization on the books: what a policy would evict and run again, under a byte budget.
+
+The machine itself is native (`csrc/remat`): one lineage of operators and storages, and three rules that choose what goes.
+A `Trace` is a program as the machine plays it; `replay` plays it under a `Policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune import _native
+from memtune.program import F64, I32, I64, U8
+
+Neighbours = Literal["nothing", "own", "classes", "closure", "ancestors"]
+
+RUN, REPLAY, EVICT, OVERWRITE = range(4)
+"""First item of a journal entry; the second is the op, or the storage that was evicted."""
+
+CONSTANT, CALL, RELEASE, RETAIN, REQUIRE = range(5)
+"""Kinds of a trace's events."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One rule and how it works; the defaults are DTR with equivalence classes (Kirisame et al. 2021, section 4).
+
+    A storage's score is (own cost + that of its `neighbours`) / (bytes * staleness); the lowest goes first.
+    """
+
+    rule: Literal["dtr", "megtaichi", "coop"] = "dtr"
+    """dtr: lowest score first. megtaichi: the same with a score that counts the free bytes beside a storage. coop: the run of
+    neighbouring pieces with the lowest summed score that makes room for the request."""
+    neighbours: Neighbours = "classes"
+    """What costs count: `nothing` (every cost is 1), `own`, evicted `ancestors`, evicted ancestors and descendants exactly
+    (`closure`, e*) or by union-find (`classes`)."""
+    by_size: bool = True
+    by_staleness: bool = True
+    random: bool = False
+    """Scores are random draws."""
+    sample: bool = False
+    """Look at every k-th candidate, k drawn anew from 1 … sqrt(candidates)."""
+    ignore_small: float = 0.0
+    """Storages below this fraction of the mean size are looked at only if nothing else is left."""
+    release: Literal["ignore", "evict", "banish"] = "evict"
+    """What happens to a storage when the program drops its last reference: nothing, eviction, or removal for good."""
+    keep_replayed: bool = True
+    """What was dropped and came back for a replay stays until it is chosen; False: until the call that asked has run."""
+    addressed: bool = False
+    """The budget is an arena with addresses, which fragments; False: a counter of bytes."""
+    best_fit: bool = False
+    align_bytes: int = 1
+    small_bytes: int = 0
+    """Pieces up to this size live in an area of `small_capacity_bytes` of their own, while it lasts."""
+    small_capacity_bytes: int = 0
+    groups: int = 1
+    """2: outputs of cheap ops are placed from the other end of the arena (Coop's tensor partitioning)."""
+    in_place: bool = False
+    """An op that overwrites what nobody else needs uses its place (Coop's recomputable in-place)."""
+    foresight: bool = False
+    """Staleness is the time to the next use, as recorded in an earlier run of the same program (MegTaiChi's access pattern)."""
+    cost_power: float = 1.0
+    size_power: float = 1.0
+    time_power: float = 1.0
+    replay_base: float = 1.0
+    """megtaichi: its score is multiplied by this to the power of the replays so far."""
+    epsilon: float = 0.0
+    """megtaichi: added to cost and staleness."""
+    seed: int = 0
+
+    def settings(self, budget_bytes: int | None, cost_limit: float = 0.0) -> dict[str, Any]:
+        """What the native machine is given."""
+        limit = {} if budget_bytes is None else {"budget_bytes": budget_bytes}
+        return {**asdict(self), **limit, "cost_limit": cost_limit}
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A program: t tensors in the order of making, n ops, k events in the order of time."""
+
+    tensor_bytes: I64  # (t,)
+    tensor_base: I32  # (t,) tensor whose storage it looks into, -1 for one of its own
+    tensor_cheap: U8  # (t,) made by a cheap op (for partitioned arenas)
+    op_cost: F64  # (n,) in any unit
+    op_args_at: I32  # (n + 1,) where the arguments of each op begin in `op_args`
+    op_args: I32  # tensors
+    op_outs: I32  # (n,) number of tensors that it makes
+    op_takes_over: I32  # (n,) tensor that the first output overwrites, -1 for none
+    op_again: U8  # (n,) 0 where it must not run a second time
+    event_kind: I32  # (k,)
+    event_id: I32  # (k,) op or tensor
+
+    def columns(self) -> dict[str, npt.NDArray[np.generic]]:
+        """The columns as the native machine reads them."""
+        return dict(vars(self))
+
+
+class TraceWriter:
+    """Writes a trace event by event; tensors are numbered from 0 in the order of making."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[int, int, bool]] = []  # bytes, base, cheap
+        self._ops: list[tuple[float, int, int, bool]] = []  # cost, outputs, takes over, again
+        self._args: list[int] = []
+        self._args_at = [0]
+        self._events: list[tuple[int, int]] = []
+
+    def constant(self, n_bytes: int) -> int:
+        """A tensor that is there from now on and stays."""
+        self._tensors.append((n_bytes, -1, False))
+        self._events.append((CONSTANT, len(self._tensors) - 1))
+        return len(self._tensors) - 1
+
+    def call(
+        self,
+        cost: float,
+        args: Iterable[int],
+        outs: Sequence[tuple[int, int]],
+        *,
+        cheap: bool = False,
+        takes_over: int = -1,
+        again: bool = True,
+    ) -> list[int]:
+        """An op; returns the tensors that it makes.
+
+        Args:
+            cost: Of one run.
+            args: Tensors that it reads.
+            outs: Bytes of each output, and the tensor whose storage it looks into or -1; every output is referred to once.
+            cheap: See `Trace.tensor_cheap`.
+            takes_over: The argument that its first output overwrites, -1 for none.
+            again: Whether it may run a second time.
+        """
+        first = len(self._tensors)
+        self._tensors += [(n_bytes, base, cheap) for n_bytes, base in outs]
+        self._args += args
+        self._args_at.append(len(self._args))
+        self._ops.append((cost, len(outs), takes_over, again))
+        self._events.append((CALL, len(self._ops) - 1))
+        return list(range(first, first + len(outs)))
+
+    def release(self, tensor: int) -> None:
+        """The program refers to `tensor` once less."""
+        self._events.append((RELEASE, tensor))
+
+    def retain(self, tensor: int) -> None:
+        """The program refers to `tensor` once more."""
+        self._events.append((RETAIN, tensor))
+
+    def require(self, tensor: int) -> None:
+        """`tensor` is there from now on and stays."""
+        self._events.append((REQUIRE, tensor))
+
+    def storage_bytes(self, tensor: int) -> int:
+        """Bytes of the storage behind `tensor`."""
+        while self._tensors[tensor][1] >= 0:
+            tensor = self._tensors[tensor][1]
+        return self._tensors[tensor][0]
+
+    def is_view(self, tensor: int) -> bool:
+        """`tensor` looks into the storage of another one."""
+        return self._tensors[tensor][1] >= 0
+
+    def done(self) -> Trace:
+        """What was written."""
+        n_bytes, base, cheap = _unzipped(self._tensors, 3)
+        cost, outs, takes_over, again = _unzipped(self._ops, 4)
+        kind, index = _unzipped(self._events, 2)
+        return Trace(
+            tensor_bytes=np.asarray(n_bytes, np.int64),
+            tensor_base=np.asarray(base, np.int32),
+            tensor_cheap=np.asarray(cheap, np.uint8),
+            op_cost=np.asarray(cost, np.float64),
+            op_args_at=np.asarray(self._args_at, np.int32),
+            op_args=np.asarray(self._args, np.int32),
+            op_outs=np.asarray(outs, np.int32),
+            op_takes_over=np.asarray(takes_over, np.int32),
+            op_again=np.asarray(again, np.uint8),
+            event_kind=np.asarray(kind, np.int32),
+            event_id=np.asarray(index, np.int32),
+        )
+
+
+def _unzipped(rows: list[Any], width: int) -> list[tuple[Any, ...]]:
+    return list(zip(*rows, strict=True)) if rows else [()] * width
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What became of a trace under a policy; costs in the trace's unit."""
+
+    outcome: Literal["done", "infeasible", "thrashing"]
+    first_cost: float
+    replay_cost: float
+    peak_bytes: int
+    replays: int
+    evictions: int
+    released: int
+    searches: int
+    looked_at: int
+    compactions: int
+    moved_bytes: int
+    fragmentation: float
+    """Mean share of the arena that was free, but in holes too small, when a search for victims began."""
+    fragmentation_max: float
+    wanted_bytes: int
+    """Of the request that could not be met, else 0."""
+    held_bytes: int
+    """What had to stay when it could not be met, else 0."""
+    events_done: int
+    journal: list[tuple[int, int]] = field(repr=False)
+
+    @property
+    def slowdown(self) -> float:
+        """All costs over those of the first runs."""
+        return 1.0 + self.replay_cost / self.first_cost
+
+
+def replay(
+    trace: Trace,
+    policy: Policy,
+    budget_bytes: int | None = None,
+    *,
+    settle: bool = False,
+    cost_limit: float = 0.0,
+    journal: bool = False,
+) -> Replay:
+    """Play `trace` under `policy`.
+
+    Args:
+        trace: The program.
+        policy: Who is evicted.
+        budget_bytes: What may be resident at once; None: no limit.
+        settle: At the end everything that is still referenced is brought back, all together.
+        cost_limit: The run ends as `thrashing` above this sum of costs; 0 for no limit.
+        journal: Whether to return what was done, entry by entry.
+    """
+    return Replay(**_native.remat_trace(trace.columns(), policy.settings(budget_bytes, cost_limit), settle, journal))
