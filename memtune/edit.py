@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from memtune import _native
 from memtune.parameters import columns_of
-from memtune.program import FOREVER, I32, I64, U8, Kind, Phase, Resource, Step, Tier
+from memtune.program import F64, FOREVER, I32, I64, U8, Kind, Phase, Resource, Step, Tier
 
 
 class Edit:
@@ -38,6 +38,7 @@ class Edit:
         self.save_block, self.save_is_output = step.save_block, step.save_is_output
         self.held_until, self.ready_after = step.held_until.copy(), step.ready_after.copy()
         self.parameters, self.landing = step.parameters, step.landing
+        self.producer = step.producer.copy()
         self._drop_uses = np.zeros(len(step.use_op), bool)
         self._drop_saves = np.zeros(len(step.save_storage), bool)
         self._drop_ops = np.zeros(step.n_ops, bool)
@@ -61,7 +62,9 @@ class Edit:
         after: I32 | None = None,
         phase: Phase,
         resource: Resource | U8 = Resource.COMPUTE,
+        flops: F64 | float = 0.0,
         traffic_bytes: I64 | int = 0,
+        module: I32 | int = 0,
         block: I32 | int = -1,
         group: I32 | int = 0,
         stream: U8 | int = 0,
@@ -80,8 +83,8 @@ class Edit:
         self._after.append(before is None)
         names = self.name_id(name) if isinstance(name, str) else name
         self._new_ops.append({
-            "op_name": names, "op_module": 0, "op_block": block, "op_phase": phase, "op_resource": resource,
-            "op_flops": 0.0, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group, "op_node": -1, "op_copy_of": -1,
+            "op_name": names, "op_module": module, "op_block": block, "op_phase": phase, "op_resource": resource,
+            "op_flops": flops, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group, "op_node": -1, "op_copy_of": -1,
             "op_stream": stream, "op_prefetch": prefetch, "op_match": 0,
         })  # fmt: skip
         self.n_ops += count

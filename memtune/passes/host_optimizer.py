@@ -56,6 +56,7 @@ def optimizer_on_host(step: Step) -> Step:
     edit.hold_through(host_gradients, up)
     # What Python holds to the end of the step (the loss) is there until the last weight is up.
     late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
+    late &= step.kind != Kind.GRADIENT  # a tiled loss makes some in forward
     late = np.flatnonzero(late).astype(np.int32)
     edit.hold_through(late, np.full(len(late), up[-1], np.int32))
     _on_host(edit, step, optimizer)

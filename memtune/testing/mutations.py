@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.calls import Calls
 from memtune.program import FOREVER, Kind, Program, Step, Tier
-from memtune.runtime import activations, moved, random_state, transfer
+from memtune.runtime import activations, moved, random_state, tiled_loss, transfer
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context, Snapshot
 from memtune.runtime.kept import Keep
@@ -253,8 +253,27 @@ def _of_recompute(technique: type[Technique]) -> list[Mutation]:
     ]
 
 
+def _lost_part(technique: type[Technique]) -> AbstractContextManager[Any]:
+    """The gradients of the first rows are not added."""
+    original = tiled_loss._Gradients.add
+
+    def add(self: Any, gradient: Any, x: Any, weight: Any, rows: slice) -> None:
+        original(self, gradient * 0 if rows.start == 0 else gradient, x, weight, rows)
+
+    return patch.object(tiled_loss._Gradients, "add", add)
+
+
+def _unscaled(technique: type[Technique]) -> AbstractContextManager[Any]:
+    """What backward hands in is forgotten."""
+    return patch.object(tiled_loss._Gradients, "scaled", lambda self, scale: (self._x, self._weight, self._bias))
+
+
 _BY_SLOT: dict[str, Callable[[type[Technique]], list[Mutation]]] = {
     "recompute": _of_recompute,
+    "split": lambda _: [
+        Mutation("a part of the gradient is lost", "training", _lost_part),
+        Mutation("gradients are not scaled", "training", _unscaled),
+    ],
     "offload.activations": lambda _: [
         Mutation("apply drops a claim", "drift", _dropped_claim("claim_move")),
         Mutation("the source is not let go", "drift", _source_stays),

@@ -1,0 +1,322 @@
+"""Logits that are not there until somebody reads them: what a head returns in place of its output.
+
+A `Logits` is a tensor without memory. What a loss does with logits is written down: views that leave the classes alone, casts,
+element-wise ops. `F.cross_entropy` then computes them part by part (`runtime.tiled_loss`) and they never exist whole.
+
+Rule 1. Any other function reads the *plain* logits: they are computed, once, by the ops that the model would have run. From
+        then on the loss reads them too: what was written into them must be seen.
+Rule 2. What does not pass through torch's functions (a user's own autograd function) finds no memory and stops with an error.
+Rule 3. Hooks on the gradient of logits may wait for it (FSDP2's do) but not read it: it never exists whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from memtune.errors import ApplyError
+from memtune.runtime.tiled_loss import Step, TiledLoss
+
+Hook = Callable[[Tensor], Tensor | None]
+
+
+@dataclass
+class Count:
+    """What became of the logits of one head."""
+
+    tiled: int = 0
+    whole: int = 0
+    read_by: str = ""
+    """Function that made them whole the last time."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a head."""
+
+    x: Tensor  # (…, D)
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+    dtype: torch.dtype | None
+    """What autocast computes in, None where it is off."""
+    chunks: int
+    count: Count
+    plain: Tensor | None = None
+    hooks: list[Hook] = field(default_factory=list)
+
+    def whole(self, reader: str) -> Tensor:
+        """The plain logits, computed now if they never were."""
+        if self.plain is None:
+            self.count.whole, self.count.read_by = self.count.whole + 1, reader
+            with torch.enable_grad(), torch.autocast(self.x.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+                self.plain = F.linear(self.x, self.weight, self.bias)
+            for hook in self.hooks:
+                self.plain.register_hook(hook)
+        return self.plain
+
+
+def _call_hooks(hooks: list[Hook], shape: tuple[int, ...]) -> None:
+    """Backward has come to where the gradient of the logits, of that shape, would be (Rule 3)."""
+    for hook in hooks:
+        unreadable: Tensor = Tensor._make_wrapper_subclass(_Unreadable, shape)
+        found = hook(unreadable)
+        if found is not None and found is not unreadable:
+            raise _hooked()
+
+
+def lazy_logits(x: Tensor, weight: Tensor, bias: Tensor | None, *, chunks: int, count: Count) -> Tensor:
+    """What `F.linear(x, weight, bias)` would return, computed when and as far as it is read.
+
+    Args:
+        x: Hidden states (…, D).
+        weight: Of the head (V, D).
+        bias: Of the head (V,).
+        chunks: Into how many parts a loss over them is cut.
+        count: Is told what becomes of them.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    call = _Call(x, weight, bias, dtype, chunks, count)
+    return _made(call, x, dtype or x.dtype)
+
+
+def _made(call: _Call, rows: Tensor, dtype: torch.dtype, **more: Any) -> Logits:
+    made: Logits = _Unread.apply(rows, call.weight, (*rows.shape[:-1], len(call.weight)), dtype)  # type: ignore[no-untyped-call]
+    made.call, made.rows = call, rows
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+class Logits(Tensor):
+    """See the module's rules. Legend: D = hidden width, V = classes."""
+
+    call: _Call
+    rows: Tensor
+    """Hidden states (…, D) of the rows that are looked at."""
+    steps: tuple[Step, ...] = ()
+    """Element-wise ops on them so far."""
+    source: tuple[Logits, Step] | None = None
+    """What this is made of, and how, for the plain way; None for what the head returned."""
+    classes_second: bool = False
+    """Rows are (B, T, D) and this looks like (B, V, T)."""
+    _plain: Tensor | None = None
+
+    def plain(self, reader: str) -> Tensor:
+        """The values, by the model's own ops (Rule 1)."""
+        if self.source is None:
+            return self.call.whole(reader)
+        if self._plain is None:
+            before, step = self.source
+            with torch.enable_grad():
+                self._plain = step(before.plain(reader))
+        return self._plain
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Metadata is there; the known ops are written down; the loss is tiled; all else reads the plain logits."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        unread = bool(args) and isinstance(args[0], Logits) and args[0].call.plain is None
+        if unread and func is Tensor.register_hook:
+            return _Handle(args[0].call.hooks, *args[1:], *kwargs.values())
+        if unread and func is F.cross_entropy:
+            found = _tiled(*args, **kwargs)
+            if found is not None:
+                return found
+        if unread and torch.is_grad_enabled():
+            noted = _noted(args[0], func, name, args[1:], kwargs)
+            if noted is not None:
+                return noted
+        args, kwargs = tree_map(lambda each: each.plain(name) if isinstance(each, Logits) else each, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Rule 2."""
+        raise ApplyError(
+            f"{func} reads tiled logits from below torch's functions, where they have no memory.",
+            evidence="A compiled loss or a user's own autograd function does that.",
+            fix="split: {kind: none}, or F.cross_entropy in the loss",
+            code="MT332",
+        )
+
+
+class _Unreadable(Tensor):
+    """The gradient of logits that never was."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _hooked()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise _hooked()
+
+
+def _hooked() -> ApplyError:
+    return ApplyError(
+        "a hook reads or changes the gradient of tiled logits, which never exists whole.",
+        fix="split: {kind: none}",
+        code="MT333",
+    )
+
+
+class _Unread(torch.autograd.Function):
+    """Makes a `Logits` that requires a gradient; the gradient itself goes another way, so none may arrive here."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        return Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=rows.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise _hooked()
+
+
+class _Handle:
+    """Of a hook, as `register_hook` returns it."""
+
+    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
+        self._hooks, self._hook = hooks, hook
+        hooks.append(hook)
+
+    def remove(self) -> None:
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+_METADATA = {
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_mkldnn",
+    "is_quantized", "is_nested", "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size",
+    "itemsize", "ndimension",
+    "__len__", "__hash__", "is_contiguous", "stride", "is_leaf", "names", "get_device", "_base", "_is_view",
+}  # fmt: skip
+_CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
+_BY_NUMBER = {
+    "mul",
+    "__mul__",
+    "__rmul__",
+    "div",
+    "true_divide",
+    "__truediv__",
+    "multiply",
+    "divide",
+    "add",
+    "__add__",
+    "sub",
+    "__sub__",
+}
+_ALONE = {"tanh", "sigmoid", "neg", "__neg__", "contiguous"}
+
+
+def _noted(logits: Logits, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits | None:
+    """`func(logits, *args)` without reading a value; None for a function that is not known."""
+    if logits.classes_second:
+        return None
+    again: Step = lambda each: func(each, *args, **kwargs)  # noqa: E731
+    call, rows, steps = logits.call, logits.rows, logits.steps
+    dtype = _CASTS.get(name) if not args else args[0] if name == "to" and len(args) == 1 else None
+    if name == "contiguous" and not args and not kwargs:
+        return _made(call, rows, logits.dtype, steps=steps, source=(logits, again))
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and not kwargs:
+        return _made(call, rows, dtype, steps=(*steps, again), source=(logits, again))
+    numbers = len(args) == 1 and isinstance(args[0], int | float)
+    if not kwargs and ((name in _BY_NUMBER and numbers) or (name in _ALONE and not args)):
+        return _made(call, rows, logits.dtype, steps=(*steps, again), source=(logits, again))
+    viewed = _viewed(logits, name, args, kwargs)
+    if viewed is not None:
+        return _made(call, viewed, logits.dtype, steps=steps, source=(logits, again))
+    if _swaps_classes(logits, name, args) and not kwargs:
+        found: Logits = _Unread.apply(rows, call.weight, (rows.shape[0], len(call.weight), rows.shape[1]), logits.dtype)  # type: ignore[no-untyped-call]
+        found.call, found.rows, found.steps, found.source, found.classes_second = call, rows, steps, (logits, again), True
+        return found
+    return None
+
+
+def _viewed(logits: Logits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The hidden states behind a view of `logits` that leaves the classes alone, None for any other."""
+    if kwargs:
+        return None
+    rows, classes = logits.rows, logits.shape[-1]
+    if name in ("view", "reshape"):
+        shape = tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list | torch.Size) else args
+        if not all(isinstance(each, int) for each in shape) or not shape or shape[-1] not in (classes, -1):
+            return None
+        if shape[-1] == -1 and (-1 in shape[:-1] or rows.numel() // rows.shape[-1] != _product(shape[:-1])):
+            return None
+        return rows.reshape(*shape[:-1], rows.shape[-1])
+    if name == "flatten" and len(args) == 2 and 0 <= args[0] <= args[1] < rows.dim() - 1:
+        return rows.flatten(*args)
+    if name == "flatten" and len(args) == 2 and args[0] >= 0 and -rows.dim() <= args[1] <= -2:
+        return rows.flatten(*args)
+    if name == "__getitem__":
+        index = args[0] if isinstance(args[0], tuple) else (args[0],)
+        plain = all(isinstance(each, slice | int) or each is Ellipsis for each in index)
+        reaches = Ellipsis in index or len(index) == rows.dim()
+        if plain and (not reaches or index[-1] == slice(None)):
+            return rows[args[0]]
+    return None
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    found = 1
+    for each in sizes:
+        found *= each
+    return found
+
+
+def _swaps_classes(logits: Logits, name: str, args: tuple[Any, ...]) -> bool:
+    if logits.dim() != 3:
+        return False
+    if name in ("transpose", "swapaxes"):
+        return len(args) == 2 and {each % 3 for each in args if isinstance(each, int)} == {1, 2}
+    return name == "permute" and args in ((0, 2, 1), ((0, 2, 1),), ([0, 2, 1],))
+
+
+def _tiled(*args: Any, **kwargs: Any) -> Tensor | None:
+    """`F.cross_entropy(*args, **kwargs)` over parts of the rows; None where that is not known to be the same."""
+    given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    logits, target, class_weight = asked["input"], asked["target"], asked["weight"]
+    others = [each for each in (target, class_weight) if each is not None]
+    if any(not isinstance(each, Tensor) or isinstance(each, Logits) or each.requires_grad for each in others):
+        return None
+    if asked["size_average"] is not None or asked["reduce"] is not None or asked["reduction"] not in ("mean", "sum"):
+        return None
+    rows, call = logits.rows, logits.call
+    ranks = {2: not logits.classes_second, 3: logits.classes_second}
+    if not ranks.get(rows.dim(), False) or (target.shape != rows.shape[:-1] and target.shape != logits.shape):
+        return None
+    if target.is_floating_point() != (target.shape == logits.shape) or not rows.numel() or not torch.is_grad_enabled():
+        return None
+    if logits.classes_second:
+        if target.is_floating_point():
+            return None
+        rows, target = rows.flatten(0, 1), target.flatten()
+    how = TiledLoss(
+        chunks=call.chunks,
+        steps=logits.steps,
+        dtype=call.dtype,
+        mean=asked["reduction"] == "mean",
+        class_weight=class_weight,
+        ignore_index=asked["ignore_index"],
+        label_smoothing=asked["label_smoothing"],
+        on_gradient=partial(_call_hooks, call.hooks, (*call.x.shape[:-1], len(call.weight))),  # not `call`: it holds x
+    )
+    call.count.tiled += 1
+    return how(rows, call.weight, call.bias, target)

@@ -1,0 +1,123 @@
+"""Logits and loss in parts: as the plain model within the order of sums, and never a large part of the logits at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from gloo import run_ranks
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune._apply import Tuned, apply
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.dry_run import dry_run
+from memtune.errors import ApplyError
+from memtune.passes.tiled_loss import loss_pattern
+from memtune.program import Kind, Step
+from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.split.tiled import Tiled
+from memtune.technique import Target
+from memtune.testing import TechniqueSuite, differences, drift, rewritten, train
+from memtune.testing.drift import compare, plain_program, recording_of, target_of
+from memtune.testing.training import build, plain, settings_of
+from memtune.workload import Workload
+
+MODELS = Path(__file__).parent / "models"
+LARGE, CAPPED = MODELS / "large_vocabulary.py", MODELS / "capped_autocast.py"
+
+
+class TestTiled(TechniqueSuite):
+    technique = Tiled
+    models: ClassVar = {"large": LARGE, "capped": CAPPED}
+    variants = (Tiled(), Tiled(chunks=5))
+    quick = ("large",)
+    tolerance = 2e-2  # three steps, one model in bfloat16; float32 alone is held tighter below
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        del tuned.model.head.forward
+        return True
+
+    @pytest.mark.parametrize("chunks", [2, 8])
+    def test_float32_gradients_differ_by_a_few_roundings(self, chunks: int) -> None:
+        got = train(LARGE, Tiled(chunks=chunks), steps=1)
+        wanted = plain(LARGE)
+        for name, gradient in got.gradients[0].items():
+            other = wanted.gradients[0][name]
+            assert float((gradient - other).abs().max()) <= (chunks + 2) * 2**-23 * float(other.abs().max()) * 4
+
+    @pytest.mark.parametrize("path", [LARGE, CAPPED], ids=["large", "capped"])
+    def test_holds_a_part_of_the_logits_and_no_more_flops(self, path: Path) -> None:
+        before, after = rewritten(path), rewritten(path, Tiled(chunks=8))
+        pattern = loss_pattern(before)
+        assert not isinstance(pattern, str)
+        largest = int(after.bytes[(after.kind == Kind.TEMPORARY) & (after.producer >= 0)].max())
+        weight = int(before.bytes[pattern.weight.plain])
+        assert largest <= max(weight, int(before.bytes[pattern.made[-2]]) // 8)
+        assert after.op_flops.sum() == pytest.approx(before.op_flops.sum(), rel=0.02)
+        assert after.peak_bytes() < before.peak_bytes()
+
+    def test_composes_with_recompute_to_the_byte(self) -> None:
+        assert not drift(LARGE, Tiled(), Full())
+        assert not differences(train(LARGE, Tiled(), Full()), train(LARGE, Tiled()))
+
+    def test_small_logits_are_refused_and_so_are_those_made_inside_a_block(self) -> None:
+        assert "of the peak" in str(Tiled().fits(plain_program(ZOO["gpt"]), target_of()))
+        assert "inside a block" in str(Tiled().fits(plain_program(ZOO["lstm"]), target_of()))
+        assert "fewer than" in str(Tiled(chunks=1000).fits(plain_program(LARGE), target_of()))
+
+    def test_without_a_plan_the_widest_linear_layer_is_the_head(self) -> None:
+        _, model, optimizer = build(LARGE)
+        apply(model, optimizer, {"settings": settings_of(Tiled())}, strict=False)
+        assert "forward" in vars(model.head)
+
+    def test_no_head_nothing_applied(self) -> None:
+        model = torch.nn.Conv2d(1, 1, 1)
+        with pytest.raises(ApplyError, match="as head") as caught:
+            apply(model, torch.optim.SGD(model.parameters(), 0.1), {"settings": settings_of(Tiled())}, strict=False)
+        assert caught.value.code == "MT334"
+
+
+@pytest.mark.parametrize("path", [LARGE, CAPPED], ids=["large", "capped"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_composes_with_sharding_and_offload_to_the_byte(path: Path, ranks: int) -> None:
+    settings: dict[str, Any] = {"split": {"kind": "tiled", "chunks": 4}, "recompute": {"kind": "full"}}
+    if ranks == 1:
+        settings["offload"] = {"activations": {"kind": "copy_out", "min_bytes": 0}, "states": {"kind": "optimizer_cpu"}}
+    else:
+        settings["sharding"] = {"states": {"kind": "fsdp"}}
+    target = Target(hardware.detect("cpu"), ranks)
+    choice = Choice.from_document({"execution": {"micro_batch": 2}, **settings})
+    found = Rewriter(recording_of(path), target).candidate(choice)
+    assert isinstance(found, Candidate), found
+    step = dry_run(Workload.load(path), found, target)
+    assert isinstance(step, Step), step
+    assert compare(found.program.step, step) == ""
+
+
+def shares(path: str, tiled: bool) -> dict[str, Any]:
+    """Gradients, read off the weights, of a step over this rank's quarter of a batch under FSDP2; of the batch without ranks."""
+    workload, model, _ = build(Path(path))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.manual_seed(3)
+    inputs, targets = workload.make_batch(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings: dict[str, Any] = {"split": {"kind": "tiled", "chunks": 4}} if tiled else {}
+    if torch.distributed.is_initialized():
+        settings["sharding"] = {"states": {"kind": "fsdp"}}
+        mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
+        inputs, targets = inputs[mine], targets[mine]
+    tuned = apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
+    tuned.step([(inputs, targets)])
+    after = tuned.state_dict()["model"]
+    return {"gradients": {name: before[name] - after[name] for name in before}, "audit": tuned.audit().get("split")}
+
+
+def test_two_sharded_ranks_train_as_the_plain_model() -> None:
+    wanted = shares(str(LARGE), False)["gradients"]
+    for rank in run_ranks(shares, 2, str(LARGE), True):
+        assert rank["audit"] == {"head": "head", "losses_in_parts": 1, "read_whole": 0}
+        for name, gradient in wanted.items():
+            assert float((rank["gradients"][name] - gradient).abs().max()) <= 1e-5 * max(1.0, float(gradient.abs().max()))
