@@ -57,7 +57,7 @@ def run_trial(
     micro_batch: int | None = None,
     executor: Executor | ExecutorName = "auto",
     steps: int = 3,
-    warmup_steps: int = 1,
+    warmup_steps: int = 2,
     seed: int = 0,
     deadline_s: float = 600.0,
     ray_address: str | None = None,

@@ -150,7 +150,7 @@ def test_the_plan_and_a_real_trial_agree_on_the_peak(tmp_path: Path):
     measured = run_trial(GPT, config, device="cpu", steps=2)
     assert predicted is not None
     assert measured.status == "ok", measured.log_tail
-    assert len(measured.losses) == 3
+    assert len(measured.losses) == 4
     assert measured.gradients_sha256
     assert measured.peak_allocated_bytes is not None
     assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.02)
