@@ -67,6 +67,7 @@ class Driver:
         stopped: Why no more trials are run, empty while they are.
         broken: The reason of the crashes that stopped the search.
         finalists: Keys of what runs again in turn; once a round of all of them is done, only those rounds decide.
+        unit: One rounding of the dtype that the model computes in.
         reference: The trial with whose losses others are compared: the first guard that fits, else the first trial.
     """
 
@@ -93,7 +94,7 @@ class Driver:
         self._crashes: list[str] = []
         self._started_s = time.monotonic()
         self._paused = False
-        self._unit = 2.0**-8 if matmul_dtype(setup.recording.step) in ("bfloat16", "float16") else 2.0**-24
+        self.unit = 2.0**-8 if matmul_dtype(setup.recording.step) in ("bfloat16", "float16") else 2.0**-24
         self._draws_random = bool(setup.recording.step.op_rng.any())
 
     # -- what is known ---------------------------------------------------------------------------------------------------
@@ -164,6 +165,16 @@ class Driver:
         """Run the jobs in order."""
         waiting = iter(list(jobs))
         self.drive(lambda: next(waiting, None))
+
+    def aside(self, trial: Trial) -> TrialResult | None:
+        """Run a trial that is no part of the study; None if the search is stopped meanwhile."""
+        self._executor.submit(trial)
+        while not self.control.stopping:
+            for happened in self._executor.wait(_POLL_S):
+                if isinstance(happened, TrialResult) and happened.number == trial.number:
+                    return happened
+        self._executor.cancel(trial.number)
+        return None
 
     def note(self, text: str, *, warning: bool = False) -> None:
         """One line in the log that belongs to no trial."""
@@ -255,7 +266,7 @@ class Driver:
         if self.reference is None or self.setup.goal == "batch":  # other micro-batches without accumulation train on other data
             return result
         tolerance = loss_tolerance(
-            job.scored.choice, self.reference.job.scored.choice, unit=self._unit, draws_random=self._draws_random
+            job.scored.choice, self.reference.job.scored.choice, unit=self.unit, draws_random=self._draws_random
         )
         wrong = tolerance is not None and losses_disagree(result.losses, self.reference.result.losses, tolerance)
         return result.model_copy(update={"status": "unfit", "reason": f"invalid: {wrong}"}) if wrong else result

@@ -9,29 +9,23 @@ another order differs by about √n roundings, which reaches half of the digits 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from memtune.batches import map_tensors, split_batch
 from memtune.cores import cpu_threads
 from memtune.errors import MemtuneError
+from memtune.runtime.no_dropout import no_dropout
 from memtune.technique import Reason
 from memtune.units import format_bytes
 from memtune.workload import Workload
 
 SAMPLES = 4
 _COPIES = 6  # parameters and three gradients, in a dtype up to twice as wide, at the least
-_DROPOUTS = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-    torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, torch.native_dropout,
-}  # fmt: skip
 
 Gradients = list[Tensor | None]
 
@@ -119,7 +113,7 @@ def _gradients(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch
     buffers = [(each, each.clone()) for each in model.buffers()]
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    with _no_dropout(model):
+    with no_dropout(model):
         loss(model, batch).backward()
     found = [each.grad for each in model.parameters()]
     model.zero_grad(set_to_none=True)
@@ -127,30 +121,3 @@ def _gradients(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch
         for buffer, value in buffers:
             buffer.copy_(value)
     return found, not torch.equal(before, torch.random.get_rng_state())
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Functional dropout returns its input; attention drops nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            kwargs.pop("dropout_p", None)
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _no_dropout(model: nn.Module) -> Iterator[None]:
-    """Dropout modules call the functions; recurrent layers have it inside their kernel."""
-    recurrent = [(each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)]
-    for rnn, _ in recurrent:
-        rnn.dropout = 0.0
-    try:
-        with _WithoutDropout():
-            yield
-    finally:
-        for rnn, rate in recurrent:
-            rnn.dropout = rate

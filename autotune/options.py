@@ -63,6 +63,8 @@ class SearchOptions(TargetOptions):
     """Everything but trials: what would be run."""
     repeats: int = 2
     """Further runs of each of the best three, in turn."""
+    certify: bool = True
+    """Hold loss and gradients of the winner against a reference: three short runs at the end."""
     trial_deadline_s: float = 600.0
     """Until there are trials to go by."""
 

@@ -85,8 +85,10 @@ def trial_rows(finished: Sequence[Finished]) -> tuple[dict[str, Any], ...]:
     )  # fmt: skip
 
 
-def tuned_config(driver: Driver, scored: Scored, verdict: Verdict, *, confirmed: Finished | None, study: str) -> TunedConfig:
-    """The config of the winner with measurement, prediction and certificate."""
+def tuned_config(
+    driver: Driver, scored: Scored, verdict: Verdict, *, confirmed: Finished | None, numerics: dict[str, Any], study: str
+) -> TunedConfig:
+    """The config of the winner with measurement, prediction and certificate, to which `numerics` belongs."""
     winner = verdict.winner
     guards = {each.guard: numbers(each) for each in driver.measured() if each.guard}
     guards |= {
@@ -98,7 +100,7 @@ def tuned_config(driver: Driver, scored: Scored, verdict: Verdict, *, confirmed:
         update={
             "measured": {**numbers(winner), "guards": guards},
             "predicted": predicted(driver, scored),
-            "certificate": _certificate(driver, winner, confirmed),
+            "certificate": _certificate(driver, winner, confirmed) | numerics,
             "study": {"name": Path(study).name, "trial": winner.number, "seed": driver.options.seed, "goal": driver.setup.goal},
         }
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from memtune.autotune import events
 from memtune.autotune.candidates import Choice
+from memtune.autotune.certificate import numerics
 from memtune.autotune.driver import Driver, Finished, Job
 from memtune.autotune.guards import Guard, guards
 from memtune.autotune.judge import Verdict, contenders, judge, rounds_disagree
@@ -56,7 +58,7 @@ class Stages:
                 self._largest_batch()
                 self._repeats()
                 verdict, confirmed = self._confirmed()
-                return self._end(verdict, confirmed)
+                return self._end(verdict, confirmed, self._numerics(verdict))
         except MemtuneError as error:
             is_empty = isinstance(error, NothingFits)
             self.log.write(events.SearchFinished(status="nothing_fits" if is_empty else "failed", message=error.what))
@@ -270,6 +272,27 @@ class Stages:
                 return verdict, None
             driver.note(f"{verdict.winner.choice.summary} did not hold in a fresh process; the next best is taken", warning=True)
 
+    def _numerics(self, verdict: Verdict | None) -> dict[str, Any]:
+        """The winner's loss and gradients against the reference's, as far as the search was not stopped before."""
+        driver = self.driver
+        simulated = driver.executor_name == "simulated"
+        if verdict is None or driver.stopped or not driver.options.certify or simulated:
+            return {}
+        found = numerics(driver, verdict.winner.choice)
+        if found.get("agrees") is False:
+            driver.note(
+                f"gradients differ from {found['reference']} by {found['difference']} at {found.get('largest_at', 'the loss')}, "
+                f"more than {found['tolerance']}: look before you train with this config",
+                warning=True,
+            )
+        elif "not_run" in found:
+            driver.note(f"gradients were not compared with a reference: {found['not_run']}", warning=True)
+        else:
+            driver.note(
+                f"gradients of {found['steps']} steps against {found['reference']}: {found.get('difference', 'not compared')}"
+            )
+        return {"numerics": found}
+
     def _unchanged(self, verdict: Verdict) -> Verdict:
         """The verdict with the confirming run among the winner's measurements."""
         winner = next(each for each in self.driver.measured() if each.choice == verdict.winner.choice)
@@ -280,7 +303,7 @@ class Stages:
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
-    def _end(self, verdict: Verdict | None, confirmed: Finished | None) -> SearchOutcome:
+    def _end(self, verdict: Verdict | None, confirmed: Finished | None, certificate: dict[str, Any]) -> SearchOutcome:
         driver, control = self.driver, self.driver.control
         status: Status = "interrupted" if control.interrupted else "stopped" if driver.stopped else "done"
         trials = trial_rows(driver.finished)
@@ -297,7 +320,7 @@ class Stages:
                 exit_code=control.exit_code or 1,
             )  # fmt: skip
         scored = self._scored(verdict)
-        config = tuned_config(driver, scored, verdict, confirmed=confirmed, study=str(self.folder.path))
+        config = tuned_config(driver, scored, verdict, confirmed=confirmed, numerics=certificate, study=str(self.folder.path))
         out = save(config, driver.options.out)
         message = verdict.text + (f" (stopped: {driver.broken})" if driver.broken else "")
         outcome = SearchOutcome(

@@ -7,6 +7,8 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from memtune.executors.evidence import GradientRecord
+
 Status = Literal["ok", "oom", "timeout", "crash", "unfit"]
 
 
@@ -34,6 +36,12 @@ class Trial(BaseModel):
     deadline_s: float = 300.0
     fingerprint: bool = True
     """Hash the gradients of the first step."""
+    gradient_steps: int = 0
+    """Of so many first steps every gradient is told of (`TrialResult.gradients`)."""
+    deterministic: bool = False
+    """Use torch's deterministic algorithms where there are any."""
+    dropout: bool = True
+    """Off: drop nothing, so that runs that cut their batch differently can be compared."""
     env: dict[str, str] = {}
     """Environment of the trial's processes beyond the parent's (what `Technique.env` asks for)."""
 
@@ -60,6 +68,8 @@ class TrialResult(BaseModel):
     losses: list[float] = []
     """Global loss of each step, warm-up included."""
     gradients_sha256: str | None = None
+    gradients: list[dict[str, GradientRecord]] = []
+    """Of the first steps, by parameter; only where the trial was asked for it."""
     memory_by_kind: dict[str, int] = {}
     """Device bytes of the heaviest rank at its peak: parameters, gradients, optimizer, buffers, activations and temporaries."""
     audit: dict[str, Any] = {}

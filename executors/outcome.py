@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memtune.executors.base import Status, Trial, TrialResult
+from memtune.executors.evidence import GradientRecord
 
 TAIL_LINES, REASON_CHARS = 40, 400
 _HINTS = {
@@ -34,6 +35,7 @@ class RankRecord(BaseModel):
     step_s_all: list[float] = []
     losses: list[float] = []
     gradients_sha256: str | None = None
+    gradients: list[dict[str, GradientRecord]] = []
     memory_by_kind: dict[str, int] = {}
     audit: dict[str, Any] = {}
     link_bytes: dict[str, int] = {}
@@ -166,6 +168,7 @@ def merge(trial: Trial, records: Mapping[int, RankRecord], wall_s: float, leftov
         step_s_all=steps_s,
         samples_per_s=samples / step_s if samples and step_s else None,
         losses=first.losses,
+        gradients=first.gradients,
         gradients_sha256=next((record.gradients_sha256 for record in ranks if record.gradients_sha256), None),
         memory_by_kind=heaviest.memory_by_kind,
         audit=audit,

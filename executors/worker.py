@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from memtune.batches import split_batch
 from memtune.config import load_config
 from memtune.errors import MemtuneError
 from memtune.executors.base import Trial
+from memtune.executors.evidence import GradientRecord, gradient_records
 from memtune.runtime.ledger import Ledger
+from memtune.runtime.no_dropout import no_dropout
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
@@ -60,6 +63,7 @@ class _Measured:
     peak_allocated: int = 0
     peak_reserved: int = 0
     gradients_sha256: str | None = None
+    gradients: list[dict[str, GradientRecord]] = field(default_factory=list)
     link_bytes: dict[str, int] = field(default_factory=dict)
 
     def note_peaks(self, ledger: Ledger) -> None:
@@ -75,6 +79,9 @@ def run(rank: _Rank) -> dict[str, Any]:
         MemtuneError: The config or the workload cannot be used.
     """
     trial = rank.trial
+    if trial.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if rank.world > 1:
         dist.init_process_group(
             "nccl" if trial.device == "cuda" else "gloo",
@@ -92,11 +99,12 @@ def run(rank: _Rank) -> dict[str, Any]:
     ledger.watch(model, tuned.optimizer)
     ledger.reset_peak()  # the peak is that of the steps: a model cast to bf16 needed more while it was built
     measured = _Measured()
-    if trial.fingerprint:
-        _hash_first_gradients(rank, tuned, model, ledger, measured)
-    for step in range(trial.warmup_steps + trial.steps):
-        rank.say(stage=f"step {step + 1}/{trial.warmup_steps + trial.steps}", device_bytes=ledger.live_bytes())
-        _step(rank, workload, tuned, step, measured)
+    if trial.fingerprint or trial.gradient_steps:
+        _look_at_gradients(rank, tuned, model, ledger, measured)
+    with nullcontext() if trial.dropout else no_dropout(model):
+        for step in range(trial.warmup_steps + trial.steps):
+            rank.say(stage=f"step {step + 1}/{trial.warmup_steps + trial.steps}", device_bytes=ledger.live_bytes())
+            _step(rank, workload, tuned, step, measured)
     measured.note_peaks(ledger)
     samples = _micro_batch(rank, workload, tuned) * tuned.config.settings.execution.accumulate * rank.world
     return {**_record(tuned, ledger, measured), "samples_per_step": samples}
@@ -106,7 +114,7 @@ def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module]:
     torch.manual_seed(rank.trial.seed)
     model = prepare_model(workload.build_model().to(rank.device)).train()
     optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
-    if rank.trial.fingerprint:
+    if rank.trial.fingerprint or rank.trial.gradient_steps:
         _reserve_first_hook(optimizer)
     tuned = apply(model, optimizer, load_config(rank.trial.config), loss=workload.loss)
     return tuned, model
@@ -118,19 +126,27 @@ _FIRST_HOOK: dict[int, Any] = {}
 
 def _reserve_first_hook(optimizer: torch.optim.Optimizer) -> None:
     def first(*args: Any) -> None:
-        action = _FIRST_HOOK.pop(id(optimizer), None)
+        action = _FIRST_HOOK.get(id(optimizer))
         if action is not None:
             action()
 
     optimizer.register_step_pre_hook(first)
 
 
-def _hash_first_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledger, measured: _Measured) -> None:
+def _look_at_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledger, measured: _Measured) -> None:
+    """What is to be told of the gradients is taken just before each of the first optimizer steps."""
+    trial = rank.trial
+
     def action() -> None:
         measured.note_peaks(ledger)
         with tier(HOST), torch.no_grad():
-            measured.gradients_sha256 = gradients_sha256(model)
+            if trial.fingerprint and measured.gradients_sha256 is None:
+                measured.gradients_sha256 = gradients_sha256(model)
+            if len(measured.gradients) < trial.gradient_steps:
+                measured.gradients.append(gradient_records(model))
         ledger.reset_peak()
+        if len(measured.gradients) == trial.gradient_steps:
+            del _FIRST_HOOK[id(tuned.optimizer)]
 
     _FIRST_HOOK[id(tuned.optimizer)] = action
 
@@ -204,6 +220,7 @@ def _record(tuned: Tuned, ledger: Ledger, measured: _Measured) -> dict[str, Any]
         "step_s_all": measured.step_s,
         "losses": measured.losses,
         "gradients_sha256": measured.gradients_sha256,
+        "gradients": [{name: each.model_dump() for name, each in step.items()} for step in measured.gradients],
         "memory_by_kind": {kind.name.lower(): n for kind, n in ledger.peak_breakdown().items() if n},
         "audit": tuned.audit(),
         "link_bytes": measured.link_bytes,

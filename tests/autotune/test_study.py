@@ -481,6 +481,10 @@ def test_real_trials_on_this_machine(monkeypatch: pytest.MonkeyPatch):
     certificate = load_config("tuned.yaml").certificate
     assert certificate["confirmed_in_fresh_process"]
     assert certificate["largest_relative_loss_difference"] < 1e-5
+    numerics = certificate["numerics"]
+    assert numerics["agrees"] is True, numerics
+    assert numerics["reference_against_itself"] == "equal to the bit"
+    assert numerics["steps"] == 2
 
 
 def test_every_error_is_one_of_ours():

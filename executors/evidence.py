@@ -1,0 +1,95 @@
+"""What a trial tells of its gradients, so that two runs can be compared without holding two models, or any gradient, at once.
+
+Of each gradient: a SHA-256, which shows equal bits; its norm; and a *sketch*, a random projection to `BUCKETS` numbers that is
+the same in every run. Sketches of two gradients differ by about as much as the gradients do: the squared distance is right on
+average, and within a factor of two of it (Charikar et al. 2002, count sketch, ICALP). A file of all gradients would be exact,
+but as large as the model for each step.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+BUCKETS = 32
+_ROWS = 1 << 16
+"""Rows of BUCKETS numbers that are turned into float64 at a time."""
+
+
+class GradientRecord(BaseModel):
+    """One gradient, as a trial tells of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sha256: str
+    elements: int
+    norm: float
+    sketch: str
+    """BUCKETS little-endian float64 numbers in base64."""
+
+    @property
+    def projected(self) -> npt.NDArray[np.float64]:
+        """(BUCKETS,) the sketch.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        return np.frombuffer(base64.b64decode(self.sketch, validate=True), "<f8", BUCKETS)
+
+
+def gradient_records(model: nn.Module) -> dict[str, GradientRecord]:
+    """Every gradient of `model` by the parameter's name, whole tensors; all ranks call it."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            found[name.removeprefix("module.")] = _record(
+                gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            )
+    return found
+
+
+def _record(gradient: Tensor) -> GradientRecord:
+    data = gradient.detach().cpu().contiguous().reshape(-1)
+    digest = hashlib.sha256(f"{tuple(gradient.shape)}{data.dtype}".encode())
+    digest.update(data.view(torch.uint8).numpy().data)
+    sketch, square = np.zeros(BUCKETS), 0.0
+    signs = np.random.default_rng(0)
+    for part in data.split(_ROWS * BUCKETS):
+        rows = np.zeros((-(-len(part) // BUCKETS), BUCKETS))
+        rows.reshape(-1)[: len(part)] = part.double().numpy()
+        square += float(np.einsum("ij,ij->", rows, rows))
+        sketch += (2.0 * signs.integers(0, 2, len(rows)) - 1.0) @ rows
+    encoded = base64.b64encode(sketch.astype("<f8").tobytes()).decode()
+    return GradientRecord(sha256=digest.hexdigest(), elements=len(data), norm=math.sqrt(square), sketch=encoded)
+
+
+def largest_difference(mine: Mapping[str, GradientRecord], theirs: Mapping[str, GradientRecord]) -> tuple[float, str]:
+    """The parameter whose gradients differ most, and by how much: 0 where all are equal to the bit.
+
+    A difference is relative to the gradient's norm, or to the part of the whole gradient's norm that so many numbers have on
+    average, if that is larger: some gradients are zero but for rounding (of a bias in front of a norm).
+
+    Raises:
+        ValueError: The two have gradients of different parameters, or a sketch is damaged.
+    """
+    if mine.keys() != theirs.keys():
+        raise ValueError(f"only one run has a gradient of {sorted(mine.keys() ^ theirs.keys())[0]}")
+    per_number = math.sqrt(sum(each.norm**2 for each in theirs.values()) / max(sum(each.elements for each in theirs.values()), 1))
+    worst = (0.0, "")
+    for name, other in theirs.items():
+        if mine[name].sha256 == other.sha256:
+            continue
+        distance = float(np.linalg.norm(mine[name].projected - other.projected))
+        scale = max(other.norm, per_number * math.sqrt(other.elements))
+        relative = math.inf if math.isnan(distance) else distance / scale if scale else math.inf if distance else 0.0
+        worst = max(worst, (relative, name))
+    return worst
