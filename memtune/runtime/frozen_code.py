@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.runtime import transfer
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.tape import BATCH_NORMS, Call, Outside, Slot, Tape

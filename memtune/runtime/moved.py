@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.runtime import transfer
 
 

@@ -71,6 +71,26 @@ def test_gradients_are_equal_to_the_bit_with_and_without_input_gradient(claim: A
         assert of_input is None or torch.equal(x.grad, of_input)
 
 
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_inputs_that_are_one_tensor_are_one_the_second_time(claim: Any) -> None:
+    """Self-attention projects query, key and value at once if they are the same object, else one by one."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x.sin(), *[x.cos()] * 2)[0] + self.attention(*[x.sin()] * 3)[0]
+
+    x = torch.randn(4, 5, 16)
+    torch.manual_seed(0)
+    model = Attends()
+    wanted = gradients(model, x)
+    table_on(model, claim)
+    assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
+
+
 def test_numbers_drawn_after_a_kept_op_that_draws_are_the_same_again() -> None:
     """As behind fused attention with dropout: what is kept does not draw in the second run, what follows must not notice."""
 
