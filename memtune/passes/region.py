@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.program import I32, I64, Kind, Phase, Step
 from memtune.schedule import OpGraph
 
-BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
+_BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 """They update running statistics, which a second run leaves alone: so it may happen."""
 
 
@@ -21,6 +22,8 @@ class Region:
     graph: OpGraph
     rows: I32
     """(n,) row of the step for each op."""
+    carried: tuple[tuple[int, ...], ...]
+    """(n,) rows that follow each op wherever it runs first: a gradient is added to the one of earlier micro-batches."""
     storages: I32
     """(m,) storage of the step for each value."""
     outside_until: I32
@@ -49,14 +52,27 @@ def region_of(step: Step) -> Region | str:
     backward = np.flatnonzero(inside).astype(np.int32)
     if not len(backward):
         return "no backward of the model was seen"
-    between = step.op_phase[backward[0] : backward[-1] + 1]
-    if len(between) != len(backward) or (step.op_group > 0).any():
+    if (step.op_group > 0).any():
+        return "ranks exchange data in the middle of the step"
+    adds = _added_gradients(step)
+    others = (step.op_phase == Phase.BACKWARD) & ~inside & ~adds
+    if others[backward[0] : backward[-1]].any():
         return "other code runs in the middle of the model's backward"
-    rows = np.concatenate([forward, backward])
-    return _region(step, rows, len(forward))
+    carried: dict[int, list[int]] = {}
+    for row in np.flatnonzero(adds).tolist():
+        carried.setdefault(int(np.searchsorted(backward, row)) - 1 + len(forward), []).append(row)
+    return _region(step, np.concatenate([forward, backward]), len(forward), carried)
 
 
-def _region(step: Step, rows: I32, n_forward: int) -> Region:
+def _added_gradients(step: Step) -> npt.NDArray[np.bool_]:
+    """(n,) ops that add a gradient to the one that is there."""
+    mutates = (step.use_mutates == 1) & (step.kind[step.use_storage] == Kind.GRADIENT) & (step.producer[step.use_storage] < 0)
+    found = np.zeros(step.n_ops, bool)
+    found[step.use_op[mutates]] = True
+    return found & (step.op_phase == Phase.BACKWARD)
+
+
+def _region(step: Step, rows: I32, n_forward: int, carried: dict[int, list[int]]) -> Region:
     n_ops = len(rows)
     op_at = np.full(step.n_ops + 1, -1, np.int32)  # the last entry serves producer -1
     op_at[rows] = np.arange(n_ops, dtype=np.int32)
@@ -72,35 +88,44 @@ def _region(step: Step, rows: I32, n_forward: int) -> Region:
     mutates = (step.use_mutates == 1) & (use_op >= 0)
     writes = _grouped(use_op[mine & mutates], use_value[mine & mutates], n_ops)
     names = tuple(step.names[name] for name in step.op_name[rows])
-    abroad = {int(op) for op in use_op[mutates & (use_value < 0)] if names[op] not in BATCH_NORMS}
+    abroad = {int(op) for op in use_op[mutates & (use_value < 0)] if names[op] not in _BATCH_NORMS}
     random = frozenset(np.flatnonzero(step.op_rng[rows]).tolist())
     once = frozenset(abroad | set(np.flatnonzero(step.op_group[rows] > 0).tolist()))
     graph = OpGraph(names, n_forward, makes, reads, writes, random, once)
-    return _with_bytes(step, graph, rows, storages, value_of)
+    along = tuple(tuple(carried.get(op, ())) for op in range(n_ops))
+    return _with_bytes(step, graph, rows, along, storages, value_of)
 
 
-def _with_bytes(step: Step, graph: OpGraph, rows: I32, storages: I32, value_of: I32) -> Region:
+def _with_bytes(
+    step: Step, graph: OpGraph, rows: I32, carried: tuple[tuple[int, ...], ...], storages: I32, value_of: I32
+) -> Region:
     scratch = np.zeros(step.n_ops, np.int64)
     workspace = (step.kind == Kind.WORKSPACE) & (step.producer >= 0)
     np.add.at(scratch, step.producer[workspace], step.bytes[workspace])
     plain = step.live_bytes() - _live_of(step, storages)
     between = plain[rows[graph.n_forward - 1] + 1 : rows[graph.n_forward]].max(initial=0)
+    until = _outside_until(step, graph, rows, carried, storages, value_of)
     return Region(
-        graph, rows, storages, _outside_until(step, graph, rows, storages, value_of), scratch[rows], (plain - scratch)[rows],
+        graph, rows, carried, storages, until, scratch[rows], (plain - scratch)[rows],
         int(between), step.bytes[storages],
     )  # fmt: skip
 
 
-def _outside_until(step: Step, graph: OpGraph, rows: I32, storages: I32, value_of: I32) -> I32:
+def _outside_until(
+    step: Step, graph: OpGraph, rows: I32, carried: tuple[tuple[int, ...], ...], storages: I32, value_of: I32
+) -> I32:
     """By whom else a value is held, told from what ops outside read and from what lives on when the region is through."""
     first, last = int(rows[graph.n_forward - 1]), int(rows[graph.n_forward])
+    where = np.full(step.n_ops, -1, np.int32)  # region op that an outside op goes with, n_ops for what comes after
+    where[first:last] = graph.n_forward - 1
+    where[last:] = graph.n_ops
+    where[rows] = -1
+    for op, along in enumerate(carried):
+        where[list(along)] = op
     until = np.full(len(storages), -1, np.int32)
-    is_mine = np.zeros(step.n_ops, bool)
-    is_mine[rows] = True
     value = value_of[step.use_storage]
-    read = (value >= 0) & ~is_mine[step.use_op] & (step.use_op > first)
-    until[value[read & (step.use_op < last)]] = graph.n_forward - 1
-    until[value[read & (step.use_op > last)]] = graph.n_ops
+    read = (value >= 0) & (where[step.use_op] >= 0)
+    np.maximum.at(until, value[read], where[step.use_op[read]])
     held = step.held_until[storages]
     until[(held > first) & (until < 0) & (np.asarray(graph.maker, np.int32) < graph.n_forward)] = graph.n_forward - 1
     until[held > rows[-1]] = graph.n_ops

@@ -90,6 +90,8 @@ class _Captured:
     guards: Guards
     call: Callable[..., Tape]
     """Captures it once more, for other gradients."""
+    token: Tensor
+    """Flows from one node to the other, and back."""
     codes: dict[Any, _Coded]
     """Code by what the gradients look like that flow in; the forward is the same in all."""
 
@@ -110,8 +112,6 @@ class FrozenRegion:
 
     def __init__(self, module: nn.Module, schedule: Schedule, device: torch.device) -> None:
         self.module, self.schedule, self.runs = module, schedule, Runs()
-        self.token = torch.zeros((), device=device)
-        """Flows from one node to the other, and back."""
         self._device = device
         self._captured: dict[Any, _Captured | str] = {}
         self._original: Callable[..., Any] = module.forward
@@ -171,7 +171,9 @@ class FrozenRegion:
                 continue
             why = self._differs(tape)
             if not why:
-                return _Captured(tape, Guards(self.module), call, {_like(tape): self._coded(tape)})
+                return _Captured(
+                    tape, Guards(self.module), call, torch.zeros((), device=self._device), {_like(tape): self._coded(tape)}
+                )
         return why
 
     def _differs(self, tape: Tape) -> str:
@@ -235,7 +237,7 @@ class _Run:
     """One forward of a region and the backward that follows it."""
 
     def __init__(self, region: FrozenRegion, captured: _Captured) -> None:
-        self.region, self._captured = region, captured
+        self.region, self._captured, self.token = region, captured, captured.token
         self._state: list[Tensor] = captured.guards.tensors()
         self.inputs: list[Any] = []
         self.outputs: tuple[Tensor, ...] = ()
@@ -262,7 +264,7 @@ class _Run:
         self.inputs = []
         self._saved = [saved]
         self._versions = self._sum_of_versions()
-        return self.region.token.detach()
+        return self.token.detach()
 
     def _sum_of_versions(self) -> int:
         saved = sum(each._version for each in self._saved[0] if isinstance(each, Tensor))
@@ -389,4 +391,4 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         run = ctx.run
         run.gradients = {n: g for n, g in zip(ctx.numbers, gradients, strict=True) if g is not None}
-        return None, run.region.token
+        return None, run.token

@@ -88,6 +88,7 @@ class _Writer:
         self._owed = Counter(slot.of for slot in gradients if isinstance(slot.of, int))
         """Value → how often it is still to be handed out as a gradient."""
         self._held_back: set[int] = set()
+        self._due: list[tuple[int, Slot]] = []
 
     def text(self) -> str:
         """Both functions."""
@@ -128,6 +129,7 @@ class _Writer:
             self._lines += [
                 f"del {_name(each)}" for each, when in last.items() if when == at and each.kind in ("input", "gradient")
             ]
+        self._land()
         gradients = [self._view(slot) for _, slot in self._tape.input_gradients]
         read = {each for each in self._read_outside(steps) | set(last) if each.kind != "input"}
         given = [f"{_name(each)} = g[{each.number}]" for each in read if each.kind == "gradient"]
@@ -168,6 +170,7 @@ class _Writer:
             self._drop(f"h{step.of}")
 
     def _compute(self, op: int) -> None:
+        self._land()
         call, again, made = self._tape.calls[op], op in self._ran, self._tape.graph.makes[op]
         line = f"{self._target(call, made)}{self._call(call, again)}"
         if op in self._tape.graph.random and self._times[op] > 1:
@@ -184,10 +187,12 @@ class _Writer:
         self._held_back.difference_update(made)
         if not again:
             self._ran.add(op)
-            self._land(op)
+            self._due = self._landings.get(op, [])
 
-    def _land(self, op: int) -> None:
-        for parameter, gradient in self._landings.get(op, ()):
+    def _land(self) -> None:
+        """Put in place the gradients that the last op completed, once what it alone had needed is let go."""
+        due, self._due = self._due, []
+        for parameter, gradient in due:
             self._lines.append(f"land({parameter}, {self._view(gradient)})")
             if isinstance(gradient.of, int):
                 self._owed[gradient.of] -= 1
