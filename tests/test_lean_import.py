@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SEARCH_ONLY = {"ray", "optuna", "rich", "textual", "typer", "psutil", "filelock", "sqlalchemy"}
+SEARCH_ONLY = {"ray", "optuna", "rich", "textual", "typer", "psutil", "filelock", "sqlalchemy", "scipy"}
 NOT_LIGHT = {"cli", "tui", "testing", "__main__"}
 
 

@@ -69,7 +69,8 @@ def _added_gradients(step: Step) -> npt.NDArray[np.bool_]:
     mutates = (step.use_mutates == 1) & (step.kind[step.use_storage] == Kind.GRADIENT) & (step.producer[step.use_storage] < 0)
     found = np.zeros(step.n_ops, bool)
     found[step.use_op[mutates]] = True
-    return found & (step.op_phase == Phase.BACKWARD)
+    found &= step.op_phase == Phase.BACKWARD
+    return found
 
 
 def _region(step: Step, rows: I32, n_forward: int, carried: dict[int, list[int]]) -> Region:

@@ -29,6 +29,7 @@ from memtune.runtime.frozen_code import Code, LayoutError, generate
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.tape import CaptureError, GradientLike, Outside, Slot, Tape, autocast_state, capture, no_autocast, shapes_of
+from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Schedule, wrong_with
 
 _MOST_CAPTURES = 16
@@ -171,10 +172,12 @@ class FrozenRegion:
                 continue
             why = self._differs(tape)
             if not why:
-                return _Captured(
-                    tape, Guards(self.module), call, torch.zeros((), device=self._device), {_like(tape): self._coded(tape)}
-                )
+                return _Captured(tape, Guards(self.module), call, self._token(), {_like(tape): self._coded(tape)})
         return why
+
+    def _token(self) -> Tensor:
+        with tier(HOST):  # it is none of the model's bytes
+            return torch.zeros((), device=self._device)
 
     def _differs(self, tape: Tape) -> str:
         if tape.graph.sha256 != self.schedule.graph:

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.calls import Calls
 from memtune.program import FOREVER, Kind, Program, Step, Tier
-from memtune.runtime import activations, moved, random_state, tiled_loss, transfer
+from memtune.runtime import activations, frozen, frozen_code, moved, random_state, tiled_loss, transfer
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context, Snapshot
 from memtune.runtime.kept import Keep
+from memtune.schedule import plain_schedule
 from memtune.technique import Technique
 
 Check = Literal["drift", "training", "untouched"]
@@ -241,7 +242,47 @@ def _state_on_device(step: Step) -> Step:
     return replace(step, tier=tier)
 
 
+# -- of frozen schedules -----------------------------------------------------------------------------------------------------
+
+
+def _schedule_loses_repetitions(technique: type[Technique]) -> AbstractContextManager[Any]:
+    module = sys.modules[technique.__module__]
+    original = module.run_schedule
+    return patch.object(module, "run_schedule", lambda step, region, _: original(step, region, plain_schedule(region.graph)))
+
+
+def _nothing_is_let_go(technique: type[Technique]) -> AbstractContextManager[Any]:
+    original = frozen_code.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(frozen_code._Writer, "_drop", lambda self, name: self._there.pop(name)):
+            return original(*args, **kwargs)
+
+    return patch.object(frozen, "generate", generate)
+
+
+def _gradient_is_wrong(technique: type[Technique]) -> AbstractContextManager[Any]:
+    original = frozen.put_in_place
+    return patch.object(frozen, "put_in_place", lambda parameter, gradient: original(parameter, gradient + 1))
+
+
+def _statistics_twice(technique: type[Technique]) -> AbstractContextManager[Any]:
+    return patch.object(frozen_code, "BATCH_NORMS", frozenset())
+
+
+def _of_schedule() -> list[Mutation]:
+    return [
+        Mutation("rewrite runs nothing again", "drift", _schedule_loses_repetitions),
+        Mutation("a schedule's values are not let go", "drift", _nothing_is_let_go),
+        Mutation("a gradient is wrong", "training", _gradient_is_wrong),
+        Mutation("the random state is not put back", "training", _no_random_state, needs="gpt"),
+        Mutation("BatchNorm's statistics are updated twice", "training", _statistics_twice, needs="cnn_bn"),
+    ]
+
+
 def _of_recompute(technique: type[Technique]) -> list[Mutation]:
+    if hasattr(sys.modules[technique.__module__], "run_schedule"):
+        return _of_schedule()
     return [
         Mutation("apply drops a claim", "drift", _dropped_claim("claim_recompute")),
         Mutation("rewrite recomputes one block less", "drift", _one_block_less),

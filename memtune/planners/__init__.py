@@ -1,0 +1,1 @@
+"""Planners: pure functions from numbers to decisions."""

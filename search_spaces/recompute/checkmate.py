@@ -1,0 +1,167 @@
+"""Compute any op of the model again, as often as it pays, by an integer program over the whole step (Jain et al. 2020)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.errors import ApplyError
+from memtune.passes.region import Region, region_of
+from memtune.passes.schedule import run_schedule
+from memtune.program import Program, Step
+from memtune.runtime.context import Context
+from memtune.runtime.frozen import FrozenRegion
+from memtune.schedule import Schedule, wrong_with
+from memtune.search_spaces import NULL_KINDS
+from memtune.search_spaces.recompute._checkmate import Found, schedule_for
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.units import format_bytes
+
+_ALONE = ("offload.activations", "sharding.states", "sharding.communication", "sharding.parallel", "split")
+_BY_DATA = {
+    "aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default", "aten.unique_dim.default",
+    "aten.bincount.default", "aten.all.default", "aten.any.default", "aten.equal.default",
+}  # fmt: skip
+"""Ops by which code learns something of its data: what runs after them is not known before."""
+_NOT_ON_FAKE = {"aten.mkldnn_rnn_layer.default"}
+
+
+class Checkmate(Technique):
+    """Trades op runs for bytes anywhere in the model: what runs again, how often, and what is let go early, is one program.
+
+    The model's ops, forward and backward, are joined to a few nodes; Checkmate's program over them is relaxed, rounded and
+    improved, or solved exactly. A frozen schedule then takes the place of the model's forward and backward.
+
+    Distinguishing test: the measured peak is the schedule's, to the byte, and values are made three times and more where
+    that pays.
+    """
+
+    kind: Literal["checkmate"] = "checkmate"
+    slot: ClassVar[str] = "recompute"
+    title: ClassVar[str] = "Recompute by an integer program over all ops"
+    source: ClassVar[str] = "Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    budget_bytes: Annotated[int, Field(gt=0)] | None = None
+    """Peak to stay within; less frees more and recomputes more. Left out: all the memory that the target gives."""
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """In place of bytes: 0 is the smallest peak that was found, 1 the peak without recomputation."""
+    nodes: Annotated[int, Field(ge=4, le=80)] = 24
+    """Stretches of ops that are decided on: more decide finer and take longer to solve, 24 about a second."""
+    solver: Literal["approx", "exact"] = "approx"
+    """`approx`: linear program, rounded; `exact`: then the integer program as well, for up to a minute for each budget."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs a budget that plain training exceeds and a schedule meets, and a model whose ops do not depend on its data."""
+        reason = self._cannot_run(program.step, target)
+        if reason is not None:
+            return reason
+        if self.budget_bytes is not None and self.share is not None:
+            return Reason("budget_bytes and share both say what the budget is", "give one of them")
+        budget = self.budget_bytes or target.budget_bytes
+        if budget is None and self.share is None:
+            return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}")
+        if self.share is None and budget is not None and program.step.peak_bytes() <= budget:
+            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+        found = self._found(program.step, target)
+        if isinstance(found, str):
+            return Reason(found, "recompute: {kind: planned}")
+        if not found.is_within:
+            return Reason(
+                f"no schedule was found within {format_bytes(found.budget_bytes)}: the smallest needs "
+                f"{format_bytes(found.peak_bytes)}",
+                "a smaller micro-batch, or sharding or offload of what is not an activation",
+            )
+        if found.again_s == 0:
+            return Reason("nothing could be let go that is worth computing again", "recompute: {kind: none}")
+        return None
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """The schedule: what runs when, what runs again, and what is let go after which op; with what it frees and costs."""
+        if self.share is None and (self.budget_bytes or target.budget_bytes) is None:
+            raise ApplyError(
+                "recompute: {kind: checkmate} has no budget to plan for.", fix="give budget_bytes or share", code="MT316"
+            )
+        found = self._found(program.step, target)
+        if isinstance(found, str):
+            raise ApplyError(f"recompute: {{kind: checkmate}} finds nothing to plan: {found}.", code="MT316")
+        return Plan(
+            decisions={
+                "schedule": found.schedule.to_plain(),
+                "peak_bytes": found.peak_bytes,
+                "plain_bytes": found.plain_bytes,
+                "again_s": round(found.again_s, 9),
+            }
+        )
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """The model's ops in the order of the schedule."""
+        region, schedule = region_of(program.step), _schedule(plan)
+        wrong = region if isinstance(region, str) else wrong_with(region.graph, schedule)
+        if not isinstance(region, Region) or wrong:
+            raise ApplyError("the plan's schedule is for another model.", evidence=f"{wrong}.", fix=_SEARCH, code="MT316")
+        return program.with_step(run_schedule(program.step, region, schedule))
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Put the executor of the schedule in the place of the model's forward; the audit asks whether it ran."""
+        frozen = FrozenRegion(context.model, _schedule(plan), context.device)
+        frozen.install()
+        context.checks["recompute"] = lambda: _check(frozen)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """The budget, and how it is solved for."""
+        budget = self.budget_bytes or target.budget_bytes
+        asked: Any = f"share {self.share}" if self.share is not None else budget or "no budget"
+        return {"activations.recompute": {"checkmate": asked, "nodes": self.nodes, "solver": self.solver}}
+
+    def _cannot_run(self, step: Step, target: Target) -> Reason | None:
+        if target.compiled:
+            return Reason("a schedule takes the place of the model's own code, compiled or not", "execution.compile: false")
+        for slot in _ALONE:
+            if slot in target.chosen and target.chosen[slot].kind != NULL_KINDS[slot]:
+                return Reason(
+                    f"the schedule is of the whole model, which {slot} changes", f"{slot}: {{kind: {NULL_KINDS[slot]}}}"
+                )
+        region = region_of(step)
+        if isinstance(region, str):
+            return Reason(region, "recompute: {kind: planned}")
+        odd = next((name for name in region.graph.names if name in _BY_DATA), None)
+        if odd is not None:
+            return Reason(f"{odd} runs in the model: what follows may depend on the data", "recompute: {kind: planned}")
+        odd = next((name for name in region.graph.names if name in _NOT_ON_FAKE), None)
+        if odd is not None:
+            return Reason(f"what {odd} keeps for backward is not known before it runs", "recompute: {kind: planned}")
+        return None
+
+    def _found(self, step: Step, target: Target) -> Found | str:
+        budget = None if self.share is not None else self.budget_bytes or target.budget_bytes
+        exact_s = 60.0 if self.solver == "exact" else 0.0
+        return schedule_for(step, target.hardware, budget, self.share or 0.0, self.nodes, exact_s)
+
+
+_SEARCH = "memtune search  writes it with the config; or choose recompute: {kind: full}"
+
+
+def _schedule(plan: Plan) -> Schedule:
+    try:
+        return Schedule.from_plain(plan.decisions["schedule"], made_by="checkmate")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ApplyError(
+            "this recompute technique needs a plan: its schedule.",
+            evidence="The config has none, or it is damaged.",
+            fix=_SEARCH,
+            code="MT316",
+        ) from error
+
+
+def _check(frozen: FrozenRegion) -> dict[str, Any]:
+    runs = frozen.runs
+    if not frozen.is_installed:
+        raise ApplyError("the model should run by a schedule, but its forward was replaced.", code="MT313")
+    if runs.plain and not runs.frozen:
+        raise ApplyError(
+            "the model ran without its schedule.", evidence=f"{runs.why_plain[:1].upper()}{runs.why_plain[1:]}.",
+            fix="search again with the model as it is now, or choose recompute: {kind: planned}", code="MT313",
+        )  # fmt: skip
+    return {"frozen_runs": runs.frozen, "plain_runs": runs.plain, "why_plain": runs.why_plain}

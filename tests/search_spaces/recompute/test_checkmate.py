@@ -1,0 +1,134 @@
+"""Checkmate: any op again, as often as it pays, within a budget; the measured peak is the schedule's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+import torch
+from zoo_paths import ZOO
+
+from memtune._apply import Tuned, apply
+from memtune.errors import ApplyError
+from memtune.runtime import shim
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.loop import train_step
+from memtune.runtime.tiers import HOST, tier
+from memtune.schedule import Schedule
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.recompute.checkmate import Checkmate
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
+from memtune.technique import Target
+from memtune.testing import TechniqueSuite, rewritten
+from memtune.testing.drift import plain_program, recorded, target_of
+from memtune.testing.training import build, config_of, one_step, settings_of
+
+
+class TestCheckmate(TechniqueSuite):
+    technique = Checkmate
+    models: ClassVar = {name: ZOO[name] for name in ("gpt", "cnn_bn")}
+    variants = (Checkmate(share=0.0, nodes=16),)
+    quick = ("gpt",)
+
+    @classmethod
+    def default(cls) -> Checkmate:
+        return Checkmate(share=0.0, nodes=16)
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        del vars(tuned._context.model)["forward"]
+        return True
+
+    @pytest.mark.parametrize("share", [0.25, 0.6])
+    def test_the_recorded_peak_is_the_schedules_and_within_the_budget(self, share: float) -> None:
+        technique = Checkmate(share=share, nodes=16)
+        program = plain_program(ZOO["gpt"])
+        plan = technique.plan(program, target_of(technique))
+        low, high = (self.peak(Checkmate(share=end, nodes=16)) for end in (0.0, 1.0))
+        assert high == program.step.peak_bytes()
+        assert plan.decisions["peak_bytes"] <= int(low + share * (high - low))
+        assert plan.decisions["peak_bytes"] == rewritten(ZOO["gpt"], technique).peak_bytes()
+        assert plan.decisions["peak_bytes"] == recorded(ZOO["gpt"], technique).peak_bytes()
+
+    def peak(self, technique: Checkmate) -> int:
+        return int(technique.plan(plain_program(ZOO["gpt"]), target_of(technique)).decisions["peak_bytes"])
+
+    def test_some_ops_run_three_times_in_all_where_that_saves(self) -> None:
+        plan = self.default().plan(plain_program(ZOO["gpt"]), target_of())
+        times = Counter(Schedule.from_plain(plan.decisions["schedule"]).computes())
+        assert max(times.values()) >= 3
+
+    def test_the_integer_program_is_never_dearer(self) -> None:
+        program = plain_program(ZOO["tied"])
+        approx, exact = (
+            technique.plan(program, target_of(technique)).decisions
+            for technique in (Checkmate(share=0.3, nodes=8), Checkmate(share=0.3, nodes=8, solver="exact"))
+        )
+        assert exact["again_s"] <= approx["again_s"]
+
+    @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+    @pytest.mark.parametrize("model", ["gpt", "lora"])
+    def test_measured_peak_is_the_schedules_to_the_byte(self, model: str) -> None:
+        technique = Checkmate(share=0.3, nodes=16)
+        config = config_of(ZOO[model], technique)
+        ledger = Ledger.open("cpu")
+        try:
+            empty = ledger.live_bytes()
+            workload, net, optimizer = build(ZOO[model])
+            tuned = apply(net, optimizer, config, strict=False)
+            one_step(workload, net, optimizer, tuned, seed=1, micro_batches=1)  # captures
+            ledger.reset_peak()
+            with tier(HOST):
+                batches = [workload.make_batch(2)]
+            train_step(tuned.model, optimizer, workload.loss, batches, torch.device("cpu"))
+            assert ledger.peak_allocated_bytes() - empty == config["plan"]["recompute"]["peak_bytes"]
+        finally:
+            ledger.close()
+
+
+REFUSED = {
+    "moe": (Checkmate(share=0.5), "aten.nonzero.default"),
+    "lstm": (Checkmate(share=0.5), "mkldnn_rnn_layer"),
+    "hf_llama": (Checkmate(share=0.5), "depend on the data"),
+    "gpt": (Checkmate(), "no budget"),
+    "tied": (Checkmate(budget_bytes=1), "the smallest needs"),
+    "lora": (Checkmate(budget_bytes=2**40), "fits into the budget"),
+    "cnn_bn": (Checkmate(budget_bytes=1, share=0.5), "both say"),
+}
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_refusals_name_the_reason(model: str) -> None:
+    technique, why = REFUSED[model]
+    assert why in str(technique.fits(plain_program(ZOO[model]), target_of(technique)))
+
+
+def test_it_is_alone_with_the_model_and_not_compiled() -> None:
+    program, technique = plain_program(ZOO["gpt"]), Checkmate(share=0.5)
+    for other in (CopyOut(), Fsdp()):
+        assert other.slot in str(technique.fits(program, target_of(technique, other)))
+    compiled = Target(target_of().hardware, compiled=True)
+    assert "compile" in str(technique.fits(program, compiled))
+
+
+def test_another_model_runs_plainly_and_the_audit_says_why() -> None:
+    config = config_of(ZOO["gpt"], Checkmate(share=0.5, nodes=8))
+    workload, model, optimizer = build(ZOO["tied"])
+    tuned = apply(model, optimizer, config, strict=False)
+    torch.manual_seed(0)
+    workload.loss(model, workload.make_batch(2)).backward()
+    with pytest.raises(ApplyError, match="without its schedule") as caught:
+        tuned.audit()
+    assert caught.value.code == "MT313"
+    assert "other ops" in str(caught.value.evidence)
+
+
+@pytest.mark.parametrize("plan", [{}, {"schedule": {"graph": "x", "forward": ["?"], "backward": []}}, {"schedule": 3}])
+def test_without_a_plan_or_with_a_damaged_one_nothing_is_applied(plan: dict[str, object]) -> None:
+    _, model, optimizer = build(ZOO["gpt"])
+    settings = settings_of(Checkmate(share=0.5))
+    config = {"settings": settings, "plan": {"recompute": plan} if plan else {}}
+    with pytest.raises(ApplyError, match="needs a plan") as caught:
+        apply(model, optimizer, config, strict=False)
+    assert caught.value.code == "MT316"
+    assert "forward" not in vars(model)
