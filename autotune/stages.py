@@ -288,9 +288,7 @@ class Stages:
         elif "not_run" in found:
             driver.note(f"gradients were not compared with a reference: {found['not_run']}", warning=True)
         else:
-            driver.note(
-                f"gradients of {found['steps']} steps against {found['reference']}: {found.get('difference', 'not compared')}"
-            )
+            driver.note(f"gradients against {found['reference']}: {found.get('difference', 'not compared')}")
         return {"numerics": found}
 
     def _unchanged(self, verdict: Verdict) -> Verdict:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 
 from memtune.edit import Edit
+from memtune.passes.cut_first import cut_first
 from memtune.program import Kind, Phase, Step
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
@@ -73,6 +74,10 @@ class LossPattern:
     dbias: Wanted | None
     half: bool
     """The loss is computed in half precision."""
+    step: Step
+    """The step, with the logits' cut in front of the head if they are cut."""
+    uncut: int
+    """Storage of the hidden states before the cut, -1 where there is none."""
 
     @property
     def ops(self) -> list[int]:
@@ -118,8 +123,9 @@ class _NoPattern(Exception):
 @lru_cache(maxsize=8)
 def loss_pattern(step: Step) -> LossPattern | str:
     """The head and its cross-entropy, or why they cannot be computed over parts of the rows."""
+    cut = cut_first(step)
     try:
-        return _found(_Graph(step))
+        return _found(_Graph(step)) if cut is None else replace(_found(_Graph(cut.step)), uncut=cut.hidden)
     except _NoPattern as reason:
         return str(reason)
 
@@ -154,7 +160,7 @@ def _found(graph: _Graph) -> LossPattern:
     module = int(step.op_module[product])
     return LossPattern(
         step.modules[module], module, x, weight, bias, rows, tuple(forward), tuple(made), weight_sum, target, tuple(backward),
-        tuple(gradients), given, dx, dweight, dbias, half=itemsize == 2,
+        tuple(gradients), given, dx, dweight, dbias, half=itemsize == 2, step=step, uncut=-1,
     )  # fmt: skip
 
 
@@ -315,8 +321,9 @@ class _Ops:
             self.edit.hold_through(storages, ops)
 
 
-def tile_loss(step: Step, pattern: LossPattern, chunks: int) -> Step:
-    """`step` with the loss of `pattern` computed over `chunks` parts of the rows."""
+def tile_loss(pattern: LossPattern, chunks: int) -> Step:
+    """The step of `pattern` with its loss computed over `chunks` parts of the rows."""
+    step = pattern.step
     edit = Edit(step)
     gone = np.zeros(step.n_ops, bool)
     gone[pattern.ops] = True
@@ -334,6 +341,8 @@ def tile_loss(step: Step, pattern: LossPattern, chunks: int) -> Step:
     }:
         if step.producer[storage] >= 0 and storage not in _dropped(pattern):
             chunked.ops.hold(storage, end)
+    if pattern.uncut >= 0:
+        chunked.ops.hold(pattern.uncut, end)
     chunked.ops.insert(after=pattern.forward[-1], phase=Phase.FORWARD, module=0)
     if max(held) > pattern.forward[-1]:
         edit.hold_through(np.asarray([pattern.x.plain], np.int32), np.asarray([max(held)], np.int32))
@@ -442,7 +451,7 @@ class _Chunks:
                 ops.run("aten.mm.out", gradient, weight, self.dx, writes=self.dx, like=pattern.dx.op, share=share)
             else:
                 ops.run("aten.mm.default", gradient, weight, like=pattern.dx.op, share=share)
-                made = ops.makes(int(step.bytes[pattern.x.used] * share))
+                made = ops.makes(round(int(step.bytes[pattern.x.used]) * share))
                 ops.run("aten.copy_.default", self.dx, made, writes=self.dx, like=pattern.dx.cast, share=share)
         if pattern.dweight is not None:
             self.dweight = self._sum("aten.mm.default", (gradient, x), pattern.dweight, pattern.weight, self.dweight, share)

@@ -231,7 +231,7 @@ def _noted(logits: Logits, func: Any, name: str, args: tuple[Any, ...], kwargs: 
     call, rows, steps = logits.call, logits.rows, logits.steps
     dtype = _CASTS.get(name) if not args else args[0] if name == "to" and len(args) == 1 else None
     if name == "contiguous" and not args and not kwargs:
-        return _made(call, rows, logits.dtype, steps=steps, source=(logits, again))
+        return _made(call, rows.contiguous(), logits.dtype, steps=steps, source=(logits, again))
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and not kwargs:
         return _made(call, rows, dtype, steps=(*steps, again), source=(logits, again))
     numbers = len(args) == 1 and isinstance(args[0], int | float)

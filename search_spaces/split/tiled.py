@@ -61,7 +61,7 @@ class Tiled(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Head, loss and their gradients part by part in forward; backward scales the gradients."""
-        return program.with_step(tile_loss(program.step, _pattern(program.step), self.chunks))
+        return program.with_step(tile_loss(_pattern(program.step), self.chunks))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Make the head return logits that are computed where they are read."""

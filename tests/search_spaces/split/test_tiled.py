@@ -26,12 +26,12 @@ from memtune.testing.training import build, plain, settings_of
 from memtune.workload import Workload
 
 MODELS = Path(__file__).parent / "models"
-LARGE, CAPPED = MODELS / "large_vocabulary.py", MODELS / "capped_autocast.py"
+LARGE, CAPPED, SHIFTED = (MODELS / f"{name}.py" for name in ("large_vocabulary", "capped_autocast", "shifted"))
 
 
 class TestTiled(TechniqueSuite):
     technique = Tiled
-    models: ClassVar = {"large": LARGE, "capped": CAPPED}
+    models: ClassVar = {"large": LARGE, "capped": CAPPED, "shifted": SHIFTED}
     variants = (Tiled(), Tiled(chunks=5))
     quick = ("large",)
     tolerance = 2e-2  # three steps, one model in bfloat16; float32 alone is held tighter below
@@ -62,6 +62,10 @@ class TestTiled(TechniqueSuite):
     def test_composes_with_recompute_to_the_byte(self) -> None:
         assert not drift(LARGE, Tiled(), Full())
         assert not differences(train(LARGE, Tiled(), Full()), train(LARGE, Tiled()))
+
+    @pytest.mark.parametrize("chunks", [2, 32])
+    def test_logits_cast_and_cut_before_the_loss(self, chunks: int) -> None:
+        assert not drift(MODELS / "shifted_autocast.py", Tiled(chunks=chunks))
 
     def test_small_logits_are_refused_and_so_are_those_made_inside_a_block(self) -> None:
         assert "of the peak" in str(Tiled().fits(plain_program(ZOO["gpt"]), target_of()))
