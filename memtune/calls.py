@@ -8,6 +8,9 @@ from dataclasses import dataclass
 Call = tuple[str, int]
 """An op by name, and how many of that name its region had called before."""
 
+INPUTS: Call = ("inputs", 0)
+"""What a region was called with, where calls name tensors that move."""
+
 
 @dataclass(frozen=True)
 class Calls:
@@ -20,15 +23,21 @@ class Calls:
 
     def to_plain(self) -> dict[str, dict[str, list[int]]]:
         """As plain data, for a plan."""
-        return {"kept": _by_name(self.kept), "left_out": _by_name(self.left_out)}
+        return {"kept": by_name(self.kept), "left_out": by_name(self.left_out)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Mapping[str, list[int]]]) -> Calls:
         """What `to_plain` gave."""
-        return cls(*(frozenset((name, int(i)) for name, at in plain[key].items() for i in at) for key in ("kept", "left_out")))
+        return cls(from_names(plain["kept"]), from_names(plain["left_out"]))
 
 
-def _by_name(calls: frozenset[Call]) -> dict[str, list[int]]:
+def from_names(plain: Mapping[str, list[int]]) -> frozenset[Call]:
+    """What `by_name` was given."""
+    return frozenset((name, int(i)) for name, at in plain.items() for i in at)
+
+
+def by_name(calls: frozenset[Call]) -> dict[str, list[int]]:
+    """Calls as plain data."""
     found: dict[str, list[int]] = {}
     for name, i in sorted(calls):
         found.setdefault(name, []).append(i)

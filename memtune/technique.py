@@ -109,6 +109,10 @@ class Technique(BaseModel):
     def apply(self, context: Context, plan: Plan) -> None:
         """Do it to the live model in `context`, through a mechanism of `memtune.runtime`."""
 
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """What `plan` decided, in lines for people; none for an empty or damaged plan."""
+        return ()
+
     def record(self, target: Target) -> dict[str, Any]:
         """The mechanism settings this expands to; techniques with equal records are one candidate."""
         raise TypeError(f"{type(self).__name__} must say which mechanism settings it stands for")

@@ -103,6 +103,7 @@ def explain(config: Path, as_json: bool) -> int:
             "exactness": str(each.exactness),
             "knobs": dict(each.knobs()),
             "why": " ".join((type(each).__doc__ or "").split("Distinguishing test")[0].split()),
+            "plan": list(each.explain(tuned.plan[each.slot])) if each.slot in tuned.plan else [],
         }
         for each in tuned.settings.techniques
     ]
@@ -116,6 +117,7 @@ def explain(config: Path, as_json: bool) -> int:
         knobs = ", ".join(f"{name}={value}" for name, value in row["knobs"].items())
         print(f"{row['slot']:<20} {row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']} · {row['exactness']}")
         print(f"{'':21}{row['why']}\n{'':21}{row['source']}")
+        print("".join(f"  {line}\n" for line in row["plan"]), end="")
     for name in ("measured", "predicted", "certificate"):
         part = getattr(tuned, name)
         if part:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from memtune.calls import INPUTS, Call
 from memtune.edit import Edit
+from memtune.passes.recompute import calls_of
 from memtune.program import FOREVER, I32, Phase, Resource, Step, Tier
 
 
@@ -22,6 +24,8 @@ class MoveClaim:
     block: int
     fraction: float
     min_bytes: int = 0
+    only: frozenset[Call] | None = None
+    """Calls whose outputs are claimable, `INPUTS` for what the block was called with; None: everything is."""
 
 
 def move_activations(step: Step, claims: list[MoveClaim]) -> Step:
@@ -87,6 +91,7 @@ def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
     for block, claim in claim_of.items():
         least[block] = max(claim.min_bytes, 1)
     rows = rows[step.bytes[step.save_storage[rows]] >= least[step.save_block[rows]]]
+    rows = rows[_named(step, rows, claims)]
     columns = (rows, step.save_storage[rows], step.save_block[rows], step.bytes[step.save_storage[rows]])
     moved: set[int] = set()
     decided: set[tuple[int, int]] = set()
@@ -103,6 +108,27 @@ def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
             moved.add(storage)
             chosen.append(row)
     return np.asarray(chosen, np.int32)
+
+
+def _named(step: Step, rows: npt.NDArray[np.intp], claims: list[MoveClaim]) -> npt.NDArray[np.bool_]:
+    """(rows,) whether the claim of each save's block lets its storage move."""
+    only = {claim.block: claim.only for claim in claims if claim.only is not None}
+    if not only:
+        return np.ones(len(rows), bool)
+    forward = (step.op_phase == Phase.FORWARD) & np.isin(step.op_block, list(only))
+    named = np.zeros(step.n_ops + 1, bool)  # the last entry serves what no op made
+    for op, block, call in calls_of(step, np.flatnonzero(forward).astype(np.int32)):
+        named[op] = call in (only[block] or ())
+    inputs = set(zip(step.input_block.tolist(), step.input_storage.tolist(), strict=True))
+    blocks, storages = step.save_block[rows], step.save_storage[rows]
+    made_here = (step.producer[storages] >= 0) & (step.op_block[step.producer[storages]] == blocks)
+    entered = [
+        INPUTS in (only.get(block) or ()) and (block, storage) in inputs
+        for block, storage in zip(blocks.tolist(), storages.tolist(), strict=True)
+    ]
+    free = ~np.isin(blocks, list(only))
+    found: npt.NDArray[np.bool_] = free | (made_here & named[step.producer[storages]]) | (np.asarray(entered, bool) & ~made_here)
+    return found
 
 
 def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, moved: _Moved) -> None:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memtune.calls import Call
+from memtune.calls import INPUTS, Call
 from memtune.errors import ApplyError
-from memtune.runtime.kept import Keep, KeepMode, Kept, ReplayMode
+from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
 from memtune.runtime.moved import Entry, Moved, View, id_of
 from memtune.runtime.random_state import RandomState
@@ -49,6 +49,8 @@ class Region:
     """Fraction of the claimable bytes that goes to the host."""
     min_bytes: int = 0
     """Smaller tensors are never moved."""
+    only: frozenset[Call] | None = None
+    """Calls whose outputs may move, `INPUTS` for what the region is called with; None: all that is claimable."""
 
 
 @dataclass
@@ -84,12 +86,15 @@ class ActivationTable:
             raise ApplyError(f"two techniques recompute {region.name}.", fix="choose one recompute technique", code="MT305")
         region.recompute, region.keep = True, keep
 
-    def claim_move(self, index: int, fraction: float, min_bytes: int) -> None:
-        """`fraction` of the claimable bytes of region `index` goes to the host, tensors under `min_bytes` never."""
+    def claim_move(self, index: int, fraction: float, min_bytes: int, only: frozenset[Call] | None = None) -> None:
+        """`fraction` of the claimable bytes of region `index` goes to the host, tensors under `min_bytes` never.
+
+        With `only`, nothing but what these calls return counts as claimable.
+        """
         region = self.regions[index]
         if region.move:
             raise ApplyError(f"two techniques move the activations of {region.name}.", fix="choose one", code="MT305")
-        region.move, region.min_bytes = fraction, min_bytes
+        region.move, region.min_bytes, region.only = fraction, min_bytes, only
 
     def install(self) -> None:
         """Wrap the forward of every region that has a claim, and of those at whose end a copy lands (Rule 6)."""
@@ -142,7 +147,7 @@ class ActivationTable:
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
-    def entry(self, tensor: Tensor, region: Region, budget: list[int]) -> Entry:
+    def entry(self, tensor: Tensor, region: Region, budget: list[int], *, may_move: bool = True) -> Entry:
         """The entry of `tensor`'s storage: the one it was moved by, or a new one that is kept or moved by `region`'s claim.
 
         `budget` counts the claimable bytes that the region has seen and those it has moved.
@@ -152,7 +157,7 @@ class ActivationTable:
         if found is not None and found.is_of(tensor):
             return found
         n_bytes = tensor.untyped_storage().nbytes()
-        wanted = n_bytes >= max(region.min_bytes, 1) and n_bytes % tensor.element_size() == 0
+        wanted = may_move and n_bytes >= max(region.min_bytes, 1) and n_bytes % tensor.element_size() == 0
         if wanted:
             budget[0] += n_bytes
         moved = wanted and region.move > 0 and budget[1] + n_bytes <= region.move * budget[0]
@@ -204,6 +209,8 @@ class _Frame:
         self.inputs = {id_of(t): t for t in tree_leaves(self._args) if _is_plain(t)}
         self.kept: dict[Call, Kept] = {}
         self.left_out = LeftOut()
+        self._named = None if region.only is None else NamedMode(region.only)
+        self._entered = frozenset(self.inputs) if region.only is not None and INPUTS in region.only else frozenset()
         self._budget = [0, 0]
         self._decided: dict[int, Entry] = {}
         self.count = 0
@@ -225,7 +232,7 @@ class _Frame:
         random = partial(RandomState.capture, self.region.module)
         mode = nullcontext() if keep is None else KeepMode(keep, self.kept, self.left_out, lambda: self.count, random)
         packer = _Packer(self)
-        with saved_tensors_hooks(packer, _unpack), mode:
+        with saved_tensors_hooks(packer, _unpack), self._named or nullcontext(), mode:
             out = self._forward(*args, **kwargs)
         packer.frame = None
         if recompute:
@@ -242,7 +249,7 @@ class _Frame:
             self._settle()
         else:
             self._args = None
-        self._decided = {}
+        self._decided, self._named = {}, None
         self.table.region_ends(self.region)
         return out
 
@@ -267,7 +274,8 @@ class _Frame:
             return tensor
         entry = self._decided.get(id_of(tensor))
         if entry is None or not entry.is_of(tensor):
-            entry = self._decided[id_of(tensor)] = self.table.entry(tensor, self.region, self._budget)
+            may_move = self._named is None or self._named.made(tensor) or id_of(tensor) in self._entered
+            entry = self._decided[id_of(tensor)] = self.table.entry(tensor, self.region, self._budget, may_move=may_move)
         return Moved(entry, View.describe(tensor)) if entry.moved else tensor
 
     def pack(self, tensor: Tensor) -> Tensor | Moved | _Number:

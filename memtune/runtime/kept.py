@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.calls import Call, Calls
 from memtune.runtime.left_out import LeftOut
-from memtune.runtime.moved import Moved, View
+from memtune.runtime.moved import Moved, View, id_of
 from memtune.runtime.random_state import RandomState
 
 Keep = Callable[[Any], bool] | Calls
@@ -120,6 +120,27 @@ class ReplayMode(TorchDispatchMode):
             return self._left_out.take(call, func, args, kwargs or {})
         kept = self._kept.get(call)
         return func(*args, **(kwargs or {})) if kept is None else kept.take()
+
+
+class NamedMode(TorchDispatchMode):
+    """Notes what some calls of a region return, for as long as its storages live."""
+
+    def __init__(self, calls: frozenset[Call]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls, self._seen = calls, _Occurrences()
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op."""
+        out = func(*args, **(kwargs or {}))
+        if self._seen.next(func) in self._calls:
+            self._made |= {id_of(t): weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, Tensor)}
+        return out
+
+    def made(self, tensor: Tensor) -> bool:
+        """`tensor` looks into what one of the calls returned."""
+        found = self._made.get(id_of(tensor))
+        return found is not None and found() is tensor.untyped_storage()
 
 
 class _Occurrences:

@@ -27,6 +27,8 @@ class Budget:
 
     n_bytes: int | None = None
     share: float | None = None
+    host: bool = True
+    """Tensors may go to host memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +77,7 @@ def _acts(technique: Technique) -> bool:
 def _within(
     step: Step, budget: Budget, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
 ) -> Solution:
-    search = _search(step, later, hardware, ranks, micro_batch, accumulate)
+    search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate)
     smallest, plain = search.peak_of(0), search.plain_bytes
     budget_bytes = budget.n_bytes
     if budget_bytes is None:
@@ -130,8 +132,8 @@ class _Search:
 
 @lru_cache(maxsize=64)
 def _search(
-    step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
+    step: Step, host: bool, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
 ) -> _Search:
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
     target = Target(hardware, ranks, None, {each.slot: each for each in later})
-    return _Search(levels(step, hardware, ranks), later, program, target)
+    return _Search(levels(step, hardware, ranks, host), later, program, target)

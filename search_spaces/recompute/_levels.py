@@ -6,24 +6,29 @@ block holds, needs and costs is read off its live bytes moment by moment, so tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
-from memtune.calls import Calls
+from memtune.calls import INPUTS, Call, Calls
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.passes.calls import split_calls
-from memtune.passes.recompute import recompute_blocks
-from memtune.program import F64, I32, I64, Phase, Step, Tier
+from memtune.passes.move import MoveClaim, move_activations
+from memtune.passes.recompute import calls_of, recompute_blocks
+from memtune.program import F64, FOREVER, I32, I64, Phase, Resource, Step, Tier
 from memtune.search_spaces.recompute._calls import Block, blocks_of, calls_for
 from memtune.search_spaces.recompute._frontier import Problem
 from memtune.search_spaces.recompute._keeps import is_attention, is_matmul_or_attention
-from memtune.search_spaces.recompute._options import Combination, Made, combinations
+from memtune.search_spaces.recompute._options import Action, Combination, Made, combinations
 
 LIMIT = 24
 """Options of a block."""
+MIN_MOVED_BYTES = 65536
+"""Smaller tensors stay: a copy has a fixed cost."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,10 @@ class Option:
 
     calls: Calls | None
     """What its second run keeps and leaves out; None: it does not run again."""
+    moved: frozenset[Call] = frozenset()
+    """Calls whose outputs go to the host."""
+    again: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    """Names and counts of the ops that run a second time, for people."""
 
 
 PLAIN = Option(None)
@@ -99,15 +108,22 @@ class Levels:
 
 
 def rewritten(step: Step, chosen: list[Option]) -> Step:
-    """`step` with its blocks recomputed as chosen."""
+    """`step` with its blocks recomputed and their tensors moved as chosen."""
     again = [i for i, option in enumerate(chosen) if option.calls is not None]
-    return recompute_blocks(step, again, [option.calls or Calls() for option in chosen]) if again else step
+    new = recompute_blocks(step, again, [option.calls or Calls() for option in chosen]) if again else step
+    return move_activations(new, move_claims(chosen))
+
+
+def move_claims(chosen: list[Option]) -> list[MoveClaim]:
+    """What the blocks give to the host."""
+    return [MoveClaim(i, 1.0, only=option.moved) for i, option in enumerate(chosen) if option.moved]
 
 
 @lru_cache(maxsize=8)
-def levels(step: Step, hardware: Hardware, ranks: int) -> Levels:
-    """The options of every block of `step`, measured."""
+def levels(step: Step, hardware: Hardware, ranks: int, host: bool) -> Levels:
+    """The options of every block of `step`, measured; with `host` tensors may go to host memory."""
     split, block_of = split_calls(step)
+    links = hardware if host and split is step else None  # calls of a block that runs several times have no addresses yet
     seconds = op_costs(step, hardware, ranks=ranks).op_s
     blocks = {block: graph for graph, block in reversed(list(zip(blocks_of(split), block_of.tolist(), strict=True)))}
     order = np.argsort(_ends(step)[0], kind="stable").astype(np.int32)
@@ -116,8 +132,8 @@ def levels(step: Step, hardware: Hardware, ranks: int) -> Levels:
     class_of = []
     for block in order.tolist():
         graph = blocks.get(block)
-        ops = () if graph is None else made_in(step, graph, seconds)
-        key = tuple((op.name, op.reads, op.bytes, op.saved, op.keepable, round(op.seconds, 12)) for op in ops)
+        ops = () if graph is None else made_in(split, graph, seconds, links)
+        key = tuple((op.name, op.reads, op.bytes, op.saved, op.keepable, op.given, round(op.seconds, 12)) for op in ops)
         if key not in known:
             known[key] = len(options)
             options.append(_options(split, graph, ops))
@@ -137,22 +153,40 @@ def _options(step: Step, block: Block | None, ops: tuple[Made, ...]) -> tuple[Op
 
 
 def _option(step: Step, block: Block, combination: Combination) -> Option:
-    again = {block.ops[i] for i in combination.again}
-    return Option(calls_for(step, block, again)) if again else PLAIN
+    """Op 0 of a combination is what the block is called with; the others are the block's."""
+    again = {block.ops[i - 1] for i in combination.again}
+    ops = np.asarray(block.ops, np.int32)
+    address = dict(zip(block.ops, (call for _, _, call in calls_of(step, ops)), strict=True)) if combination.moved else {}
+    moved = frozenset(address[block.ops[i - 1]] if i else INPUTS for i in combination.moved)
+    names = Counter(block.name[op] for op in sorted(again))
+    return Option(calls_for(step, block, again) if again else None, moved, tuple(names.items()))
 
 
-def made_in(step: Step, block: Block, op_s: F64) -> tuple[Made, ...]:
-    """The forward of `block` as the planner sees it."""
-    place = {op: i for i, op in enumerate(block.ops)}
-    found = []
+def made_in(step: Step, block: Block, op_s: F64, links: Hardware | None) -> tuple[Made, ...]:
+    """What `block` is called with and its forward, as the planner sees it; without `links` nothing moves."""
+    place = {op: i for i, op in enumerate(block.ops, start=1)}
+    entered = {s for s in step.input_storage[step.input_block == block.index].tolist() if step.held_until[s] != FOREVER}
+    entered = {s for s in entered if s not in block.producer and step.producer[s] >= 0}
+    needed = bool(entered.intersection(step.save_storage[step.save_block == block.index].tolist()))
+    n_bytes = int(step.bytes[list(entered)].sum())
+    found = [Made("inputs", 0.0, (), n_bytes, needed, bool(entered), _away_s(n_bytes, links), given=True)]
     for op in block.ops:
         saved = [s for s in block.makes[op] if s in block.saved]
         dear = is_matmul_or_attention(block.name[op])
         reads = {place[block.producer[s]] for s in block.reads[op] if s in block.producer} - {place[op]}
+        reads |= {0} if entered.intersection(block.reads[op]) else set()
         n_bytes = int(step.bytes[saved or block.makes[op]].sum()) if saved or dear else 0
         keepable = bool(saved or dear) and op not in block.spoiled
-        found.append(Made(block.name[op], float(op_s[op]), tuple(sorted(reads)), n_bytes, bool(saved), keepable))
+        away_s = _away_s(n_bytes, links)
+        found.append(Made(block.name[op], float(op_s[op]), tuple(sorted(reads)), n_bytes, bool(saved), keepable, away_s))
     return tuple(found)
+
+
+def _away_s(n_bytes: int, links: Hardware | None) -> dict[Action, float]:
+    """The copy back is waited for; the one out runs beside the rest of the forward, and `_measured` sees where it does not."""
+    if links is None or n_bytes < MIN_MOVED_BYTES:
+        return {}
+    return {Action.HOST: n_bytes / links.host_to_device_bytes_per_s + links.launch_s}
 
 
 def _measured(
@@ -168,8 +202,7 @@ def _measured(
     for level in range(n_levels):
         new = rewritten(step, found.chosen(np.asarray([level], np.int32)))
         cost = op_costs(new, hardware, ranks=ranks).op_s
-        again = (new.op_phase == Phase.RECOMPUTE) & (new.op_block >= 0)
-        seconds[:, level] = np.bincount(new.op_block[again], cost[again], len(order))[order] - seconds[:, 0] * (level > 0)
+        seconds[:, level] = _seconds(new, cost)[order] - seconds[:, 0] * (level > 0)
         now = moments(new, order, hardware)
         uniform.append((now.peak_bytes, float(seconds[:, level].sum()) * (level > 0)))
         held[:, level] = held_bytes(new, order, hardware)
@@ -178,6 +211,23 @@ def _measured(
         after.append(now.after - int(held[:, level].sum()))
     seconds[:, 0] = 0.0  # what the model's own checkpoints run again, it does in any case
     return replace(found, after_bytes=int(np.median(after)), uniform=tuple(uniform))
+
+
+def _seconds(step: Step, op_s: F64) -> F64:
+    """(blocks,) what each block runs again and waits for: copies back, and copies out as far as they outlast its forward."""
+    inside = step.op_block >= 0
+
+    def total(ops: npt.NDArray[np.bool_]) -> F64:
+        mine = inside & ops
+        found: F64 = np.bincount(step.op_block[mine], op_s[mine], len(step.blocks)).astype(np.float64)
+        return found
+
+    computes = step.op_resource == Resource.COMPUTE
+    forward = total(computes & (step.op_phase == Phase.FORWARD))
+    out = total((step.op_resource == Resource.DEVICE_TO_HOST) & (step.op_phase == Phase.FORWARD))
+    waits = total(step.op_resource == Resource.HOST_TO_DEVICE)
+    found: F64 = total(computes & (step.op_phase == Phase.RECOMPUTE)) + waits + np.maximum(out - forward, 0.0)
+    return found
 
 
 def live_bytes(step: Step, hardware: Hardware) -> I64:

@@ -53,6 +53,8 @@ class Made:
     """It may be kept: nothing writes into it later, and it is saved or dear to make."""
     away_s: Mapping[Action, float] = field(default_factory=dict)
     """Seconds on top of the step if it is moved or split; what is missing is infinite."""
+    given: bool = False
+    """Nothing makes it: the block is called with it, so it can be kept or moved but not run again."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ def price(ops: tuple[Made, ...], free: list[list[int]], stays: Mask, away: list[
     held, seconds = np.zeros(count, np.int64), np.zeros(count)
     for i in range(len(ops) - 1, -1, -1):
         op, needed = ops[i], need[i]
-        if i in group:
+        if op.given:
+            stay[i] = True
+        elif i in group:
             stay[i] = stays[group[i]]
         elif op.saved and op.keepable:
             stay[i] = ~needed
@@ -141,7 +145,7 @@ def price(ops: tuple[Made, ...], free: list[list[int]], stays: Mask, away: list[
 
 def _free(ops: tuple[Made, ...]) -> list[list[int]]:
     """Groups of ops to decide on, largest first: each op by itself, or all of one name and size where they are many."""
-    mine = [i for i, op in enumerate(ops) if op.keepable and op.bytes]
+    mine = [i for i, op in enumerate(ops) if op.keepable and op.bytes and not op.given]
     groups: dict[object, list[int]] = {}
     for i in mine:
         groups.setdefault(i if len(mine) <= BITS else (ops[i].name, ops[i].bytes), []).append(i)

@@ -6,14 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.calls import Calls
+from memtune.calls import Calls, by_name, from_names
 from memtune.errors import ApplyError
+from memtune.passes.move import move_activations
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces.recompute._budget import Budget, Solution, within
+from memtune.search_spaces.recompute._explained import explained
 from memtune.search_spaces.recompute._fits import why_not
-from memtune.search_spaces.recompute._levels import Option
+from memtune.search_spaces.recompute._levels import Option, move_claims
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -42,6 +44,9 @@ class Planned(Technique):
     """Peak to stay within; less frees more and recomputes more. Left out: all the memory that the target gives."""
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     """In place of bytes: 0 is the smallest peak that recomputation can reach, 1 the peak without any."""
+
+    host: bool = True
+    """Tensors may go to host memory where that is faster than to run them again; False keeps to recomputation."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that plain training exceeds and that some plan meets, and blocks that can run again."""
@@ -77,7 +82,8 @@ class Planned(Technique):
         """Every block runs again in backward as far as the plan says."""
         options = _options(plan, len(program.step.blocks))
         again = [index for index, option in enumerate(options) if option.calls is not None]
-        return program.with_step(recompute_blocks(program.step, again, [option.calls or Calls() for option in options]))
+        step = recompute_blocks(program.step, again, [option.calls or Calls() for option in options]) if again else program.step
+        return program.with_step(move_activations(step, move_claims(options)))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim the blocks that run again in the activation table, with the calls that do not."""
@@ -85,6 +91,12 @@ class Planned(Technique):
         for region, option in zip(regions, _options(plan, len(regions)), strict=True):
             if option.calls is not None:
                 context.activations.claim_recompute(region.index, option.calls if option.calls != Calls() else None)
+            if option.moved:
+                context.activations.claim_move(region.index, 1.0, 0, option.moved)
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """The peak, then for each run of blocks what is kept, run again and moved, what that frees and what it costs."""
+        return tuple(explained(plan))
 
     def record(self, target: Target) -> dict[str, Any]:
         """The budget that decides all else."""
@@ -95,9 +107,9 @@ class Planned(Technique):
 
     def _budget(self, target: Target) -> Budget | None:
         if self.share is not None:
-            return Budget(share=self.share)
+            return Budget(share=self.share, host=self.host)
         n_bytes = self.budget_bytes or target.budget_bytes
-        return None if n_bytes is None else Budget(n_bytes)
+        return None if n_bytes is None else Budget(n_bytes, host=self.host)
 
     def _solution(self, program: Program, target: Target) -> Solution:
         budget = self._budget(target)
@@ -115,9 +127,11 @@ def _plan(solution: Solution) -> Plan:
         row = int(solution.choice[0 if levels.uniform else place])
         entries.append({
             "calls": None if option.calls is None else option.calls.to_plain(),
+            "moved": by_name(option.moved),
+            "again": dict(option.again),
             "held_bytes": int(levels.held_bytes[place, row]),
             "plain_bytes": int(levels.held_bytes[place, 0]),
-            "again_s": round(float(levels.seconds[place, row]), 9),
+            "seconds": round(float(levels.seconds[place, row]), 9),
         })  # fmt: skip
     return Plan(
         decisions={
@@ -139,7 +153,8 @@ def _options(plan: Plan, blocks: int) -> list[Option]:
     """
     try:
         entries = [
-            Option(None if each["calls"] is None else Calls.from_plain(each["calls"])) for each in plan.decisions["options"]
+            Option(None if each["calls"] is None else Calls.from_plain(each["calls"]), from_names(each["moved"]))
+            for each in plan.decisions["options"]
         ]
         found = [entries[i] for i in plan.decisions["blocks"]]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from zoo_paths import ZOO
 
 from memtune._apply import apply
+from memtune.autotune.dry_run import traced_under
+from memtune.autotune.record import Trace, start_session
+from memtune.calls import Calls
+from memtune.config import Settings, TunedConfig
 from memtune.errors import ApplyError
 from memtune.op_costs import op_costs
-from memtune.program import Program, Step
+from memtune.program import Program, Resource, Step
+from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.recompute._budget import Solution, within
@@ -21,11 +26,12 @@ from memtune.search_spaces.recompute.every_nth import EveryNth
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.recompute.selective import Selective
-from memtune.technique import NO_PLAN, Target
+from memtune.technique import NO_PLAN, Plan, Target
 from memtune.testing import TechniqueSuite
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift import compare, plain_program, recording_of, target_of
 from memtune.testing.training import build, config_of, settings_of
 from memtune.units import format_bytes
+from memtune.workload import Workload
 
 OTHERS = (Full(), EveryNth(), EveryNth(n=3), Selective(), Selective(scope="core_attention"), Balanced(), AttentionOutput())
 
@@ -33,7 +39,7 @@ OTHERS = (Full(), EveryNth(), EveryNth(n=3), Selective(), Selective(scope="core_
 class TestPlanned(TechniqueSuite):
     technique = Planned
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "hf_llama", "cnn_bn", "lora")}
-    variants = (Planned(share=0.5), Planned(share=0.0))
+    variants = (Planned(share=0.5, host=False), Planned(share=0.0, host=False), Planned(share=0.3), Planned(share=0.0))
     quick = ("gpt",)
 
     @classmethod
@@ -80,6 +86,43 @@ class TestPlanned(TechniqueSuite):
             program.with_step(rewritten_by(program, Planned(share=0.5), target_of(host))), NO_PLAN, target_of(host)
         )
         assert after.step.peak_bytes() == beside.peak_bytes <= beside.budget_bytes
+
+    @pytest.mark.parametrize(
+        ("calls", "moved", "blocks"),
+        [
+            (None, {"aten.gelu.default": [0]}, [1, 0, 1, 0]),
+            (None, {"aten.gelu.default": [0], "inputs": [0]}, [0, 0, 0, 0]),
+            (Calls().to_plain(), {"inputs": [0]}, [1, 0, 1, 0]),
+            (Calls().to_plain(), {"aten.gelu.default": [0]}, [0, 0, 0, 0]),
+            ({"kept": {"aten.gelu.default": [0]}, "left_out": {}}, {"aten.gelu.default": [0], "inputs": [0]}, [0, 0, 1, 0]),
+        ],
+    )
+    def test_just_the_named_tensors_move(self, calls: Any, moved: dict[str, list[int]], blocks: list[int]) -> None:
+        options = [{"calls": calls, "moved": moved}, {"calls": None, "moved": {}}]
+        plan, program = Plan(decisions={"options": options, "blocks": blocks}), plain_program(ZOO["gpt"])
+        predicted = self.default().rewrite(program, plan, target_of()).step
+        session = start_session(Workload.load(ZOO["gpt"]), recording_of(ZOO["gpt"]).rung)
+        settings = Settings.of(Execution(), {"recompute": self.default()})
+        trace = traced_under(session, TunedConfig(settings=settings, plan={"recompute": plan}), 2)
+        assert isinstance(trace, Trace)
+        assert compare(predicted, trace.step) == ""
+        runs_again = calls == Calls().to_plain()  # then no gelu is saved that could move
+        assert (predicted.op_resource == Resource.DEVICE_TO_HOST).any() == (not runs_again or "inputs" in moved)
+
+    def test_a_plan_moves_what_is_dear_to_run_again(self) -> None:
+        plan = Planned(share=0.3).plan(plain_program(ZOO["gpt"]), target_of()).decisions
+        assert any(option["moved"] for option in plan["options"])
+        plan = Planned(share=0.3, host=False).plan(plain_program(ZOO["gpt"]), target_of()).decisions
+        assert not any(option["moved"] for option in plan["options"])
+
+    def test_explained_block_by_block(self) -> None:
+        plan = Planned(share=0.3).plan(plain_program(ZOO["gpt"]), target_of())
+        lines = Planned(share=0.3).explain(plan)
+        assert len(lines) > 1
+        assert all(line.startswith("block") for line in lines[1:])
+        assert lines[0].startswith("peak 3.8")
+        assert any("moves gelu to the host" in line for line in lines)
+        assert Planned(share=0.3).explain(NO_PLAN) == ()
 
     def test_reasons(self) -> None:
         program = plain_program(ZOO["gpt"])
