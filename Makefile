@@ -24,7 +24,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 DEVICE ?= cuda
 
-.PHONY: help setup demo test test-slow test-native lint format bench-predict gpu-check clean
+.PHONY: help setup demo test test-slow test-native lint format bench-predict bench-recompute gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -72,6 +72,12 @@ bench-predict: setup  ## predicted against measured peaks on this CPU: 13 models
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt accelerate
 	mkdir -p $(dir $(RESULTS))
 	$(BIN)/python benchmarks/predict.py --speed --json $(RESULTS).json --markdown $(RESULTS).md
+
+BUDGETS := benchmarks/results/recompute-budget
+
+bench-recompute: setup  ## recompute techniques: `planned` over a sweep of budgets beside the others, some plans trained for real
+	mkdir -p $(dir $(BUDGETS))
+	$(BIN)/python benchmarks/recompute_budget.py --measure 3 --json $(BUDGETS).json --markdown $(BUDGETS).md --plot $(BUDGETS).html
 
 gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks/gpu.py (DEVICE=cpu: their CPU form)
 ifeq ($(DEVICE),cpu)

@@ -124,7 +124,7 @@ def levels(step: Step, hardware: Hardware, ranks: int, host: bool) -> Levels:
     """The options of every block of `step`, measured; with `host` tensors may go to host memory."""
     split, block_of = split_calls(step)
     links = hardware if host and split is step else None  # calls of a block that runs several times have no addresses yet
-    seconds = op_costs(step, hardware, ranks=ranks).op_s
+    seconds = _op_s(step, hardware, ranks)
     blocks = {block: graph for graph, block in reversed(list(zip(blocks_of(split), block_of.tolist(), strict=True)))}
     order = np.argsort(_ends(step)[0], kind="stable").astype(np.int32)
     options: list[tuple[Option, ...]] = []
@@ -201,8 +201,7 @@ def _measured(
     )
     for level in range(n_levels):
         new = rewritten(step, found.chosen(np.asarray([level], np.int32)))
-        cost = op_costs(new, hardware, ranks=ranks).op_s
-        seconds[:, level] = _seconds(new, cost)[order] - seconds[:, 0] * (level > 0)
+        seconds[:, level] = _seconds(new, _op_s(new, hardware, ranks))[order] - seconds[:, 0] * (level > 0)
         now = moments(new, order, hardware)
         uniform.append((now.peak_bytes, float(seconds[:, level].sum()) * (level > 0)))
         held[:, level] = held_bytes(new, order, hardware)
@@ -211,6 +210,13 @@ def _measured(
         after.append(now.after - int(held[:, level].sum()))
     seconds[:, 0] = 0.0  # what the model's own checkpoints run again, it does in any case
     return replace(found, after_bytes=int(np.median(after)), uniform=tuple(uniform))
+
+
+def _op_s(step: Step, hardware: Hardware, ranks: int) -> F64:
+    """(n,) seconds of each op; one that is shorter than it takes to issue it costs the host as much."""
+    costs = op_costs(step, hardware, ranks=ranks)
+    found: F64 = np.maximum(costs.op_s, costs.issue_s)
+    return found
 
 
 def _seconds(step: Step, op_s: F64) -> F64:

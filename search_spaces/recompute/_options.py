@@ -2,7 +2,7 @@
 
 One decision per tensor. To keep it costs its bytes. To move it costs seconds and no bytes. To run it again costs the seconds
 of its op and of all ops before it up to what is kept, moved or given to the block; such chains are shared. With the decisions
-as bits, all combinations are priced at once: one column each, walking the ops from the last to the first.
+as bits, combinations are priced together: one column each, walking the ops from the last to the first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import numpy.typing as npt
 
 from memtune.program import F64, I64
 
-BITS = 14
-"""Tensors (or groups of alike ones) of a block that are decided each by itself; smaller ones follow (`price`)."""
+BITS = 12
+"""Tensors of a block up to which every combination is priced."""
+_WIDTH = 32
+"""Combinations that are changed further where there are more tensors, and how often."""
+_ROUNDS = 3
 
 Mask = npt.NDArray[np.bool_]
 
@@ -31,6 +34,9 @@ class Action(StrEnum):
     SSD = "ssd"
     SPLIT = "split"
 
+
+Away = list[Action | None]
+"""By op, how it leaves the device; None: it does not."""
 
 AWAY = (Action.HOST, Action.SSD, Action.SPLIT)
 """Actions that free a tensor's bytes without running anything again; what has no mechanism is priced infinite."""
@@ -86,37 +92,66 @@ class _Priced:
 
 
 def combinations(ops: tuple[Made, ...], limit: int, known: Sequence[frozenset[int]] = ()) -> list[Combination]:
-    """At most `limit` undominated combinations, bytes descending, and those that keep just the ops of each of `known`."""
-    free = _free(ops)
-    bits = np.arange(1 << len(free), dtype=np.int32)
-    stays = np.stack([(bits >> i) & 1 for i in range(len(free))]).astype(bool) if free else np.zeros((0, 1), bool)
-    away = _cheapest_away(ops)
-    found: list[Combination] = []
-    for moving in ([None] * len(ops), away) if any(away) else ([None] * len(ops),):
-        priced = price(ops, free, stays, moving)
-        rows = _undominated(priced.held_bytes, priced.seconds)
-        rows = rows[_thinned(priced.held_bytes[rows], priced.seconds[rows], limit)]
-        found += [_combination(ops, priced, int(row), moving) for row in rows]
-    rows = _undominated(np.asarray([each.held_bytes for each in found]), np.asarray([each.seconds for each in found]))
-    rows = rows[_thinned(np.asarray([found[i].held_bytes for i in rows]), np.asarray([found[i].seconds for i in rows]), limit)]
-    chosen = [found[i] for i in rows]
-    if free and known:
-        few = np.stack([[any(i in kept for i in members) for members in free] for kept in known], 1)
-        priced = price(ops, free, few, [None] * len(ops))
-        chosen += [_combination(ops, priced, row, [None] * len(ops)) for row in range(len(known))]
+    """At most `limit` undominated combinations, bytes descending, and those that keep just the ops of each of `known`.
+
+    All combinations are priced where there are at most `BITS` tensors to decide on. Where there are more, those of alike tensors
+    (same op, same size) together come first, and every change of one or two tensors is tried on what is undominated.
+    """
+    free = [i for i, op in enumerate(ops) if op.keepable and op.bytes and not op.given]
+    few = np.asarray([[i in kept for i in free] for kept in known], bool).T.reshape(len(free), len(known))
+    stay: Away = [None] * len(ops)
+    away, found = _cheapest_away(ops), []
+    for moving in (stay, away) if any(away) else (stay,):
+        priced = _found(ops, free, np.concatenate([_start(ops, free), few], axis=1), moving)
+        found += [_combination(ops, priced, int(row), moving) for row in _best(priced, limit)]
+    held, seconds = np.asarray([each.held_bytes for each in found]), np.asarray([each.seconds for each in found])
+    rows = _undominated(held, seconds)
+    chosen = [found[i] for i in rows[_thinned(held[rows], seconds[rows], limit)]]
+    priced = price(ops, free, few, stay)
+    chosen += [_combination(ops, priced, row, stay) for row in range(len(known))]
     return sorted(chosen, key=lambda each: (-each.held_bytes, each.seconds))
 
 
-def price(ops: tuple[Made, ...], free: list[list[int]], stays: Mask, away: list[Action | None] | list[None]) -> _Priced:
+def _start(ops: tuple[Made, ...], free: list[int]) -> Mask:
+    """(free, combinations) all of them, or all of groups of alike ones, the largest groups each by itself."""
+    keys: dict[object, int] = {}
+    for i in sorted(free, key=lambda i: -ops[i].bytes):
+        keys.setdefault(i if len(free) <= BITS else (ops[i].name, ops[i].bytes), len(keys))
+    bit = [min(keys[i if len(free) <= BITS else (ops[i].name, ops[i].bytes)], BITS - 1) for i in free]
+    bits = np.arange(1 << min(len(keys), BITS), dtype=np.int32)
+    return np.stack([(bits >> each) & 1 for each in bit]).astype(bool) if free else np.zeros((0, 1), bool)
+
+
+def _found(ops: tuple[Made, ...], free: list[int], start: Mask, away: Away) -> _Priced:
+    """The undominated ones of `start` and of all that one or two changes at a time lead to, `_ROUNDS` times."""
+    priced = price(ops, free, start, away)
+    if len(free) <= BITS:
+        return priced
+    one = np.eye(len(free), dtype=bool)
+    changes = np.concatenate([one, *(one[:, i : i + 1] ^ one[:, i + 1 :] for i in range(len(free)))], axis=1)
+    for _ in range(_ROUNDS):
+        best = _best(priced, _WIDTH)
+        now = priced.stays[free][:, best]
+        tried = (now[:, :, None] ^ changes[:, None, :]).reshape(len(free), -1)
+        priced = price(ops, free, np.concatenate([now, tried], axis=1), away)
+    return priced
+
+
+def _best(priced: _Priced, limit: int) -> npt.NDArray[np.intp]:
+    rows = _undominated(priced.held_bytes, priced.seconds)
+    return rows[_thinned(priced.held_bytes[rows], priced.seconds[rows], limit)]
+
+
+def price(ops: tuple[Made, ...], free: list[int], stays: Mask, away: Away) -> _Priced:
     """Bytes and seconds of many combinations.
 
     Args:
         ops: The block's forward.
-        free: Groups of ops that are decided together; what is saved by any other op is kept unless its op runs again anyway.
-        stays: (groups, combinations) True where a group is not run again.
+        free: Ops that are decided; all others run again where they are needed.
+        stays: (free, combinations) True where an op's outputs stay.
         away: By op, how what stays leaves the device; None keeps it.
     """
-    group = {op: row for row, members in enumerate(free) for op in members}
+    place = {op: row for row, op in enumerate(free)}
     count = stays.shape[1]
     need = np.zeros((len(ops), count), bool)
     stay = np.zeros((len(ops), count), bool)
@@ -125,10 +160,8 @@ def price(ops: tuple[Made, ...], free: list[list[int]], stays: Mask, away: list[
         op, needed = ops[i], need[i]
         if op.given:
             stay[i] = True
-        elif i in group:
-            stay[i] = stays[group[i]]
-        elif op.saved and op.keepable:
-            stay[i] = ~needed
+        elif i in place:
+            stay[i] = stays[place[i]]
         if op.saved:
             needed |= True
         run = needed & ~stay[i]
@@ -143,16 +176,7 @@ def price(ops: tuple[Made, ...], free: list[list[int]], stays: Mask, away: list[
     return _Priced(need, stay, held, seconds)
 
 
-def _free(ops: tuple[Made, ...]) -> list[list[int]]:
-    """Groups of ops to decide on, largest first: each op by itself, or all of one name and size where they are many."""
-    mine = [i for i, op in enumerate(ops) if op.keepable and op.bytes and not op.given]
-    groups: dict[object, list[int]] = {}
-    for i in mine:
-        groups.setdefault(i if len(mine) <= BITS else (ops[i].name, ops[i].bytes), []).append(i)
-    return sorted(groups.values(), key=lambda members: -sum(ops[i].bytes for i in members))[:BITS]
-
-
-def _cheapest_away(ops: tuple[Made, ...]) -> list[Action | None]:
+def _cheapest_away(ops: tuple[Made, ...]) -> Away:
     def cheapest(op: Made) -> Action | None:
         known = {action: op.away_s.get(action, np.inf) for action in AWAY}
         best = min(known, key=lambda action: known[action])
@@ -187,7 +211,7 @@ def _thinned(held: I64, seconds: F64, limit: int) -> npt.NDArray[np.intp]:
     return np.sort(np.asarray(chosen))
 
 
-def _combination(ops: tuple[Made, ...], priced: _Priced, row: int, away: list[Action | None] | list[None]) -> Combination:
+def _combination(ops: tuple[Made, ...], priced: _Priced, row: int, away: Away) -> Combination:
     def action(i: int) -> Action | None:
         if not priced.need[i, row]:
             return None
