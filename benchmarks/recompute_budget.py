@@ -3,10 +3,10 @@
     python benchmarks/recompute_budget.py [--models gpt,vit] [--measure 3] [--json FILE] [--markdown FILE] [--plot FILE.html]
 
 For each model the smallest peak that recomputation reaches and the plain peak are the ends of the sweep; a budget of 10 % lies a
-tenth of the way between them. Every program is simulated op by op for this machine's CPU. A second table puts `planned`, without
-moves to the host, beside each other technique at exactly that technique's peak: `full` and `every_nth` are what
-`torch.utils.checkpoint` around all, or one in n, of the blocks does. With `--measure`, so many of each model's plans also train
-for real in a fresh process, and the native ledger's peak stands beside the planned one.
+tenth of the way between them, and what a plan keeps spare on top. Every program is simulated op by op for this machine's CPU. A
+second table puts `planned`, without moves to the host, beside each other technique at exactly that technique's peak: `full` and
+`every_nth` are what `torch.utils.checkpoint` around all, or one in n, of the blocks does. With `--measure`, so many of each model's
+plans also train for real in a fresh process, and the native ledger's peak stands beside the planned one.
 """
 
 from __future__ import annotations
@@ -74,18 +74,20 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
     planned = find("recompute", "planned")
     if isinstance(planned(kind="planned", share=0.0).fits(program, target), Reason):
         return rows, configs
+    low, high = (planned(kind="planned", share=end).plan(program, target).decisions["peak_bytes"] for end in (0.0, 1.0))
     for share in SHARES:
-        technique = planned(kind="planned", share=share)
+        budget = math.ceil((low + share * (high - low)) / (1 - planned(kind="planned").spare))
+        technique = planned(kind="planned", budget_bytes=budget)
         plan = technique.plan(program, target)
         row = _row(model, technique, plan, program, target, plain.step_s)
         configs[len(rows)] = _config(technique, plan)
-        rows.append(replace(row, budget_share=share, budget_bytes=plan.decisions["budget_bytes"]))
+        rows.append(replace(row, budget_share=share, budget_bytes=budget))
     for kind, knobs in PEERS:
         peer = find("recompute", kind)(kind=kind, **knobs)
         if peer.fits(program, target) is not None:
             continue
         found = _row(model, peer, peer.plan(program, target), program, target, plain.step_s)
-        technique = planned(kind="planned", budget_bytes=found.peak_bytes, host=False)
+        technique = planned(kind="planned", budget_bytes=found.peak_bytes, spare=0.0, host=False)
         mine = _row(model, technique, technique.plan(program, target), program, target, plain.step_s)
         rows += [found, replace(mine, budget_bytes=found.peak_bytes, beside=found.technique)]
     return rows, configs

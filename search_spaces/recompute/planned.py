@@ -45,6 +45,8 @@ class Planned(Technique):
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     """In place of bytes: 0 is the smallest peak that recomputation can reach, 1 the peak without any."""
 
+    spare: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Part of a budget in bytes that stays free for what no recording shows, such as a kernel's scratch; more is safer."""
     host: bool = True
     """Tensors may go to host memory where that is faster than to run them again; False keeps to recomputation."""
 
@@ -62,7 +64,7 @@ class Planned(Technique):
         solution = self._solution(program, target)
         if not solution.is_within:
             return Reason(
-                f"no plan stays within {format_bytes(solution.budget_bytes)}: the smallest needs "
+                f"no plan stays within {format_bytes(solution.budget_bytes)}{self._spared()}: the smallest needs "
                 f"{format_bytes(solution.smallest_bytes)}",
                 "a smaller micro-batch, or sharding or offload of what is not an activation",
             )
@@ -109,7 +111,10 @@ class Planned(Technique):
         if self.share is not None:
             return Budget(share=self.share, host=self.host)
         n_bytes = self.budget_bytes or target.budget_bytes
-        return None if n_bytes is None else Budget(n_bytes, host=self.host)
+        return None if n_bytes is None else Budget(int(n_bytes * (1 - self.spare)), host=self.host)
+
+    def _spared(self) -> str:
+        return "" if self.share is not None or not self.spare else f" ({self.spare:.3g} of the budget is spare)"
 
     def _solution(self, program: Program, target: Target) -> Solution:
         budget = self._budget(target)

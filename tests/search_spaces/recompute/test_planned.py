@@ -54,8 +54,8 @@ class TestPlanned(TechniqueSuite):
         assert low < high == program.step.peak_bytes()
         before = None
         for budget in range(low, high + 1, max((high - low) // 8, 1)):
-            found = self.solved(program, Planned(budget_bytes=budget))
-            step = rewritten_by(program, Planned(budget_bytes=budget))
+            found = self.solved(program, Planned(budget_bytes=budget, spare=0.0))
+            step = rewritten_by(program, Planned(budget_bytes=budget, spare=0.0))
             assert step.peak_bytes() == found.peak_bytes <= budget
             if before is not None:
                 assert found.seconds <= before.seconds
@@ -69,7 +69,7 @@ class TestPlanned(TechniqueSuite):
             if other.fits(program, target) is not None:
                 continue
             step = other.rewrite(program, other.plan(program, target), target).step
-            mine = rewritten_by(program, Planned(budget_bytes=step.peak_bytes()))
+            mine = rewritten_by(program, Planned(budget_bytes=step.peak_bytes(), spare=0.0))
             assert mine.peak_bytes() <= step.peak_bytes()
             assert op_costs(mine, target.hardware).op_s.sum() <= op_costs(step, target.hardware).op_s.sum() * (1 + 1e-9), other
 
@@ -128,13 +128,15 @@ class TestPlanned(TechniqueSuite):
         program = plain_program(ZOO["gpt"])
         smallest = self.solved(program, Planned(share=0.0)).peak_bytes
         assert "there is no budget" in str(Planned().fits(program, target_of()))
-        assert "everything fits" in str(Planned(budget_bytes=10**9).fits(program, target_of()))
+        assert "everything fits" in str(Planned(budget_bytes=10**9, spare=0.0).fits(program, target_of()))
         assert "give one of them" in str(Planned(budget_bytes=10**9, share=0.5).fits(program, target_of()))
         assert f"the smallest needs {format_bytes(smallest)}" in str(
-            Planned(budget_bytes=smallest - 1).fits(program, target_of())
+            Planned(budget_bytes=smallest - 1, spare=0.0).fits(program, target_of())
         )
-        assert Planned(budget_bytes=smallest).fits(program, target_of()) is None
-        assert Planned().fits(program, replace(target_of(), budget_bytes=smallest)) is None
+        assert Planned(budget_bytes=smallest, spare=0.0).fits(program, target_of()) is None
+        assert Planned(spare=0.0).fits(program, replace(target_of(), budget_bytes=smallest)) is None
+        assert "0.01 of the budget is spare" in str(Planned().fits(program, replace(target_of(), budget_bytes=smallest)))
+        assert Planned().fits(program, replace(target_of(), budget_bytes=smallest * 100 // 98)) is None
         assert "moves what the plan keeps" in str(Planned(share=0.5).fits(program, target_of(CopyOut())))
 
     def test_without_a_plan_or_with_one_for_another_model_nothing_is_applied(self) -> None:
