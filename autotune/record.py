@@ -28,7 +28,7 @@ from memtune.edit import Edit
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
 from memtune.program import I64, Hints, Kind, Recording, Step, at_micro_batch
-from memtune.runtime.loop import accumulate, train_step
+from memtune.runtime.loop import SyncContext, accumulate, train_step
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, mark, tier
 from memtune.runtime.workspace import RealOutputs, WorkspaceTable
@@ -96,6 +96,8 @@ class Session:
     """What CPU kernels really return, where their fake implementations differ."""
     target: Device = "cpu"
     """Where the step is to run: what is recorded for CUDA takes the paths that `translate` can follow."""
+    sync: SyncContext = field(default=lambda last: nullcontext())
+    """The context in which a micro-batch runs, from whether it is the last; techniques that reduce gradients have one."""
     assumed: list[str] = field(default_factory=list)
     """What user code would have asked the data, and the answer it was given."""
 
@@ -123,7 +125,7 @@ class Session:
     def warm_up(self, size: int) -> None:
         """One step without tracing, so that the optimizer has its state."""
         with self.entered():
-            train_step(self.model, self.optimizer, self.workload.loss, [self.batch(size)], CPU)
+            train_step(self.model, self.optimizer, self.workload.loss, [self.batch(size)], CPU, sync=self.sync)
 
     def trace(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Step:
         """The steady-state step at micro-batch `size`; with `trace_last`, of the last of several micro-batches."""
@@ -135,11 +137,11 @@ class Session:
         with self.entered():
             batches = [self.batch(size) for _ in range(micro_batches)]
             if trace_last and micro_batches > 1:
-                accumulate(self.model, self.workload.loss, batches[:-1], CPU)
+                accumulate(self.model, self.workload.loss, batches[:-1], CPU, sync=lambda last: self.sync(False))
                 batches = batches[-1:]
             calls = CallRecorder(tracer, fuse=self.target == "cuda")
             with tracer.recording(), calls:
-                loss = accumulate(self.model, self.workload.loss, batches, CPU)
+                loss = accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync)
                 tracer.note_gradients()
                 foreach = None
                 if self.target == "cuda":

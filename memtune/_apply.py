@@ -108,6 +108,7 @@ def apply(
         _apply_axes(context, config)
         audit(context)
     except BaseException:
+        context.undo.close()
         snapshot.restore()
         raise
     tuned = Tuned(context, config, loss)

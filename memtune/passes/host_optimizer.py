@@ -27,7 +27,7 @@ def optimizer_on_host(step: Step) -> Step:
     owner = step.owner[gradients]
     host_gradients = edit.add_storages(sizes, producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
     host_weights = edit.add_storages(
-        step.bytes[weights],
+        sizes,
         producer=np.full(len(weights), -1, np.int32),
         tier=Tier.HOST,
         kind=Kind.PARAMETER,
@@ -48,7 +48,7 @@ def optimizer_on_host(step: Step) -> Step:
         after=np.full(len(weights), last, np.int32),
         phase=Phase.OPTIMIZER,
         resource=Resource.HOST_TO_DEVICE,
-        traffic_bytes=step.bytes[weights],
+        traffic_bytes=sizes,
         stream=1,  # a copy back is complete in stream order
     )
     edit.add_uses(up, host_weights)

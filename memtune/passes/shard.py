@@ -14,14 +14,13 @@ import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.edit import Edit
-from memtune.parameters import ParameterColumns, columns_of, numel_of
+from memtune.parameters import columns_of
+from memtune.passes.shares import Mask, Shards, add_storages, divided, raw_gradients, shards_of
 from memtune.passes.units import Ragged, Units, column, units_of
-from memtune.program import I32, I64, Kind, Phase, Resource, Step
+from memtune.program import I32, Kind, Phase, Resource, Step
 
-Mask = npt.NDArray[np.bool_]
 NOTHING = Resource.NOTHING
 TO_HOST = "memtune.to_host.default"
 
@@ -52,25 +51,6 @@ def shard_states(step: Step, how: Sharding) -> Step:
     reduced = _gradients(edit, step, how)
     edit.use_storage = uses.apply(edit.use_storage)
     return _resized(edit, step, how, reduced)
-
-
-@dataclass(frozen=True, eq=False)
-class _Shards:
-    """The largest shard (rank 0's) of every parameter, which is also what the others are padded to; one entry each."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    numel: I64
-    n_bytes: I64
-    uneven: Mask
-    """Whether the ranks do not divide the first dimension."""
-
-
-@functools.lru_cache(maxsize=64)
-def _shards(columns: ParameterColumns, degree: int) -> _Shards:
-    shapes = tuple((-(-shape[0] // degree), *shape[1:]) if shape else shape for shape in columns.shapes)
-    numel = numel_of(shapes)
-    uneven = np.asarray([not shape or shape[0] % degree > 0 for shape in columns.shapes], bool)
-    return _Shards(shapes, numel, numel * columns.itemsize, uneven)
 
 
 class _Redirect:
@@ -143,7 +123,7 @@ def _gather(edit: Edit, how: Sharding, whole: Ragged, before: I32, copied_before
     parts = [(buffer, rows[make], sums, Kind.COMMUNICATION), (inside, rows[allocate], whole.values, Kind.COMMUNICATION)]
     if staged:
         parts.append((buffer + 1, rows[gather], sums, Kind.WORKSPACE))
-    storages = _storages(edit, parts)
+    storages = add_storages(edit, parts)
     made = _Gathered(storages[buffer], rows[copy], storages[inside])
     edit.add_uses(rows[gather], made.buffer)
     edit.add_uses(rows[gather], made.buffer, mutates=True)
@@ -152,20 +132,10 @@ def _gather(edit: Edit, how: Sharding, whole: Ragged, before: I32, copied_before
     return made
 
 
-def _storages(edit: Edit, parts: list[tuple[I64, I32, I64, Kind]]) -> I32:
-    """Add storages given by kind: (place among the new ones, producer, bytes, kind) each."""
-    count = sum(len(place) for place, *_ in parts)
-    return edit.add_storages(
-        column(count, np.int64, *((place, n_bytes) for place, _, n_bytes, _ in parts)),
-        producer=column(count, np.int32, *((place, producer) for place, producer, _, _ in parts)),
-        kind=column(count, np.uint8, *((place, kind) for place, _, _, kind in parts)),
-    )
-
-
 def _forward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redirect) -> None:
     """Gather each unit when its forward starts; its buffer stays until the next unit has copied out, the last to the end."""
     whole = replace(
-        units.parameters, values=_shards(columns_of(step.parameters), how.degree).n_bytes[units.parameters.values] * how.degree
+        units.parameters, values=shards_of(columns_of(step.parameters), how.degree).n_bytes[units.parameters.values] * how.degree
     )
     first = units.first_forward
     made = _gather(edit, how, whole, first, first, Phase.FORWARD)
@@ -204,7 +174,7 @@ def _backward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redire
     if not len(order):
         return
     parameters = units.parameters.picked(order)
-    whole = replace(parameters, values=_shards(columns_of(step.parameters), how.degree).n_bytes[parameters.values] * how.degree)
+    whole = replace(parameters, values=shards_of(columns_of(step.parameters), how.degree).n_bytes[parameters.values] * how.degree)
     first = units.first_backward[order]
     start = units.first_backward[0] if units.has_root else first[0]
     made = _gather(edit, how, whole, np.append(start, first[:-1]).astype(np.int32), first, Phase.BACKWARD)
@@ -228,7 +198,7 @@ class _Reductions:
 
 @functools.lru_cache(maxsize=8)
 def _reductions(step: Step, blocks_per_unit: int) -> _Reductions:
-    units, raw = units_of(step, blocks_per_unit), _raw_gradients(step)
+    units, raw = units_of(step, blocks_per_unit), raw_gradients(step)
     order = np.argsort(units.last_backward, kind="stable")
     parameters = units.parameters.picked(order)
     parameters = parameters.where(raw[parameters.values] >= 0)
@@ -254,7 +224,7 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     Ops of a unit: a buffer, the copy into it, the sharded gradient, the reduction, the all-reduce between replicas if there
     are any, an addition for each sum.
     """
-    of, shards = _reductions(step, how.blocks_per_unit), _shards(columns_of(step.parameters), how.degree)
+    of, shards = _reductions(step, how.blocks_per_unit), shards_of(columns_of(step.parameters), how.degree)
     if not len(of.after):
         return _Reduced(of, np.empty(0, np.int32))
     mine, per_unit = of.parameters, of.sums.count + 4 + (how.replicas > 1)
@@ -307,7 +277,7 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     return _Reduced(of, taken)
 
 
-def _reduction_buffers(edit: Edit, how: Sharding, shards: _Shards, parameters: Ragged, ops: I32) -> tuple[I32, I32]:
+def _reduction_buffers(edit: Edit, how: Sharding, shards: Shards, parameters: Ragged, ops: I32) -> tuple[I32, I32]:
     """What each unit's reduction is given and what it makes; `ops`: (4, units) that make and fill the first, then the second."""
     make, pack, take, reduce = ops
     bytes_of = shards.n_bytes[parameters.values]
@@ -321,38 +291,18 @@ def _reduction_buffers(edit: Edit, how: Sharding, shards: _Shards, parameters: R
             (place + 2, pack, uneven * how.degree, Kind.WORKSPACE),
             (place + 3, reduce, n_bytes * how.degree, Kind.WORKSPACE),
         ]
-    storages = _storages(edit, parts)
+    storages = add_storages(edit, parts)
     return storages[place], storages[place + 1]
-
-
-def _raw_gradients(step: Step) -> I32:
-    """(parameters,) the storage that this micro-batch's gradient is made in, -1 for none."""
-    gradient = columns_of(step.parameters).gradient
-    raw = np.full(len(gradient), -1, np.int32)
-    index = np.full(step.n_storages + 1, -1, np.int32)  # (m + 1,) parameter whose gradient it is; the last serves -1
-    index[gradient] = np.arange(len(gradient), dtype=np.int32)
-    index[-1] = -1
-    made = (gradient >= 0) & (step.producer[gradient] >= 0)
-    raw[made] = gradient[made]
-    adds = (step.use_mutates == 1) & (step.producer[step.use_storage] < 0) & (index[step.use_storage] >= 0)
-    adds &= step.use_phase < Phase.BOUNDARY
-    is_sum = np.zeros(step.n_storages, bool)
-    is_sum[step.use_storage[adds]] = True
-    added = np.full(step.n_ops, -1, np.int32)  # what each of these ops adds
-    others = ~is_sum[step.use_storage]
-    added[step.use_op[others][::-1]] = step.use_storage[others][::-1]
-    raw[index[step.use_storage[adds]]] = added[step.use_op[adds]]
-    return raw
 
 
 def _resized(edit: Edit, step: Step, how: Sharding, reduced: _Reduced) -> Step:
     """Parameters, state and the optimizer's temporaries at shard size; the optimizer reads the sharded gradients."""
     columns, mine = columns_of(step.parameters), reduced.of.parameters
-    shards = _shards(columns, how.degree)
+    shards = shards_of(columns, how.degree)
     raw = reduced.of.raw[reduced.of.raw >= 0]
     edit.held_until[raw] = -1
     edit.kind[raw] = Kind.TEMPORARY
-    rows, owner = _divided(step)
+    rows, owner = divided(step)
     ratio = shards.numel / np.maximum(columns.numel, 1)
     edit.bytes[rows] = np.round(edit.bytes[rows] * ratio[owner]).astype(np.int64)
     gradient = np.full(len(columns.gradient), -1, np.int32)
@@ -378,22 +328,10 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: _Reduced) -> Step:
     return edit.done()
 
 
-@functools.lru_cache(maxsize=8)
-def _divided(step: Step) -> tuple[I32, I32]:
-    """Storages that are divided with their parameter, and the row of that parameter."""
-    columns = columns_of(step.parameters)
-    mine = np.flatnonzero(step.owner >= 0).astype(np.int32)
-    owner = step.owner[mine]
-    raw = np.zeros(step.n_storages + 1, bool)
-    raw[_raw_gradients(step)] = True
-    whole = (step.bytes[mine] % columns.numel[owner] == 0) & (step.bytes[mine] >= columns.numel[owner]) & ~raw[mine]
-    return mine[whole], owner[whole]
-
-
 def _whole_sums(step: Step) -> Mask:
     """(n,) ops of later micro-batches that add a whole gradient: sums are kept sharded and added to after the reduction."""
     gradient = np.zeros(step.n_storages + 1, bool)  # the last entry serves "none"
-    gradient[columns_of(step.parameters).gradient[_raw_gradients(step) >= 0]] = True
+    gradient[columns_of(step.parameters).gradient[raw_gradients(step) >= 0]] = True
     adds = (step.use_mutates == 1) & gradient[step.use_storage] & (step.use_phase < Phase.BOUNDARY)
     adds &= step.producer[step.use_storage] < 0
     dropped = np.zeros(step.n_ops, bool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,8 @@ class Context:
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
         runner: The module to call in place of `model` (DDP's wrapper).
+        represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
+        undo: Closed when `apply` fails: takes back what is done to tensors, which `Snapshot` does not look into.
     """
 
     model: nn.Module
@@ -41,7 +43,7 @@ class Context:
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    """Device parameter → the host copy that the optimizer holds in its place."""
+    undo: ExitStack = field(default_factory=ExitStack)
 
     @property
     def ranks(self) -> int:

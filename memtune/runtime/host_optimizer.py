@@ -36,11 +36,14 @@ class HostOptimizer:
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (on the device, on the host)
         for group in self._optimizer.param_groups:
             group["params"] = [self._host_copy(parameter) for parameter in group["params"]]
+        self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         context.represented.update(self._pairs)
         self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
         self._optimizer.step = self._closing(self._optimizer.step)  # type: ignore[method-assign]
         self._optimizer.register_step_pre_hook(self._gradients_down)
-        self._optimizer.register_step_post_hook(self._weights_up)
+        up = self._optimizer.register_step_post_hook(self._weights_up)
+        hooks: Any = self._optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(up.id, last=False)  # before those that hand the new weights on to other ranks
 
     def _closing(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -79,6 +82,8 @@ class HostOptimizer:
         assert host.grad is not None
         transfer.finish(host.grad)
         self._source.grad = None
+        if self._source in self._whole:
+            self._whole[self._source].grad = None
 
     def _weights_up(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._host.close()

@@ -50,7 +50,7 @@ def test_the_space_holds_every_kind_that_fits_and_reasons_for_the_rest():
 
 def test_several_ranks_must_average_their_gradients():
     space = build_space(rewriter(ranks=2), 8)
-    assert {each.kind for each in space.slots["sharding.states"]} == {"ddp", "fsdp"}
+    assert {each.kind for each in space.slots["sharding.states"]} == {"ddp", "fsdp", "zero1", "zero2"}
     assert "train different models" in str(space.unfit["sharding.states: none"])
 
 

@@ -26,6 +26,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ddp": {"kind": "ddp"},
     "fsdp": {"kind": "fsdp"},
     "fsdp, kept, by two": {"kind": "fsdp", "reshard_after_forward": False, "blocks_per_unit": 2},
+    "zero1": {"kind": "zero1"},
+    "zero2": {"kind": "zero2"},
 }
 RANKS, SAMPLES, DIM = 2, 4, 6
 
@@ -176,7 +178,7 @@ def different() -> str:
 
 def everything() -> dict[str, Any]:
     out: dict[str, Any] = {name: {n: trained(settings, n) for n in (1, 2)} for name, settings in SETTINGS.items()}
-    return out | {"resharded": resharded(), "broken": {k: broken(k) for k in ("ddp", "fsdp")}, "different": different()}
+    return out | {"resharded": resharded(), "broken": {k: broken(k) for k in ("ddp", "fsdp", "zero1")}, "different": different()}
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +261,10 @@ def test_bytes_on_the_link_are_the_formula(ranks: list[Any]) -> None:
         trainable = 4 * (11 * 6 + 3 * (7 * 6 + 7 + 6 * 7 + 6))
         ddp = [rank["ddp"][micro_batches]["link_bytes"] for rank in ranks]
         assert ddp == [2 * trainable] * RANKS  # 2·(N-1)/N of the gradients per step, however many micro-batches
+        shard, flags = (padded((11, 6)) + 3 * block) // 2, 4 * 13  # of this rank; one flag for each parameter
+        for kind, reduced in {"zero1": 1, "zero2": micro_batches}.items():
+            zero = [rank[kind][micro_batches]["link_bytes"] for rank in ranks]
+            assert zero == [2 * (reduced * (shard + flags) + shard)] * RANKS
 
 
 def test_state_that_exists_is_resharded(ranks: list[Any]) -> None:
@@ -268,7 +274,7 @@ def test_state_that_exists_is_resharded(ranks: list[Any]) -> None:
         assert all(torch.equal(after["state"][index][key], value) for key, value in values.items())
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero1"])
 def test_a_failure_half_way_leaves_everything_as_it_was(ranks: list[Any], plain: dict[str, Any], kind: str) -> None:
     for rank in ranks:
         found = rank["broken"][kind]
@@ -332,17 +338,22 @@ def peaks(path: str, kinds: tuple[str, ...]) -> dict[str, tuple[int, int]]:
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
 def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
     from memtune.autotune.record import record
+    from memtune.passes.partition import Partitioning, partition_states
     from memtune.passes.replicate import Replication, replicate
     from memtune.passes.shard import Sharding, shard_states
     from memtune.program import FOREVER
     from memtune.workload import Workload
 
     step = record(Workload.load(ZOO["gpt"])).at(2)
-    predicted = {"fsdp": shard_states(step, Sharding(2, stages_messages=True)), "ddp": replicate(step, Replication(2, 25 << 20))}
-    for rank in run_ranks(peaks, 2, str(ZOO["gpt"]), ("ddp", "fsdp")):
+    predicted = {
+        "fsdp": shard_states(step, Sharding(2, stages_messages=True)),
+        "ddp": replicate(step, Replication(2, 25 << 20)),
+        "zero1": partition_states(step, Partitioning(2, 25 << 20, stages_messages=True)),
+    }
+    for rank in run_ranks(peaks, 2, str(ZOO["gpt"]), tuple(predicted)):
         for kind, (stays, peak) in rank.items():
             wanted = predicted[kind]
             always = int(wanted.bytes[(wanted.producer < 0) & (wanted.held_until == FOREVER) & (wanted.tier == 0)].sum())
-            spare = {"ddp": 0, "fsdp": 16}[kind]  # FSDP2 keeps a scalar or two of its own
+            spare = {"ddp": 0, "fsdp": 16, "zero1": 16}[kind]  # a scalar or two of FSDP2 and of gloo's average
             assert 0 <= stays - always <= spare
             assert 0 <= peak - wanted.peak_bytes() <= spare

@@ -1,0 +1,321 @@
+"""The pass of `runtime.partition`: whole parameters, gradients scattered bucket by bucket, weights gathered after the step.
+
+Its rules are those of the mechanism. Ops of a bucket, after the op with which its last gradient is in place: the message, the
+packing, this rank's rows, the reduction, and an addition where earlier micro-batches have left a sum. Ops after the optimizer's:
+the messages, the packing, the gather of each bucket, copied out when the next bucket's gather is under way.
+
+With ZeRO-1 and more than two micro-batches the ones in the middle hold all sums to the end of their backward, where the last one
+lets go of each when it is packed. Where that makes them the larger ones, the sums stay here too: an upper end.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memtune.edit import Edit
+from memtune.parameters import ParameterColumns, columns_of
+from memtune.passes.shares import Mask, add_storages, divided, raw_gradients, shards_of
+from memtune.passes.units import Ragged, column
+from memtune.program import I32, I64, Kind, Phase, Resource, Step
+
+NOTHING = Resource.NOTHING
+_COMPUTE_STREAM = 1
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """How gradients and optimizer state are divided over `ranks`."""
+
+    ranks: int
+    bucket_bytes: int
+    accumulate: int = 1
+    """Micro-batches per step."""
+    every_micro_batch: bool = False
+    """Whether each one is reduced, and shards are summed up; else whole gradients are, and reduced once."""
+    stages_messages: bool = False
+    """Whether collectives copy their whole message first, as gloo does on CPU (measured; NCCL does not)."""
+
+
+def partition_states(step: Step, how: Partitioning) -> Step:
+    """`step` as one rank runs it; `step` itself where nothing is trained."""
+    if not len(_buckets(columns_of(step.parameters), how.bucket_bytes).count):
+        return step
+    done = _partitioned(step, how, sums_stay=False)
+    if how.accumulate > 2 and not how.every_micro_batch and _middle_peak(step, how) > _backward_peak(done):
+        return _partitioned(step, how, sums_stay=True)
+    return done
+
+
+def _partitioned(step: Step, how: Partitioning, *, sums_stay: bool) -> Step:
+    edit = Edit(step)
+    taken = _reduce(edit, step, how, sums_stay=sums_stay)
+    last = _gather(edit, step, how)
+    # Gradients, the loss: what is held to the end of the step is held while weights are gathered.
+    late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
+    held = np.concatenate([np.flatnonzero(late).astype(np.int32), taken])
+    edit.hold_through(held, np.full(len(held), last, np.int32))
+    return edit.done()
+
+
+@functools.lru_cache(maxsize=16)
+def _buckets(columns: ParameterColumns, bucket_bytes: int) -> Ragged:
+    """Rows of the trainable parameters, bucket by bucket (rule 2); item sizes tell types apart."""
+    closed: list[list[int]] = []
+    filling: dict[int, list[int]] = {}
+    filled_bytes: dict[int, int] = {}
+    rows = [row for row in np.flatnonzero(columns.trainable & (columns.numel > 0)).tolist()[::-1] if columns.shapes[row]]
+    for row in rows:
+        itemsize = int(columns.itemsize[row])
+        filling.setdefault(itemsize, []).append(row)
+        filled_bytes[itemsize] = filled_bytes.get(itemsize, 0) + int(columns.numel[row]) * itemsize
+        if filled_bytes[itemsize] >= bucket_bytes:
+            closed.append(filling.pop(itemsize))
+            filled_bytes[itemsize] = 0
+    buckets = sorted([*closed, *filling.values()], key=lambda bucket: -bucket[0])
+    flat = np.asarray([row for bucket in buckets for row in bucket], np.int32)
+    return Ragged(flat, np.asarray([len(bucket) for bucket in buckets], np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrivals:
+    """When the whole gradient of each parameter is in place, and in which storage; one entry each."""
+
+    whole: I32
+    """-1: there is none."""
+    at: I32
+    adds: Mask
+    """(n,) ops that add to the sum of earlier micro-batches."""
+
+
+@functools.lru_cache(maxsize=16)
+def _arrivals(step: Step, every_micro_batch: bool) -> _Arrivals:
+    gradient, raw = columns_of(step.parameters).gradient, raw_gradients(step)
+    end = _end(step)
+    added = np.full(step.n_storages + 1, -1, np.int32)  # the last entry serves "none"
+    adds = (step.use_mutates == 1) & (step.producer[step.use_storage] < 0) & (step.use_phase < Phase.BOUNDARY)
+    np.maximum.at(added, step.use_storage[adds], step.use_op[adds])
+    summed = raw != gradient
+    at = np.where(gradient < 0, end, np.where(summed, added[gradient], step.ready_after[gradient]))
+    rows = np.zeros(step.n_ops, bool)
+    rows[added[gradient[summed & (gradient >= 0)]]] = True
+    return _Arrivals(raw if every_micro_batch else gradient, np.where(at < 0, end, at).astype(np.int32), rows)
+
+
+def _end(step: Step) -> int:
+    return int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Where each op of a bucket is among all that reduce; (buckets,) each, but for those of what is missing."""
+
+    make: I64
+    flags: I64
+    zeros: I64
+    """(missing,) in place of a gradient that is not there …"""
+    clear: I64
+    """(missing,) … and its flag."""
+    pack: I64
+    take: I64
+    reduce: I64
+    add: I64
+    """Empty where there are no sums to add to."""
+    per_bucket: I64
+
+    @staticmethod
+    def of(missing: Ragged, *, adds: bool) -> _Places:
+        """The places for buckets with these parts missing."""
+        per_bucket = 5 + 2 * missing.count + adds
+        make = np.cumsum(per_bucket) - per_bucket
+        fill = missing.places(make + 2) + missing._within
+        pack = make + 2 + 2 * missing.count
+        add = pack[: len(pack) * adds] + 3
+        return _Places(make, make + 1, fill, fill + 1, pack, pack + 1, pack + 2, add, per_bucket)
+
+
+def _reduce(edit: Edit, step: Step, how: Partitioning, *, sums_stay: bool) -> I32:
+    """Reduce-scatter every bucket; returns the gradients it makes, one storage a bucket."""
+    columns, arrivals = columns_of(step.parameters), _arrivals(step, how.every_micro_batch)
+    buckets = _buckets(columns, how.bucket_bytes)
+    there = buckets.where(arrivals.whole[buckets.values] >= 0)
+    missing = buckets.where(arrivals.whole[buckets.values] < 0)
+    at = _Places.of(missing, adds=how.every_micro_batch and bool(arrivals.adds.any()))
+    after = np.maximum.accumulate(np.maximum.reduceat(arrivals.at[buckets.values], buckets.starts)).astype(np.int32)
+    rows, n_bytes = _reduction_ops(edit, how, columns, at, after)
+    given, taken = _buffers(edit, how, columns, at, rows, n_bytes)
+    zeros = columns.numel[missing.values] * columns.itemsize[missing.values]
+    edit.add_uses(rows[at.pack][missing.part], edit.add_storages(zeros, producer=rows[at.zeros], kind=Kind.TEMPORARY))
+    whole, end = arrivals.whole[there.values], _end(step)
+    edit.add_uses(rows[at.pack][there.part], whole)
+    edit.held_until[whole] = end if sums_stay else -1
+    edit.ready_after[whole] = -1
+    if not sums_stay or how.accumulate == 1:
+        edit.kind[whole] = Kind.TEMPORARY
+
+    landed = np.append(after[1:], end).astype(np.int32)  # rule 4
+    edit.hold_through(np.concatenate([given, given]), np.concatenate([landed, rows[at.make + at.per_bucket - 1]]))
+    for op in rows[at.make + at.per_bucket - 1][after == end].tolist():
+        edit.hold_to_the_end_of_backward(op)
+    _resize(edit, step, how)
+    if len(at.add):
+        edit.hold_through(taken, landed)
+        taken = _sums(edit, step, there, arrivals, n_bytes)
+        edit.add_uses(rows[at.add], taken, mutates=True)
+    _rebind(edit, step, there, taken, how)
+    return taken
+
+
+def _reduction_ops(edit: Edit, how: Partitioning, columns: ParameterColumns, at: _Places, after: I32) -> tuple[I32, I64]:
+    """The ops, by place, and the bytes of each bucket's message to one rank."""
+    buckets = _buckets(columns, how.bucket_bytes)
+    flags = buckets.count * columns.itemsize[buckets.values[buckets.starts]]  # rule 3
+    n_bytes = replace(buckets, values=shards_of(columns, how.ranks).n_bytes[buckets.values]).sums() + flags
+    names = [
+        (at.make, "aten.new_empty.default"), (at.flags, "aten.new_ones.default"), (at.zeros, "aten.zeros_like.default"),
+        (at.clear, "aten.zero_.default"), (at.pack, "aten._chunk_cat.out"), (at.take, "aten.new_empty.default"),
+        (at.reduce, "memtune.reduce_scatter_into_.default"), (at.add, "aten._foreach_add_.List"),
+    ]  # fmt: skip
+    n_ops = int(at.per_bucket.sum())
+    once = how.accumulate > 1 and not how.every_micro_batch
+    rows = edit.add_ops(
+        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
+        after=np.repeat(after, at.per_bucket),
+        phase=Phase.BOUNDARY if once else Phase.BACKWARD,  # what runs once per step belongs to the boundary
+        resource=column(n_ops, np.uint8, (at.make, NOTHING), (at.take, NOTHING), (at.reduce, Resource.INTRA_LINK)),
+        traffic_bytes=column(
+            n_ops, np.int64,
+            (at.pack, 2 * n_bytes * how.ranks), (at.reduce, n_bytes * how.ranks), (at.add, 3 * n_bytes[: len(at.add)]),
+        ),
+        group=column(n_ops, np.int32, (at.reduce, how.ranks)),
+        stream=column(n_ops, np.uint8, (at.reduce, _COMPUTE_STREAM * how.stages_messages)),
+    )  # fmt: skip
+    return rows, n_bytes
+
+
+def _buffers(edit: Edit, how: Partitioning, columns: ParameterColumns, at: _Places, rows: I32, n_bytes: I64) -> tuple[I32, I32]:
+    """What each reduction is given, and what it makes."""
+    buckets, shards = _buckets(columns, how.bucket_bytes), shards_of(columns, how.ranks)
+    flags = how.ranks * buckets.count * columns.itemsize[buckets.values[buckets.starts]]
+    place = np.arange(len(n_bytes)) * (5 if how.stages_messages else 3)
+    parts = [
+        (place, rows[at.make], n_bytes * how.ranks, Kind.COMMUNICATION),
+        (place + 1, rows[at.flags], flags, Kind.COMMUNICATION),
+        (place + 2, rows[at.take], n_bytes, Kind.GRADIENT),
+    ]
+    if how.stages_messages:
+        # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
+        uneven = replace(buckets, values=(shards.n_bytes * shards.uneven)[buckets.values]).sums()
+        parts += [
+            (place + 3, rows[at.pack], uneven * how.ranks, Kind.WORKSPACE),
+            (place + 4, rows[at.reduce], n_bytes * how.ranks, Kind.WORKSPACE),
+        ]
+    storages = add_storages(edit, parts)
+    given, taken = storages[place], storages[place + 2]
+    edit.add_uses(rows[at.pack], storages[place + 1])
+    edit.add_uses(rows[at.pack], given, mutates=True)
+    edit.add_uses(rows[at.reduce], given)
+    edit.add_uses(rows[at.reduce], taken, mutates=True)
+    edit.add_uses(rows[at.add], taken[: len(at.add)])
+    return given, taken
+
+
+def _resize(edit: Edit, step: Step, how: Partitioning) -> None:
+    """State and the optimizer's temporaries are as large as the shard of their parameter."""
+    columns = columns_of(step.parameters)
+    ratio = shards_of(columns, how.ranks).numel / np.maximum(columns.numel, 1)
+    rows, owner = _of_the_optimizer(step)
+    edit.bytes[rows] = np.round(edit.bytes[rows] * ratio[owner]).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_the_optimizer(step: Step) -> tuple[I32, I32]:
+    """Storages that are divided with their parameter, itself and its gradient left out, and the row of that parameter."""
+    columns = columns_of(step.parameters)
+    rows, owner = divided(step)
+    mine = columns.trainable[owner] & (rows != columns.storage[owner]) & (rows != columns.gradient[owner])
+    return rows[mine], owner[mine]
+
+
+def _sums(edit: Edit, step: Step, there: Ragged, arrivals: _Arrivals, n_bytes: I64) -> I32:
+    """What earlier micro-batches have left, one storage a bucket in place of one a parameter; returns them."""
+    edit.drop_ops(arrivals.adds)
+    gradient = columns_of(step.parameters).gradient[there.values]
+    edit.bytes[gradient] = 0
+    edit.held_until[gradient] = -1
+    forever = np.full(len(n_bytes), -1, np.int32)
+    return edit.add_storages(n_bytes, producer=forever, kind=Kind.GRADIENT, held_until=forever)
+
+
+def _rebind(edit: Edit, step: Step, there: Ragged, taken: I32, how: Partitioning) -> None:
+    """The optimizer reads this rank's rows of the gradients."""
+    columns = columns_of(step.parameters)
+    moved = np.full(step.n_storages, -1, np.int32)
+    moved[columns.gradient[there.values]] = taken[there.part]
+    target = np.where(step.use_phase >= Phase.BOUNDARY, moved[step.use_storage], -1)
+    edit.use_storage = np.where(target >= 0, target, edit.use_storage)
+    gradient = np.full(len(columns.gradient), -1, np.int32)
+    gradient[there.values] = taken[there.part]
+    edit.landing = taken
+    shards = shards_of(columns, how.ranks)
+    divided_ = columns.trainable
+    shapes = tuple(
+        shard if mine else whole for shard, whole, mine in zip(shards.shapes, columns.shapes, divided_.tolist(), strict=True)
+    )
+    numel = np.where(divided_, shards.numel, columns.numel)
+    edit.parameters = replace(columns, gradient=gradient, shapes=shapes, numel=numel).records()
+
+
+def _gather(edit: Edit, step: Step, how: Partitioning) -> int:
+    """Gather the updated rows of every bucket; returns the last op."""
+    columns = columns_of(step.parameters)
+    buckets, shards = _buckets(columns, how.bucket_bytes), shards_of(columns, how.ranks)
+    buckets = buckets.picked(np.arange(len(buckets.count))[::-1])
+    n_bytes = replace(buckets, values=shards.n_bytes[buckets.values]).sums()
+    count = len(n_bytes)
+    make = np.maximum(4 * np.arange(count) - 1, 0)
+    pack, gather, copy = make + 1, make + 2, np.append(make[1:] + 3, 4 * count - 1)
+    names = [
+        (make, "aten.new_empty.default"), (pack, "aten._foreach_copy_.default"),
+        (gather, "memtune.all_gather_into_.default"), (copy, "aten._foreach_copy_.default"),
+    ]  # fmt: skip
+    n_ops = 4 * count
+    rows = edit.add_ops(
+        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names)),
+        before=np.full(n_ops, step.n_ops, np.int32),
+        phase=Phase.BOUNDARY,  # the optimizer itself may run elsewhere
+        resource=column(n_ops, np.uint8, (make, NOTHING), (gather, Resource.INTRA_LINK)),
+        traffic_bytes=column(
+            n_ops, np.int64, (pack, 2 * n_bytes), (gather, n_bytes * how.ranks), (copy, 2 * n_bytes * how.ranks)
+        ),
+        group=column(n_ops, np.int32, (gather, how.ranks)),
+        stream=column(n_ops, np.uint8, (gather, _COMPUTE_STREAM * how.stages_messages)),
+    )
+    place = np.arange(count) * (1 + how.stages_messages)
+    parts = [(place, rows[make], n_bytes * how.ranks, Kind.COMMUNICATION)]
+    if how.stages_messages:
+        parts.append((place + 1, rows[gather], n_bytes * how.ranks, Kind.WORKSPACE))
+    whole = add_storages(edit, parts)[place]
+    weights = columns.storage[buckets.values]
+    edit.add_uses(rows[pack][buckets.part], weights)
+    edit.add_uses(rows[pack], whole, mutates=True)
+    edit.add_uses(rows[gather], whole, mutates=True)
+    edit.add_uses(rows[copy], whole)
+    edit.add_uses(rows[copy][buckets.part], weights, mutates=True)
+    return int(rows[-1])
+
+
+def _middle_peak(step: Step, how: Partitioning) -> int:
+    """Device bytes at the peak of a micro-batch that is neither the first nor the last."""
+    columns = columns_of(step.parameters)
+    ratio = shards_of(columns, how.ranks).numel / np.maximum(columns.numel, 1)
+    rows, owner = _of_the_optimizer(step)
+    n_bytes = step.bytes.copy()
+    n_bytes[rows] = np.round(n_bytes[rows] * ratio[owner]).astype(np.int64)
+    return _backward_peak(replace(step, bytes=n_bytes))
+
+
+def _backward_peak(step: Step) -> int:
+    return int(step.live_bytes()[: _end(step) + 1].max())

@@ -1,0 +1,217 @@
+"""ZeRO 1 and 2 on real gloo ranks against one rank that takes all samples: five steps, sums, clipping, zeroed gradients."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gloo import run_ranks
+from torch import Tensor, nn
+
+from memtune._apply import apply
+from memtune.errors import ApplyError
+
+SAMPLES, DIM = 16, 6
+KINDS = ("zero1", "zero2")
+CASES = [(kind, parts, clip) for kind in KINDS for parts in (1, 4) for clip in (0.0, 0.05)]
+
+
+class Net(nn.Module):
+    """A tied head, a frozen layer, seven rows, one row, what nobody uses, and what only some samples use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(11, DIM)
+        self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, DIM)) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(1, DIM))
+        self.unused, self.sometimes = nn.Linear(DIM, 3), nn.Linear(DIM, DIM)
+        self.head = nn.Linear(DIM, 11, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.frozen(self.wte(tokens))
+        for block in self.h:
+            x = x + block(x)
+        if tokens[0, 0] == 0:
+            x = x + self.sometimes(x)
+        out: Tensor = self.head(x * self.scale)
+        return out
+
+
+def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def build() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Net()
+    # Decay moves what has a zero gradient and leaves what has none.
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.SGD(trained, lr=0.2, momentum=0.9, weight_decay=0.01)
+
+
+def batches(step: int) -> list[Tensor]:
+    """Four parts; the second half of the samples, which the last ranks take, uses `sometimes`."""
+    tokens = torch.randint(1, 11, (SAMPLES, 5), generator=torch.Generator().manual_seed(step))
+    tokens[SAMPLES // 2 :, 0] = 0
+    return list(tokens.chunk(SAMPLES))
+
+
+def trained(kind: str, parts: int, clip: float) -> dict[str, Any]:
+    """Weights after five steps of a loop of one's own, and whose they are."""
+    model, optimizer = build()
+    before = dict(model.named_parameters())
+    settings = {"sharding": {"states": {"kind": kind}}}
+    tuned = apply(model, optimizer, {"settings": settings}, loss=loss, strict=False)
+    sync = tuned._context.sync or (lambda last: nullcontext())
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    norms, losses = [], []
+    for step in range(5):
+        mine = torch.cat(batches(step)[rank * SAMPLES // ranks : (rank + 1) * SAMPLES // ranks])
+        total = 0.0
+        for index, part in enumerate(mine.chunk(parts)):
+            with sync(index == parts - 1):
+                value = loss(tuned.model, part) / parts
+                value.backward()
+                total += float(value.detach())
+        losses.append(total)
+        if clip:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = tuned.state_dict()
+    return {
+        "weights": state["model"], "losses": losses, "norms": norms, "audit": tuned.audit(),
+        "momenta": {index: each["momentum_buffer"] for index, each in state["optimizer"]["state"].items()},
+        "same": all(parameter is before[name] for name, parameter in model.named_parameters()),
+    }  # fmt: skip
+
+
+def plain(clip: float) -> dict[str, Any]:
+    model, optimizer = build()
+    norms, losses = [], []
+    for step in range(5):
+        each = [loss(model, part) / SAMPLES for part in batches(step)]
+        sum(each).backward()  # type: ignore[union-attr]
+        losses.append(sum(float(value.detach()) for value in each))
+        if clip:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()["state"]
+    momenta = {index: each["momentum_buffer"] for index, each in state.items()}
+    return {"weights": model.state_dict(), "losses": losses, "norms": norms, "momenta": momenta}
+
+
+# -- gradients that are zeroed, kept or summed in other ways ---------------------------------------------------------------
+
+
+def gradients(kind: str, how: str) -> dict[str, Tensor]:
+    """The whole gradients after some way of calling backward without `Tuned.step`."""
+    model, optimizer = build()
+    settings = {"sharding": {"states": {"kind": kind}}}
+    apply(model, optimizer, {"settings": settings}, loss=loss, strict=False)
+    first, second = (torch.cat(batches(step)[8:]) for step in (0, 1))  # the same samples on both ranks
+    loss(model, first).backward()
+    if how == "optimizer zeroes":
+        optimizer.zero_grad()
+    elif how == "model zeroes":
+        model.zero_grad()
+    elif how == "zeroes in place":
+        optimizer.zero_grad(set_to_none=False)
+    loss(model, second).backward()
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def moved_away() -> str:
+    model, optimizer = build()
+    tuned = apply(model, optimizer, {"settings": {"sharding": {"states": {"kind": "zero1"}}}}, loss=loss, strict=False)
+    model.double()
+    try:
+        tuned.audit()
+    except ApplyError as error:
+        return str(error)
+    return "no error"
+
+
+def everything() -> dict[str, Any]:
+    ways = ("sums", "optimizer zeroes", "model zeroes", "zeroes in place")
+    return {
+        "trained": {case: trained(*case) for case in CASES},
+        "gradients": {(kind, how): gradients(kind, how) for kind in KINDS for how in ways},
+        "moved": moved_away(),
+    }
+
+
+def on_four() -> dict[Any, Any]:
+    return {case: trained(*case) for case in CASES if case[2] and case[1] == 4}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(everything, 2)
+
+
+def check(runs: list[dict[str, Any]], clip: float) -> None:
+    wanted = plain(clip)
+    for run in runs:
+        for name, weight in wanted["weights"].items():
+            assert torch.allclose(run["weights"][name], weight, rtol=0, atol=1e-6), name
+        assert run["momenta"].keys() == wanted["momenta"].keys()
+        for index, momentum in wanted["momenta"].items():
+            assert torch.allclose(run["momenta"][index], momentum, rtol=0, atol=1e-6), index
+        assert run["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
+        assert run["same"]
+    for step, value in enumerate(wanted["losses"]):
+        assert sum(run["losses"][step] for run in runs) / len(runs) == pytest.approx(value, rel=1e-6)
+    assert all(torch.equal(run["weights"][name], runs[0]["weights"][name]) for run in runs for name in runs[0]["weights"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_five_steps_are_those_of_one_rank(ranks: list[Any], case: tuple[str, int, float]) -> None:
+    check([rank["trained"][case] for rank in ranks], case[2])
+
+
+@pytest.mark.slow
+def test_five_steps_on_four_ranks() -> None:
+    found = run_ranks(on_four, 4)
+    for case in found[0]:
+        check([rank[case] for rank in found], case[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_nobody_uses_is_left_alone(ranks: list[Any], kind: str) -> None:
+    model, _ = build()
+    for rank in ranks:
+        weights = rank["trained"][kind, 1, 0.0]["weights"]
+        assert torch.equal(weights["unused.weight"], model.unused.weight)
+        assert not torch.equal(weights["sometimes.weight"], model.sometimes.weight)
+
+
+def test_a_rank_holds_a_half_of_the_state(ranks: list[Any]) -> None:
+    facts = ranks[0]["trained"]["zero1", 1, 0.0]["audit"]["sharding.states"]
+    rows = 6 * 6 + 3 * (4 * 6 + 4 + 3 * 7 + 3) + 6 + (2 * 6 + 2) + (3 * 6 + 3)
+    assert facts == {"ranks": 2, "buckets": 1, "shard_bytes": 4 * rows}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["sums", "optimizer zeroes", "model zeroes", "zeroes in place"])
+def test_gradients_are_summed_until_somebody_zeroes_them(ranks: list[Any], kind: str, how: str) -> None:
+    model, _ = build()
+    for step in (0, 1) if how == "sums" else (1,):
+        loss(model, torch.cat(batches(step)[8:])).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for rank in ranks:
+        got = rank["gradients"][kind, how]
+        assert got.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            assert torch.allclose(got[name], gradient, rtol=0, atol=1e-6), name
+
+
+def test_a_model_that_was_moved_away_from_its_shards_is_noticed(ranks: list[Any]) -> None:
+    assert all("no longer share memory" in rank["moved"] for rank in ranks)

@@ -1,0 +1,84 @@
+"""ZeRO 1: when it fits, what it stands for, and that it passes the suite's checks on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from gloo import run_ranks
+from sharding_program import program, step, target, with_parameter
+from zoo_paths import ZOO
+
+from memtune.config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.program import Kind, Program, Tier
+from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.sharding.states.zero1 import Zero1
+from memtune.technique import NO_PLAN
+from memtune.testing import TechniqueSuite
+
+
+def bytes_of(after: Program, kind: Kind) -> int:
+    done = after.step
+    return int(done.bytes[(done.kind == kind) & (done.tier == Tier.DEVICE) & (done.bytes > 8)].sum())
+
+
+@pytest.mark.parametrize(("ranks", "reason"), [(1, "only one rank"), (2, None), (8, None)])
+def test_fits(ranks: int, reason: str | None) -> None:
+    found = Zero1().fits(program(ranks=ranks), target(ranks))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_a_scalar_is_a_reason_only_where_it_is_trained() -> None:
+    assert "has no dimension to divide" in str(Zero1().fits(with_parameter(3, shape=()), target(2)))
+    assert Zero1().fits(with_parameter(3, shape=(), trainable=False), target(2)) is None
+
+
+def test_divides_the_state_alone() -> None:
+    after = Zero1().rewrite(program(ranks=4), NO_PLAN, target(4))
+    after.step.validate()
+    assert bytes_of(after, Kind.OPTIMIZER) * 4 == bytes_of(program(), Kind.OPTIMIZER)
+    assert bytes_of(after, Kind.PARAMETER) == bytes_of(program(), Kind.PARAMETER)
+
+
+def test_the_gradients_cross_the_link_once_a_step() -> None:
+    once, often = (Zero1().rewrite(program(accumulate=count), NO_PLAN, target(2)).step for count in (1, 4))
+    for done in (once, often):
+        sent = done.op_traffic_bytes[done.op_group > 0]
+        flags = 2 * 4 * len(step().parameters)
+        assert sent.tolist() == [bytes_of(program(), Kind.PARAMETER) + flags, bytes_of(program(), Kind.PARAMETER)]
+
+
+def test_it_lies_between_ddp_and_fsdp() -> None:
+    from memtune.search_spaces.sharding.states.ddp import Ddp
+    from memtune.search_spaces.sharding.states.fsdp import Fsdp
+
+    ddp, zero, fsdp = (each.rewrite(program(ranks=8), NO_PLAN, target(8)).step for each in (Ddp(), Zero1(), Fsdp()))
+    assert ddp.live_bytes()[0] > zero.live_bytes()[0] > fsdp.live_bytes()[0]
+
+
+def test_record_says_what_is_divided() -> None:
+    record = Zero1().record(target(8))
+    assert record["states.shard"] == {"parameters": 1, "gradients": 1, "optimizer": 8}
+    assert record != Zero1(bucket_cap_mb=100).record(target(8))
+
+
+def test_survives_yaml() -> None:
+    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Zero1(bucket_cap_mb=7)}))
+    assert load_config(dump_yaml(config)) == config
+
+
+class Suite(TechniqueSuite):
+    __test__ = False  # its tests are for one rank: two run its checks
+    technique, tolerance = Zero1, 1e-4
+    models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
+
+
+def on_ranks() -> None:
+    """Both ranks train on the same samples, so that their mean gradient is the plain model's."""
+    Suite().check_training("lora", Zero1())
+    Suite().check_untouched("lora", Zero1())
+
+
+def test_suite_passes_on_two_ranks() -> None:
+    assert run_ranks(on_ranks, 2) == [None, None]

@@ -1,0 +1,52 @@
+"""ZeRO 2: when it fits, what it stands for. On real ranks: memtune/runtime/test_partition.py."""
+
+from __future__ import annotations
+
+from sharding_program import program, step, target, with_parameter
+
+from memtune.config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.program import Kind, Phase, Program, Step, Tier
+from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.sharding.states.zero2 import Zero2
+from memtune.technique import NO_PLAN
+
+
+def test_fits_several_micro_batches() -> None:
+    assert "it is zero1 (sharding.states: zero1)" in str(Zero2().fits(program(), target(2)))
+    assert Zero2().fits(program(accumulate=2), target(2)) is None
+    assert "only one rank" in str(Zero2().fits(program(ranks=1), target(1)))
+
+
+def test_a_scalar_is_a_reason() -> None:
+    scalar = with_parameter(3, shape=())
+    assert "has no dimension" in str(Zero2().fits(Program(scalar.rank_classes, 2, accumulate=2), target(2)))
+
+
+def test_sums_are_shards() -> None:
+    whole = program(accumulate=2).step
+    after = Zero2().rewrite(program(ranks=4, accumulate=2), NO_PLAN, target(4)).step
+    after.validate()
+
+    def sums(done: Step) -> int:
+        mine = (done.kind == Kind.GRADIENT) & (done.producer < 0) & (done.tier == Tier.DEVICE)
+        return int(done.bytes[mine].sum())
+
+    flags = 4 * len(step().parameters)
+    assert (sums(after) - flags) * 4 == sums(whole)
+
+
+def test_the_gradients_cross_the_link_in_every_micro_batch() -> None:
+    done = Zero2().rewrite(program(accumulate=4), NO_PLAN, target(2)).step
+    reduced = [op for op in range(done.n_ops) if "reduce_scatter" in done.names[done.op_name[op]]]
+    assert {int(done.op_phase[op]) for op in reduced} == {Phase.BACKWARD}  # which runs once a micro-batch
+    gathered = [op for op in range(done.n_ops) if "all_gather" in done.names[done.op_name[op]]]
+    assert {int(done.op_phase[op]) for op in gathered} == {Phase.BOUNDARY}  # and this once a step
+
+
+def test_record_says_what_is_divided() -> None:
+    assert Zero2().record(target(8))["states.shard"] == {"parameters": 1, "gradients": 8, "optimizer": 8}
+
+
+def test_survives_yaml() -> None:
+    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Zero2(bucket_cap_mb=7)}))
+    assert load_config(dump_yaml(config)) == config
