@@ -14,7 +14,7 @@ from memtune.program import Step
 from memtune.schedule import Schedule, plain_schedule, wrong_with
 from memtune.search_spaces.recompute._stages import Stages, stages_of
 
-_TRIES = 4
+_TRIES = 5
 """Budgets that the coarse nodes are given, until the peak of the ops is just within the real one."""
 
 
@@ -72,6 +72,7 @@ def schedule_for(
 def _best(step: Step, stages: Stages, budget_bytes: int, plain_bytes: int, exact_s: float) -> Found:
     """Give the nodes more or less than the budget by what the last schedule's ops left of it or were over."""
     given, best = budget_bytes, None
+    enough, too_much = 0, 0  # given to the nodes, with a peak within the budget and above it
     for _ in range(_TRIES):
         found = _judged(step, stages, given, plain_bytes, exact_s, budget_bytes)
         if best is None or _rank(found) < _rank(best):
@@ -79,7 +80,11 @@ def _best(step: Step, stages: Stages, budget_bytes: int, plain_bytes: int, exact
         spare = budget_bytes - found.peak_bytes
         if found.again_s == 0 or 0 <= spare <= budget_bytes // 200:
             break
-        given += spare
+        if spare >= 0:
+            enough = max(enough, given)
+        else:
+            too_much = min(too_much or given, given)
+        given = (enough + too_much) // 2 if enough and too_much else given + spare
     assert best is not None
     return best
 

@@ -47,8 +47,8 @@ class Checkmate(Technique):
     """Peak to stay within; less frees more and recomputes more. Left out: all the memory that the target gives."""
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     """In place of bytes: 0 is the smallest peak that was found, 1 the peak without recomputation."""
-    nodes: Annotated[int, Field(ge=4, le=80)] = 24
-    """Stretches of ops that are decided on: more decide finer and take longer to solve, 24 about a second."""
+    nodes: Annotated[int, Field(ge=4, le=80)] = 16
+    """Stretches of ops that are decided on: more decide finer and take longer to solve, 16 about a second."""
     solver: Literal["approx", "exact"] = "approx"
     """`approx`: linear program, rounded; `exact`: then the integer program as well, for up to a minute for each budget."""
 
