@@ -5,8 +5,8 @@
 For each model the smallest peak that recomputation reaches and the plain peak are the ends of the sweep; a budget of 10 % lies a
 tenth of the way between them, and what a plan keeps spare on top. Every program is simulated op by op for this machine's CPU. A
 second table puts `planned`, without moves to the host, beside each other technique at exactly that technique's peak: `full` and
-`every_nth` are what `torch.utils.checkpoint` around all, or one in n, of the blocks does. With `--measure`, so many of each model's
-plans also train for real in a fresh process, and the native ledger's peak stands beside the planned one.
+`every_nth` are what `torch.utils.checkpoint` around all, or one in n, of the blocks does. With `--measure`, so many plans of each
+model also train for real in a fresh process, and the native ledger's peak stands beside the planned one.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ OTHERS = (Full(), EveryNth(), EveryNth(n=3), Selective(), Selective(scope="core_
 class TestPlanned(TechniqueSuite):
     technique = Planned
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "hf_llama", "cnn_bn", "lora")}
-    variants = (Planned(share=0.5, host=False), Planned(share=0.0, host=False), Planned(share=0.3), Planned(share=0.0))
+    variants = (Planned(share=0.3), Planned(share=0.0, host=False))
     quick = ("gpt",)
 
     @classmethod
@@ -53,7 +53,7 @@ class TestPlanned(TechniqueSuite):
         low, high = ends[0].peak_bytes, ends[1].peak_bytes
         assert low < high == program.step.peak_bytes()
         before = None
-        for budget in range(low, high + 1, max((high - low) // 8, 1)):
+        for budget in range(low, high + 1, max((high - low) // 5, 1)):
             found = self.solved(program, Planned(budget_bytes=budget, spare=0.0))
             step = rewritten_by(program, Planned(budget_bytes=budget, spare=0.0))
             assert step.peak_bytes() == found.peak_bytes <= budget
@@ -62,7 +62,7 @@ class TestPlanned(TechniqueSuite):
                 assert found.peak_bytes >= before.peak_bytes
             before = found
 
-    @pytest.mark.parametrize("model", ["gpt", "hf_llama", "lora", "cnn_bn"])
+    @pytest.mark.parametrize("model", ["gpt", "lora", "cnn_bn"])
     def test_no_other_technique_is_faster_at_its_peak(self, model: str) -> None:
         program, target = plain_program(self.models[model]), target_of()
         for other in OTHERS:
