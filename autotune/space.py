@@ -23,7 +23,9 @@ SAMPLE = 20_000
 EXECUTION = "execution"
 MICRO_BATCH = "execution.micro_batch"
 _ALIASES = {"batch": EXECUTION, "micro_batch": MICRO_BATCH, "alloc": "allocator", "shard": "sharding"}
-_NULL_WITH_RANKS = Reason("ranks that do not average their gradients train different models", "sharding.states: ddp or fsdp")
+_NULL_WITH_RANKS = Reason(
+    "ranks that do not average their gradients train different models", "sharding.states: ddp, zero1 or fsdp"
+)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,15 @@ def test_ranks_that_are_not_there(ranks: int) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("kind", ["zero1", "zero2"])
+def test_divided_states_with_sums_over_micro_batches(kind: str) -> None:
+    settings = EVERYTHING | {"sharding": {"states": {"kind": kind}}}
+    step = dry("gpt", settings, 4, accumulate=2)
+    assert isinstance(step, Step)
+    predicted = candidate("gpt", settings, 4, accumulate=2)[0].program.step.peak_bytes()
+    assert 0 <= step.peak_bytes() - predicted <= 16  # the sum of the losses, and the loss that is divided
+
+
 def test_copies_of_a_sharded_model_have_meshes_of_their_own() -> None:
     settings = {"sharding": {"states": {"kind": "fsdp", "degree": 2}}}
     step = dry("gpt", settings, 4)

@@ -22,7 +22,7 @@ class Alone(Technique):
         parallel = target.chosen.get("sharding.parallel")
         if target.ranks == 1 or (parallel is not None and parallel.kind != "none"):
             return None
-        return Reason(f"{target.ranks} ranks would each train a model of their own", "choose ddp or fsdp")
+        return Reason(f"{target.ranks} ranks would each train a model of their own", "choose ddp, zero1 or fsdp")
 
     def record(self, target: Target) -> dict[str, Any]:
         """No mechanism is used."""
