@@ -50,13 +50,16 @@ class Policy:
     """What happens to a storage when the program drops its last reference: nothing, eviction, or removal for good."""
     keep_replayed: bool = True
     """What was dropped and came back for a replay stays until it is chosen; False: until the call that asked has run."""
+    forget: bool = False
+    """What can never be asked for again is freed, and is nobody's neighbour any more; the artifact remembers everything."""
     addressed: bool = False
     """The budget is an arena with addresses, which fragments; False: a counter of bytes."""
     best_fit: bool = False
     align_bytes: int = 1
     small_bytes: int = 0
-    """Pieces up to this size live in an area of `small_capacity_bytes` of their own, while it lasts."""
-    small_capacity_bytes: int = 0
+    """Pieces up to this size live in an area of their own, while it lasts …"""
+    small_share: float = 0.0
+    """… which takes this share of the budget, at most 10 MiB."""
     groups: int = 1
     """2: outputs of cheap ops are placed from the other end of the arena (Coop's tensor partitioning)."""
     in_place: bool = False
@@ -69,13 +72,32 @@ class Policy:
     replay_base: float = 1.0
     """megtaichi: its score is multiplied by this to the power of the replays so far."""
     epsilon: float = 0.0
-    """megtaichi: added to cost and staleness."""
+    """megtaichi: added to cost and staleness, in mean costs of an op."""
     seed: int = 0
 
     def settings(self, budget_bytes: int | None, cost_limit: float = 0.0) -> dict[str, Any]:
         """What the native machine is given."""
-        limit = {} if budget_bytes is None else {"budget_bytes": budget_bytes}
-        return {**asdict(self), **limit, "cost_limit": cost_limit}
+        if budget_bytes is None:
+            return {**asdict(self), "cost_limit": cost_limit}
+        small = min(10 << 20, int(self.small_share * budget_bytes)) if self.small_bytes else 0
+        return {**asdict(self), "budget_bytes": budget_bytes, "small_capacity_bytes": small, "cost_limit": cost_limit}
+
+
+DTR = Policy(keep_replayed=False)
+"""DTR as memtune runs it: what comes back for a replay alone is dropped again when the call that asked has run."""
+MEGTAICHI = Policy(
+    rule="megtaichi",
+    neighbours="closure",
+    addressed=True,
+    replay_base=1.0001,
+    epsilon=0.01,
+    small_bytes=10 * 1024,
+    small_share=0.01,
+)
+"""MegEngine's powers and base; its epsilon of 1e-3 is about a hundredth of an op's cost there. Neighbourhoods are exact and small
+pieces live apart, which halves the smallest budget on some logs against classes and one area."""
+COOP = Policy(rule="coop", neighbours="closure", addressed=True, in_place=True, small_bytes=10 * 1024, small_share=0.01)
+"""One group as OneFlow ships it, small pieces apart."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,6 +81,7 @@ Settings settings_of(const nb::dict& from) {
   rule.seed = option<std::uint64_t>(from, "seed", 0);
   settings.release = release_of(option<std::string>(from, "release", "evict"));
   settings.keep_replayed = option(from, "keep_replayed", true);
+  settings.forget = option(from, "forget", false);
   settings.in_place = option(from, "in_place", false);
   settings.cost_limit = option(from, "cost_limit", 0.0);
   return settings;

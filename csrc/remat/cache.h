@@ -22,7 +22,7 @@ struct RuleSettings {
   bool sample = false;         // look at every k-th candidate only, k drawn from 1 … sqrt(n)
   double ignore_small = 0;     // storages below this fraction of the mean evictable size are not looked at
   double cost_power = 1, size_power = 1, time_power = 1, replay_base = 1;  // megtaichi
-  double epsilon = 0;          // megtaichi: added to cost and staleness
+  double epsilon = 0;          // megtaichi: added to cost and staleness, in mean costs of an operator
   int groups = 1;              // coop: 2 keeps cheap outputs at the right end
   bool foresight = false;      // staleness is the time to the next use, where accesses were recorded before
   std::uint64_t seed = 0;
@@ -48,6 +48,7 @@ class Cache {
   Counters counters;
   std::vector<Id> evicted_now;  // storages that went since this was last cleared, in order
   std::vector<std::vector<double>> next_uses;  // by tensor, when it is used, descending; what is over is popped
+  double mean_cost = 0;                        // of the operators so far
   double now = 0;                              // the time that `next_uses` speaks of
 
   // Makes room and gives `storage` a place; false where nothing is left to evict.

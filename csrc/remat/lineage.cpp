@@ -6,8 +6,10 @@ namespace memtune::remat {
 
 namespace {
 
-void add_once(std::vector<Id>& ids, Id id) {
-  if (std::find(ids.begin(), ids.end(), id) == ids.end()) ids.push_back(id);
+bool add_once(std::vector<Id>& ids, Id id) {
+  if (std::find(ids.begin(), ids.end(), id) != ids.end()) return false;
+  ids.push_back(id);
+  return true;
 }
 
 }  // namespace
@@ -35,7 +37,7 @@ void Lineage::link(Id op) {
     for (Id arg : made.args) {
       const Id in = tensors[arg].storage;
       if (in == out) continue;
-      add_once(storages[out].parents, in);
+      if (add_once(storages[out].parents, in)) ++storages[in].needed_by;
       add_once(storages[in].children, out);
     }
   }

@@ -28,7 +28,9 @@ struct Storage {
   double last_access = 0;  // on the clock of costs
   std::int64_t order = 0;  // when it last became evictable
   std::int32_t pool_at = -1, locks = 0, refs = 0, replays = 0;
+  std::int32_t needed_by = 0;  // storages made from it that may have to be made again
   bool resident = false, pinned = false, evicted = false;
+  bool forgotten = false;  // nothing will ever ask for it
   bool cheap = false;  // for partitioned arenas
   std::vector<Id> tensors, parents, children;
 };

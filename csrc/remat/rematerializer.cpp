@@ -35,12 +35,13 @@ std::vector<Id> Rematerializer::call(double cost, std::vector<Id> args, const st
     retain(tensor);
   }
   lineage.link(op);
-  ++calls;
+  cache.mean_cost += (cost - cache.mean_cost) / static_cast<double>(++calls);
   run(op, true);
   if (!again)
     for (Id out : lineage.ops[op].outs) {
       lineage.tensors[out].op = -1;
       cache.pin(lineage.tensors[out].storage);
+      needs_no_parents(lineage.tensors[out].storage);
     }
   return lineage.ops[op].outs;
 }
@@ -66,6 +67,36 @@ void Rematerializer::drop(Id storage) {
     ++cache.counters.released;
     cache.evict(storage);
     note_evictions();
+  }
+  if (settings_.forget) forget(storage);
+}
+
+// A storage that nobody refers to and from which nothing has to be made again is over; so may be what it was made from.
+void Rematerializer::forget(Id storage) {
+  std::vector<Id> stack{storage};
+  while (!stack.empty()) {
+    const Id at = stack.back();
+    stack.pop_back();
+    Storage& it = cache.lineage.storages[at];
+    if (it.forgotten || it.refs > 0 || it.needed_by > 0 || it.locks > 0) continue;
+    it.forgotten = true;
+    if (it.resident) cache.evict(at);
+    cache.lineage.restored(at);  // nobody's neighbour any more
+    for (Id parent : std::exchange(it.parents, {})) {
+      --cache.lineage.storages[parent].needed_by;
+      stack.push_back(parent);
+    }
+  }
+  note_evictions();
+}
+
+// What cannot be made again has no use for what it was made from.
+void Rematerializer::needs_no_parents(Id storage) {
+  if (!settings_.forget) return;
+  for (Id parent : std::exchange(cache.lineage.storages[storage].parents, {})) {
+    std::erase(cache.lineage.storages[parent].children, storage);
+    --cache.lineage.storages[parent].needed_by;
+    forget(parent);
   }
 }
 

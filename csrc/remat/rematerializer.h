@@ -19,6 +19,7 @@ struct Settings {
   RuleSettings rule;
   Release release = Release::evict;
   bool keep_replayed = true;   // what was dropped and came back stays in the pool; false: until the call that asked has run
+  bool forget = false;         // what can never be asked for again is freed and is nobody's neighbour any more
   bool in_place = false;       // an operator that overwrites an argument may use its place
   double cost_limit = 0;       // ends the run where the costs of all runs exceed it; 0: no limit
 };
@@ -79,6 +80,8 @@ class Rematerializer {
   void leave(const Frame& frame);
   void drop(Id storage);
   void try_banish();
+  void forget(Id storage);
+  void needs_no_parents(Id storage);
   void note_evictions();
 
   Settings settings_;

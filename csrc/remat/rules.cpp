@@ -70,8 +70,9 @@ double AddressAware::score(Cache& cache, Id storage) {
   constexpr double kMebibyte = 1 << 20;
   const double size = static_cast<double>(it.bytes + cache.arena.free_around(storage)) / kMebibyte;
   if (it.bytes == 0) return kNever;
-  return std::pow(cache.cost(storage) + rule.epsilon, rule.cost_power) * std::pow(rule.replay_base, it.replays) /
-         (std::pow(size, rule.size_power) * std::pow(cache.staleness(it) + rule.epsilon, rule.time_power));
+  const double little = rule.epsilon * cache.mean_cost;
+  return std::pow(cache.cost(storage) + little, rule.cost_power) * std::pow(rule.replay_base, it.replays) /
+         (std::pow(size, rule.size_power) * std::pow(cache.staleness(it) + little, rule.time_power));
 }
 
 bool AddressAware::last_resort(Cache& cache, Bytes bytes) {

@@ -26,11 +26,13 @@ POLICIES = {
     "ignore": replace(DTR, release="ignore"),
     "banish": replace(DTR, release="banish"),
     "until_used": replace(DTR, keep_replayed=False, in_place=True),
+    "forgets": replace(DTR, forget=True, keep_replayed=False),
+    "forgets_coop": replace(COOP, forget=True),
     "arena": replace(DTR, addressed=True),
     "megtaichi": MEGTAICHI,
     "foresight": replace(MEGTAICHI, foresight=True),
     "coop": COOP,
-    "groups": replace(COOP, groups=2, small_bytes=2, small_capacity_bytes=4),
+    "groups": replace(COOP, groups=2, small_bytes=2, small_share=0.2),
 }  # fmt: skip
 
 

@@ -1,0 +1,89 @@
+"""The page and the plot of `recompute.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#edae49", "#8d5a97", "#5c5c5c")
+_SHOWN = ("e*", "classes", "local", "LRU", "size", "MSPS")
+_PREDICTED = """Predictions, written before the first run of the three systems:
+coop's smallest budget at most DTR's on every log, 0.8 to 1.0 times it on most;
+its fragmentation when a search starts 2 to 4 %; megtaichi at 0.95 of DTR on the ResNet."""
+
+
+def markdown(ratios: Sequence[float], results: dict[str, Any], svg: str) -> str:
+    """The page."""
+    lines = ["# Dynamic recompute on the DTR artifact's operator logs", "", f"![slowdown against budget]({svg})", ""]
+    lines += [
+        "Costs are the logs' own times; a run fails where nothing is left to evict or five times the plain cost is exceeded.",
+        "The systems' budgets are one arena with addresses: what does not fit in one hole does not fit. `dtr` is DTR",
+        "with equivalence classes, first fit; the smallest budget is the one above which all budgets work, in steps of 1 %.",
+        "Fragmentation is the share of the arena that is free, in holes too small, whenever a search for victims starts: the mean",
+        "over all budgets that work, and at the smallest one.", "", _PREDICTED, "",
+    ]  # fmt: skip
+    lines += ["## Smallest budget, % of the plain peak (fragmentation %: mean, at the smallest)", ""]
+    systems = list(next(iter(results.values()))["smallest"])
+    lines += ["| log | " + " | ".join(systems) + " |", "|---" * (len(systems) + 1) + "|"]
+    for log, result in results.items():
+        lines.append(f"| {log} | " + " | ".join(_cell(result["smallest"][each]) for each in systems) + " |")
+    lines += ["", "## Against the aims", "", *_aims(results)]
+    for log, result in results.items():
+        heuristics = list(result["curves"])
+        lines += ["", f"## {log}: slowdown by budget, a counter of bytes ({result['ops']} ops)", ""]
+        lines += ["| budget | " + " | ".join(heuristics) + " |", "|---" * (len(heuristics) + 1) + "|"]
+        for row, ratio in enumerate(ratios):
+            cells = (result["curves"][each][row] for each in heuristics)
+            lines.append(f"| {ratio} | " + " | ".join("fails" if cell is None else f"{cell:.4f}" for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(found: dict[str, Any]) -> str:
+    return f"{found['percent']} ({100 * found['fragmentation']:.1f}, {100 * found['fragmentation_at_smallest']:.1f})"
+
+
+def _aims(results: dict[str, Any]) -> list[str]:
+    of = {log: result["smallest"] for log, result in results.items()}
+    ratio = {log: found["coop"]["percent"] / found["dtr"]["percent"] for log, found in of.items()}
+    worst = max(100 * found["coop"]["fragmentation"] for found in of.values())
+    lines = [
+        f"- coop's smallest budget at most DTR's on every log: {_met(max(ratio.values()) <= 1)}; "
+        + ", ".join(f"{log} {value:.2f} ×" for log, value in ratio.items()),
+        f"- at most 0.75 × on two logs: {_met(sorted(ratio.values())[:2][-1] <= 0.75)}",
+        f"- coop's fragmentation at most 5 %: {_met(worst <= 5)}, the largest mean of a log is {worst:.1f} %",
+    ]
+    for log, found in of.items():
+        if log.startswith("resnet"):
+            share = found["megtaichi"]["percent"] / found["dtr"]["percent"]
+            lines.append(f"- megtaichi at most 0.92 × DTR on {log}: {_met(share <= 0.92)}, {share:.2f} ×")
+    return lines
+
+
+def _met(holds: bool) -> str:
+    return "met" if holds else "**missed**"
+
+
+def plot(ratios: Sequence[float], results: dict[str, Any]) -> str:
+    """Slowdown against budget, one panel per log, as SVG."""
+    width, height, top = 230, 190, 30
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * len(results) + 20}" height="{height + 60}"']
+    parts.append(' font-family="sans-serif" font-size="10"><rect width="100%" height="100%" fill="white"/>')
+    for panel, (log, result) in enumerate(results.items()):
+        left = panel * width + 35
+        parts.append(f'<text x="{left}" y="18">{log}</text>')
+        for slowdown in (1.0, 1.2, 1.4, 1.6, 1.8, 2.0):
+            y = top + (2.0 - slowdown) * (height - top)
+            parts.append(f'<text x="{left - 24}" y="{y + 3:.1f}">{slowdown:.1f}×</text>')
+            parts.append(f'<line x1="{left}" x2="{left + 180}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        for ratio in (0.2, 0.6, 1.0):
+            parts.append(f'<text x="{left + 200 * ratio - 28:.0f}" y="{height + 14}">{100 * ratio:.0f} %</text>')
+        for name, colour in zip(_SHOWN, _COLOURS, strict=True):
+            points = [
+                f"{left + 200 * ratio - 20:.1f},{top + (2.0 - cost) * (height - top):.1f}"
+                for ratio, cost in zip(ratios, result["curves"][name], strict=True)
+                if cost is not None and cost <= 2.0
+            ]
+            parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+    for index, (name, colour) in enumerate(zip(_SHOWN, _COLOURS, strict=True)):
+        parts.append(f'<text x="{35 + 80 * index}" y="{height + 40}" fill="{colour}">{name}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"

@@ -1,0 +1,147 @@
+"""What a dynamic policy does on a region, frozen into a schedule: the policy is played on the recorded ops, its runs are kept.
+
+The machine of `memtune.remat` sees what a running model would show it: ops one by one with what they read and make, and what
+the program refers to no longer. A value that an op changes in place is a new version of it, which takes over its place; what
+others hold outside the region stays. The order in which ops ran, again and again, is then a schedule, which frees every value
+right after its last reader and so never holds more than the policy did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memtune.passes.region import Region
+from memtune.program import F64, Step
+from memtune.remat import REPLAY, RUN, Policy, Replay, Trace, TraceWriter, replay
+from memtune.schedule import OpGraph, Schedule, scheduled, wrong_with
+
+_TRIES = 12
+"""Budgets given to the policy, at most, until the whole step's peak is within the user's."""
+COST_LIMIT = 6.0
+"""Sum of all runs' costs over that of the first ones at which a policy is given up as thrashing."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A policy's decisions for one region."""
+
+    schedule: Schedule
+    peak_bytes: int
+    """Of the whole step under the schedule."""
+    replay_s: float
+    """Seconds of the runs beyond the first ones."""
+
+
+def region_trace(region: Region, op_s: F64, is_cheap: Callable[[str], bool], *, keep_written: bool = False) -> Trace:
+    """The ops of `region` as a policy meets them.
+
+    Args:
+        region: The model's forward and backward.
+        op_s: (n,) seconds of each op of the region, its costs.
+        is_cheap: Whether the outputs of an op of this name are cheap (see `Trace.tensor_cheap`).
+        keep_written: Values that are changed in place never go.
+    """
+    graph, trace = region.graph, TraceWriter()
+    last_read = _last_reads(graph)
+    now: dict[int, int] = {}  # value -> tensor of its latest version
+    for op, name in enumerate(graph.names):
+        written = graph.writes[op]
+        made = graph.makes[op]
+        held = any(region.outside_until[value] >= 0 for value in (*made, *written))
+        stays = held or op in graph.once or len(written) > 1 or bool(written and made)
+        stays |= keep_written and bool(written or any(value in graph.writers for value in made))
+        outs = [(int(region.bytes[value]), -1) for value in (*written, *made)]
+        tensors = trace.call(
+            float(op_s[op]), [now[value] for value in graph.reads[op]], outs,
+            cheap=is_cheap(name), takes_over=now[written[0]] if written else -1, again=not stays,
+        )  # fmt: skip
+        for value in written:
+            trace.release(now[value])
+        now.update(zip((*written, *made), tensors, strict=True))
+        for value in sorted({*graph.reads[op], *made}):
+            if last_read.get(value, graph.maker[value]) == op:
+                trace.release(now[value])
+    return trace.done()
+
+
+def least_bytes(step: Step, region: Region) -> int:
+    """A peak that no schedule of `region` gets below: what others hold, and what each op reads and makes while it runs."""
+    graph = region.graph
+    after = int(step.live_bytes()[region.rows[-1] + 1 :].max(initial=0))
+    held = np.zeros(graph.n_ops + 1, np.int64)
+    outside = region.outside_until
+    for value, maker in enumerate(graph.maker):
+        if outside[value] >= maker:
+            held[maker] += region.bytes[value]
+            held[min(int(outside[value]) + 1, graph.n_ops)] -= region.bytes[value]
+    least = np.cumsum(held[:-1]) + region.background_bytes + region.scratch_bytes
+    for op in range(graph.n_ops):
+        mine = (value for value in {*graph.reads[op], *graph.makes[op]} if not graph.maker[value] <= op <= outside[value])
+        least[op] += sum(int(region.bytes[value]) for value in mine)
+    return max(int(least.max()), after)
+
+
+def freeze(
+    region: Region,
+    op_s: F64,
+    policy: Policy,
+    budget_bytes: int,
+    is_cheap: Callable[[str], bool],
+    peak_of: Callable[[Schedule], int],
+) -> Frozen | None:
+    """The schedule of `policy` whose step stays within `budget_bytes`; None where it finds none.
+
+    The policy knows of the region's values alone. So it is given what the rest of the step leaves at its peak, and less where
+    that was too much.
+
+    Args:
+        region: The model's forward and backward.
+        op_s: (n,) seconds of each op of the region.
+        policy: Who is evicted; with `in_place`, which is what the ops do.
+        budget_bytes: For the whole step.
+        is_cheap: See `region_trace`.
+        peak_of: Peak bytes of the whole step under a schedule.
+    """
+    policy = replace(policy, in_place=True, forget=True)
+    traces = [region_trace(region, op_s, is_cheap, keep_written=keep) for keep in (False, True)]
+    rest = region.background_bytes + region.scratch_bytes
+    allowed = budget_bytes - int(rest.min())
+    if policy.addressed:
+        allowed += allowed // 4  # holes are no bytes of the step
+    for _ in range(_TRIES):
+        found = _frozen(region, traces, policy, allowed)
+        if found is None:
+            break
+        schedule, replay_s = found
+        peak = peak_of(schedule)
+        if peak <= budget_bytes:
+            return Frozen(schedule, peak, replay_s)
+        allowed -= max(peak - budget_bytes, budget_bytes // 200)
+    return None
+
+
+def _frozen(region: Region, traces: list[Trace], policy: Policy, budget_bytes: int) -> tuple[Schedule, float] | None:
+    """What the policy does within `budget_bytes` of values; the second trace is for where the first makes no right schedule."""
+    for trace in traces:
+        done = replay(trace, policy, budget_bytes, cost_limit=COST_LIMIT * float(trace.op_cost.sum()), journal=True)
+        if done.outcome != "done":
+            continue
+        schedule = _schedule(region.graph, done, policy)
+        if not wrong_with(region.graph, schedule):
+            return schedule, done.replay_cost
+    return None
+
+
+def _schedule(graph: OpGraph, done: Replay, policy: Policy) -> Schedule:
+    runs = [(act, op) for act, op in done.journal if act in (RUN, REPLAY)]
+    middle = runs.index((RUN, graph.n_forward - 1)) + 1
+    order = [op for _, op in runs]
+    return scheduled(graph, order[:middle], order[middle:], made_by=policy.rule)
+
+
+def _last_reads(graph: OpGraph) -> dict[int, int]:
+    """Value → the last op that reads it, in the plain order."""
+    return {value: op for op, values in enumerate(graph.reads) for value in values}

@@ -1,0 +1,184 @@
+"""What the dynamic recompute techniques share: a policy is played on the recorded step, what it did becomes a schedule."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from memtune.errors import ApplyError
+from memtune.hardware import Hardware
+from memtune.op_costs import op_class, op_costs
+from memtune.passes.policy import Frozen, freeze, least_bytes
+from memtune.passes.region import region_of
+from memtune.passes.schedule import run_schedule
+from memtune.program import Program, Step
+from memtune.remat import Policy
+from memtune.runtime.context import Context
+from memtune.runtime.frozen import FrozenRegion
+from memtune.schedule import Schedule
+from memtune.technique import Plan, Reason, Target, Technique
+from memtune.units import format_bytes
+
+_EXPENSIVE = frozenset({"attention", "convolution", "recurrent", "matmul"})
+_ALONE = ("split", "sharding.parallel", "sharding.communication", "sharding.states", "offload.activations")
+"""Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
+
+
+_UNKNOWN = ("nonzero", "masked_select", "unique", "bincount", "aten.all.", "aten.any.", "aten.equal.", "mkldnn_rnn")
+"""Parts of names of ops whose results or whose code's next ops depend on the data, or that fake tensors do not show in full."""
+
+
+class _Dynamic(Technique):
+    """Base of the dynamic policies: `policy` says which one."""
+
+    budget_bytes: Annotated[int, Field(gt=0)] | None = None
+    """Peak to stay within; less evicts more and runs more again. Left out: all the memory that the target gives."""
+    ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """In place of bytes: 1 is the peak without recompute, 0 a peak that no recompute gets below."""
+
+    def policy(self) -> Policy:
+        """Who is evicted."""
+        raise NotImplementedError
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs the model to itself on one rank, and a budget that plain training exceeds and the policy meets."""
+        reason = self._cannot_run(program, target)
+        if reason is not None:
+            return reason
+        if self.budget_bytes is not None and self.ratio is not None:
+            return Reason("budget_bytes and ratio both say what the budget is", "give one of them")
+        if self._has_no_budget(target):
+            fix = f"--max-memory 20GiB, or recompute: {{kind: {self.kind}, ratio: 0.5}}"
+            return Reason("there is no budget to evict for", fix)
+        least = _least_bytes(program.step)
+        if program.step.peak_bytes() <= least:
+            return Reason("the peak is not made of what the model's forward saves", "recompute: {kind: none}")
+        budget_bytes = self._budget_bytes(program.step, target)
+        if self.ratio is None and program.step.peak_bytes() <= budget_bytes:
+            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+        if budget_bytes < least or self._frozen(program, target) is None:
+            return Reason(
+                f"the policy finds no way to stay within {format_bytes(budget_bytes)}; no recompute gets below "
+                f"{format_bytes(least)}",
+                "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
+            )
+        return None
+
+    def _cannot_run(self, program: Program, target: Target) -> Reason | None:
+        """Why no schedule can take the place of the model's forward and backward."""
+        if target.compiled:
+            return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
+        if program.ranks > 1:
+            return Reason("a frozen schedule runs the whole model on one rank", "recompute: {kind: planned}")
+        for slot in _ALONE:
+            if slot in target.chosen and target.chosen[slot].kind != "none":
+                return Reason(f"a frozen schedule runs the model without {target.chosen[slot].kind}", f"{slot}: {{kind: none}}")
+        region = region_of(program.step)
+        if isinstance(region, str):
+            return Reason(region, "recompute: {kind: planned}")
+        odd = next((name for name in region.graph.names if any(part in name for part in _UNKNOWN)), None)
+        if odd is not None:
+            why = "what follows it or what it keeps is not known before"
+            return Reason(f"{odd} runs in the model: {why}", "recompute: {kind: planned}")
+        return None
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """The schedule that the policy's decisions make, its peak, and the seconds of what runs again."""
+        frozen = self._frozen(program, target)
+        if frozen is None:
+            raise ApplyError(
+                f"recompute: {{kind: {self.kind}}} has no schedule within its budget.", fix="give a larger budget", code="MT317"
+            )
+        return Plan(
+            decisions={
+                "schedule": frozen.schedule.to_plain(),
+                "peak_bytes": frozen.peak_bytes,
+                "plain_bytes": program.step.peak_bytes(),
+                "replay_s": round(frozen.replay_s, 9),
+            }
+        )
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """The model's forward and backward run as the schedule says."""
+        region = region_of(program.step)
+        schedule = self._schedule(plan)
+        if isinstance(region, str) or schedule.graph != region.graph.sha256:
+            return program  # as the executor does: the plain model runs
+        return program.with_step(run_schedule(program.step, region, schedule))
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Put the executor of the schedule in the place of the model's forward."""
+        region = FrozenRegion(context.model, self._schedule(plan), context.device)
+        region.install()
+        context.checks["recompute"] = lambda: _check(region)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """The policy and its budget."""
+        settings = {name: value for name, value in self.knobs() if name not in ("budget_bytes", "ratio")}
+        return {
+            "activations.recompute": {
+                "policy": self.kind, **settings, "budget": self.budget_bytes or target.budget_bytes, "ratio": self.ratio,
+            }
+        }  # fmt: skip
+
+    def _has_no_budget(self, target: Target) -> bool:
+        return self.ratio is None and self.budget_bytes is None and target.budget_bytes is None
+
+    def _budget_bytes(self, step: Step, target: Target) -> int:
+        if self.ratio is not None:
+            least = _least_bytes(step)
+            return least + int(self.ratio * max(step.peak_bytes() - least, 0))
+        found = self.budget_bytes or target.budget_bytes
+        assert found is not None  # `_has_no_budget` was asked
+        return found
+
+    def _frozen(self, program: Program, target: Target) -> Frozen | None:
+        region = region_of(program.step)
+        if isinstance(region, str) or self._has_no_budget(target):
+            return None
+        return _solved(program.step, self.policy(), self._budget_bytes(program.step, target), target.hardware)
+
+    def _schedule(self, plan: Plan) -> Schedule:
+        try:
+            return Schedule.from_plain(plan.decisions["schedule"], made_by=self.kind)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ApplyError(
+                f"recompute: {{kind: {self.kind}}} needs its plan, a schedule.",
+                evidence="The config has none, or it is damaged.",
+                fix="memtune search  writes it with the config; or choose recompute: {kind: selective}",
+                code="MT317",
+            ) from error
+
+
+@lru_cache(maxsize=32)
+def _solved(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Frozen | None:
+    """Solved once for a step, policy and budget."""
+    region = region_of(step)
+    if isinstance(region, str):
+        return None
+    op_s = op_costs(step, hardware).op_s[region.rows]
+    return freeze(
+        region, op_s, policy, budget_bytes, _is_cheap, lambda schedule: run_schedule(step, region, schedule).peak_bytes()
+    )
+
+
+def _is_cheap(name: str) -> bool:
+    return op_class(name) not in _EXPENSIVE
+
+
+@lru_cache(maxsize=32)
+def _least_bytes(step: Step) -> int:
+    region = region_of(step)
+    return 0 if isinstance(region, str) else least_bytes(step, region)
+
+
+def _check(region: FrozenRegion) -> dict[str, Any]:
+    """Facts for the audit: how often the schedule ran, and the plain model in its place."""
+    runs = region.runs
+    if not region.is_installed:
+        raise ApplyError("the model should run a schedule, but its forward is not the executor's.", code="MT313")
+    if runs.plain and not runs.frozen:
+        raise ApplyError("the schedule never ran, the plain model did.", evidence=f"{runs.why_plain}.", code="MT313")
+    return {"frozen_runs": runs.frozen, "plain_runs": runs.plain}

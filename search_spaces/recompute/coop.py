@@ -1,0 +1,43 @@
+"""Coop: evict a run of neighbouring tensors at once, so that every freed byte is of use to the request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from memtune.remat import COOP, Policy
+from memtune.search_spaces.recompute._dynamic import _Dynamic
+from memtune.technique import Exactness
+
+
+class Coop(_Dynamic):
+    """Trades second runs of ops for bytes in an arena that stays free of holes.
+
+    A window slides over the arena in address order; the cheapest run of pieces that holds the request is evicted. Ops that
+    change a tensor in place keep its address. What the policy did on the recorded step is frozen into a schedule.
+
+    Distinguishing test: victims are neighbours, and fragmentation when a search starts stays within a few percent.
+    """
+
+    kind: Literal["coop"] = "coop"
+    slot: ClassVar[str] = "recompute"
+    title: ClassVar[str] = "Evict neighbours in a sliding window (Coop)"
+    source: ClassVar[str] = "Zhang et al. 2023, Coop: Memory is not a Commodity, NeurIPS, arXiv:2311.00591"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    groups: Literal[1, 2] = 1
+    """2: outputs of cheap ops live at the other end of the arena than those of products and convolutions."""
+    neighbours: bool = True
+    """A piece costs what its evicted neighbourhood costs as well, not its own op alone."""
+    small_area: bool = True
+    """Pieces of at most 10 KiB live apart from the rest."""
+
+    def policy(self) -> Policy:
+        """Coop with the chosen parts."""
+        counted: Any = "closure" if self.neighbours else "own"
+        small_bytes = COOP.small_bytes if self.small_area else 0
+        return replace(COOP, groups=self.groups, neighbours=counted, small_bytes=small_bytes)
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """With and without partitioning."""
+        return {"groups": (1, 2)}

@@ -1,0 +1,54 @@
+"""Dynamic tensor rematerialization (DTR): when memory is short, the tensor that is cheapest to have again per byte goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.remat import DTR, Policy
+from memtune.search_spaces.recompute._dynamic import _Dynamic
+from memtune.technique import Exactness
+
+_HEURISTICS: dict[str, dict[str, Any]] = {
+    "e_star": {"neighbours": "closure"},
+    "classes": {"neighbours": "classes"},
+    "local": {"neighbours": "own"},
+    "lru": {"neighbours": "nothing", "by_size": False},
+    "size": {"neighbours": "nothing", "by_staleness": False},
+    "msps": {"neighbours": "ancestors", "by_staleness": False},
+    "random": {"random": True},
+}
+
+
+class Dtr(_Dynamic):
+    """Trades second and third runs of single ops for bytes, down to budgets that whole blocks cannot reach.
+
+    A tensor's score is what it and its evicted neighbours cost, over its bytes and the time since it was used; the lowest goes.
+    The policy is played on the recorded step with modelled costs, and what it did is frozen into a schedule.
+
+    Distinguishing test: on the DTR artifact's logs its costs are the artifact's own.
+    """
+
+    kind: Literal["dtr"] = "dtr"
+    slot: ClassVar[str] = "recompute"
+    title: ClassVar[str] = "Evict and run again by cost, size and age (DTR)"
+    source: ClassVar[str] = "Kirisame et al. 2021, Dynamic Tensor Rematerialization, ICLR, arXiv:2006.09616"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    heuristic: Literal["e_star", "classes", "local", "lru", "size", "msps", "random"] = "e_star"
+    """What a score counts: exact evicted neighbourhoods, their union-find classes, the tensor's own cost, its age alone, its size
+    alone, cost with evicted ancestors per byte, or nothing."""
+    sample: bool = False
+    """Look at a random part of the candidates only, about the square root of their number."""
+    ignore_small: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Tensors below this part of the mean size go last; 0.01 in the authors' prototype."""
+
+    def policy(self) -> Policy:
+        """DTR with the chosen score."""
+        return replace(DTR, **_HEURISTICS[self.heuristic], sample=self.sample, ignore_small=self.ignore_small)
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """The scores that are best at some budget."""
+        return {"heuristic": ("e_star", "msps", "local")}

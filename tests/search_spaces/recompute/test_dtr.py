@@ -1,0 +1,82 @@
+"""DTR: the cheapest to have again per byte and time goes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from zoo_paths import ZOO
+
+from memtune._apply import apply
+from memtune.errors import ApplyError
+from memtune.search_spaces.recompute.dtr import Dtr
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
+from memtune.technique import NO_PLAN
+from memtune.testing import TechniqueSuite
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, settings_of
+
+HEURISTICS = ("e_star", "classes", "local", "lru", "size", "msps", "random")
+
+
+class TestDtr(TechniqueSuite):
+    technique = Dtr
+    models: ClassVar = {name: ZOO[name] for name in ("cnn_bn", "gpt", "lora")}
+    variants = (Dtr(ratio=0.5), Dtr(ratio=0.5, heuristic="lru", sample=True, ignore_small=0.01))
+    quick = ("cnn_bn",)
+
+    @classmethod
+    def default(cls) -> Dtr:
+        return Dtr(ratio=0.5)
+
+    @pytest.mark.parametrize("heuristic", HEURISTICS)
+    def test_every_score_stays_within_the_budget(self, heuristic: str) -> None:
+        program = plain_program(ZOO["cnn_bn"])
+        before = 0.0
+        for ratio in (0.9, 0.6, 0.3):
+            technique = Dtr(ratio=ratio, heuristic=heuristic)  # type: ignore[arg-type]
+            if technique.fits(program, target_of(technique)) is not None:
+                assert heuristic in ("lru", "random", "size")
+                continue
+            plan = technique.plan(program, target_of(technique))
+            step = technique.rewrite(program, plan, target_of(technique)).step
+            assert step.peak_bytes() == plan.decisions["peak_bytes"] < plan.decisions["plain_bytes"]
+            assert plan.decisions["replay_s"] > 0
+            if heuristic == "e_star":
+                assert plan.decisions["replay_s"] >= before
+                before = plan.decisions["replay_s"]
+
+    def test_it_reaches_the_least_peak_that_any_schedule_has(self) -> None:
+        program, technique = plain_program(ZOO["cnn_bn"]), Dtr(ratio=0.0)
+        assert technique.fits(program, target_of(technique)) is None
+        assert technique.plan(program, target_of(technique)).decisions["peak_bytes"] == 754_144
+
+    def test_a_budget_below_the_least_peak_is_refused_with_it(self) -> None:
+        technique = Dtr(budget_bytes=400_000)
+        reason = technique.fits(plain_program(ZOO["cnn_bn"]), target_of(technique))
+        assert "no recompute gets below 736 KiB" in str(reason)
+
+    @pytest.mark.parametrize(
+        ("technique", "model", "why"),
+        [
+            (Dtr(), "gpt", "no budget"),
+            (Dtr(budget_bytes=10**9), "gpt", "fits into the budget as it is"),
+            (Dtr(budget_bytes=10**9, ratio=0.5), "gpt", "both say"),
+            (Dtr(ratio=0.5), "tied", "not made of"),
+        ],
+    )
+    def test_refused_with_a_reason(self, technique: Dtr, model: str, why: str) -> None:
+        assert why in str(technique.fits(plain_program(ZOO[model]), target_of(technique)))
+
+    def test_refused_beside_what_works_inside_the_model(self) -> None:
+        technique = Dtr(ratio=0.5)
+        reason = technique.fits(plain_program(ZOO["gpt"]), target_of(technique, Fsdp()))
+        assert "without fsdp" in str(reason)
+
+    def test_a_config_without_its_schedule_is_refused(self) -> None:
+        _, model, optimizer = build(ZOO["cnn_bn"])
+        with pytest.raises(ApplyError, match="MT317"):
+            Dtr(ratio=0.5)._schedule(NO_PLAN)
+        with pytest.raises(ApplyError, match="needs its plan"):
+            apply(model, optimizer, {"settings": settings_of(Dtr(ratio=0.5))}, strict=False)
+        assert "forward" not in vars(model)

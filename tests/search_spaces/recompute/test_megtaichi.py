@@ -1,0 +1,32 @@
+"""MegTaiChi: the free bytes beside a tensor count as its own."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from zoo_paths import ZOO
+
+from memtune.search_spaces.recompute.megtaichi import Megtaichi
+from memtune.testing import TechniqueSuite
+from memtune.testing.drift import plain_program, target_of
+
+
+class TestMegtaichi(TechniqueSuite):
+    technique = Megtaichi
+    models: ClassVar = {name: ZOO[name] for name in ("cnn_bn", "lora")}
+    variants = (Megtaichi(ratio=0.5), Megtaichi(ratio=0.5, foresight=True))
+    quick = ("cnn_bn",)
+
+    @classmethod
+    def default(cls) -> Megtaichi:
+        return Megtaichi(ratio=0.5)
+
+    def test_every_power_reaches_the_policy(self) -> None:
+        """A power of 0 takes its part of the score away: the plans differ."""
+        program = plain_program(ZOO["lora"])
+        plans = set()
+        for knobs in ({}, {"size_power": 0.0}, {"time_power": 0.0}, {"cost_power": 0.0}):
+            technique = Megtaichi(ratio=0.3, **knobs)
+            if technique.fits(program, target_of(technique)) is None:
+                plans.add(technique.plan(program, target_of(technique)).sha256)
+        assert len(plans) >= 2
