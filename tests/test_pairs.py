@@ -20,7 +20,9 @@ from memtune.testing.drift import plain_program, target_of
 from memtune.testing.training import plain
 
 MODEL = "gpt"
-KNOBS = {"copy_out": {"min_bytes": 0}, "planned": {"share": 0.5}, "checkmate": {"share": 0.5}}
+KNOBS = {"copy_out": {"min_bytes": 0}, "planned": {"share": 0.5}, "checkmate": {"share": 0.5}} | {
+    kind: {"ratio": 0.5} for kind in ("dtr", "megtaichi", "coop")
+}
 
 
 def made(technique: type[Technique]) -> Technique:

@@ -246,7 +246,7 @@ def _state_on_device(step: Step) -> Step:
 
 
 def _schedule_loses_repetitions(technique: type[Technique]) -> AbstractContextManager[Any]:
-    module = sys.modules[technique.__module__]
+    module = sys.modules[technique.rewrite.__module__]
     original = module.run_schedule
     return patch.object(module, "run_schedule", lambda step, region, _: original(step, region, plain_schedule(region.graph)))
 
@@ -281,7 +281,7 @@ def _of_schedule() -> list[Mutation]:
 
 
 def _of_recompute(technique: type[Technique]) -> list[Mutation]:
-    if hasattr(sys.modules[technique.__module__], "run_schedule"):
+    if hasattr(sys.modules[technique.rewrite.__module__], "run_schedule"):
         return _of_schedule()
     return [
         Mutation("apply drops a claim", "drift", _dropped_claim("claim_recompute")),

@@ -13,7 +13,7 @@ from memtune.testing import TechniqueSuite
 class TestCoop(TechniqueSuite):
     technique = Coop
     models: ClassVar = {name: ZOO[name] for name in ("cnn_bn", "lora")}
-    variants = (Coop(ratio=0.5), Coop(ratio=0.5, groups=2, neighbours=False, small_area=False))
+    variants = (Coop(ratio=0.3), Coop(ratio=0.5, groups=2, neighbours=False, small_area=False))
     quick = ("cnn_bn",)
 
     @classmethod

@@ -22,7 +22,11 @@ HEURISTICS = ("e_star", "classes", "local", "lru", "size", "msps", "random")
 class TestDtr(TechniqueSuite):
     technique = Dtr
     models: ClassVar = {name: ZOO[name] for name in ("cnn_bn", "gpt", "lora")}
-    variants = (Dtr(ratio=0.5), Dtr(ratio=0.5, heuristic="lru", sample=True, ignore_small=0.01))
+    variants = (
+        Dtr(ratio=0.5, heuristic="local"),
+        Dtr(ratio=0.3),
+        Dtr(ratio=0.5, heuristic="lru", sample=True, ignore_small=0.01),
+    )
     quick = ("cnn_bn",)
 
     @classmethod

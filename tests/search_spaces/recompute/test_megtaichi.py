@@ -14,7 +14,7 @@ from memtune.testing.drift import plain_program, target_of
 class TestMegtaichi(TechniqueSuite):
     technique = Megtaichi
     models: ClassVar = {name: ZOO[name] for name in ("cnn_bn", "lora")}
-    variants = (Megtaichi(ratio=0.5), Megtaichi(ratio=0.5, foresight=True))
+    variants = (Megtaichi(ratio=0.2), Megtaichi(ratio=0.5, foresight=True))
     quick = ("cnn_bn",)
 
     @classmethod
