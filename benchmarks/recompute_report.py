@@ -1,4 +1,4 @@
-"""The page and the plot of `recompute.py`."""
+"""The page and the plot of `recompute_dynamic.py`."""
 
 from __future__ import annotations
 

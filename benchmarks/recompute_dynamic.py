@@ -1,6 +1,6 @@
 """Dynamic recompute on the DTR artifact's logs: cost against budget by heuristic, and the smallest budget of each system.
 
-Run with MEMTUNE_DTR_LOGS set: `python benchmarks/recompute.py --json out.json --markdown out.md`.
+Run with MEMTUNE_DTR_LOGS set: `python benchmarks/recompute_dynamic.py --json out.json --markdown out.md`.
 """
 
 from __future__ import annotations
