@@ -155,7 +155,7 @@ def test_chains_cost_what_revolve_costs(n: int, slots: int) -> None:
     assert found.cost_s == n + revolve(n, slots)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problems(8))
 def test_rounding_is_near_the_optimum(problem: Problem) -> None:
     rounded, exact = solve_rounded(problem), solve_exactly(problem)

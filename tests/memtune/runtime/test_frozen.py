@@ -42,7 +42,7 @@ def everything_again(graph: OpGraph) -> Schedule:
     return plain_schedule(graph) if wrong_with(graph, found) else found
 
 
-def train(name: str, schedule: Schedule | None, steps: int = 2) -> tuple[list[Tensor], FrozenRegion | None]:
+def train(name: str, schedule: Schedule | None, steps: int) -> tuple[list[Tensor], FrozenRegion | None]:
     workload, model, optimizer = build(ZOO[name])
     frozen = None if schedule is None else FrozenRegion(model, schedule, CPU)
     if frozen is not None:
@@ -67,11 +67,11 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 @pytest.mark.parametrize("name", CAPTURED)
 def test_zoo_trains_as_without(name: str) -> None:
     graph = region(name).graph
-    plain, _ = train(name, None)
+    plain, _ = train(name, None, steps=1)
     for schedule in (plain_schedule(graph), everything_again(graph)):
-        got, frozen = train(name, schedule)
+        got, frozen = train(name, schedule, steps=1)
         assert frozen is not None
-        assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (4, 0, 1), frozen.runs.why_plain
+        assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (2, 0, 1), frozen.runs.why_plain
         assert same(got, plain)
 
 
@@ -144,7 +144,7 @@ def schedules(draw: st.DrawFn) -> tuple[OpGraph, Schedule]:
     return graph, scheduled(graph, range(graph.n_forward), backward)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(schedules())
 def test_any_recomputation_gives_the_same_bits(made: tuple[OpGraph, Schedule]) -> None:
     graph, schedule = made
