@@ -12,6 +12,7 @@ from memtune.passes.move import move_activations
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
+from memtune.search_spaces import null
 from memtune.search_spaces.recompute._budget import Budget, Solution, within
 from memtune.search_spaces.recompute._explained import explained
 from memtune.search_spaces.recompute._fits import why_not
@@ -59,7 +60,7 @@ class Planned(Technique):
             return Reason("budget_bytes and share both say what the budget is", "give one of them")
         if self._budget(target) is None:
             return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: planned, share: 0.5}")
-        if "offload.activations" in target.chosen:
+        if target.chosen.get("offload.activations", null("offload.activations")) != null("offload.activations"):
             return Reason("another technique moves what the plan keeps", "offload.activations: {kind: none}")
         solution = self._solution(program, target)
         if not solution.is_within:
