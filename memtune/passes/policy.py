@@ -18,7 +18,7 @@ from memtune.program import F64, Step
 from memtune.remat import REPLAY, RUN, Policy, Replay, Trace, TraceWriter, replay
 from memtune.schedule import OpGraph, Schedule, scheduled, wrong_with
 
-_TRIES = 12
+_TRIES = 16
 """Budgets given to the policy, at most, until the whole step's peak is within the user's."""
 COST_LIMIT = 6.0
 """Sum of all runs' costs over that of the first ones at which a policy is given up as thrashing."""
@@ -119,7 +119,7 @@ def freeze(
         peak = peak_of(schedule)
         if peak <= budget_bytes:
             return Frozen(schedule, peak, replay_s)
-        allowed -= max(peak - budget_bytes, budget_bytes // 200)
+        allowed -= max(peak - budget_bytes, allowed // 24)
     return None
 
 

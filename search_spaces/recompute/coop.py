@@ -37,7 +37,3 @@ class Coop(_Dynamic):
         counted: Any = "closure" if self.neighbours else "own"
         small_bytes = COOP.small_bytes if self.small_area else 0
         return replace(COOP, groups=self.groups, neighbours=counted, small_bytes=small_bytes)
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        """With and without partitioning."""
-        return {"groups": (1, 2)}

@@ -48,7 +48,3 @@ class Dtr(_Dynamic):
     def policy(self) -> Policy:
         """DTR with the chosen score."""
         return replace(DTR, **_HEURISTICS[self.heuristic], sample=self.sample, ignore_small=self.ignore_small)
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        """The scores that are best at some budget."""
-        return {"heuristic": ("e_star", "msps", "local")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -41,7 +41,3 @@ class Megtaichi(_Dynamic):
     def policy(self) -> Policy:
         """MegEngine's score with the chosen powers."""
         return replace(MEGTAICHI, **{name: value for name, value in self.knobs() if name not in ("budget_bytes", "ratio")})
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        """With and without the access pattern."""
-        return {"foresight": (False, True)}
