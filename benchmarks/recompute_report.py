@@ -7,7 +7,7 @@ from typing import Any
 
 _COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#edae49", "#8d5a97", "#5c5c5c")
 _SHOWN = ("e*", "classes", "local", "LRU", "size", "MSPS")
-_PREDICTED = """Predictions, written before the first run of the three systems:
+_PREDICTED = """Predictions, made before the first run of the three systems:
 coop's smallest budget at most DTR's on every log, 0.8 to 1.0 times it on most;
 its fragmentation when a search starts 2 to 4 %; megtaichi at 0.95 of DTR on the ResNet.
 The settings of megtaichi (neighbourhoods, fit, area of small pieces) and coop (fit, neighbourhoods) were then chosen among a
