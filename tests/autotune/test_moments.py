@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer_cpu": {"offload": {"states": {"kind": "optimizer_cpu"}}},
 }
 FSDP = {"sharding": {"states": {"kind": "fsdp"}}}
+ZERO1 = {"sharding": {"states": {"kind": "zero1"}}}
 # oneDNN's recurrent kernel takes less scratch where no gradient will be asked for; the table has what training takes.
 SPARE_IN_EVALUATION = {"lstm": 4096}
 
@@ -147,13 +148,15 @@ def on_ranks(path: str, cases: list[dict[str, Any]]) -> list[dict[str, int]]:
 @native
 def test_moments_of_a_sharded_model_are_those_of_real_ranks() -> None:
     cases = [FSDP, FSDP | {"recompute": {"kind": "full"}, "offload": {"states": {"kind": "optimizer_cpu"}}}]
+    cases += [ZERO1, ZERO1 | {"offload": {"states": {"kind": "optimizer_cpu"}}}]
     for rank in run_ranks(on_ranks, 2, str(ZOO["gpt"]), cases):
         for settings, found in zip(cases, rank, strict=True):
             wanted = predicted(ZOO["gpt"], settings, 2)
             for name in ("first_step", "steady_step", "evaluation", "checkpoint"):
-                spare = found[name] - wanted[name].peak_bytes  # FSDP2 keeps a scalar or two of its own
-                assert 0 <= spare <= 16, (name, settings)
-            assert wanted["checkpoint"].peak_bytes > wanted["steady_step"].peak_bytes  # whole on every rank
+                spare = found[name] - wanted[name].peak_bytes  # a few scalars of FSDP2, of gloo's average, of the loss
+                assert 0 <= spare <= 24, (name, settings)
+            if "fsdp" in str(settings):
+                assert wanted["checkpoint"].peak_bytes > wanted["steady_step"].peak_bytes  # whole on every rank
 
 
 def test_a_batch_that_varies_has_a_largest_one(tmp_path: Path) -> None:
