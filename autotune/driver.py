@@ -85,6 +85,7 @@ class Driver:
         self.finished: list[Finished] = []
         self.running: dict[int, Job] = {}
         self.tried: set[str] = set()
+        self._struck: set[frozenset[tuple[str, str]]] = set()
         self.finalists: set[str] = set()
         self.stopped = self.broken = ""
         self._sampler, self._executor, self._log = sampler, executor, log
@@ -298,6 +299,7 @@ class Driver:
         """Learn from a result; the same for one that just came and one that a resumed study holds."""
         self.finished.append(done)
         self.tried.add(done.job.scored.key)
+        self._strike(done)
         result, prediction = done.result, done.job.scored.prediction
         if result.status == "ok":
             guard_is_due = self.reference is None or (done.job.role == "guard" and self.reference.job.role != "guard")
@@ -307,6 +309,19 @@ class Driver:
             self.pruner = self.pruner.calibrated(calibration)
             if done.job.role == "audit" and result.peak_allocated_bytes:
                 self.pruner = self.pruner.after_audit(prediction, result.peak_allocated_bytes)
+
+    def refuses(self, choice: Choice) -> bool:
+        """Whether `choice` has all that two trials had in common whose techniques refused the live model for the same reason."""
+        return any(struck <= _kinds(choice) for struck in self._struck)
+
+    def _strike(self, done: Finished) -> None:
+        same = [each for each in self.finished if each.result.status == "unfit" and each.result.reason == done.result.reason]
+        if len(same) < 2 or not done.result.reason.startswith("MT"):
+            return
+        worked = [_kinds(each.job.scored.choice) for each in self.finished if each.result.status == "ok"]
+        common = frozenset.intersection(*(_kinds(each.job.scored.choice) for each in same))
+        if common and not any(common <= kinds for kinds in worked):
+            self._struck.add(common)
 
     def _after(self, done: Finished) -> None:
         if done.result.status == "ok":
@@ -379,3 +394,7 @@ def trial_config(setup: Setup, choice: Choice) -> TunedConfig:
     candidate = setup.scorer.rewriter.candidate(choice)
     plans: dict[str, Plan] = {} if isinstance(candidate, Reason) else dict(candidate.plans)
     return TunedConfig(settings=choice, made_for=setup.made_for, plan=plans)
+
+
+def _kinds(choice: Choice) -> frozenset[tuple[str, str]]:
+    return frozenset((each.slot, each.kind) for each in choice.techniques)

@@ -143,7 +143,8 @@ class Stages:
         def next_job() -> Job | None:
             if driver.n_trials >= min(until, driver.options.trials - keep_free) or self._out_of_time():
                 return None
-            proposal = self._proposer.next(driver.pruner, driver.tried, driver.best_value())
+            refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
+            proposal = self._proposer.next(driver.pruner, driver.tried | refused, driver.best_value())
             if proposal is None:
                 return None
             return Job("search", proposal.scored, number=proposal.number)

@@ -84,7 +84,7 @@ def failure_of_record(rank: int, record: RankRecord) -> Failure | None:
     """The failure a rank reports itself, None where its record is good."""
     if record.status == "ok":
         return None
-    return Failure(rank, record.status, record.reason or record.status, record, root=record.status == "oom")
+    return Failure(rank, record.status, record.reason or record.status, record, root=record.status in ("oom", "unfit"))
 
 
 def failure_of_end(ended: Ended) -> Failure:

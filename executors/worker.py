@@ -25,7 +25,7 @@ from torch import nn
 from memtune._apply import Tuned, apply
 from memtune.batches import split_batch
 from memtune.config import load_config
-from memtune.errors import MemtuneError
+from memtune.errors import ApplyError, MemtuneError
 from memtune.executors.base import Trial
 from memtune.executors.evidence import GradientRecord, gradient_records
 from memtune.runtime.ledger import Ledger
@@ -241,7 +241,8 @@ def main() -> int:
         result = {"status": "oom", "reason": str(error).split("\n")[0]}
     except MemtuneError as error:  # says what, why and how to go on; where in memtune it was raised helps nobody
         print(error, file=sys.stderr)
-        result = {"status": "crash", "reason": " ".join(str(error).split())}
+        refused = isinstance(error, ApplyError)  # a technique saw on the live model what the recording does not show
+        result = {"status": "unfit" if refused else "crash", "reason": " ".join(str(error).split())}
     except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
         traceback.print_exc(file=sys.stderr)
         result = {

@@ -491,3 +491,17 @@ def test_real_trials_on_this_machine(monkeypatch: pytest.MonkeyPatch):
 def test_every_error_is_one_of_ours():
     with pytest.raises(MemtuneError):
         run(asked(trials=20), lambda trial: TrialResult(number=trial.number, status="timeout", reason="hung"))
+
+
+def test_a_technique_that_refuses_the_live_model_twice_is_not_tried_again():
+    options = asked(trials=12, goal="memory", axes=("offload", "recompute"))
+    honest = truth(options, peak=0.0)
+
+    def refusing(trial: Trial) -> TrialResult:
+        if "copy_out" in str(trial.config):
+            return TrialResult(number=trial.number, status="unfit", reason="MT309 it cannot be run a second time.")
+        return honest(trial)
+
+    run(options, refusing)
+    refused = [each for each in of(events.TrialFinished) if each.result.status == "unfit"]
+    assert 2 <= len(refused) <= 4  # more than two only while nothing else told their kinds apart from those that work
