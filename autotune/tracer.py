@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtune.autotune import flops
+from memtune.autotune.owners import owners
 from memtune.ops import SEAM
 from memtune.program import FOREVER, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.op_arguments import group_size, mutated, tensors_in
@@ -426,7 +427,7 @@ class Tracer(TorchDispatchMode):
             producer=np.asarray(self._producer, np.int32),
             held_until=np.asarray(self._held, np.int32),
             ready_after=ready,
-            owner=self._owners(uses),
+            owner=owners(len(self._bytes), self._parameters, self._producer, ops[3], uses),
             use_op=uses[:, 0],
             use_storage=uses[:, 1],
             use_mutates=uses[:, 2].astype(np.uint8),
@@ -447,31 +448,6 @@ class Tracer(TorchDispatchMode):
         step = in_place(step, self._sums)
         step.validate()
         return step
-
-    def _owners(self, uses: Any) -> Any:
-        """Whose gradient, state or optimizer temporary each storage is, followed through the optimizer's reads."""
-        owner = np.full(len(self._bytes), -1, np.int32)
-        for i, parameter in enumerate(self._parameters):
-            owner[parameter.storage] = i
-            if parameter.gradient >= 0:
-                owner[parameter.gradient] = i
-        made_by: dict[int, list[int]] = {}
-        for storage, producer in enumerate(self._producer):
-            made_by.setdefault(producer, []).append(storage)
-        touched: dict[int, list[int]] = {}
-        for op, storage, _ in uses.tolist():
-            touched.setdefault(op, []).append(storage)
-        for op, row in enumerate(self._ops):
-            if row[3] != Phase.OPTIMIZER:
-                continue
-            storages = touched.get(op, []) + made_by.get(op, [])
-            whose = {int(owner[s]) for s in storages if owner[s] >= 0}
-            if len(whose) == 1:
-                mine = whose.pop()
-                for storage in storages:
-                    if owner[storage] < 0:
-                        owner[storage] = mine
-        return owner
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from memtune.passes.tiled_loss import LossPattern, loss_pattern, tile_loss
+from memtune.passes.loss_pattern import LossPattern, loss_pattern
+from memtune.passes.tiled_loss import tile_loss
 from memtune.program import Program, Step
 from memtune.runtime.context import Context
 from memtune.runtime.lazy_head import install_lazy_head

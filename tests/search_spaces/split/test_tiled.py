@@ -15,7 +15,7 @@ from memtune._apply import Tuned, apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.dry_run import dry_run
 from memtune.errors import ApplyError
-from memtune.passes.tiled_loss import loss_pattern
+from memtune.passes.loss_pattern import loss_pattern
 from memtune.program import Kind, Step
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.split.tiled import Tiled
