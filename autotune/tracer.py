@@ -33,7 +33,6 @@ from memtune.program import FOREVER, Kind, Parameter, Phase, Resource, Step, Tie
 from memtune.runtime.op_arguments import group_size, mutated, tensors_in
 from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
 from memtune.runtime.workspace import FAKE_DEVICE, signature
-from memtune.sums import Sum, can_hold_the_sum, in_place, is_sum_of_gradients
 
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
 
@@ -88,7 +87,6 @@ class Tracer(TorchDispatchMode):
         self._enter_at, self._leave_at = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
         self._inputs: dict[tuple[int, int], None] = {}  # (block, storage) of the blocks' arguments, in order
         self._ready: dict[int, int] = {}  # gradient storage -> op after which it was in place
-        self._sums: list[Sum] = []
 
     # -- what exists before the step ---------------------------------------------------------------------------------
 
@@ -221,9 +219,6 @@ class Tracer(TorchDispatchMode):
             if made._cdata in self._ids:
                 continue
             index = self._new_storage(made, kind, producer=op)
-            if phase is Phase.BACKWARD and is_sum_of_gradients(func, args, kwargs):
-                held = [row if can_hold_the_sum(each, out) else -1 for each, row in zip(args, reads, strict=True)]
-                self._sums.append(Sum(op, held[0], held[1], index))
             if seam and seam.output_tier != Tier.DEVICE:
                 self._tier[index] = int(seam.output_tier)
 
@@ -445,7 +440,6 @@ class Tracer(TorchDispatchMode):
             input_storage=np.asarray([storage for _, storage in self._inputs], np.int32),
             landing=np.asarray(list(self._ready), np.int32),
         )
-        step = in_place(step, self._sums)
         step.validate()
         return step
 

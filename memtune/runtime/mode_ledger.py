@@ -10,8 +10,6 @@ Rules:
 4. Wrapper subclasses (DTensor) are declined: they come back as ops on their local tensors, which are what this rank holds.
 5. What kind a storage is may be known only later (a gradient is a temporary until autograd puts it in place), so the peak is
    remembered as a position in the log of events and told apart when asked.
-6. Autograd's sums of gradients are counted when the next op starts: without a mode to look on they are made in place of an
-   operand that nobody else needs (memtune.sums), and that operand is gone by then.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from torch.utils.hooks import RemovableHandle
 from memtune.ops import SEAM
 from memtune.program import Kind
 from memtune.runtime.tiers import DEVICE, HOST, TIERS, Tier, current_tier, mark_storage, storages_of, tier_of_storage
-from memtune.sums import is_sum_of_gradients
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """From an op and its arguments to the bytes that its kernel allocates beyond its outputs."""
@@ -71,7 +68,6 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         self._optimizer: Optimizer | None = None
         self._handles: list[RemovableHandle] = []
         self._resize: Any = None
-        self._sum: tuple[str, dict[Tier, int]] | None = None  # Rule 6: the op, and what was live before it
         self.timeline: list[tuple[str, int]] = []
 
     # -- what is asked ------------------------------------------------------------------------------------------------
@@ -105,7 +101,6 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
     def reset_peak(self) -> None:
         """Starts peaks, log and timeline again from what is live now; call it once per step, or the log grows without end."""
         self._bury()
-        self._sum = None
         self._find_kinds()
         self._peak = dict(self._live)
         self._base = [(record, record.bytes) for record in self._records.values()]
@@ -180,8 +175,6 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
     def __exit__(self, *exception: Any) -> None:
         """Stops counting; what is live stays on the books."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._bury()
-        self._settle_sum()
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,7 +184,6 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         kwargs = kwargs or {}
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         self._bury()
-        self._settle_sum()
         for tensor in inputs:
             for storage in storages_of(tensor):
                 if storage._cdata not in self._records:
@@ -206,9 +198,6 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
             for tensor in inputs:
                 for storage in storages_of(tensor):
                     self._resized(storage, Kind.TEMPORARY)
-        if is_sum_of_gradients(func, args, kwargs):
-            self._sum = str(func), before  # Rule 6
-            return out
         workspace = self._workspace(func, args, kwargs) if self._workspace is not None else 0
         try:
             self._settle(str(func), before, workspace)
@@ -216,11 +205,6 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
             del out  # the outputs die with the error, as they would if the device had refused them
             raise
         return out
-
-    def _settle_sum(self) -> None:
-        if self._sum is not None:
-            (op, before), self._sum = self._sum, None
-            self._settle(op, before, 0)
 
     def _count(self, op: str, out: Any) -> None:
         seam = SEAM.get(op)

@@ -179,7 +179,7 @@ def test_an_audit_that_does_not_fit_is_shown():
 
 
 def test_losses_that_disagree_make_a_trial_invalid():
-    options = asked()
+    options = asked(axes=("execution", "offload"))
     honest = truth(options)
 
     def wrong(trial: Trial) -> TrialResult:
