@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from memtune.hardware import Hardware
 from memtune.program import I32, Program, RankClass, Step
 from memtune.search_spaces import NULL_KINDS, PASS_ORDER
@@ -83,8 +85,11 @@ def _within(
     if budget_bytes is None:
         budget_bytes = smallest + round((plain - smallest) * (budget.share or 0.0))
     row = search.best_row(budget_bytes)
-    peak, seconds = search.peak_of(row), float(search.frontier.seconds[row])
-    return Solution(search.levels, search.frontier.choice(row), peak, seconds, budget_bytes, smallest, plain)
+    peak, seconds, choice = search.peak_of(row), float(search.frontier.seconds[row]), search.frontier.choice(row)
+    faster = search.faster_other(seconds, budget_bytes)
+    if faster is not None:
+        peak, seconds, choice = faster
+    return Solution(search.levels, choice, peak, seconds, budget_bytes, smallest, plain)
 
 
 class _Search:
@@ -97,13 +102,29 @@ class _Search:
         self.plain_bytes = now.peak_bytes
         self.frontier: Frontier = solve(found.problem(now))
         self._peaks: dict[int, int] = {}
+        self._other_peaks: dict[int, int] = {}
 
     def peak_of(self, row: int) -> int:
         """Peak of plan `row` after every pass."""
         if row not in self._peaks:
-            step = rewritten(self.levels.step, self.levels.chosen(self.frontier.choice(row)))
-            self._peaks[row] = int(live_bytes(self._after(step), self._target.hardware).max(initial=0))
+            self._peaks[row] = self._peak(self.frontier.choice(row))
         return self._peaks[row]
+
+    def faster_other(self, seconds: float, budget_bytes: int) -> tuple[int, float, I32] | None:
+        """Peak, seconds and plan of the fastest other technique within the budget that takes less than `seconds`, if any.
+
+        The frontier has all their decisions, but where it is priced too high or thinned one of them may still be ahead.
+        """
+        rows = np.arange(len(self.levels.order))
+        priced = [(float(self.levels.seconds[rows, choice].sum()), i) for i, choice in enumerate(self.levels.others)]
+        for takes, i in sorted(priced):
+            if takes >= seconds * (1 - 1e-9):
+                break
+            if i not in self._other_peaks:
+                self._other_peaks[i] = self._peak(self.levels.others[i])
+            if self._other_peaks[i] <= budget_bytes:
+                return self._other_peaks[i], takes, self.levels.others[i]
+        return None
 
     def best_row(self, budget_bytes: int) -> int:
         """The fastest plan within the budget, by true peaks; the smallest one if none is."""
@@ -119,6 +140,10 @@ class _Search:
             if row < low:  # nothing better is priced within the budget
                 break
         return best
+
+    def _peak(self, choice: I32) -> int:
+        step = rewritten(self.levels.step, self.levels.chosen(choice))
+        return int(live_bytes(self._after(step), self._target.hardware).max(initial=0))
 
     def _after(self, step: Step) -> Step:
         """`step` after every later pass that fits it."""

@@ -13,7 +13,7 @@ from memtune.errors import ApplyError
 from memtune.passes.calls import split_calls
 from memtune.passes.recompute import calls_of, spoiled
 from memtune.program import Kind, Phase, Step
-from memtune.search_spaces.recompute._keeps import is_matmul_or_attention
+from memtune.search_spaces.recompute._keeps import MATMULS, is_matmul_or_attention
 from memtune.technique import Plan
 
 
@@ -41,6 +41,7 @@ class Block:
 
 
 _BATCHED = ("aten.bmm.default", "aten.baddbmm.default")
+_PRODUCTS = MATMULS - {*_BATCHED}  # of two activations: attention that is not fused
 
 Again = Callable[[Block], set[int]]
 """Which ops of a block a technique wants to run again."""
@@ -115,6 +116,18 @@ def core_attention(block: Block) -> set[int]:
         if scores and values:
             core |= {softmax} | scores | (up & _reached(block, scores, _readers)) | (down & _reached(block, values, _sources))
     return core
+
+
+def inputs_of_products(block: Block) -> set[int]:
+    """Ops of which nothing is read but by matrix products with weights, or by such ops: norms and activation functions."""
+    found: set[int] = set()
+    for op in reversed(block.ops):
+        if is_matmul_or_attention(block.name[op]) or "softmax" in block.name[op]:
+            continue
+        readers = {reader for s in block.makes[op] for reader in block.readers.get(s, ()) if reader != op}
+        if readers and all(reader in found or block.name.get(reader) in _PRODUCTS for reader in readers):
+            found.add(op)
+    return found
 
 
 def _reached(block: Block, starts: set[int], onward: Callable[[Block, int], set[int]]) -> set[int]:

@@ -20,13 +20,15 @@ from memtune.passes.calls import split_calls
 from memtune.passes.move import MoveClaim, move_activations
 from memtune.passes.recompute import calls_of, recompute_blocks
 from memtune.program import F64, FOREVER, I32, I64, Phase, Resource, Step, Tier
-from memtune.search_spaces.recompute._calls import Block, blocks_of, calls_for
+from memtune.search_spaces.recompute._calls import Block, blocks_of, calls_for, core_attention, inputs_of_products
 from memtune.search_spaces.recompute._frontier import Problem
 from memtune.search_spaces.recompute._keeps import is_attention, is_matmul_or_attention
-from memtune.search_spaces.recompute._options import Action, Combination, Made, combinations
+from memtune.search_spaces.recompute._options import Action, Combination, Made, combinations, keeping
 
-LIMIT = 24
+LIMIT = 26
 """Options of a block."""
+_OTHERS = 5
+"""Techniques whose decision for a block is an option: attention_output, selective, balanced, core attention, and full."""
 MIN_MOVED_BYTES = 65536
 """Smaller tensors stay: a copy has a fixed cost."""
 
@@ -85,6 +87,8 @@ class Levels:
     seconds: F64
     uniform: tuple[tuple[int, float], ...] = ()
     """Peak and seconds of each level, where blocks cannot be told apart in time and so all take the same level."""
+    others: tuple[I32, ...] = ()
+    """Plans that other techniques would make: each of their decisions for all blocks, and full recompute of one block in n."""
 
     def problem(self, now: Moments | None = None) -> Problem:
         """For the planner; `now` are the moments of the plain step as later passes leave it."""
@@ -128,6 +132,7 @@ def levels(step: Step, hardware: Hardware, ranks: int, host: bool) -> Levels:
     blocks = {block: graph for graph, block in reversed(list(zip(blocks_of(split), block_of.tolist(), strict=True)))}
     order = np.argsort(_ends(step)[0], kind="stable").astype(np.int32)
     options: list[tuple[Option, ...]] = []
+    others: list[tuple[int, ...]] = []
     known: dict[object, int] = {}
     class_of = []
     for block in order.tolist():
@@ -136,20 +141,35 @@ def levels(step: Step, hardware: Hardware, ranks: int, host: bool) -> Levels:
         key = tuple((op.name, op.reads, op.bytes, op.saved, op.keepable, op.given, round(op.seconds, 12)) for op in ops)
         if key not in known:
             known[key] = len(options)
-            options.append(_options(split, graph, ops))
+            mine, theirs = _options(split, graph, ops)
+            options.append(mine)
+            others.append(theirs)
         class_of.append(known[key])
     found = _measured(step, order, tuple(options), np.asarray(class_of, np.int32), hardware, ranks)
-    return replace(found, uniform=()) if split is step and _in_order(step, order) else found
+    if split is not step or not _in_order(step, order):
+        return found
+    return replace(found, uniform=(), others=_other_plans(order, np.asarray(others, np.int32)[class_of]))
 
 
-def _options(step: Step, block: Block | None, ops: tuple[Made, ...]) -> tuple[Option, ...]:
+def _other_plans(order: I32, others: I32) -> tuple[I32, ...]:
+    """From which option each of the others is, (blocks, others), to plans of all blocks."""
+    one_in = [np.where(order % n == 0, others[:, -1], 0).astype(np.int32) for n in (2, 3, 4)]
+    return (*others.T, *one_in)
+
+
+def _options(step: Step, block: Block | None, ops: tuple[Made, ...]) -> tuple[tuple[Option, ...], tuple[int, ...]]:
+    """The options of a block, and by other technique which of them is what that technique does to it."""
     if block is None:
-        return (PLAIN,)
+        return (PLAIN,), (0,) * _OTHERS
     known = [frozenset(i for i, op in enumerate(ops) if keeps(op.name)) for keeps in (is_attention, is_matmul_or_attention)]
-    found = [PLAIN, *(_option(step, block, each) for each in combinations(ops, LIMIT - 4, known))]
-    if block.saved:
-        found.append(FULL)
-    return tuple(dict.fromkeys(found))
+    others = [_option(step, block, keeping(ops, each)) for each in known]
+    for again in (inputs_of_products(block), core_attention(block)):
+        frees = block.saved & {s for op in again for s in block.makes[op]}
+        others.append(Option(calls_for(step, block, again), again=_counted(block, again)) if frees else PLAIN)
+    others.append(FULL if block.saved else PLAIN)
+    priced = [_option(step, block, each) for each in combinations(ops, LIMIT - _OTHERS - 1, known)]
+    found = tuple(dict.fromkeys([PLAIN, *priced, *others]))
+    return found, tuple(found.index(each) for each in others)
 
 
 def _option(step: Step, block: Block, combination: Combination) -> Option:
@@ -158,8 +178,11 @@ def _option(step: Step, block: Block, combination: Combination) -> Option:
     ops = np.asarray(block.ops, np.int32)
     address = dict(zip(block.ops, (call for _, _, call in calls_of(step, ops)), strict=True)) if combination.moved else {}
     moved = frozenset(address[block.ops[i - 1]] if i else INPUTS for i in combination.moved)
-    names = Counter(block.name[op] for op in sorted(again))
-    return Option(calls_for(step, block, again) if again else None, moved, tuple(names.items()))
+    return Option(calls_for(step, block, again) if again else None, moved, _counted(block, again))
+
+
+def _counted(block: Block, again: set[int]) -> tuple[tuple[str, int], ...]:
+    return tuple(Counter(block.name[op] for op in sorted(again)).items())
 
 
 def made_in(step: Step, block: Block, op_s: F64, links: Hardware | None) -> tuple[Made, ...]:

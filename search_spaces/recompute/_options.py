@@ -92,13 +92,14 @@ class _Priced:
 
 
 def combinations(ops: tuple[Made, ...], limit: int, known: Sequence[frozenset[int]] = ()) -> list[Combination]:
-    """At most `limit` undominated combinations, bytes descending, and those that keep just the ops of each of `known`.
+    """At most `limit` undominated combinations, bytes descending.
 
     All combinations are priced where there are at most `BITS` tensors to decide on. Where there are more, those of alike tensors
-    (same op, same size) together come first, and every change of one or two tensors is tried on what is undominated.
+    (same op, same size) together come first, with those that keep just the ops of each of `known`, and every change of one or two
+    tensors is tried on what is undominated.
     """
-    free = [i for i, op in enumerate(ops) if op.keepable and op.bytes and not op.given]
-    few = np.asarray([[i in kept for i in free] for kept in known], bool).T.reshape(len(free), len(known))
+    free = _free(ops)
+    few = _keeping(free, known)
     stay: Away = [None] * len(ops)
     away, found = _cheapest_away(ops), []
     for moving in (stay, away) if any(away) else (stay,):
@@ -107,9 +108,22 @@ def combinations(ops: tuple[Made, ...], limit: int, known: Sequence[frozenset[in
     held, seconds = np.asarray([each.held_bytes for each in found]), np.asarray([each.seconds for each in found])
     rows = _undominated(held, seconds)
     chosen = [found[i] for i in rows[_thinned(held[rows], seconds[rows], limit)]]
-    priced = price(ops, free, few, stay)
-    chosen += [_combination(ops, priced, row, stay) for row in range(len(known))]
     return sorted(chosen, key=lambda each: (-each.held_bytes, each.seconds))
+
+
+def keeping(ops: tuple[Made, ...], kept: frozenset[int]) -> Combination:
+    """The combination that keeps `kept`, as far as they may be kept, and runs all else again that backward needs."""
+    free = _free(ops)
+    stay: Away = [None] * len(ops)
+    return _combination(ops, price(ops, free, _keeping(free, [kept]), stay), 0, stay)
+
+
+def _free(ops: tuple[Made, ...]) -> list[int]:
+    return [i for i, op in enumerate(ops) if op.keepable and op.bytes and not op.given]
+
+
+def _keeping(free: list[int], known: Sequence[frozenset[int]]) -> Mask:
+    return np.asarray([[i in kept for i in free] for kept in known], bool).reshape(len(known), len(free)).T
 
 
 def _start(ops: tuple[Made, ...], free: list[int]) -> Mask:

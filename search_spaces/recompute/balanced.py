@@ -7,12 +7,9 @@ from typing import Any, ClassVar, Literal
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._calls import Block, calls_in, frees_something, plan_calls
+from memtune.search_spaces.recompute._calls import calls_in, frees_something, inputs_of_products, plan_calls
 from memtune.search_spaces.recompute._fits import why_not
-from memtune.search_spaces.recompute._keeps import MATMULS, is_matmul_or_attention
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
-
-_PRODUCTS = MATMULS - {"aten.bmm.default", "aten.baddbmm.default"}  # of two activations: attention that is not fused
 
 
 class Balanced(Technique):
@@ -36,13 +33,13 @@ class Balanced(Technique):
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs norms or activation functions that feed matrix products, in blocks that can run again, in eager mode."""
         reason = why_not(program.step, target.compiled)
-        if reason is None and not frees_something(program.step, _inputs_of_products):
+        if reason is None and not frees_something(program.step, inputs_of_products):
             return Reason("no norm or activation function in the blocks feeds a matrix product alone", "recompute: {kind: full}")
         return reason
 
     def plan(self, program: Program, target: Target) -> Plan:
         """Which calls of each block are kept, run again, or not needed again."""
-        return plan_calls(program.step, _inputs_of_products)
+        return plan_calls(program.step, inputs_of_products)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Every block's norms and activation functions run again before its backward."""
@@ -58,15 +55,3 @@ class Balanced(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """All blocks; all but norms and activation functions kept inside them."""
         return {"activations.recompute": {"every": 1, "keep": "all but inputs of products"}}
-
-
-def _inputs_of_products(block: Block) -> set[int]:
-    """Ops of which nothing is read but by matrix products with weights, or by such ops: norms and activation functions."""
-    found: set[int] = set()
-    for op in reversed(block.ops):
-        if is_matmul_or_attention(block.name[op]) or "softmax" in block.name[op]:
-            continue
-        readers = {reader for s in block.makes[op] for reader in block.readers.get(s, ()) if reader != op}
-        if readers and all(reader in found or block.name.get(reader) in _PRODUCTS for reader in readers):
-            found.add(op)
-    return found

@@ -20,6 +20,8 @@ from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.recompute._budget import Solution, within
+from memtune.search_spaces.recompute._levels import levels
+from memtune.search_spaces.recompute._levels import rewritten as measured_rewrite
 from memtune.search_spaces.recompute.attention_output import AttentionOutput
 from memtune.search_spaces.recompute.balanced import Balanced
 from memtune.search_spaces.recompute.every_nth import EveryNth
@@ -72,6 +74,16 @@ class TestPlanned(TechniqueSuite):
             mine = rewritten_by(program, Planned(budget_bytes=step.peak_bytes(), spare=0.0))
             assert mine.peak_bytes() <= step.peak_bytes()
             assert op_costs(mine, target.hardware).op_s.sum() <= op_costs(step, target.hardware).op_s.sum() * (1 + 1e-9), other
+
+    def test_what_others_do_to_all_blocks_can_be_chosen_however_few_options_there_are(self) -> None:
+        program, target = plain_program(ZOO["gpt"]), target_of()
+        found = levels(program.step, target.hardware, 1, False)
+        balanced, full, every_second = (found.others[i] for i in (2, 4, 5))
+        for choice, other in ((balanced, Balanced()), (full, Full()), (every_second, EveryNth())):
+            mine = measured_rewrite(program.step, found.chosen(choice))
+            theirs = other.rewrite(program, other.plan(program, target), target).step
+            assert mine.op_name.tolist() == theirs.op_name.tolist()
+            assert mine.peak_bytes() == theirs.peak_bytes()
 
     def test_equal_blocks_share_an_option(self) -> None:
         plan = Planned(share=0.0).plan(plain_program(ZOO["gpt"]), target_of()).decisions
