@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
 from memtune.runtime.logits import Count, Logits, lazy_logits
 
 
-def install_lazy_head(context: Context, name: str | None, *, chunks: int) -> None:
+def install_lazy_head(context: Context, name: str | None, *, chunks: int, weight: str | None = None) -> None:
     """Make the head `name` of the model in `context` return `Logits`; the audit tells what became of them.
 
     Args:
         context: Whose model is changed.
-        name: Of the head's module; None finds it: the widest linear layer outside of the blocks.
+        name: Of the module that makes the logits, '' the model itself; None finds the widest linear layer outside of the blocks.
         chunks: Into how many parts a loss over its logits is cut.
+        weight: Name of the parameter that the logits are a product with; needed where the module is no `nn.Linear`.
 
     Raises:
-        ApplyError: There is no such linear layer.
+        ApplyError: There is no such module, or it is no linear layer and `weight` is not given or not there.
     """
     name = _widest(context) if name is None else name
     try:
         head = context.model.get_submodule(name)
     except AttributeError as error:
         raise _no_head(f"the model has no module {name}") from error
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise _no_head(f"{name} is a {type(head).__name__}")
     count = Count()
-    head.forward = lazy_head(head, chunks=chunks, count=count)  # type: ignore[assignment, method-assign]
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        forward = lazy_head(head, chunks=chunks, count=count)
+    else:
+        forward = lazy_product(head, _weight(context, name, head, weight), chunks=chunks, count=count)
+    head.forward = forward
     context.checks["split"] = lambda: _check(name, head, count)
+
+
+def _weight(context: Context, name: str, head: nn.Module, weight: str | None) -> Callable[[], Tensor]:
+    """What finds the parameter `weight`; sharding puts others in its place, so it is looked up at each call."""
+    if weight is None:
+        raise _no_head(f"{name or 'the model'} is a {type(head).__name__}")
+    try:
+        context.model.get_parameter(weight)
+    except AttributeError as error:
+        raise _no_head(f"the model has no parameter {weight}") from error
+    return partial(context.model.get_parameter, weight)
 
 
 def _widest(context: Context) -> str:
@@ -57,9 +74,17 @@ def _no_head(evidence: str) -> ApplyError:
     )
 
 
-def _check(name: str, head: nn.Linear, count: Count) -> dict[str, Any]:
+def _check(name: str, head: nn.Module, count: Count) -> dict[str, Any]:
+    name = name or "the model"
     if "forward" not in vars(head):
         raise ApplyError(f"the logits of {name} should be tiled, but its forward is its own.", code="MT335")
+    if count.unseen and not count.tiled and not count.whole:
+        raise ApplyError(
+            f"{name} should make tiled logits, but no product with its weight was seen.",
+            evidence="F.linear(x, weight, bias) and x @ weight.t() are known.",
+            fix="one of these in its forward, or split: {kind: none}",
+            code="MT335",
+        )
     if count.whole and not count.tiled:
         raise ApplyError(
             f"the logits of {name} are always read whole, so nothing is saved.",
@@ -81,3 +106,52 @@ def lazy_head(head: nn.Linear, *, chunks: int, count: Count) -> Callable[[Tensor
         return lazy_logits(input, head.weight, head.bias, chunks=chunks, count=count)
 
     return forward
+
+
+def lazy_product(module: nn.Module, weight: Callable[[], Tensor], *, chunks: int, count: Count) -> Callable[..., Any]:
+    """A forward for `module` in which a product with `weight` makes `Logits` while gradients are on."""
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        products = _Products(weight(), chunks, count)
+        with products:
+            out = original(*args, **kwargs)
+        count.unseen += not products.seen
+        return out
+
+    return forward
+
+
+class _Products(TorchFunctionMode):
+    """Inside, `F.linear(x, weight, bias)` and `x @ weight.t()` of one weight make `Logits`."""
+
+    def __init__(self, weight: Tensor, chunks: int, count: Count) -> None:
+        super().__init__()
+        self._weight, self._chunks, self._count = weight, chunks, count
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """All other functions run as they are."""
+        kwargs = kwargs or {}
+        if func is F.linear or func in _MATMULS:
+            found = self._operands(func, *args, **kwargs)
+            if found is not None and torch.is_grad_enabled():
+                self.seen = True
+                return lazy_logits(*found, chunks=self._chunks, count=self._count)
+        return func(*args, **kwargs)
+
+    def _operands(
+        self, func: Any, input: Tensor, other: Any = None, bias: Tensor | None = None, **named: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Hidden states, weight and bias of a product with the weight; None for any other."""
+        plain = not isinstance(input, Logits) and input.is_floating_point()
+        if func is F.linear:
+            other, bias = named.pop("weight", other), named.pop("bias", bias)
+            return (input, self._weight, bias) if plain and other is self._weight else None
+        turned = isinstance(other, Tensor) and other._base is self._weight and other.shape == self._weight.shape[::-1]
+        return (input, self._weight, None) if plain and turned and other.stride() == self._weight.t().stride() else None
+
+
+_MATMULS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)

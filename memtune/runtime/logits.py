@@ -36,6 +36,8 @@ class Count:
     whole: int = 0
     read_by: str = ""
     """Function that made them whole the last time."""
+    unseen: int = 0
+    """Calls of a module in which no product with the head's weight was seen."""
 
 
 @dataclass(eq=False)

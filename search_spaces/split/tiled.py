@@ -47,8 +47,8 @@ class Tiled(Technique):
         pattern = loss_pattern(program.step)
         if isinstance(pattern, str):
             return Reason(pattern)
-        if pattern.head in ("", "(outside)"):
-            return Reason("the logits are made by no module of their own", "an nn.Linear as head")
+        if pattern.head == "(outside)":
+            return Reason("the logits are made outside of the model", "the head's product in the model's forward")
         if pattern.rows < self.chunks:
             return Reason(f"there are {pattern.rows} tokens, fewer than {self.chunks} parts", "fewer chunks")
         share = _logits_bytes(program.step, pattern) / max(program.step.peak_bytes(), 1)
@@ -57,8 +57,10 @@ class Tiled(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """Which module is the head."""
-        return Plan(decisions={"head": _pattern(program.step).head})
+        """Which module makes the logits, and with which weight."""
+        pattern = _pattern(program.step)
+        weight = pattern.step.parameters[pattern.step.parameter_of[pattern.weight.plain]].name
+        return Plan(decisions={"head": pattern.head, "weight": weight})
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Head, loss and their gradients part by part in forward; backward scales the gradients."""
@@ -66,7 +68,8 @@ class Tiled(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Make the head return logits that are computed where they are read."""
-        install_lazy_head(context, plan.decisions.get("head"), chunks=self.chunks)
+        decided = plan.decisions
+        install_lazy_head(context, decided.get("head"), chunks=self.chunks, weight=decided.get("weight"))
 
     def record(self, target: Target) -> dict[str, Any]:
         """What is cut, and into how many parts."""

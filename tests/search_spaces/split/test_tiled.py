@@ -22,16 +22,18 @@ from memtune.search_spaces.split.tiled import Tiled
 from memtune.technique import Target
 from memtune.testing import TechniqueSuite, differences, drift, rewritten, train
 from memtune.testing.drift import compare, plain_program, recording_of, target_of
-from memtune.testing.training import build, plain, settings_of
+from memtune.testing.training import build, config_of, plain, settings_of
 from memtune.workload import Workload
 
 MODELS = Path(__file__).parent / "models"
-LARGE, CAPPED, SHIFTED = (MODELS / f"{name}.py" for name in ("large_vocabulary", "capped_autocast", "shifted"))
+LARGE, CAPPED, SHIFTED, NO_HEAD, OWN_HEAD = (
+    MODELS / f"{name}.py" for name in ("large_vocabulary", "capped_autocast", "shifted", "no_head", "own_head")
+)
 
 
 class TestTiled(TechniqueSuite):
     technique = Tiled
-    models: ClassVar = {"large": LARGE, "capped": CAPPED, "shifted": SHIFTED}
+    models: ClassVar = {"large": LARGE, "capped": CAPPED, "shifted": SHIFTED, "no_head": NO_HEAD, "own_head": OWN_HEAD}
     variants = (Tiled(), Tiled(chunks=5))
     quick = ("large",)
     tolerance = 2e-2  # three steps, one model in bfloat16; float32 alone is held tighter below
@@ -77,6 +79,16 @@ class TestTiled(TechniqueSuite):
         apply(model, optimizer, {"settings": settings_of(Tiled())}, strict=False)
         assert "forward" in vars(model.head)
 
+    def test_a_product_that_is_not_found_in_the_module_is_an_error_of_the_audit(self) -> None:
+        workload, model, optimizer = build(OWN_HEAD)
+        config = config_of(OWN_HEAD, Tiled())
+        tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone(), requires_grad=False)
+        tuned.step([workload.make_batch(2)])
+        with pytest.raises(ApplyError, match="no product with its weight") as caught:
+            tuned.audit()
+        assert caught.value.code == "MT335"
+
     def test_no_head_nothing_applied(self) -> None:
         model = torch.nn.Conv2d(1, 1, 1)
         with pytest.raises(ApplyError, match="as head") as caught:
@@ -108,20 +120,22 @@ def shares(path: str, tiled: bool) -> dict[str, Any]:
     torch.manual_seed(3)
     inputs, targets = workload.make_batch(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings: dict[str, Any] = {"split": {"kind": "tiled", "chunks": 4}} if tiled else {}
+    config: dict[str, Any] = config_of(Path(path), Tiled(chunks=4)) if tiled else {"settings": {}}
+    settings = config["settings"]
     if torch.distributed.is_initialized():
         settings["sharding"] = {"states": {"kind": "fsdp"}}
         mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
         inputs, targets = inputs[mine], targets[mine]
-    tuned = apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
     tuned.step([(inputs, targets)])
     after = tuned.state_dict()["model"]
     return {"gradients": {name: before[name] - after[name] for name in before}, "audit": tuned.audit().get("split")}
 
 
-def test_two_sharded_ranks_train_as_the_plain_model() -> None:
-    wanted = shares(str(LARGE), False)["gradients"]
-    for rank in run_ranks(shares, 2, str(LARGE), True):
-        assert rank["audit"] == {"head": "head", "losses_in_parts": 1, "read_whole": 0}
+@pytest.mark.parametrize(("path", "head"), [(LARGE, "head"), (NO_HEAD, "the model")], ids=["linear", "no_head"])
+def test_two_sharded_ranks_train_as_the_plain_model(path: Path, head: str) -> None:
+    wanted = shares(str(path), False)["gradients"]
+    for rank in run_ranks(shares, 2, str(path), True):
+        assert rank["audit"] == {"head": head, "losses_in_parts": 1, "read_whole": 0}
         for name, gradient in wanted.items():
             assert float((rank["gradients"][name] - gradient).abs().max()) <= 1e-5 * max(1.0, float(gradient.abs().max()))
