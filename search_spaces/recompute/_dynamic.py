@@ -44,7 +44,7 @@ class _Dynamic(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs the model to itself on one rank, and a budget that plain training exceeds and the policy meets."""
-        reason = self._cannot_run(program, target)
+        reason = cannot_freeze(program, target)
         if reason is not None:
             return reason
         if self.budget_bytes is not None and self.ratio is not None:
@@ -64,24 +64,6 @@ class _Dynamic(Technique):
                 f"{format_bytes(least)}",
                 "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
             )
-        return None
-
-    def _cannot_run(self, program: Program, target: Target) -> Reason | None:
-        """Why no schedule can take the place of the model's forward and backward."""
-        if target.compiled:
-            return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
-        if program.ranks > 1:
-            return Reason("a frozen schedule runs the whole model on one rank", "recompute: {kind: planned}")
-        for slot in _ALONE:
-            if slot in target.chosen and target.chosen[slot].kind != "none":
-                return Reason(f"a frozen schedule runs the model without {target.chosen[slot].kind}", f"{slot}: {{kind: none}}")
-        region = region_of(program.step)
-        if isinstance(region, str):
-            return Reason(region, "recompute: {kind: planned}")
-        odd = next((name for name in region.graph.names if any(part in name for part in _UNKNOWN)), None)
-        if odd is not None:
-            why = "what follows it or what it keeps is not known before"
-            return Reason(f"{odd} runs in the model: {why}", "recompute: {kind: planned}")
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
@@ -112,7 +94,7 @@ class _Dynamic(Technique):
         """Put the executor of the schedule in the place of the model's forward."""
         region = FrozenRegion(context.model, self._schedule(plan), context.device)
         region.install()
-        context.checks["recompute"] = lambda: _check(region)
+        context.checks["recompute"] = lambda: check_schedule(region)
 
     def record(self, target: Target) -> dict[str, Any]:
         """The policy and its budget."""
@@ -138,7 +120,7 @@ class _Dynamic(Technique):
         region = region_of(program.step)
         if isinstance(region, str) or self._has_no_budget(target):
             return None
-        return _solved(program.step, self.policy(), self._budget_bytes(program.step, target), target.hardware)
+        return solved(program.step, self.policy(), self._budget_bytes(program.step, target), target.hardware)
 
     def _schedule(self, plan: Plan) -> Schedule:
         try:
@@ -152,8 +134,27 @@ class _Dynamic(Technique):
             ) from error
 
 
+def cannot_freeze(program: Program, target: Target) -> Reason | None:
+    """Why no schedule can take the place of the model's forward and backward."""
+    if target.compiled:
+        return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
+    if program.ranks > 1:
+        return Reason("a frozen schedule runs the whole model on one rank", "recompute: {kind: planned}")
+    for slot in _ALONE:
+        if slot in target.chosen and target.chosen[slot].kind != "none":
+            return Reason(f"a frozen schedule runs the model without {target.chosen[slot].kind}", f"{slot}: {{kind: none}}")
+    region = region_of(program.step)
+    if isinstance(region, str):
+        return Reason(region, "recompute: {kind: planned}")
+    odd = next((name for name in region.graph.names if any(part in name for part in _UNKNOWN)), None)
+    if odd is not None:
+        why = "what follows it or what it keeps is not known before"
+        return Reason(f"{odd} runs in the model: {why}", "recompute: {kind: planned}")
+    return None
+
+
 @lru_cache(maxsize=32)
-def _solved(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Frozen | None:
+def solved(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Frozen | None:
     """Solved once for a step, policy and budget."""
     region = region_of(step)
     if isinstance(region, str):
@@ -174,7 +175,7 @@ def _least_bytes(step: Step) -> int:
     return 0 if isinstance(region, str) else least_bytes(step, region)
 
 
-def _check(region: FrozenRegion) -> dict[str, Any]:
+def check_schedule(region: FrozenRegion) -> dict[str, Any]:
     """Facts for the audit: how often the schedule ran, and the plain model in its place."""
     runs = region.runs
     if not region.is_installed:

@@ -17,6 +17,14 @@ from memtune.search_spaces.recompute._budget import Budget, Solution, within
 from memtune.search_spaces.recompute._explained import explained
 from memtune.search_spaces.recompute._fits import why_not
 from memtune.search_spaces.recompute._levels import Option, move_claims
+from memtune.search_spaces.recompute._schedules import (
+    Found,
+    explained_schedule,
+    fastest_schedule,
+    install_schedule,
+    plan_of,
+    rewritten_by,
+)
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -51,6 +59,10 @@ class Planned(Technique):
     host: bool = True
     """Tensors may go to host memory where that is faster than to run them again; False keeps to recomputation."""
 
+    by_schedule: bool = False
+    """Where a frozen schedule of all ops is faster within the same budget, it takes the plan's place; it needs one rank, and ops
+    that are the same in every step."""
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that plain training exceeds and that some plan meets, and blocks that can run again."""
         reason = why_not(program.step, target.compiled)
@@ -63,7 +75,11 @@ class Planned(Technique):
         if target.chosen.get("offload.activations", null("offload.activations")) != null("offload.activations"):
             return Reason("another technique moves what the plan keeps", "offload.activations: {kind: none}")
         solution = self._solution(program, target)
-        if not solution.is_within:
+        if self.by_schedule:
+            scheduled = self._scheduled(program, target, solution)
+            if isinstance(scheduled, Reason):
+                return scheduled
+        elif not solution.is_within:
             return Reason(
                 f"no plan stays within {format_bytes(solution.budget_bytes)}{self._spared()}: the smallest needs "
                 f"{format_bytes(solution.smallest_bytes)}",
@@ -79,17 +95,26 @@ class Planned(Technique):
             raise ApplyError(
                 "recompute: {kind: planned} has no budget to plan for.", fix="give budget_bytes or share", code="MT316"
             )
-        return _plan(self._solution(program, target))
+        solution = self._solution(program, target)
+        scheduled = self._scheduled(program, target, solution) if self.by_schedule else None
+        if isinstance(scheduled, Found):
+            return plan_of(scheduled, solution.budget_bytes, solution.plain_bytes)
+        return _plan(solution)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Every block runs again in backward as far as the plan says."""
+        """Every block runs again in backward as far as the plan says; under a schedule, single ops."""
+        if "schedule" in plan.decisions:
+            return rewritten_by(plan, program)
         options = _options(plan, len(program.step.blocks))
         again = [index for index, option in enumerate(options) if option.calls is not None]
         step = recompute_blocks(program.step, again, [option.calls or Calls() for option in options]) if again else program.step
         return program.with_step(move_activations(step, move_claims(options)))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Claim the blocks that run again in the activation table, with the calls that do not."""
+        """Claim the blocks that run again in the activation table, with the calls that do not; or run by the schedule."""
+        if "schedule" in plan.decisions:
+            install_schedule(plan, context)
+            return
         regions = context.activations.regions
         for region, option in zip(regions, _options(plan, len(regions)), strict=True):
             if option.calls is not None:
@@ -99,14 +124,17 @@ class Planned(Technique):
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """The peak, then for each run of blocks what is kept, run again and moved, what that frees and what it costs."""
-        return tuple(explained(plan))
+        return explained_schedule(plan) if "schedule" in plan.decisions else tuple(explained(plan))
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """By blocks, and by a schedule where that is faster."""
+        return {"by_schedule": (False, True)}
 
     def record(self, target: Target) -> dict[str, Any]:
         """The budget that decides all else."""
         budget = self._budget(target)
-        return {
-            "activations.recompute": {"planned": "no budget" if budget is None else budget.n_bytes or f"share {budget.share}"}
-        }
+        what = {"planned": "no budget" if budget is None else budget.n_bytes or f"share {budget.share}"}
+        return {"activations.recompute": {**what, **({"by_schedule": True} if self.by_schedule else {})}}
 
     def _budget(self, target: Target) -> Budget | None:
         if self.share is not None:
@@ -116,6 +144,13 @@ class Planned(Technique):
 
     def _spared(self) -> str:
         return "" if self.share is not None or not self.spare else f" ({self.spare:.3g} of the budget is spare)"
+
+    def _scheduled(self, program: Program, target: Target, solution: Solution) -> Found | Reason:
+        """A schedule that is faster than the plan by blocks, or meets a budget that no such plan does; else why not."""
+        found = fastest_schedule(program, target, solution.budget_bytes)
+        if isinstance(found, Found) and solution.is_within and found.seconds >= solution.seconds:
+            return Reason("no schedule is faster than the plan by blocks", "by_schedule: false")
+        return found
 
     def _solution(self, program: Program, target: Target) -> Solution:
         budget = self._budget(target)

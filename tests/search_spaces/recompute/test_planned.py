@@ -24,11 +24,15 @@ from memtune.search_spaces.recompute._levels import levels
 from memtune.search_spaces.recompute._levels import rewritten as measured_rewrite
 from memtune.search_spaces.recompute.attention_output import AttentionOutput
 from memtune.search_spaces.recompute.balanced import Balanced
+from memtune.search_spaces.recompute.checkmate import Checkmate
+from memtune.search_spaces.recompute.coop import Coop
+from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.recompute.every_nth import EveryNth
 from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.megtaichi import Megtaichi
 from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.recompute.selective import Selective
-from memtune.technique import NO_PLAN, Plan, Target
+from memtune.technique import NO_PLAN, Plan, Target, Technique
 from memtune.testing import TechniqueSuite
 from memtune.testing.drift import compare, plain_program, recording_of, target_of
 from memtune.testing.training import build, config_of, settings_of
@@ -41,7 +45,7 @@ OTHERS = (Full(), EveryNth(), EveryNth(n=3), Selective(), Selective(scope="core_
 class TestPlanned(TechniqueSuite):
     technique = Planned
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "hf_llama", "cnn_bn", "lora")}
-    variants = (Planned(share=0.3), Planned(share=0.0, host=False))
+    variants = (Planned(share=0.3), Planned(share=0.0, host=False), Planned(share=0.2, by_schedule=True))
     quick = ("gpt",)
 
     @classmethod
@@ -127,6 +131,32 @@ class TestPlanned(TechniqueSuite):
         plan = Planned(share=0.3, host=False).plan(plain_program(ZOO["gpt"]), target_of()).decisions
         assert not any(option["moved"] for option in plan["options"])
 
+    @pytest.mark.parametrize("other", [Dtr(), Coop(), Megtaichi(), Checkmate()], ids=lambda each: each.kind)
+    @pytest.mark.parametrize("model", ["gpt", "cnn_bn"])
+    def test_a_schedule_takes_its_place_where_it_is_faster(self, model: str, other: Technique) -> None:
+        program, target = plain_program(self.models[model]), target_of()
+        low, high = (self.solved(program, Planned(share=end)).peak_bytes for end in (0.0, 1.0))
+        budget = (low + 3 * high) // 4
+        other = other.model_copy(update={"budget_bytes": budget})
+        if other.fits(program, target) is not None:
+            pytest.skip("not within the budget")
+        step = other.rewrite(program, other.plan(program, target), target).step
+        mine = Planned(budget_bytes=step.peak_bytes(), spare=0.0, by_schedule=True)
+        best = rewritten_by(program, mine)
+        assert best.peak_bytes() <= step.peak_bytes()
+        assert seconds(best, target) <= seconds(step, target) * (1 + 1e-9)
+        assert (mine.fits(program, target) is None) == ("schedule" in mine.plan(program, target).decisions)
+
+    def test_a_schedule_meets_budgets_that_blocks_cannot(self) -> None:
+        program, target = plain_program(ZOO["cnn_bn"]), target_of()
+        below = self.solved(program, Planned(share=0.0)).peak_bytes - 1
+        assert "no plan stays within" in str(Planned(budget_bytes=below, spare=0.0).fits(program, target))
+        mine = Planned(budget_bytes=below, spare=0.0, by_schedule=True)
+        assert mine.fits(program, target) is None
+        assert rewritten_by(program, mine).peak_bytes() <= below
+        assert "by a schedule of" in mine.explain(mine.plan(program, target))[0]
+        assert mine.explain(Plan(decisions={"schedule": 3})) == ()
+
     def test_explained_block_by_block(self) -> None:
         plan = Planned(share=0.3).plan(plain_program(ZOO["gpt"]), target_of())
         lines = Planned(share=0.3).explain(plan)
@@ -168,3 +198,8 @@ class TestPlanned(TechniqueSuite):
 def rewritten_by(program: Program, planned: Planned, target: Target | None = None) -> Step:
     target = target or target_of()
     return planned.rewrite(program, planned.plan(program, target), target).step
+
+
+def seconds(step: Step, target: Target) -> float:
+    costs = op_costs(step, target.hardware)
+    return float(costs.op_s.clip(min=costs.issue_s).sum())

@@ -1,0 +1,129 @@
+"""A frozen schedule in the place of a plan by blocks, where it is faster within the same budget.
+
+A plan by blocks runs a block again as one piece, before the first of its backward ops that needs it. A schedule says op by op
+what runs again and what is let go early, across blocks, so it meets smaller budgets and takes less time near the plain peak.
+In return it runs the whole model itself, on one rank, without what other mechanisms do inside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from memtune.errors import ApplyError
+from memtune.hardware import Hardware
+from memtune.op_costs import op_costs
+from memtune.passes.region import region_of
+from memtune.passes.schedule import run_schedule
+from memtune.program import Program, Step
+from memtune.remat import COOP, DTR, MEGTAICHI
+from memtune.runtime.context import Context
+from memtune.runtime.frozen import FrozenRegion
+from memtune.schedule import Schedule, wrong_with
+from memtune.search_spaces.recompute._checkmate import schedule_for
+from memtune.search_spaces.recompute._dynamic import cannot_freeze, check_schedule, solved
+from memtune.technique import Plan, Reason, Target
+from memtune.units import format_bytes, format_seconds
+
+_POLICIES = (replace(DTR, neighbours="closure"), replace(DTR, neighbours="own"), MEGTAICHI, COOP)
+_NODES = 16
+_MOST_OPS = 4000
+"""Programs with more ops are left to the policies: they take milliseconds where the integer program takes seconds."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule and what it comes to."""
+
+    schedule: Schedule
+    peak_bytes: int
+    seconds: float
+    """On top of the plain step."""
+
+
+def fastest_schedule(program: Program, target: Target, budget_bytes: int) -> Found | Reason:
+    """The fastest schedule of the dynamic policies and of Checkmate within the budget, or why there is none."""
+    reason = cannot_freeze(program, target)
+    if reason is not None:
+        return reason
+    found = _fastest(program.step, budget_bytes, target.hardware)
+    return found or Reason(f"no schedule stays within {format_bytes(budget_bytes)}", "a larger budget")
+
+
+@lru_cache(maxsize=64)
+def _fastest(step: Step, budget_bytes: int, hardware: Hardware) -> Found | None:
+    region = region_of(step)
+    assert not isinstance(region, str)  # `cannot_freeze` was asked
+    schedules = [each.schedule for each in (solved(step, policy, budget_bytes, hardware) for policy in _POLICIES) if each]
+    if step.n_ops <= _MOST_OPS:
+        exact = schedule_for(step, hardware, budget_bytes, 0.0, _NODES, 0.0)
+        schedules += [] if isinstance(exact, str) else [exact.schedule]
+    plain_s, best = _seconds(step, hardware), None
+    for schedule in schedules:
+        after = run_schedule(step, region, schedule)
+        found = Found(schedule, after.peak_bytes(), _seconds(after, hardware) - plain_s)
+        if found.peak_bytes <= budget_bytes and (best is None or found.seconds < best.seconds):
+            best = found
+    return best
+
+
+def _seconds(step: Step, hardware: Hardware) -> float:
+    """As plans by blocks are priced: an op that is shorter than it takes to issue costs the host as much."""
+    costs = op_costs(step, hardware)
+    return float(costs.op_s.clip(min=costs.issue_s).sum())
+
+
+def plan_of(found: Found, budget_bytes: int, plain_bytes: int) -> Plan:
+    """The plan that holds a schedule."""
+    return Plan(
+        decisions={
+            "schedule": found.schedule.to_plain(),
+            "budget_bytes": budget_bytes,
+            "peak_bytes": found.peak_bytes,
+            "plain_bytes": plain_bytes,
+            "again_s": round(found.seconds, 9),
+        }
+    )
+
+
+def rewritten_by(plan: Plan, program: Program) -> Program:
+    """The model's ops in the order of the plan's schedule."""
+    region, schedule = region_of(program.step), _schedule(plan)
+    wrong = region if isinstance(region, str) else wrong_with(region.graph, schedule)
+    if isinstance(region, str) or wrong:
+        raise ApplyError("the plan's schedule is for another model.", evidence=f"{wrong}.", fix=_SEARCH, code="MT316")
+    return program.with_step(run_schedule(program.step, region, schedule))
+
+
+def install_schedule(plan: Plan, context: Context) -> None:
+    """Put the executor of the plan's schedule in the place of the model's forward; the audit asks whether it ran."""
+    region = FrozenRegion(context.model, _schedule(plan), context.device)
+    region.install()
+    context.checks["recompute"] = lambda: check_schedule(region)
+
+
+def explained_schedule(plan: Plan) -> tuple[str, ...]:
+    """What the plan's schedule comes to, in a line; none for a damaged plan."""
+    try:
+        schedule = _schedule(plan)
+        peak, budget, plain = (format_bytes(plan.decisions[name]) for name in ("peak_bytes", "budget_bytes", "plain_bytes"))
+        again = format_seconds(plan.decisions["again_s"])
+    except (ApplyError, KeyError, TypeError, ValueError):
+        return ()
+    runs = len(schedule.computes())
+    return (f"peak {peak} by a schedule of {runs} ops for a budget of {budget}; {plain} without it; costs {again} a micro-batch",)
+
+
+_SEARCH = "memtune search  writes it with the config; or choose recompute: {kind: full}"
+
+
+def _schedule(plan: Plan) -> Schedule:
+    try:
+        return Schedule.from_plain(plan.decisions["schedule"], made_by="planned")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ApplyError(
+            "this recompute technique needs a plan: its schedule.",
+            evidence="The config has none, or it is damaged.",
+            fix=_SEARCH,
+            code="MT316",
+        ) from error
