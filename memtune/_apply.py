@@ -18,6 +18,7 @@ from memtune.config import TunedConfig, check_environment, check_made_for, load_
 from memtune.errors import ApplyError
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.audit import audit
+from memtune.runtime.compiled import compile_regions
 from memtune.runtime.context import Context, Snapshot
 from memtune.runtime.loop import LossFunction, train_step
 from memtune.runtime.prepare import prepare_model
@@ -118,7 +119,7 @@ def apply(
 
 def _apply_axes(context: Context, config: TunedConfig) -> None:
     """From the inside out: what is applied later sees, and moves or shards, what was applied before."""
-    _execution(config)
+    _execution(context, config)
     _one(context, config, "sharding.parallel")
     _one(context, config, "split")
     _one(context, config, "recompute")
@@ -130,11 +131,18 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     _one(context, config, "allocator")
 
 
-def _execution(config: TunedConfig) -> None:
-    if config.settings.execution.compile:
-        raise ApplyError(
-            "execution.compile: true is not supported by this version.", fix="set  compile: false  in the config", code="MT310"
-        )
+def _execution(context: Context, config: TunedConfig) -> None:
+    execution = config.settings.execution
+    if not execution.compile:
+        return
+    for technique in config.settings.techniques:
+        if technique.eager_only:
+            raise ApplyError(
+                f"{technique.slot}: {{kind: {technique.kind}}} does not work with execution: {{compile: {execution.compile}}}.",
+                evidence=f"{technique.eager_only[:1].upper()}{technique.eager_only[1:]}.",
+                fix="set one of the two to its default", code="MT315",
+            )  # fmt: skip
+    context.compiled = compile_regions(context, execution.compile, execution.compile_backend)
 
 
 def _one(context: Context, config: TunedConfig, slot: str) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from memtune.hardware import Hardware
     from memtune.program import Program
     from memtune.runtime.context import Context
+
+
+CompileScope = Literal[False, "blocks", "model"]
+"""What torch.compile is applied to: nothing, each block by itself, or the whole model."""
 
 
 class Exactness(StrEnum):
@@ -54,7 +58,8 @@ class Target:
     budget_bytes: int | None = None
     chosen: Mapping[str, Technique] = field(default_factory=dict)
     """Techniques by slot (`sharding.states`), as chosen in the candidate at hand."""
-    compiled: bool = False
+    compiled: CompileScope = False
+    """What of the model runs compiled."""
 
     @property
     def device(self) -> str:
@@ -89,6 +94,8 @@ class Technique(BaseModel):
     source: ClassVar[str]
     """Paper or project it comes from; for memtune's own, what it stands on."""
     exactness: ClassVar[Exactness]
+    eager_only: ClassVar[str] = ""
+    """Why it cannot work beside torch.compile (it needs a dispatch mode, or the model's own ops); empty where it can."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """None, or why it may not be used on `program` with `target` (which holds what the other axes chose)."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memtune.runtime.activations import ActivationTable
+from memtune.runtime.compiled import CompiledModel
 
 Check = Callable[[], dict[str, Any]]
 
@@ -31,6 +32,7 @@ class Context:
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
+        compiled: What runs through torch.compile, if anything does.
         undo: Closed when `apply` fails: takes back what is done to tensors, which `Snapshot` does not look into.
     """
 
@@ -44,6 +46,7 @@ class Context:
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack)
+    compiled: CompiledModel | None = None
 
     @property
     def ranks(self) -> int:

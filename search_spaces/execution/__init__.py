@@ -5,9 +5,11 @@ The first pass: everything else works on the step that this one describes.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from memtune.technique import CompileScope
 
 
 class Order(BaseModel):
@@ -29,11 +31,29 @@ class Execution(BaseModel):
     accumulate: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step; larger: the same step from smaller parts."""
     order: Order = Order()
-    compile: bool = False
-    """Run the model through torch.compile."""
+    compile: CompileScope = False
+    """torch.compile: `blocks` each block by itself, so that equal ones share a graph; `model` (or true) the whole model."""
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """`inductor`: fused kernels, by Triton on CUDA and a C++ compiler on CPU; `aot_eager`: the same saved tensors, op by op."""
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _true_is_model(cls, value: Any) -> Any:
+        return "model" if value is True else value
+
+    @model_validator(mode="after")
+    def _backend_is_of_use(self) -> Execution:
+        if self.compile is False and self.compile_backend != "inductor":
+            raise ValueError("compile_backend without compile: set compile to blocks or model")
+        return self
 
     def summary(self) -> str:
         """`mb 4×2, compiled`: what differs from the plain step, for people; empty when nothing does."""
         accumulate = f"×{self.accumulate}" if self.accumulate > 1 else ""
         size = f"mb {self.micro_batch}{accumulate}" if self.micro_batch else f"mb {accumulate}" if accumulate else ""
-        return " ".join(part for part in (size, "compiled" if self.compile else "") if part)
+        return " ".join(part for part in (size, self._compiled()) if part)
+
+    def _compiled(self) -> str:
+        if not self.compile:
+            return ""
+        return f"compiled({self.compile}" + (f", {self.compile_backend})" if self.compile_backend != "inductor" else ")")

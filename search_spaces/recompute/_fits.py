@@ -8,15 +8,15 @@ import numpy as np
 
 from memtune.program import Kind, Phase, Step
 from memtune.search_spaces.recompute._keeps import is_attention
-from memtune.technique import Reason
+from memtune.technique import CompileScope, Reason
 
 
-def why_not(step: Step, compiled: bool, keeps: Callable[[str], bool] | None = None) -> Reason | None:
+def why_not(step: Step, compiled: CompileScope, keeps: Callable[[str], bool] | None = None) -> Reason | None:
     """None if every block of `step` can be recomputed, and recomputing them gives up something.
 
     Args:
         step: The step without recompute.
-        compiled: Whether the model runs compiled.
+        compiled: What of the model runs compiled.
         keeps: Ops whose outputs stay although their block runs again; None: no op's.
     """
     if not step.blocks:

@@ -35,6 +35,7 @@ class AttentionBoundary(Technique):
     title: ClassVar[str] = "Recompute from attention to attention"
     source: ClassVar[str] = "Li et al. 2024, DistFlashAttn, arXiv:2310.03294, rematerialization-aware checkpointing"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    eager_only: ClassVar[str] = "it sees which op runs through a dispatch mode"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks with fused attention that do not change their input, in eager mode."""

@@ -30,6 +30,7 @@ class AttentionOutput(Technique):
     title: ClassVar[str] = "Recompute every block, run attention once"
     source: ClassVar[str] = "Gu et al. 2024, LoongTrain, arXiv:2406.18485, Selective Checkpoint++"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    eager_only: ClassVar[str] = "it sees which op runs through a dispatch mode"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks with fused attention that do not change their input, in eager mode."""

@@ -29,6 +29,7 @@ class Balanced(Technique):
         "Optimal Hybrid Parallelism, USENIX ATC, compute-memory balanced checkpointing"
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    eager_only: ClassVar[str] = "it sees which op runs through a dispatch mode"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs norms or activation functions that feed matrix products, in blocks that can run again, in eager mode."""

@@ -42,6 +42,7 @@ class Checkmate(Technique):
     title: ClassVar[str] = "Recompute by an integer program over all ops"
     source: ClassVar[str] = "Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    eager_only: ClassVar[str] = "a schedule takes the place of the model's own code, compiled or not"
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
     """Peak to stay within; less frees more and recomputes more. Left out: all the memory that the target gives."""
@@ -117,7 +118,7 @@ class Checkmate(Technique):
 
     def _cannot_run(self, step: Step, target: Target) -> Reason | None:
         if target.compiled:
-            return Reason("a schedule takes the place of the model's own code, compiled or not", "execution.compile: false")
+            return Reason(self.eager_only, "execution.compile: false")
         for slot in _ALONE:
             if slot in target.chosen and target.chosen[slot].kind != NULL_KINDS[slot]:
                 return Reason(

@@ -24,6 +24,7 @@ class Coop(_Dynamic):
     title: ClassVar[str] = "Evict neighbours in a sliding window (Coop)"
     source: ClassVar[str] = "Zhang et al. 2023, Coop: Memory is not a Commodity, NeurIPS, arXiv:2311.00591"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    eager_only: ClassVar[str] = "a frozen schedule takes the place of the model's code, compiled or not"
 
     groups: Literal[1, 2] = 1
     """2: outputs of cheap ops live at the other end of the arena than those of products and convolutions."""

@@ -36,6 +36,7 @@ class Dtr(_Dynamic):
     title: ClassVar[str] = "Evict and run again by cost, size and age (DTR)"
     source: ClassVar[str] = "Kirisame et al. 2021, Dynamic Tensor Rematerialization, ICLR, arXiv:2006.09616"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    eager_only: ClassVar[str] = "a frozen schedule takes the place of the model's code, compiled or not"
 
     heuristic: Literal["e_star", "classes", "local", "lru", "size", "msps", "random"] = "e_star"
     """What a score counts: exact evicted neighbourhoods, their union-find classes, the tensor's own cost, its age alone, its size

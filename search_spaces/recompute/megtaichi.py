@@ -26,6 +26,7 @@ class Megtaichi(_Dynamic):
     title: ClassVar[str] = "Evict by cost and address (MegTaiChi)"
     source: ClassVar[str] = "Hu et al. 2022, MegTaiChi, ICS; the score as in MegEngine"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    eager_only: ClassVar[str] = "a frozen schedule takes the place of the model's code, compiled or not"
 
     foresight: bool = False
     """Age is the time until the next use, as the recorded step shows it (the paper's access pattern), not that since the last."""

@@ -48,6 +48,7 @@ class Planned(Technique):
         "arXiv:1910.02653) and TSPLIT (Nie et al., ICDE 2022)"
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    eager_only: ClassVar[str] = "it sees which op runs through a dispatch mode"
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
     """Peak to stay within; less frees more and recomputes more. Left out: all the memory that the target gives."""

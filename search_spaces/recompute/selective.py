@@ -29,6 +29,7 @@ class Selective(Technique):
         "per-op form in PyTorch's selective checkpointing"
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    eager_only: ClassVar[str] = "it sees which op runs through a dispatch mode"
 
     scope: Literal["block", "core_attention"] = "block"
     """What may run again: all cheap ops of a block, or only attention's core where it is not fused: the scores, softmax, its

@@ -36,6 +36,7 @@ class Tiled(Technique):
     title: ClassVar[str] = "Logits and loss in parts"
     source: ClassVar[str] = "Nie et al. 2022, TSPLIT, ICDE 22; Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, tiling"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
+    eager_only: ClassVar[str] = "compiled graphs make the logits themselves"
 
     chunks: Annotated[int, Field(ge=2, le=1024)] = 8
     """Parts of the tokens; more of them take fewer bytes and more, smaller kernels."""
@@ -43,7 +44,7 @@ class Tiled(Technique):
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs one cross-entropy over a linear head that nobody else reads, and logits that matter."""
         if target.compiled:
-            return Reason("compiled graphs make the logits themselves", "execution.compile: false")
+            return Reason(self.eager_only, "execution.compile: false")
         pattern = loss_pattern(program.step)
         if isinstance(pattern, str):
             return Reason(pattern)

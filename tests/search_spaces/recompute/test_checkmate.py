@@ -107,7 +107,7 @@ def test_it_is_alone_with_the_model_and_not_compiled() -> None:
     program, technique = plain_program(ZOO["gpt"]), Checkmate(share=0.5)
     for other in (CopyOut(), Fsdp()):
         assert other.slot in str(technique.fits(program, target_of(technique, other)))
-    compiled = Target(target_of().hardware, compiled=True)
+    compiled = Target(target_of().hardware, compiled="model")
     assert "compile" in str(technique.fits(program, compiled))
 
 

@@ -1,0 +1,193 @@
+"""torch.compile around a model or its blocks, with proof that graphs ran.
+
+Rule 1. What is compiled is the module's `forward`, not the module: hooks (FSDP2's, a recorder's) stay outside the graph, and
+        names, parameters and state dicts stay as they are. Equal blocks share one graph.
+Rule 2. Dynamo stays eager in silence where it finds a dispatch mode, too many recompilations or code that it cannot follow. So
+        every call is counted, and whether a graph of ours ran inside it; the audit fails for calls without one.
+Rule 3. What the partitioner decides is decided when a graph is made, so its settings are in force just then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memtune.errors import ApplyError
+
+if TYPE_CHECKING:
+    from memtune.runtime.context import Context
+
+BACKENDS: dict[str, str | Callable[..., Any]] = {"inductor": "inductor", "aot_eager": "aot_eager"}
+"""Backend by its name in a config: torch's own name of it, or a function."""
+_TORN = 3
+"""Ops per graph below which a region that fell into several graphs counts as not compiled."""
+
+
+@dataclass
+class Region:
+    """One compiled forward, and how often it was called and its graphs ran."""
+
+    name: str
+    module: nn.Module
+    calls: int = 0
+    runs: int = 0
+    eager_calls: int = 0
+    """Calls in which no graph ran."""
+
+
+class CompiledModel:
+    """The compiled regions of a model.
+
+    Args:
+        model: What is trained.
+        regions: Qualified names of the modules whose forward is compiled; `''` is the model itself.
+        backend: Whose kernels run the graphs.
+
+    Attributes:
+        partitioning: Settings of `torch._functorch.config` while graphs are made (Rule 3).
+        sizes: Ops of each graph that was made, in the order in which they were.
+    """
+
+    def __init__(self, model: nn.Module, regions: list[str], backend: str) -> None:
+        self.regions = [Region(name, model.get_submodule(name)) for name in regions]
+        self.partitioning: dict[str, Any] = {}
+        self.sizes: list[int] = []
+        self._backend = backend
+        self._running: Region | None = None
+        self._complaints: Counter[str] = Counter()
+
+    def install(self) -> None:
+        """Put a compiled forward in the place of each region's own; graphs are made when one is first called."""
+        self._complaints = _complaints()
+        for region in self.regions:
+            region.module.forward = self._forward(region, torch.compile(region.module.forward, backend=self._make_graph))
+
+    def _forward(self, region: Region, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        from torch._dynamo.exc import TorchDynamoException
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            before, outer, self._running = region.runs, self._running, region
+            region.calls += 1
+            try:
+                return compiled(*args, **kwargs)
+            except TorchDynamoException as error:
+                raise _cannot_compile(region, error) from error
+            finally:
+                self._running = outer
+                region.eager_calls += region.runs == before
+
+        return forward
+
+    @cached_property
+    def _make_graph(self) -> Callable[..., Any]:
+        """The backend that Dynamo is given; one object, so that equal blocks share their graphs."""
+        from torch._dynamo import lookup_backend
+        from torch._functorch import config
+
+        inner = lookup_backend(BACKENDS[self._backend])
+
+        def make_graph(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+            self.sizes.append(sum(node.op not in ("placeholder", "output", "get_attr") for node in graph.graph.nodes))
+            with config.patch(self.partitioning):
+                run = inner(graph, inputs, **options)
+
+            def counted(*args: Any) -> Any:
+                if self._running is not None:
+                    self._running.runs += 1
+                return run(*args)
+
+            return counted
+
+        return make_graph
+
+    def _why_eager(self) -> str:
+        """What Dynamo has said since `install`, in a line."""
+        for said in _complaints() - self._complaints:
+            return f"Dynamo says: {' '.join(said.partition('Hint:')[0].split())[:300]}"
+        return "Dynamo compiles nothing under a dispatch mode, beyond its recompile limit, or in files that it skips."
+
+    def facts(self) -> dict[str, Any]:
+        """What the audit tells: regions, graphs, calls and runs of graphs."""
+        return {
+            "compiled_regions": len(self.regions),
+            "graphs": len(self.sizes),
+            "graph_ops": sum(self.sizes),
+            "calls": sum(region.calls for region in self.regions),
+            "graph_runs": sum(region.runs for region in self.regions),
+        }
+
+    def check(self) -> dict[str, Any]:
+        """`facts`, or the error that compilation is not in effect (Rule 2).
+
+        Raises:
+            ApplyError: A forward was replaced, a call ran without a graph, or the code broke into graphs of a few ops.
+        """
+        for region in self.regions:
+            if "forward" not in vars(region.module):
+                raise ApplyError(f"{_named(region)} should be compiled, but its forward was replaced.", code="MT313")
+            if region.eager_calls:
+                raise ApplyError(
+                    f"torch.compile stayed eager in {region.eager_calls} of {region.calls} calls of {_named(region)}.",
+                    evidence=self._why_eager(), fix="execution: {compile: false}", code="MT310",
+                )  # fmt: skip
+        runs, calls = (sum(getattr(region, what) for region in self.regions) for what in ("runs", "calls"))
+        if runs > calls and sum(self.sizes) < _TORN * len(self.sizes):
+            raise ApplyError(
+                f"torch.compile broke the code into {len(self.sizes)} graphs of {sum(self.sizes) / len(self.sizes):.1f} ops.",
+                evidence=self._why_eager(), fix="execution: {compile: false}", code="MT310",
+            )  # fmt: skip
+        return self.facts()
+
+
+def compile_regions(context: Context, scope: str, backend: str) -> CompiledModel:
+    """Compile the blocks or the model of `context`; the audit asks whether graphs ran.
+
+    Raises:
+        ApplyError: There are no blocks, or someone has compiled the model already.
+    """
+    compiled_before = [name for name, module in context.model.named_modules() if _is_compiled(module)]
+    if compiled_before:
+        raise ApplyError(
+            f"{compiled_before[0] or 'the model'} is compiled already.",
+            fix="leave torch.compile to memtune, or set  execution: {compile: false}", code="MT318",
+        )  # fmt: skip
+    if scope == "blocks" and not context.blocks:
+        raise ApplyError(
+            "execution: {compile: blocks} finds no blocks in this model.",
+            fix="compile: model, or say which they are: def blocks(model) in model.py", code="MT318",
+        )  # fmt: skip
+    compiled = CompiledModel(context.model, context.blocks if scope == "blocks" else [""], backend)
+    compiled.install()
+    context.checks["execution"] = compiled.check
+    return compiled
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def _named(region: Region) -> str:
+    return region.name or "the model"
+
+
+def _complaints() -> Counter[str]:
+    """What Dynamo has said of code that it did not follow, in this process."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
+
+
+def _cannot_compile(region: Region, error: Exception) -> ApplyError:
+    error = getattr(error, "inner_exception", error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ApplyError(
+        f"torch.compile fails in {_named(region)}: {lines[0] if lines else type(error).__name__}",
+        evidence=next((line for line in lines[1:] if "rror" in line), ""),
+        fix="execution: {compile: false}, or  compile_backend: aot_eager  where no compiler works", code="MT319",
+    )  # fmt: skip

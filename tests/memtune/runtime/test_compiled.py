@@ -1,0 +1,146 @@
+"""torch.compile as a setting: what runs is a graph, proven; what cannot is a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo_paths import ZOO
+
+from memtune._apply import Tuned, apply
+from memtune.errors import ApplyError
+from memtune.search_spaces import all_techniques
+from memtune.testing.training import build, one_step
+
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Graphs belong to code objects, which all tests share."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def execution(scope: str | bool, backend: str = "aot_eager", **axes: Any) -> dict[str, Any]:
+    return {"settings": {"execution": {"compile": scope, "compile_backend": backend}, **axes}}
+
+
+def steps(name: str, config: dict[str, Any] | None) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], Tuned | None]:
+    workload, model, optimizer = build(ZOO[name])
+    tuned = apply(model, optimizer, config, strict=False) if config else None
+    return [one_step(workload, model, optimizer, tuned, seed=3 + step, micro_batches=2) for step in range(2)], tuned
+
+
+@pytest.mark.parametrize(
+    ("name", "scope", "graphs"),
+    [("gpt", "blocks", 1), ("tied", True, 1), ("cnn_bn", "blocks", 3), ("lora", "blocks", 2), ("moe", "blocks", 2)],
+)
+def test_the_same_bits_from_graphs(name: str, scope: str | bool, graphs: int) -> None:
+    """Op by op the graphs are the eager ops, dropout's draws and BatchNorm's statistics included; equal blocks share one."""
+    got, tuned = steps(name, execution(scope))
+    wanted, _ = steps(name, None)
+    for (loss, gradients), (plain_loss, plain_gradients) in zip(got, wanted, strict=True):
+        assert torch.equal(loss, plain_loss)
+        assert gradients.keys() == plain_gradients.keys()
+        assert all(torch.equal(gradients[each], plain_gradients[each]) for each in gradients)
+    assert tuned is not None
+    facts = tuned.audit()["execution"]
+    assert facts["graphs"] == graphs
+    assert facts["calls"] == 4 * facts["compiled_regions"] <= facts["graph_runs"]
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_audit_sees_that_dynamo_stayed_eager() -> None:
+    workload, model, optimizer = build(ZOO["tied"])
+    tuned = apply(model, optimizer, execution("blocks"), strict=False)
+    assert tuned.audit()["execution"]["graph_runs"] == 0  # nothing was called yet
+    with _Mode():
+        one_step(workload, model, optimizer, tuned, seed=1, micro_batches=1)
+    with pytest.raises(ApplyError, match=r"MT310.*stayed eager in 1 of 1 calls") as caught:
+        tuned.audit()
+    assert "dispatch mode" in str(caught.value)
+
+
+def test_audit_names_what_dynamo_cannot_follow() -> None:
+    _, tuned = steps("lstm", execution("model"))
+    assert tuned is not None
+    with pytest.raises(ApplyError, match=r"the model(.|\n)*does not support RNN, GRU, or LSTM"):
+        tuned.audit()
+
+
+class _Torn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        torch._dynamo.graph_break()
+        x = x * self.weight
+        torch._dynamo.graph_break()
+        return (x * self.weight).sum()
+
+
+def test_audit_sees_graphs_torn_to_pieces() -> None:
+    model = _Torn()
+    tuned = apply(model, torch.optim.SGD(model.parameters(), 0.1), execution("model"), strict=False)
+    tuned.step([torch.ones(4)])
+    with pytest.raises(ApplyError, match=r"MT310 .*3 graphs of 1\.3 ops"):
+        tuned.audit()
+
+
+def test_a_backend_that_fails_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memtune.runtime.compiled.BACKENDS", {"aot_eager": _failing})
+    workload, model, optimizer = build(ZOO["tied"])
+    tuned = apply(model, optimizer, execution("model"), strict=False)
+    with pytest.raises(ApplyError, match=r"MT319 torch.compile fails in the model: .*no assembler(.|\n)*compile: false"):
+        one_step(workload, model, optimizer, tuned, seed=1)
+
+
+def _failing(*args: Any, **options: Any) -> Any:
+    raise RuntimeError("no assembler")
+
+
+def test_no_blocks_and_compiled_already_are_refused_and_leave_no_trace() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ApplyError, match=r"MT318 .*finds no blocks"):
+        apply(model, optimizer, execution("blocks"), strict=False)
+    assert "forward" not in vars(model)
+    model.compile(backend="eager")
+    with pytest.raises(ApplyError, match="MT318 the model is compiled already"):
+        apply(model, optimizer, execution("model"), strict=False)
+
+
+@pytest.mark.parametrize("technique", [each for each in all_techniques() if each.eager_only], ids=lambda each: each.__name__)
+def test_what_needs_eager_ops_is_refused_beside_compile(technique: Any) -> None:
+    made = technique(kind=technique.__module__.rpartition(".")[2])
+    _, model, optimizer = build(ZOO["tied"])
+    config = execution("blocks", **{made.slot: {"kind": made.kind}})
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(ApplyError, match=f"MT315 .*{made.kind}.* does not work"):
+        apply(model, optimizer, config, strict=False)
+    assert {name: vars(module).keys() for name, module in model.named_modules()} == {n: v.keys() for n, v in before.items()}
+
+
+@pytest.mark.slow
+def test_inductor_trains_as_the_plain_model_up_to_rounding() -> None:
+    """`reordered`: fused sums are other sums, and inductor draws dropout's numbers by its own generator."""
+    got, tuned = steps("tied", execution("blocks", "inductor"))
+    wanted, _ = steps("tied", None)
+    for (loss, gradients), (plain_loss, plain_gradients) in zip(got, wanted, strict=True):
+        assert torch.allclose(loss, plain_loss, rtol=1e-5)
+        for name, gradient in gradients.items():
+            assert torch.allclose(gradient, plain_gradients[name], rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
+    assert tuned is not None
+    assert tuned.audit()["execution"]["graphs"] == 1
