@@ -46,8 +46,12 @@ demo: setup  ## search a real model under a memory budget on this CPU, then trai
 	$(BIN)/memtune search examples/gpt.py --device cpu --workers 2 --max-memory $(BUDGET) --executor $(EXECUTOR) --out $(DEMO_OUT) --trials $(DEMO_TRIALS) --force $(DEMO_ARGS)
 	$(BIN)/memtune run $(DEMO_OUT) -- $(BIN)/python examples/train_gpt.py $(DEMO_OUT)
 
+# By file: what a module sets up once (a group of ranks, a recording) is then set up once. More than four workers gain
+# little: the searches among the tests start processes of their own.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+
 test: setup test-native  ## all tests but the slow ones and those that need a GPU
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-slow: setup  ## the tests marked slow
 	$(BIN)/pytest -m 'slow and not gpu' $(PYTEST_ARGS)
