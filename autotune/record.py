@@ -119,7 +119,7 @@ class Session:
             if self.fake is None:
                 yield
             else:
-                with as_in_training(self.assumed), RealOutputs(self.sizes):
+                with as_in_training(self.assumed, self.optimizer), RealOutputs(self.sizes):
                     yield
 
     def warm_up(self, size: int) -> None:

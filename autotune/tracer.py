@@ -27,9 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtune.autotune import flops
+from memtune.autotune.in_place import is_in_place, number_of
 from memtune.autotune.owners import owners
 from memtune.ops import SEAM
-from memtune.program import FOREVER, Kind, Parameter, Phase, Resource, Step, Tier
+from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.op_arguments import group_size, mutated, tensors_in
 from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
 from memtune.runtime.workspace import FAKE_DEVICE, signature
@@ -193,11 +194,12 @@ class Tracer(TorchDispatchMode):
             self._sequence += 2  # writing into a view makes nodes for base and view, before the output is saved
         op = len(self._ops)
         reads = [self._register(t, Kind.BUFFER) for t in inputs]
-        for storage in dict.fromkeys(reads):
-            self._uses.append((op, storage, 0))
-        for tensor in written:
-            self._uses.append((op, self._register(tensor, Kind.BUFFER), 1))
         module, block, phase = self._place(sequence)
+        handed = reads[0] if reads and phase is Phase.BACKWARD and self._is_in_place(func, args, out, reads[0]) else -1
+        for storage in dict.fromkeys(reads):
+            self._uses.append((op, storage, HANDS_OVER if storage == handed else READS))
+        for tensor in written:
+            self._uses.append((op, self._register(tensor, Kind.BUFFER), WRITES))
         seam = SEAM.get(name)
         resource = seam.resource if seam else Resource.COMPUTE
         group = 0
@@ -210,7 +212,7 @@ class Tracer(TorchDispatchMode):
         rng = int(torch.Tag.nondeterministic_seeded in func.tags)
         n_flops = flops.count(func, args, kwargs, out)
         node: Any = torch._C._current_autograd_node()
-        node_number = -1 if node is None or phase is not Phase.BACKWARD else node._sequence_nr() % 2**31
+        node_number = -1 if node is None or phase is not Phase.BACKWARD else number_of(node)
         self._ops.append((name, module, block, int(phase), int(resource), n_flops, traffic, rng, group, node_number))
         self.signatures.append("" if seam or group else signature(func, args, kwargs))
         kind = Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
@@ -221,6 +223,10 @@ class Tracer(TorchDispatchMode):
             index = self._new_storage(made, kind, producer=op)
             if seam and seam.output_tier != Tier.DEVICE:
                 self._tier[index] = int(seam.output_tier)
+
+    def _is_in_place(self, func: Any, args: Any, out: Any, first: int) -> bool:
+        maker = self._producer[first]
+        return maker >= 0 and is_in_place(func, args, out, self._ops[maker][0], self._ops[maker][9])
 
     def _inside_model(self) -> bool:
         return len(self._stack) > 1 or torch._C._current_autograd_node() is not None
@@ -397,6 +403,10 @@ class Tracer(TorchDispatchMode):
         ready = np.full(len(self._bytes), -1, np.int32)
         ready[list(self._ready)] = list(self._ready.values())
         until = np.where(saves[:, 2] < 0, n_ops - 1, saves[:, 2]).astype(np.int32)
+        held = np.asarray(self._held, np.int32)
+        handed = uses[uses[:, 2] == HANDS_OVER]
+        mine = handed[held[handed[:, 1]] == handed[:, 0]]
+        held[mine[:, 1]] -= 1  # the engine held it, to add to it
         step = Step(
             names=tuple(names),
             modules=tuple(self._modules),
@@ -420,7 +430,7 @@ class Tracer(TorchDispatchMode):
             tier=np.asarray(self._tier, np.uint8),
             kind=np.asarray(self._kind, np.uint8),
             producer=np.asarray(self._producer, np.int32),
-            held_until=np.asarray(self._held, np.int32),
+            held_until=held,
             ready_after=ready,
             owner=owners(len(self._bytes), self._parameters, self._producer, ops[3], uses),
             use_op=uses[:, 0],

@@ -1,4 +1,4 @@
-"""Libraries that take another path when they notice fake tensors, kept on the path that training takes."""
+"""Code that takes another path on fake tensors, or none at all, kept on the path that training takes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,66 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+_NUMBERS = "assumed that the numbers which the optimizer reads from tensors are 1: no size depends on them"
 _ONE_SEQUENCE = "assumed that no sample holds several packed sequences: transformers decides by looking at position_ids"
 
 
 @contextmanager
-def as_in_training(assumed: list[str]) -> Iterator[None]:
-    """Inside, Hugging Face models choose their attention mask as they would on real data; adds to `assumed` what was assumed.
+def as_in_training(assumed: list[str], optimizer: Optimizer) -> Iterator[None]:
+    """Inside, code that asks fake tensors for data goes the way that it goes in training; adds to `assumed` what was assumed.
+
+    Optimizers that scale by a norm (`torch.optim.Adafactor`) read numbers in every step; a fake tensor has none.
+    """
+    numbers = _Numbers(assumed)
+    before = optimizer.register_step_pre_hook(lambda *_: numbers.begin())
+    after = optimizer.register_step_post_hook(lambda *_: numbers.end())
+    try:
+        with _one_sequence(assumed):
+            yield
+    finally:
+        numbers.end()
+        before.remove()
+        after.remove()
+
+
+class _Numbers(TorchDispatchMode):
+    """Answers 1 where the optimizer asks for a number that no fake tensor has; on the stack only while the optimizer steps."""
+
+    def __init__(self, assumed: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._assumed, self._steps = assumed, False
+
+    def begin(self) -> None:
+        if not self._steps:
+            self._steps = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        if self._steps:
+            self._steps = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not _NUMBER:
+                raise
+        if _NUMBERS not in self._assumed:
+            self._assumed.append(_NUMBERS)
+        dtype = args[0].dtype
+        return 1.0 if dtype.is_floating_point else True if dtype is torch.bool else 1
+
+
+@contextmanager
+def _one_sequence(assumed: list[str]) -> Iterator[None]:
+    """Inside, Hugging Face models choose their attention mask as they would on real data.
 
     On fake tensors transformers cannot see that nothing is packed, so it builds a full mask and gives up the causal kernel:
     other ops, and a whole mask more at the peak.

@@ -4,7 +4,8 @@ Legend: n = ops, m = storages, u = uses, v = saves. All columns are numpy arrays
 
 Time is the op index. A storage is allocated by its `producer` (-1: it was there before the step) and is freed right
 after the *last* of: the last op that uses it, the op after which Python lets go (`held_until`), the op after which
-autograd lets go (its `saves`). Bytes are counted while an op runs: after its outputs exist, before anything it frees.
+autograd lets go (its `saves`). Bytes are counted while an op runs: after its outputs exist, before anything it frees; what
+is handed over to an output (`HANDS_OVER`) is freed before.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from memtune.parameters import columns_of
 
 FOREVER = np.int32(2**31 - 1)
 """`held_until` of what outlives the step: parameters, buffers, optimizer state."""
+READS, WRITES, HANDS_OVER = 0, 1, 2
+"""How an op uses a storage. What is handed over is read, and what the op makes takes its memory unless somebody holds it."""
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -116,7 +119,7 @@ class Step:
     # uses: which op reads or mutates which storage, sorted by op
     use_op: I32  # (u,)
     use_storage: I32  # (u,)
-    use_mutates: U8  # (u,) 1 where the op writes into it
+    use_mutates: U8  # (u,) READS, WRITES or HANDS_OVER
 
     # saves: what autograd keeps for backward, in the order in which it packed them
     save_storage: I32  # (v,)
@@ -150,7 +153,7 @@ class Step:
     def end(self) -> I32:
         """(m,) op after which each storage is freed; FOREVER for what outlives the step."""
         end = np.maximum(self.held_until, self.producer)
-        np.maximum.at(end, self.use_storage, self.use_op)
+        np.maximum.at(end, self.use_storage, self.use_op - (self.use_mutates == HANDS_OVER))
         np.maximum.at(end, self.save_storage, self.save_until)
         return end
 
@@ -166,6 +169,13 @@ class Step:
         """(u,) phase of the op of each use."""
         phase: U8 = self.op_phase[self.use_op]
         return phase
+
+    def without_handing_over(self, ops: I32 | None = None) -> Step:
+        """This step where `ops` (None: all) make what they return anew: as under a dispatch mode, or outside of autograd."""
+        handed = self.use_mutates == HANDS_OVER
+        if ops is not None:
+            handed &= np.isin(self.use_op, ops)
+        return replace(self, use_mutates=np.where(handed, READS, self.use_mutates).astype(np.uint8)) if handed.any() else self
 
     def live_bytes(self, tier: Tier = Tier.DEVICE) -> I64:
         """(n,) bytes of `tier` that are live while each op runs."""

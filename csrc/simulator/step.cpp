@@ -30,7 +30,7 @@ std::vector<std::int32_t> Step::ends() const {
   for (std::size_t s = 0; s < end.size(); ++s) end[s] = std::max(held_until[s], producer[s]);
   for (std::size_t u = 0; u < use_op.size(); ++u) {
     std::int32_t& last = end[use_storage[u]];
-    last = std::max(last, use_op[u]);
+    last = std::max(last, use_op[u] - (use_mutates[u] == kHandsOver));
   }
   for (std::size_t v = 0; v < save_storage.size(); ++v) {
     std::int32_t& last = end[save_storage[v]];

@@ -10,6 +10,7 @@ namespace memtune {
 
 enum Phase : std::uint8_t { kPrologue, kForward, kRecompute, kBackward, kBoundary, kOptimizer, kPhases };
 enum Tier : std::uint8_t { kDevice, kHost, kSsd, kTiers };
+enum Use : std::uint8_t { kReads, kWrites, kHandsOver };  // the last: what the op makes takes its memory
 enum Kind : std::uint8_t { kTemporary = 5, kKinds = 8 };
 
 // The resources of program.Resource, then the host thread that issues ops to a device.

@@ -61,7 +61,8 @@ def region_of(step: Step) -> Region | str:
     carried: dict[int, list[int]] = {}
     for row in np.flatnonzero(adds).tolist():
         carried.setdefault(int(np.searchsorted(backward, row)) - 1 + len(forward), []).append(row)
-    return _region(step, np.concatenate([forward, backward]), len(forward), carried)
+    rows = np.concatenate([forward, backward])
+    return _region(step.without_handing_over(rows), rows, len(forward), carried)
 
 
 def _added_gradients(step: Step) -> npt.NDArray[np.bool_]:

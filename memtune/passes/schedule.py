@@ -14,6 +14,7 @@ from memtune.schedule import Action, Schedule
 
 def run_schedule(step: Step, region: Region, schedule: Schedule) -> Step:
     """`step` with `region`, which is its own, run as `schedule` says; the schedule must be right for it and move nothing."""
+    step = step.without_handing_over(region.rows)
     order, first, let_go = _sequence(step, region, schedule)
     again = first != np.arange(len(order))
     position = np.empty(step.n_ops, np.int32)

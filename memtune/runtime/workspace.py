@@ -307,8 +307,8 @@ FAKE_DEVICE = torch.ops.prim.device.default
 class RealOutputs(TorchDispatchMode):  # torch's __init_subclass__
     """Gives fake outputs the sizes that the real op on CPU returns, for the ops whose fake implementation says otherwise.
 
-    Enter it inside the FakeTensorMode and outside a recorder, so that the recorder sees what a real run would. Each such op is
-    run once for real, alone. Without the native ledger, outputs stay as they are.
+    Enter it inside the FakeTensorMode and outside a recorder, so that the recorder sees what a real run would. Each of `OPS` runs
+    once for real, alone; without the native ledger, its outputs stay as they are.
 
     Args:
         table: Where what was measured is kept.
@@ -318,7 +318,13 @@ class RealOutputs(TorchDispatchMode):  # torch's __init_subclass__
         "aten.mkldnn_rnn_layer.default": "the fake reserve that backward reads is empty",
         "aten.mkldnn_rnn_layer_backward.default": "the fake gradients of the two biases are one tensor",
         "aten.native_layer_norm.default": "mean and rstd of a bf16 input are float32 when the weights are",
+        "aten.native_group_norm.default": "mean and rstd of a bf16 input are float32 when the weights are",
+        "aten._embedding_bag.default": "the bag of each index has one place more",
     }
+    SHRUNK: ClassVar[frozenset[str]] = frozenset(
+        f"aten.{loss}.default" for loss in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+    )
+    """Losses that are made at full size and then resized to a scalar, which holds all that memory, on every device."""
 
     def __init__(self, table: WorkspaceTable) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -332,7 +338,12 @@ class RealOutputs(TorchDispatchMode):  # torch's __init_subclass__
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         out = func(*args, **kwargs)
-        if func.namespace != "aten" or str(func) not in self.OPS:
+        if func.namespace != "aten":
+            return out
+        name = str(func)
+        if name in self.SHRUNK:
+            return _in_memory_of(args, out)
+        if name not in self.OPS:
             return out
         if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(out)):
             return out
@@ -356,6 +367,12 @@ def _corrected(fake: Tensor, real: TensorMeta, seen: set[int]) -> Tensor:
         return fake
     dtype, shape, stride = real
     return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=fake.device)
+
+
+def _in_memory_of(args: tuple[Any, ...], out: Tensor) -> Tensor:
+    """`out`, a loss, in the memory of one value per element where it was reduced."""
+    shape = torch.broadcast_shapes(*(each.shape for each in args[:2]))
+    return out if out.shape == shape else torch.empty(shape, dtype=out.dtype, device=out.device).resize_(out.shape)
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def steps(draw: st.DrawFn, matches: int, resources: list[int]) -> Step:
     body = column(st.sampled_from([1, 1, 2, 3, 3, 4]), n)
     phases = [0 if i < first else 5 if i >= n - last else body[i] for i in range(n)]
     producer = column(st.integers(-1, n - 1), m)
-    pairs = draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, m - 1), st.integers(0, 1)), max_size=14))
+    pairs = draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, m - 1), st.integers(0, 2)), max_size=14))
     uses = sorted((max(op, producer[s]), s, mutates) for op, s, mutates in pairs)
     saves = draw(st.lists(st.tuples(st.integers(0, m - 1), st.integers(0, n - 1)), max_size=3))
     numbers = iter(range(1, matches + 1))

@@ -34,7 +34,7 @@ def steps(draw: st.DrawFn) -> Step:
         return draw(st.lists(values, min_size=rows, max_size=rows))
 
     producer = column(st.integers(-1, n - 1), m)
-    pairs = draw(st.lists(st.tuples(st.integers(0, n - 1), few, st.integers(0, 1)), max_size=20))
+    pairs = draw(st.lists(st.tuples(st.integers(0, n - 1), few, st.integers(0, 2)), max_size=20))
     uses = sorted((max(op, producer[s]), s, mutates) for op, s, mutates in pairs)
     saves = draw(st.lists(st.tuples(few, st.integers(0, n - 1)), max_size=8))
     return make_step(
@@ -55,7 +55,7 @@ def steps(draw: st.DrawFn) -> Step:
 def is_live(step: Step, storage: int, op: int) -> bool:
     last = max(
         [int(step.producer[storage]), int(step.held_until[storage])]
-        + [int(o) for o, s in zip(step.use_op, step.use_storage, strict=True) if s == storage]
+        + [int(o) - (use == 2) for o, s, use in zip(step.use_op, step.use_storage, step.use_mutates, strict=True) if s == storage]
         + [int(u) for u, s in zip(step.save_until, step.save_storage, strict=True) if s == storage]
     )
     return int(step.producer[storage]) <= op <= last
