@@ -87,6 +87,7 @@ class Tracer(TorchDispatchMode):
         self._parameters: list[Parameter] = []
         self._enter_at, self._leave_at = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
         self._inputs: dict[tuple[int, int], None] = {}  # (block, storage) of the blocks' arguments, in order
+        self._outputs: set[int] = set()
         self._ready: dict[int, int] = {}  # gradient storage -> op after which it was in place
 
     # -- what exists before the step ---------------------------------------------------------------------------------
@@ -363,6 +364,9 @@ class Tracer(TorchDispatchMode):
         def note(module: nn.Module, args: Any, output: Any) -> None:
             if torch._C._current_autograd_node() is None:
                 self._leave_at[block] = len(self._ops) - 1
+                if block == len(self._blocks):
+                    storages = (_local(t).untyped_storage() for t in tree_leaves(output) if isinstance(t, Tensor))
+                    self._outputs |= {self._ids[each._cdata] for each in storages if each._cdata in self._ids}
 
         return note
 
@@ -449,6 +453,7 @@ class Tracer(TorchDispatchMode):
             input_block=np.asarray([block for block, _ in self._inputs], np.int32),
             input_storage=np.asarray([storage for _, storage in self._inputs], np.int32),
             landing=np.asarray(list(self._ready), np.int32),
+            returned=np.asarray(sorted(self._outputs), np.int32),
         )
         step.validate()
         return step

@@ -240,6 +240,7 @@ class Edit:
             **self._use_columns(order, renumber),
             **self._save_columns(order, renumber),
             landing=_renumbered(self.landing, renumber),
+            returned=_renumbered(self._step.returned, renumber),
             enter=order.next(self._step.enter),
             leave=order.moved(self._step.leave),
             input_storage=_renumbered(self._step.input_storage, renumber),

@@ -138,6 +138,8 @@ class Step:
 
     landing: I32
     """(g,) gradient storages in the order in which autograd put them in place; `ready_after` says when."""
+    returned: I32
+    """(r,) storages of the tensors that the model's forward returned."""
 
     @property
     def n_ops(self) -> int:

@@ -130,6 +130,9 @@ def _outside_until(
     np.maximum.at(until, value[read], where[step.use_op[read]])
     held = step.held_until[storages]
     until[(held > first) & (until < 0) & (np.asarray(graph.maker, np.int32) < graph.n_forward)] = graph.n_forward - 1
+    returned = value_of[step.returned]
+    returned = returned[returned >= 0]
+    until[returned] = np.maximum(until[returned], graph.n_forward - 1)
     until[held > rows[-1]] = graph.n_ops
     return until
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.runtime import transfer
+from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.tape import BATCH_NORMS, Call, Outside, Slot, Tape
 from memtune.schedule import Action, Do, Schedule
@@ -70,6 +71,7 @@ class _Writer:
     def __init__(self, tape: Tape, schedule: Schedule, checked: bool) -> None:
         self.namespace: dict[str, Any] = {
             "to_host": torch.ops.memtune.to_host.default, "to_device": torch.ops.memtune.to_device.default, "wait": transfer.wait,
+            "as_recorded": as_recorded,
         }  # fmt: skip
         self._tape, self._schedule = tape, schedule
         self._constants: dict[int, str] = {}
@@ -173,13 +175,14 @@ class _Writer:
         self._land()
         call, again, made = self._tape.calls[op], op in self._ran, self._tape.graph.makes[op]
         line = f"{self._target(call, made)}{self._call(call, again)}"
+        around = ["as_recorded()"] if str(call.func) in ASK_GRAD_MODE else []
         if op in self._tape.graph.random and self._times[op] > 1:
             if again:
-                line = f"with s{op}.restored(): {line}"
+                around.append(f"s{op}.restored()")
             else:
                 self._lines.append(f"s{op} = random_state()")
                 self._there[f"s{op}"] = None
-        self._lines.append(line)
+        self._lines.append(f"with {', '.join(around)}: {line}" if around else line)
         for value in sorted(self._checked.intersection(made)):
             base = self._base[value]
             self._lines.append(f"check(v{value}, {base.size}, {base.stride}, {base.offset}, {str(call.func)!r})")

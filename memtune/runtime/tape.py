@@ -25,10 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, Unsupporte
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from memtune.runtime.known_values import KnownValues, unnoticed
 from memtune.runtime.op_arguments import mutated, tensors_in
 from memtune.schedule import OpGraph
 
-_FAKE_IS_OTHER = frozenset({"aten.mkldnn_rnn_layer.default"})  # its fake reserve is empty, the real one is read by backward
+_FAKE_SHARES = frozenset({"aten.mkldnn_rnn_layer_backward.default"})  # its fake gradients of the two biases are one tensor
 BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 """They update running statistics beside what they return: a second run leaves those out."""
 
@@ -124,6 +125,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._of: dict[int, int | Outside] = {}
         self._n_values = 0
+        self._known = KnownValues()
 
     def __hash__(self) -> int:
         return id(self)
@@ -159,9 +161,15 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in ("prim", "prims"):
             return func(*args, **kwargs)
+        told = self._known.look(func, args)
+        if told is not None:
+            return told
         try:
             plain = self._slots(func, args), {key: self._slots(func, value) for key, value in kwargs.items()}
             out = func(*args, **kwargs)
+            if str(func) in _FAKE_SHARES:
+                out = _apart(out)
+            self._follow(func, args, kwargs, out)
             self._record(func, args, kwargs, plain, out)
         except CaptureError as error:
             raise CaptureError(f"{func}: {error}") from None
@@ -170,6 +178,12 @@ class _Recorder(TorchDispatchMode):
                 raise CaptureError(f"{func}: what it returns depends on the data") from None
             raise
         return out
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if "lift_fresh" in str(func) and not isinstance(args[0], FakeTensor):
+            self._known.know(out, args[0])
+        else:
+            self._known.follow(func, args, kwargs, out, writes=mutated(func, args, kwargs))
 
     def _slots(self, func: Any, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -190,8 +204,6 @@ class _Recorder(TorchDispatchMode):
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in self._of and t.untyped_storage()._cdata not in known]
         if not fresh and not written:
             return  # a view
-        if str(func) in _FAKE_IS_OTHER:
-            raise CaptureError("what it returns is not known before it has run")
         op = len(self.calls)
         made: list[int] = []
         for tensor in fresh:
@@ -220,6 +232,18 @@ class _Recorder(TorchDispatchMode):
                 self.once.add(op)
         if func.namespace in ("c10d", "_c10d_functional"):
             raise CaptureError("a collective runs inside")
+
+
+def _apart(outputs: Any) -> Any:
+    """`outputs` with a storage of its own for each."""
+    seen: set[int] = set()
+    found = []
+    for each in outputs:
+        address = each.untyped_storage()._cdata if isinstance(each, Tensor) else None
+        found.append(torch.empty_like(each) if address in seen else each)
+        if address is not None:
+            seen.add(address)
+    return tuple(found)
 
 
 def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
@@ -273,7 +297,9 @@ def capture(
     Raises:
         CaptureError: It cannot be captured: the op, and why.
     """
-    with _disable_current_modes(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(), _unchanged(module):
+    with (
+        _disable_current_modes(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(), _unchanged(module), unnoticed()
+    ):  # fmt: skip
         recorder = _Recorder()
         landed: list[tuple[int, int, Slot]] = []
         arrived: dict[int, Slot] = {}

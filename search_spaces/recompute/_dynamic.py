@@ -10,6 +10,7 @@ from pydantic import Field
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_class, op_costs
+from memtune.passes.by_data import depends_on_data
 from memtune.passes.policy import Frozen, freeze, least_bytes
 from memtune.passes.region import region_of
 from memtune.passes.schedule import run_schedule
@@ -24,10 +25,6 @@ from memtune.units import format_bytes
 _EXPENSIVE = frozenset({"attention", "convolution", "recurrent", "matmul"})
 _ALONE = ("split", "sharding.parallel", "sharding.communication", "sharding.states", "offload.activations")
 """Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
-
-
-_UNKNOWN = ("nonzero", "masked_select", "unique", "bincount", "aten.all.", "aten.any.", "aten.equal.", "mkldnn_rnn")
-"""Parts of names of ops whose results or whose code's next ops depend on the data, or that fake tensors do not show in full."""
 
 
 class _Dynamic(Technique):
@@ -146,10 +143,9 @@ def cannot_freeze(program: Program, target: Target) -> Reason | None:
     region = region_of(program.step)
     if isinstance(region, str):
         return Reason(region, "recompute: {kind: planned}")
-    odd = next((name for name in region.graph.names if any(part in name for part in _UNKNOWN)), None)
-    if odd is not None:
-        why = "what follows it or what it keeps is not known before"
-        return Reason(f"{odd} runs in the model: {why}", "recompute: {kind: planned}")
+    odd = depends_on_data(program.step, region)
+    if odd:
+        return Reason(f"{odd} runs in the model: what follows it depends on the data", "recompute: {kind: planned}")
     return None
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune.errors import ApplyError
+from memtune.passes.by_data import depends_on_data
 from memtune.passes.region import Region, region_of
 from memtune.passes.schedule import run_schedule
 from memtune.program import Program, Step
@@ -19,12 +20,6 @@ from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 _ALONE = ("offload.activations", "sharding.states", "sharding.communication", "sharding.parallel", "split")
-_BY_DATA = {
-    "aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default", "aten.unique_dim.default",
-    "aten.bincount.default", "aten.all.default", "aten.any.default", "aten.equal.default",
-}  # fmt: skip
-"""Ops by which code learns something of its data: what runs after them is not known before."""
-_NOT_ON_FAKE = {"aten.mkldnn_rnn_layer.default"}
 
 
 class Checkmate(Technique):
@@ -127,12 +122,9 @@ class Checkmate(Technique):
         region = region_of(step)
         if isinstance(region, str):
             return Reason(region, "recompute: {kind: planned}")
-        odd = next((name for name in region.graph.names if name in _BY_DATA), None)
-        if odd is not None:
-            return Reason(f"{odd} runs in the model: what follows may depend on the data", "recompute: {kind: planned}")
-        odd = next((name for name in region.graph.names if name in _NOT_ON_FAKE), None)
-        if odd is not None:
-            return Reason(f"what {odd} keeps for backward is not known before it runs", "recompute: {kind: planned}")
+        odd = depends_on_data(step, region)
+        if odd:
+            return Reason(f"{odd} runs in the model: what follows it depends on the data", "recompute: {kind: planned}")
         return None
 
     def _found(self, step: Step, target: Target) -> Found | str:

@@ -22,8 +22,8 @@ from memtune.testing.drift import recording_of
 from memtune.testing.training import build
 
 CPU = torch.device("cpu")
-CAPTURED = ("autocast", "cnn_bn", "gpt", "inplace_views", "lora", "tied", "tobf16")
-NOT_CAPTURED = {"lstm": "mkldnn_rnn_layer", "moe": "nonzero"}
+CAPTURED = ("autocast", "cnn_bn", "gpt", "hf_llama", "inplace_views", "lora", "lstm", "tied", "tobf16")
+NOT_CAPTURED = {"moe": "nonzero"}
 SCALE = 1.0
 
 

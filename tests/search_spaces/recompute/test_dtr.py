@@ -21,7 +21,7 @@ HEURISTICS = ("e_star", "classes", "local", "lru", "size", "msps", "random")
 
 class TestDtr(TechniqueSuite):
     technique = Dtr
-    models: ClassVar = {name: ZOO[name] for name in ("cnn_bn", "gpt", "lora")}
+    models: ClassVar = {name: ZOO[name] for name in ("cnn_bn", "gpt", "hf_llama", "lora")}
     variants = (
         Dtr(ratio=0.5, heuristic="local"),
         Dtr(ratio=0.3),

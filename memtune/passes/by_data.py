@@ -1,0 +1,51 @@
+"""Whether the ops of a region are the same for every batch, as far as a recorded step tells."""
+
+from __future__ import annotations
+
+from memtune.passes.region import Region
+from memtune.program import Step
+
+_SIZES = frozenset(f"aten.{name}" for name in (
+    "nonzero.default", "masked_select.default", "_unique2.default", "unique_dim.default", "unique_consecutive.default",
+    "bincount.default",
+))  # fmt: skip
+"""The size of what they return depends on values."""
+_LOOKED_AT = frozenset(f"aten.{name}" for name in (
+    "all.default", "all.dim", "any.default", "any.dim", "equal.default", "is_nonzero.default",
+))  # fmt: skip
+"""Code asks for them to decide what to do next."""
+
+
+def depends_on_data(step: Step, region: Region) -> str:
+    """Name of the first op of `region` by which code learns something of its data, '' for none.
+
+    What follows from constants alone is no data: a mask made from positions, say.
+    """
+    names = region.graph.names
+    if not (_SIZES | _LOOKED_AT) & set(names):
+        return ""
+    constant = _from_constants(step)
+    for name, row in zip(names, region.rows.tolist(), strict=True):
+        if name in _SIZES or (name in _LOOKED_AT and not constant[row]):
+            return name
+    return ""
+
+
+def _from_constants(step: Step) -> list[bool]:
+    """(n,) whether what an op makes follows from constants, drawing nothing."""
+    constant = [True] * step.n_ops
+    varies = [int(row) < 0 for row in step.producer]  # storages that were there before the step, or follow from one
+    made: list[list[int]] = [[] for _ in constant]
+    for storage, row in enumerate(step.producer.tolist()):
+        if row >= 0:
+            made[row].append(storage)
+    read: list[list[int]] = [[] for _ in constant]
+    written: list[list[int]] = [[] for _ in constant]
+    for row, storage, mutates in zip(step.use_op.tolist(), step.use_storage.tolist(), step.use_mutates.tolist(), strict=True):
+        (written if mutates else read)[row].append(storage)
+    for row in range(step.n_ops):
+        constant[row] = not step.op_rng[row] and not any(varies[storage] for storage in (*read[row], *written[row]))
+        if not constant[row]:
+            for storage in (*made[row], *written[row]):
+                varies[storage] = True
+    return constant
