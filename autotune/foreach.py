@@ -31,6 +31,8 @@ def foreach_phase(model: nn.Module, optimizer: Optimizer, blocks: list[str]) -> 
     groups = optimizer.param_groups
     if any(group.get("foreach") is not None or group.get("fused") or group.get("differentiable") for group in groups):
         return None
+    if any(isinstance(group.get("lr"), Tensor) for group in groups):
+        return None  # torch has no foreach kernels for a learning rate that is a tensor, unless the step is captured
     tracer = Tracer(model, optimizer, blocks, stand_ins=False)
     for group in groups:
         group["foreach"] = True

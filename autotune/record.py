@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from memtune.autotune.calls import CallRecorder
 from memtune.autotune.foreach import foreach_phase, step_counters
+from memtune.autotune.optimizer_fold import OptimizerFold
 from memtune.autotune.tracer import Tracer
 from memtune.autotune.untraced import as_in_training
 from memtune.batches import map_tensors
@@ -98,6 +99,8 @@ class Session:
     """Where the step is to run: what is recorded for CUDA takes the paths that `translate` can follow."""
     sync: SyncContext = field(default=lambda last: nullcontext())
     """The context in which a micro-batch runs, from whether it is the last; techniques that reduce gradients have one."""
+    fold: OptimizerFold | None = None
+    """What pays for the optimizer's step once per sort of parameter; None: every step runs whole."""
     assumed: list[str] = field(default_factory=list)
     """What user code would have asked the data, and the answer it was given."""
 
@@ -125,7 +128,13 @@ class Session:
     def warm_up(self, size: int) -> None:
         """One step without tracing, so that the optimizer has its state."""
         with self.entered():
-            train_step(self.model, self.optimizer, self.workload.loss, [self.batch(size)], CPU, sync=self.sync)
+            batches = [self.batch(size)]
+            if self.fold is None:
+                train_step(self.model, self.optimizer, self.workload.loss, batches, CPU, sync=self.sync)
+                return
+            accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync)
+            self.fold.first_step()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def trace(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Step:
         """The steady-state step at micro-batch `size`; with `trace_last`, of the last of several micro-batches."""
@@ -146,9 +155,9 @@ class Session:
                 foreach = None
                 if self.target == "cuda":
                     with tracer.paused():
-                        foreach = foreach_phase(self.model, self.optimizer, self.blocks)
+                        foreach = self.fold.foreach() if self.fold else foreach_phase(self.model, self.optimizer, self.blocks)
                 counters = step_counters(tracer, self.optimizer)
-                self.optimizer.step()
+                self.optimizer.step() if self.fold is None else self.fold.step(tracer)
                 self.optimizer.zero_grad(set_to_none=True)
                 del loss  # held as long as `train_step` holds it
         return Trace(tracer.step(), Hints(tuple(calls.calls), tuple(tracer.signatures), foreach, counters))
@@ -197,6 +206,8 @@ def record(
         if same:
             second = _with_workspaces(second, scratch[1], somewhere)
     notes += session.assumed
+    if session.fold is not None and session.fold.whole:
+        notes.append(f"the optimizer's step was recorded whole: {session.fold.whole}")
     if session.fake is None:
         notes.append(f"sizes may depend on the data: between micro-batches {small} and {large} and beyond they lie on a line")
     if not same:
@@ -317,7 +328,9 @@ def _build_session(workload: Workload, rung: str) -> Session:
     prepare_model(model).train()
     with mode:
         optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
-    return Session(workload, rung, mode, fake, model, optimizer, workload.find_blocks(model), WorkspaceTable.cached())
+    blocks = workload.find_blocks(model)
+    fold = None if fake is None else OptimizerFold(model, optimizer, blocks)
+    return Session(workload, rung, mode, fake, model, optimizer, blocks, WorkspaceTable.cached(), fold=fold)
 
 
 def _make_fake(model: nn.Module, fake: FakeTensorMode | None, device: torch.device | None) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_leaves
 from memtune.autotune import flops
 from memtune.autotune.in_place import is_in_place, number_of
 from memtune.autotune.owners import owners
+from memtune.autotune.resizes import watch_resizes
+from memtune.autotune.rows import Extent, Made, OpRow, Rows
 from memtune.ops import SEAM
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.op_arguments import group_size, mutated, tensors_in
@@ -66,7 +68,7 @@ class Tracer(TorchDispatchMode):
         self._model, self._optimizer, self._blocks, self._stand_ins = model, optimizer, blocks, stand_ins
         self.phase = Phase.FORWARD
         self._paused = 0
-        self._ops: list[tuple[str, int, int, int, int, float, int, int, int, int]] = []
+        self._ops: list[OpRow] = []
         self._bytes: list[int] = []
         self._tier: list[int] = []
         self._kind: list[int] = []
@@ -154,6 +156,35 @@ class Tracer(TorchDispatchMode):
     def mark(self) -> Mark:
         """How far the recording has come."""
         return Mark(len(self._ops), torch._C._autograd._get_sequence_nr(), len(self._saves))
+
+    def extent(self) -> Extent:
+        """How many rows have been written."""
+        return Extent(len(self._ops), len(self._bytes), len(self._uses))
+
+    def rows(self, start: Extent) -> Rows:
+        """What was written since `start`."""
+        made = [
+            Made(i, self._producer[i] - start.ops, self._bytes[i], self._tier[i], self._kind[i], self._held[i] - start.ops)
+            for i in range(start.storages, len(self._bytes))
+        ]
+        uses = [(op - start.ops, storage, written) for op, storage, written in self._uses[start.uses :]]
+        return Rows(self._ops[start.ops :], self.signatures[start.ops :], uses, made)
+
+    def append(
+        self,
+        ops: Iterable[OpRow],
+        signatures: Iterable[str],
+        uses: Iterable[tuple[int, int, int]],
+        made: Iterable[tuple[int, int, int, int, int]],
+    ) -> None:
+        """Write rows as if ops had just run; `made` holds bytes, tier, kind, producer and the op after which it goes."""
+        self._ops += ops
+        self.signatures += signatures
+        self._uses += uses
+        columns = self._bytes, self._tier, self._kind, self._producer, self._held
+        for storage in made:
+            for column, value in zip(columns, storage, strict=True):
+                column.append(value)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -340,7 +371,7 @@ class Tracer(TorchDispatchMode):
             ]
             for handle in (enter, leave, before, *landed, *called):
                 stack.callback(handle.remove)
-            stack.enter_context(_watch_resizes(self))
+            stack.enter_context(watch_resizes(self.resized))
             if self._stand_ins:
                 stack.enter_context(saved)
             stack.enter_context(self)
@@ -470,20 +501,3 @@ def _stand_in(tensor: Tensor) -> Tensor:
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
         whole = tensor.untyped_storage().clone()
         return torch.empty(0, dtype=tensor.dtype).set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-@contextlib.contextmanager
-def _watch_resizes(tracer: Tracer) -> Iterator[None]:
-    original = torch.UntypedStorage.resize_
-
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        before = self.nbytes()
-        result = original(self, size)
-        tracer.resized(self, before, self.nbytes())
-        return result
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

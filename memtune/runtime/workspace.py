@@ -308,7 +308,7 @@ class RealOutputs(TorchDispatchMode):  # torch's __init_subclass__
     """Gives fake outputs the sizes that the real op on CPU returns, for the ops whose fake implementation says otherwise.
 
     Enter it inside the FakeTensorMode and outside a recorder, so that the recorder sees what a real run would. Each of `OPS` runs
-    once for real, alone; without the native ledger, its outputs stay as they are.
+    once for real, alone, normalisations on one row; without the native ledger, its outputs stay as they are.
 
     Args:
         table: Where what was measured is kept.
@@ -325,6 +325,8 @@ class RealOutputs(TorchDispatchMode):  # torch's __init_subclass__
         f"aten.{loss}.default" for loss in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
     )
     """Losses that are made at full size and then resized to a scalar, which holds all that memory, on every device."""
+    ONE_ROW: ClassVar[frozenset[str]] = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.default"})
+    """Of these only the outputs' types are in question, which one row shows: a large batch would take seconds and gigabytes."""
 
     def __init__(self, table: WorkspaceTable) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -347,16 +349,28 @@ class RealOutputs(TorchDispatchMode):  # torch's __init_subclass__
             return out
         if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(out)):
             return out
-        key = signature(func, args, kwargs)
+        one_row = name in self.ONE_ROW
         with _disable_current_modes():
+            key = signature(func, _one_row(args) if one_row else args, kwargs)
             if shim.available() is None:
                 self._table.fill([key])
         entry = self._table.entries.get(key)
         leaves = [leaf for leaf in out if isinstance(leaf, Tensor)]
         if entry is None or len(leaves) != len(entry.outputs):
             return out
+        wanted = [(real[0], *_described(leaf)[1:]) if one_row else real for leaf, real in zip(leaves, entry.outputs, strict=True)]
         seen: set[int] = set()
-        return tuple(_corrected(leaf, real, seen) for leaf, real in zip(leaves, entry.outputs, strict=True))
+        return tuple(_corrected(leaf, real, seen) for leaf, real in zip(leaves, wanted, strict=True))
+
+
+def _one_row(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a layer or group normalisation with a single row, or a single sample of one pixel, in the place of all."""
+    whole = args[0]
+    if isinstance(args[1], list | tuple):  # layer: input, normalized shape, weight, bias, eps
+        shape, rest = [1] * (whole.dim() - len(args[1])) + list(args[1]), args[1:]
+    else:  # group: input, weight, bias, samples, channels, pixels, groups, eps
+        shape, rest = [1, args[4]] + [1] * (whole.dim() - 2), (*args[1:3], 1, args[4], 1, *args[6:])
+    return torch.empty(shape, dtype=whole.dtype, device="meta"), *rest
 
 
 def _corrected(fake: Tensor, real: TensorMeta, seen: set[int]) -> Tensor:

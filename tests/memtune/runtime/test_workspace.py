@@ -122,6 +122,15 @@ def test_fake_runs_hold_what_real_ones_hold(op: str, make: Any) -> None:
         assert peak_of(make, outer=workspace.RealOutputs(WorkspaceTable())) == real
 
 
+def test_a_normalisation_is_measured_on_one_row_however_many_there_are() -> None:
+    table = WorkspaceTable()
+    with FakeTensorMode(), workspace.RealOutputs(table):
+        norm = torch.nn.LayerNorm(8)
+        _, mean, _ = torch.native_layer_norm(torch.ones(1 << 40, 3, 8, dtype=torch.bfloat16), (8,), norm.weight, norm.bias, 1e-5)
+    assert (mean.dtype, mean.shape) == (torch.float32, (1 << 40, 3, 1))
+    assert [key for key in table.entries if "[1,1,8]" in key] == list(table.entries)
+
+
 def test_measuring_leaves_the_random_state_alone() -> None:
     key = key_of(aten.native_dropout.default, torch.ones(100), 0.5, True)
     before = torch.get_rng_state()
