@@ -81,7 +81,7 @@ BUDGETS := benchmarks/results/recompute-budget
 
 bench-recompute: setup  ## recompute techniques (dynamic ones where MEMTUNE_DTR_LOGS says the logs are): `planned` over a sweep of budgets beside the others, some plans trained for real
 	mkdir -p $(dir $(BUDGETS))
-	$(BIN)/python benchmarks/recompute_budget.py --measure 3 --json $(BUDGETS).json --markdown $(BUDGETS).md --plot $(BUDGETS).html
+	$(BIN)/python benchmarks/recompute_budget.py --measure 3 --json $(BUDGETS).json --markdown $(BUDGETS).md --plot $(BUDGETS).svg
 	$(BIN)/python benchmarks/recompute_dynamic.py --json benchmarks/results/recompute-dynamic.json --markdown benchmarks/results/recompute-dynamic.md
 
 bench-plan: setup  ## whole answers of `memtune plan`, cold: a 7B GPT on 64 GPUs, a 405B-shaped one on 16,384 (about 3 minutes on 2 cores)

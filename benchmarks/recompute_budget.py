@@ -1,12 +1,13 @@
-"""`planned` over a sweep of byte budgets, beside every other static recompute technique, on the models of `predict_models/`.
+"""`planned` over a sweep of budgets, beside every other recompute technique and torch's own, on the models of `predict_models/`.
 
-    python benchmarks/recompute_budget.py [--models gpt,vit] [--measure 3] [--json FILE] [--markdown FILE] [--plot FILE.html]
+    python benchmarks/recompute_budget.py [--models gpt,vit] [--measure 3] [--json FILE] [--markdown FILE] [--plot FILE.svg]
 
-For each model the smallest peak that recomputation reaches and the plain peak are the ends of the sweep; a budget of 10 % lies a
-tenth of the way between them, and what a plan keeps spare on top. Every program is simulated op by op for this machine's CPU. A
-second table puts `planned`, without moves to the host, beside each other technique at exactly that technique's peak: `full` and
-`every_nth` are what `torch.utils.checkpoint` around all, or one in n, of the blocks does. With `--measure`, so many plans of each
-model also train for real in a fresh process, and the native ledger's peak stands beside the planned one.
+For each model the smallest peak that recomputation by blocks reaches and the plain peak are the ends of the sweep; a budget of
+10 % lies a tenth of the way between them, and what a plan keeps spare on top. Every program is simulated op by op for this
+machine's CPU. At each budget stand `planned`, also `by_schedule`, and what takes a budget too: `checkmate`, `dtr`, `megtaichi`,
+`coop`. A second table puts `planned`, without moves to the host, beside each technique that has no budget, at exactly that
+technique's peak: memtune's own, and torch's checkpointing and auto-SAC as recorded (`recompute_peers.py`). With `--measure`, so
+many plans of each model also train for real in a fresh process, and the native ledger's peak stands beside the planned one.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from predict import THREADS, machine
 from predict_grid import MODELS
+from recompute_budget_report import markdown, plot
+from recompute_peers import torch_steps
 
 from memtune import hardware
 from memtune.autotune.record import record
@@ -34,7 +38,6 @@ from memtune.program import Phase, Program, RankClass
 from memtune.runtime.workspace import WorkspaceTable
 from memtune.search_spaces import find
 from memtune.technique import Plan, Reason, Target, Technique
-from memtune.units import format_bytes, format_seconds
 from memtune.workload import Workload
 
 BATCH = 8
@@ -43,6 +46,7 @@ PEERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full", {}), ("every_nth", {"n": 2}), ("every_nth", {"n": 3}), ("every_nth", {"n": 4}), ("selective", {}),
     ("selective", {"scope": "core_attention"}), ("balanced", {}), ("attention_output", {}),
 )  # fmt: skip
+BY_BUDGET = ("checkmate", "dtr", "megtaichi", "coop")
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
     workload = Workload.load(model)
     recording = record(workload, sizes={BATCH}, workspace=WorkspaceTable.cached(threads=THREADS))
     program, target = Program((RankClass(1, recording.at(BATCH)),), BATCH), Target(hardware.detect("cpu"), 1, None)
-    plain = _row(model, find("recompute", "none")(kind="none"), Plan(), program, target, 0.0)
+    plain = _simulated(model, "none", program, target, 0.0)
     rows, configs = [plain], {}
     planned = find("recompute", "planned")
     if isinstance(planned(kind="planned", share=0.0).fits(program, target), Reason):
@@ -79,26 +83,46 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
         budget = math.ceil((low + share * (high - low)) / (1 - planned(kind="planned").spare))
         technique = planned(kind="planned", budget_bytes=budget)
         plan = technique.plan(program, target)
-        row = _row(model, technique, plan, program, target, plain.step_s)
         configs[len(rows)] = _config(technique, plan)
-        rows.append(replace(row, budget_share=share, budget_bytes=budget))
+        rows.append(_at(_row(model, technique, plan, program, target, plain.step_s), share, budget))
+        # The same bytes for all: without moves to the host, which the others lack, and with nothing spare.
+        by_schedule = planned(kind="planned", budget_bytes=budget, spare=0.0, host=False, by_schedule=True)
+        for rival in (by_schedule, *(find("recompute", kind)(kind=kind, budget_bytes=budget) for kind in BY_BUDGET)):
+            if rival is by_schedule or rival.fits(program, target) is None:
+                found = _row(model, rival, rival.plan(program, target), program, target, plain.step_s)
+                rows.append(_at(found, share, budget))
+    peers: list[Row] = []
     for kind, knobs in PEERS:
         peer = find("recompute", kind)(kind=kind, **knobs)
-        if peer.fits(program, target) is not None:
-            continue
-        found = _row(model, peer, peer.plan(program, target), program, target, plain.step_s)
-        technique = planned(kind="planned", budget_bytes=found.peak_bytes, spare=0.0, host=False)
-        mine = _row(model, technique, technique.plan(program, target), program, target, plain.step_s)
-        rows += [found, replace(mine, budget_bytes=found.peak_bytes, beside=found.technique)]
+        if peer.fits(program, target) is None:
+            peers.append(_row(model, peer, peer.plan(program, target), program, target, plain.step_s))
+    for name, step in torch_steps(workload, recording.rung, program.step, target.hardware, BATCH):
+        peers.append(_simulated(model, name, program.with_step(step), target, plain.step_s))
+    for found in peers:
+        if found.peak_bytes < plain.peak_bytes:  # auto-SAC may save more than the plain model does
+            technique = planned(kind="planned", budget_bytes=found.peak_bytes, spare=0.0, host=False)
+            mine = _row(model, technique, technique.plan(program, target), program, target, plain.step_s)
+            rows += [found, replace(mine, budget_bytes=found.peak_bytes, beside=found.technique)]
     return rows, configs
+
+
+def _at(row: Row, share: float, budget_bytes: int) -> Row:
+    return replace(row, budget_share=share, budget_bytes=budget_bytes)
 
 
 def _row(model: Path, technique: Technique, plan: Plan, program: Program, target: Target, plain_s: float) -> Row:
     after = technique.rewrite(program, plan, target)
-    found = simulate(after, target.hardware, level="events")
-    flops = float(after.step.op_flops[after.step.op_phase == Phase.RECOMPUTE].sum())
-    knobs = ", ".join(f"{name}={value}" for name, value in technique.model_dump(exclude_defaults=True).items() if name != "kind")
-    name = technique.kind + (f"({knobs})" if knobs and technique.kind != "planned" else "")
+    hidden = ("kind", "budget_bytes", "spare", "host")
+    knobs = [f"{name}={value}" for name, value in technique.model_dump(exclude_defaults=True).items() if name not in hidden]
+    if technique.kind == "planned":
+        knobs = ["by_schedule"] if technique.model_dump()["by_schedule"] else []
+    name = technique.kind + (f"({', '.join(knobs)})" if knobs else "")
+    return _simulated(model, name, after, target, plain_s)
+
+
+def _simulated(model: Path, name: str, program: Program, target: Target, plain_s: float) -> Row:
+    found, step = simulate(program, target.hardware, level="events"), program.step
+    flops = float(step.op_flops[(step.op_phase == Phase.RECOMPUTE) | (step.op_copy_of >= 0)].sum())
     return Row(model.stem, name, found.peak_allocated_bytes, found.step_s, found.step_s - plain_s, flops)
 
 
@@ -136,72 +160,47 @@ def pairs(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
             yield next(peer for peer in rows if peer.model == row.model and peer.technique == row.beside), row
 
 
+def rivals(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
+    """Each technique that takes a budget, with `planned(by_schedule)` at the same one."""
+    for row in rows:
+        if row.budget_share is not None and not row.technique.startswith("planned"):
+            same = (row.model, row.budget_share, "planned(by_schedule)")
+            yield row, next(each for each in rows if (each.model, each.budget_share, each.technique) == same)
+
+
 def summary(rows: list[Row]) -> dict[str, Any]:
     """How often a plan is over its budget, slower than another technique at its peak, or runs more FLOPs again."""
-    compared = list(pairs(rows))
+    compared, beside = list(pairs(rows)), list(rivals(rows))
     costly = [(peer, mine) for peer, mine in compared if peer.extra_s > 0]
     ratios = [max(mine.extra_s, 0.0) / peer.extra_s for peer, mine in costly]
     trials = [(row.measured_bytes, row.budget_bytes, row.peak_bytes) for row in rows if row.measured_bytes]
+    plans = [row for row in rows if row.budget_bytes is not None and row.technique.startswith("planned")]
+    swept = sorted((row for row in plans if row.budget_share is not None), key=lambda row: (row.model, row.technique))
+    ordered = [(a, b) for a, b in pairwise(swept) if (a.model, a.technique) == (b.model, b.technique)]
+    slower = [after for before, after in ordered if after.step_s > before.step_s * (1 + 1e-9)]
+    within = {(each.model, each.budget_share) for each in plans if each.peak_bytes <= (each.budget_bytes or 0)}
     return {
-        "plans": sum(row.budget_bytes is not None for row in rows),
-        "over_budget": sum(row.budget_bytes is not None and row.peak_bytes > row.budget_bytes for row in rows),
+        "plans": len(plans),
+        "over_budget": sum(row.peak_bytes > (row.budget_bytes or 0) for row in plans),
+        "larger_budget_slower": sum(row.technique == "planned" for row in slower),
+        "larger_budget_slower_by_schedule": sum(row.technique != "planned" for row in slower),
         "compared": len(compared),
         "slower": sum(mine.step_s > peer.step_s * (1 + 1e-9) for peer, mine in compared),
         "more_flops": sum(mine.again_flops > peer.again_flops for peer, mine in compared),
         "median_share_of_their_extra_time": round(float(np.median(ratios)), 4) if ratios else None,
         "largest_share_of_their_extra_time": round(max(ratios), 4) if ratios else None,
+        "compared_by_budget": len(beside),
+        "slower_by_budget": sum(mine.step_s > other.step_s * (1 + 1e-9) for other, mine in beside),
+        "others_over_budget": sum(other.peak_bytes > (other.budget_bytes or 0) for other, _ in beside),
+        "budgets_met": len(within),
         "measured": len(trials),
         "measured_over_budget": sum(found > (budget or 0) for found, budget, _ in trials),
         "largest_measured_error": round(max((abs(found / peak - 1) for found, _, peak in trials), default=math.nan), 5),
     }
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """The tables of the page."""
-    rows = [Row(**row) for row in found["rows"]]
-    lines = [
-        "# `planned` over a sweep of budgets", "",
-        f"`{found['command']}` on {found['machine']['cpu']}, {found['threads']} thread, batch {BATCH}; simulated op by op.",
-        "A budget of 10 % lies a tenth of the way from the smallest possible peak to the plain one. Cells: extra step time.", "",
-        *(f"- {name.replace('_', ' ')}: {value}" for name, value in found["summary"].items()), "",
-        "| model | smallest | plain | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |",
-        "|---|---|---|" + "---|" * len(SHARES),
-    ]  # fmt: skip
-    for model in dict.fromkeys(row.model for row in rows):
-        mine = [row for row in rows if row.model == model]
-        cells = [f"{row.extra_s / mine[0].step_s:+.1%}" for row in mine if row.budget_share is not None]
-        if cells:
-            ends = format_bytes(mine[1].peak_bytes), format_bytes(mine[0].peak_bytes)
-            lines.append(f"| {model} | {' | '.join([*ends, *cells])} |")
-        else:
-            lines.append(f"| {model} | refused: nothing in its blocks can be recomputed |")
-    columns = "technique | peak | its extra time | planned's | its FLOPs again | planned's"
-    lines += ["", "At the peak of each other technique:", "", f"| model | {columns} |", "|---|---|---|---|---|---|---|"]
-    for peer, plan in pairs(rows):
-        times = f"{format_seconds(peer.extra_s)} | {format_seconds(max(plan.extra_s, 0.0))}"
-        flops = f"{peer.again_flops / 1e9:.2f} G | {plan.again_flops / 1e9:.2f} G"
-        lines.append(f"| {peer.model} | {peer.technique} | {format_bytes(peer.peak_bytes)} | {times} | {flops} |")
-    trials = [row for row in rows if row.measured_bytes]
-    if trials:
-        lines += ["", "Real trials:", "", "| model | budget | planned | measured | error |", "|---|---|---|---|---|"]
-        for row in trials:
-            sizes = " | ".join(format_bytes(each or 0) for each in (row.budget_bytes, row.peak_bytes, row.measured_bytes))
-            lines.append(f"| {row.model} | {sizes} | {(row.measured_bytes or 0) / row.peak_bytes - 1:+.3%} |")
-    return "\n".join(lines) + "\n"
-
-
-def plot(found: dict[str, Any], file: Path) -> None:
-    """Slow-down against budget, one line per model, as a page."""
-    import plotly.graph_objects as go
-
-    rows, figure = [Row(**row) for row in found["rows"]], go.Figure()
-    for model in dict.fromkeys(row.model for row in rows):
-        mine = [row for row in rows if row.model == model and row.budget_share is not None]
-        plain = next(row for row in rows if row.model == model)
-        peaks, slow = [row.peak_bytes / plain.peak_bytes for row in mine], [row.step_s / plain.step_s for row in mine]
-        figure.add_scatter(x=peaks, y=slow, name=model, mode="lines+markers")
-    figure.update_layout(xaxis_title="peak / plain peak", yaxis_title="step / plain step", title="planned by budget, simulated")
-    figure.write_html(file, include_plotlyjs="cdn")
+WRONG = ("over_budget", "larger_budget_slower", "slower", "slower_by_budget", "measured_over_budget")
+"""Figures of the summary that must be 0."""
 
 
 def main() -> int:
@@ -211,7 +210,7 @@ def main() -> int:
     parser.add_argument("--measure", type=int, default=0, metavar="N", help="real trials of N plans of each model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
     parser.add_argument("--markdown", type=Path, help="file for the tables")
-    parser.add_argument("--plot", type=Path, help="file for the plot, a page of HTML (needs plotly)")
+    parser.add_argument("--plot", type=Path, help="file for the plot, an SVG")
     asked = parser.parse_args()
     names = asked.models.split(",") if asked.models else [each.stem for each in MODELS]
     rows: list[Row] = []
@@ -229,11 +228,11 @@ def main() -> int:
             body = ",\n".join("  " + json.dumps(row) for row in found["rows"])
             asked.json.write_text(head.replace('"rows": []', f'"rows": [\n{body}\n ]') + "\n")
         if asked.markdown:
-            asked.markdown.write_text(markdown(found))
+            asked.markdown.write_text(markdown(found, rows, list(pairs(rows)), SHARES, asked.plot))
         if asked.plot:
-            plot(found, asked.plot)
+            asked.plot.write_text(plot(rows))
     print(json.dumps(found["summary"], indent=1))
-    return int(found["summary"]["over_budget"] + found["summary"]["slower"] + found["summary"]["measured_over_budget"] > 0)
+    return int(any(found["summary"][name] for name in WRONG))
 
 
 if __name__ == "__main__":

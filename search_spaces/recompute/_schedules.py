@@ -16,7 +16,7 @@ from memtune.op_costs import op_costs
 from memtune.passes.region import region_of
 from memtune.passes.schedule import run_schedule
 from memtune.program import Program, Step
-from memtune.remat import COOP, DTR, MEGTAICHI
+from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.schedule import Schedule, wrong_with
@@ -26,6 +26,8 @@ from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes, format_seconds
 
 _POLICIES = (replace(DTR, neighbours="closure"), replace(DTR, neighbours="own"), MEGTAICHI, COOP)
+_LEVELS = 16
+"""Budgets, as parts of the plain peak, that every policy is asked for besides the real one."""
 _NODES = 16
 _MOST_OPS = 4000
 """Programs with more ops are left to the policies: they take milliseconds where the integer program takes seconds."""
@@ -52,19 +54,32 @@ def fastest_schedule(program: Program, target: Target, budget_bytes: int) -> Fou
 
 @lru_cache(maxsize=64)
 def _fastest(step: Step, budget_bytes: int, hardware: Hardware) -> Found | None:
-    region = region_of(step)
-    assert not isinstance(region, str)  # `cannot_freeze` was asked
-    schedules = [each.schedule for each in (solved(step, policy, budget_bytes, hardware) for policy in _POLICIES) if each]
+    """The fastest of all that were found within the budget.
+
+    A policy that has more memory may do worse, so what it does with less is looked at as well: on a grid that does not depend on
+    the budget, so that a larger budget has all that a smaller one has of it.
+    """
+    plain = step.peak_bytes()
+    budgets = [plain * level // _LEVELS for level in range(1, _LEVELS) if plain * level // _LEVELS < budget_bytes]
+    found = [_played(step, policy, given, hardware) for given in (*budgets, budget_bytes) for policy in _POLICIES]
     if step.n_ops <= _MOST_OPS:
         exact = schedule_for(step, hardware, budget_bytes, 0.0, _NODES, 0.0)
-        schedules += [] if isinstance(exact, str) else [exact.schedule]
-    plain_s, best = _seconds(step, hardware), None
-    for schedule in schedules:
-        after = run_schedule(step, region, schedule)
-        found = Found(schedule, after.peak_bytes(), _seconds(after, hardware) - plain_s)
-        if found.peak_bytes <= budget_bytes and (best is None or found.seconds < best.seconds):
-            best = found
-    return best
+        found.append(None if isinstance(exact, str) else _judged(step, exact.schedule, hardware))
+    within = [each for each in found if each is not None and each.peak_bytes <= budget_bytes]
+    return min(within, key=lambda each: (each.seconds, each.peak_bytes), default=None)
+
+
+@lru_cache(maxsize=256)
+def _played(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Found | None:
+    frozen = solved(step, policy, budget_bytes, hardware)
+    return None if frozen is None else _judged(step, frozen.schedule, hardware)
+
+
+def _judged(step: Step, schedule: Schedule, hardware: Hardware) -> Found:
+    region = region_of(step)
+    assert not isinstance(region, str)  # `cannot_freeze` was asked
+    after = run_schedule(step, region, schedule)
+    return Found(schedule, after.peak_bytes(), _seconds(after, hardware) - _seconds(step, hardware))
 
 
 def _seconds(step: Step, hardware: Hardware) -> float:
