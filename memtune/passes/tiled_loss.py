@@ -2,78 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from memtune.edit import Edit
 from memtune.passes.loss_pattern import CAST, LossPattern, Operand, Wanted
+from memtune.passes.new_ops import NewOps
 from memtune.program import Phase, Step
-
-
-@dataclass
-class _Ops:
-    """New ops in their order, with what they read and make."""
-
-    edit: Edit
-    first: int
-    names: list[int] = field(default_factory=list)
-    flops: list[float] = field(default_factory=list)
-    traffic: list[int] = field(default_factory=list)
-    uses: list[tuple[int, int, bool]] = field(default_factory=list)
-    made: list[tuple[int, int]] = field(default_factory=list)  # bytes, producer
-    held: list[tuple[int, int]] = field(default_factory=list)
-    _first_storage: int = 0
-
-    def __post_init__(self) -> None:
-        self._first_storage = self.edit.n_storages
-
-    @property
-    def last(self) -> int:
-        return self.first + len(self.names) - 1
-
-    def run(self, name: str, *reads: int, writes: int = -1, like: int = -1, share: float = 1.0) -> int:
-        """Append an op; `like` an op of the step whose cost it shares. Returns its row."""
-        step = self.edit._step
-        self.names.append(self.edit.name_id(name))
-        self.flops.append(float(step.op_flops[like]) * share if like >= 0 else 0.0)
-        self.traffic.append(int(step.op_traffic_bytes[like] * share) if like >= 0 else 0)
-        self.uses += [(self.last, each, False) for each in dict.fromkeys(reads)]
-        if writes >= 0:
-            self.uses += [(self.last, writes, True)]
-        return self.last
-
-    def makes(self, n_bytes: int) -> int:
-        """The last op makes a storage; returns its row."""
-        self.made.append((n_bytes, self.last))
-        return self._first_storage + len(self.made) - 1
-
-    def hold(self, storage: int, op: int) -> None:
-        self.held.append((storage, op))
-
-    def insert(self, *, after: int | None = None, before: int | None = None, phase: Phase, module: int) -> None:
-        """Put all of it into the edit."""
-        anchor = np.full(len(self.names), before if after is None else after, np.int32)
-        self.edit.add_ops(
-            np.asarray(self.names, np.int32),
-            after=None if after is None else anchor,
-            before=anchor if after is None else None,
-            phase=phase,
-            flops=np.asarray(self.flops),
-            traffic_bytes=np.asarray(self.traffic, np.int64),
-            module=module,
-        )
-        if self.made:
-            n_bytes, producer = (np.asarray(column) for column in zip(*self.made, strict=True))
-            self.edit.add_storages(n_bytes.astype(np.int64), producer=producer.astype(np.int32))
-        for mutates in (False, True):
-            pairs = [(op, storage) for op, storage, writes in self.uses if writes == mutates]
-            if pairs:
-                ops, storages = (np.asarray(column, np.int32) for column in zip(*pairs, strict=True))
-                self.edit.add_uses(ops, storages, mutates=mutates)
-        if self.held:
-            storages, ops = (np.asarray(column, np.int32) for column in zip(*self.held, strict=True))
-            self.edit.hold_through(storages, ops)
 
 
 def tile_loss(pattern: LossPattern, chunks: int) -> Step:
@@ -84,7 +18,7 @@ def tile_loss(pattern: LossPattern, chunks: int) -> Step:
     gone[pattern.ops] = True
     edit.drop_ops(gone)
     edit.drop_saves(gone[step.save_used_until] & np.isin(step.save_storage, _saved_by(pattern)))
-    chunked = _Chunks(step, pattern, _Ops(edit, edit.n_ops))
+    chunked = _Chunks(step, pattern, NewOps(edit, edit.n_ops))
     total, sums = chunked.run(chunks)
     end = chunked.ops.last
     # What the user's code holds of the logits holds the hidden states now.
@@ -119,7 +53,7 @@ def _dropped(pattern: LossPattern) -> set[int]:
 class _Chunks:
     """The ops of `runtime.tiled_loss._Loss.forward`, in its order."""
 
-    def __init__(self, step: Step, pattern: LossPattern, ops: _Ops) -> None:
+    def __init__(self, step: Step, pattern: LossPattern, ops: NewOps) -> None:
         self.step, self.pattern, self.ops = step, pattern, ops
         self.dx = -1
         """The gradient of the hidden states, as the step knows it; -1 where it is not wanted. `dweight`, `dbias` likewise."""
@@ -238,7 +172,7 @@ class _Chunks:
 def _backward_ops(edit: Edit, pattern: LossPattern, chunked: _Chunks, sums: int) -> None:
     """The ops of `runtime.tiled_loss._Loss.backward`."""
     step = chunked.step
-    ops = _Ops(edit, edit.n_ops)
+    ops = NewOps(edit, edit.n_ops)
     given = pattern.given
     if pattern.half:
         ops.run(CAST, *given)

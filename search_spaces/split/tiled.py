@@ -1,4 +1,4 @@
-"""Head and cross-entropy over parts of the tokens: the logits of all of them never exist at once."""
+"""Head and cross-entropy, and MLPs, over parts of the tokens: logits and inner activations of all never exist at once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import numpy as np
 from pydantic import Field
 
 from memtune.passes.loss_pattern import LossPattern, loss_pattern
+from memtune.passes.position_wise import position_wise
 from memtune.passes.tiled_loss import tile_loss
+from memtune.passes.tiled_region import tile_regions
 from memtune.program import Program, Step
 from memtune.runtime.context import Context
 from memtune.runtime.lazy_head import install_lazy_head
+from memtune.runtime.tiled_region import install_tiled_modules
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 _WORTH = 0.05
-"""Logits that take less of the step's peak than this are left whole."""
+"""Logits, or what MLPs save, that take less of the step's peak than this are left whole."""
+_KEEPS_PRODUCTS = {"activations.recompute": {"every": 1, "keep": "matmul_and_attention"}}
+"""What `selective` stands for: by name it would keep the products of all parts, which are what the parts are to save."""
 
 
 class Tiled(Technique):
@@ -25,6 +30,9 @@ class Tiled(Technique):
     at once, so nothing runs twice. Model and loss function stay as they are: views, casts and element-wise ops between head and
     `F.cross_entropy` are followed; whatever else reads the logits gets them whole, as the plain model makes them.
 
+    `mlp` does the same to modules in blocks that treat every token alike (Linear, activation, Linear, with norms inside): they
+    save their input alone, and each part's forward runs again just before its backward.
+
     Reordered: a weight's gradient is the sum of n parts, each rounded once, and the mean's 1/N is put on after the sum and not
     before. Both differ from the plain gradient by at most (n + 2)·eps·Σ|part| beside what the plain sum itself rounds.
 
@@ -33,52 +41,86 @@ class Tiled(Technique):
 
     kind: Literal["tiled"] = "tiled"
     slot: ClassVar[str] = "split"
-    title: ClassVar[str] = "Logits and loss in parts"
+    title: ClassVar[str] = "Logits and loss, and MLPs, in parts"
     source: ClassVar[str] = "Nie et al. 2022, TSPLIT, ICDE 22; Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, tiling"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = "compiled graphs make the logits themselves"
 
-    chunks: Annotated[int, Field(ge=2, le=1024)] = 8
-    """Parts of the tokens; more of them take fewer bytes and more, smaller kernels."""
+    chunks: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Parts of the tokens in head and loss; more of them take fewer bytes and more, smaller kernels. 1 leaves them whole."""
+    mlp: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Parts of the tokens in every MLP of the blocks, with the norms inside it; each part runs again in backward. 1 leaves them
+    whole."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs one cross-entropy over a linear head that nobody else reads, and logits that matter."""
+        """Needs one cross-entropy over a linear head that nobody else reads, and logits that matter; for `mlp`, MLPs that do."""
         if target.compiled:
             return Reason(self.eager_only, "execution.compile: false")
-        pattern = loss_pattern(program.step)
+        if self.chunks == self.mlp == 1:
+            return Reason("nothing is cut", "split: {kind: none}")
+        reason = None if self.mlp == 1 else self._mlp_fits(program.step, target)
+        return reason if reason is not None or self.chunks == 1 else self._loss_fits(program.step)
+
+    def _mlp_fits(self, step: Step, target: Target) -> Reason | None:
+        regions = position_wise(step)
+        if not regions:
+            return Reason("no module in the blocks is an MLP that treats every token alike", "mlp: 1")
+        rows = min(region.rows for region in regions)
+        if rows < self.mlp:
+            return Reason(f"there are {rows} tokens, fewer than {self.mlp} parts", "fewer parts")
+        share = sum(region.inner_bytes for region in regions) / max(step.peak_bytes(), 1)
+        if share < _WORTH:
+            return Reason(f"what the MLPs save is {share:.1%} of the peak", "mlp: 1")
+        recompute = target.chosen.get("recompute")
+        if recompute is not None and recompute.record(target) == _KEEPS_PRODUCTS:
+            return Reason("recompute keeps what the parts of the MLPs make", "recompute: {kind: full}")
+        return None
+
+    def _loss_fits(self, step: Step) -> Reason | None:
+        pattern = loss_pattern(step)
         if isinstance(pattern, str):
             return Reason(pattern)
         if pattern.head == "(outside)":
             return Reason("the logits are made outside of the model", "the head's product in the model's forward")
         if pattern.rows < self.chunks:
             return Reason(f"there are {pattern.rows} tokens, fewer than {self.chunks} parts", "fewer chunks")
-        share = _logits_bytes(program.step, pattern) / max(program.step.peak_bytes(), 1)
+        share = _logits_bytes(step, pattern) / max(step.peak_bytes(), 1)
         if share < _WORTH:
             return Reason(f"the logits are {share:.1%} of the peak")
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """Which module makes the logits, and with which weight."""
-        pattern = _pattern(program.step)
-        weight = pattern.step.parameters[pattern.step.parameter_of[pattern.weight.plain]].name
-        return Plan(decisions={"head": pattern.head, "weight": weight})
+        """Which module makes the logits, and with which weight; which modules of the blocks are cut."""
+        decisions: dict[str, Any] = {}
+        if self.chunks > 1:
+            pattern = _pattern(program.step)
+            weight = pattern.step.parameters[pattern.step.parameter_of[pattern.weight.plain]].name
+            decisions = {"head": pattern.head, "weight": weight}
+        if self.mlp > 1:
+            decisions["mlps"] = [region.module for region in position_wise(program.step)]
+        return Plan(decisions=decisions)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Head, loss and their gradients part by part in forward; backward scales the gradients."""
-        return program.with_step(tile_loss(_pattern(program.step), self.chunks))
+        """Head, loss and their gradients part by part in forward; backward scales the gradients. MLPs part by part in both."""
+        step = program.step if self.mlp == 1 else tile_regions(program.step, position_wise(program.step), self.mlp)
+        return program.with_step(step if self.chunks == 1 else tile_loss(_pattern(step), self.chunks))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Make the head return logits that are computed where they are read."""
+        """Make the head return logits that are computed where they are read, and the MLPs run over parts of the tokens."""
         decided = plan.decisions
-        install_lazy_head(context, decided.get("head"), chunks=self.chunks, weight=decided.get("weight"))
+        if self.chunks > 1:
+            install_lazy_head(context, decided.get("head"), chunks=self.chunks, weight=decided.get("weight"))
+        if self.mlp > 1:
+            install_tiled_modules(context, decided.get("mlps"), chunks=self.mlp)
 
     def record(self, target: Target) -> dict[str, Any]:
         """What is cut, and into how many parts."""
-        return {"split.logits": {"chunks": self.chunks}}
+        parts = {"split.logits": self.chunks, "split.mlp": self.mlp}
+        return {name: {"chunks": chunks} for name, chunks in parts.items() if chunks > 1}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Few parts, and many where the logits still set the peak."""
-        return {"chunks": (8, 32)}
+        """Few parts, and many where the logits still set the peak; MLPs beside them or alone."""
+        return {"chunks": (8, 32, 1), "mlp": (1, 8)}
 
 
 def _pattern(step: Step) -> LossPattern:

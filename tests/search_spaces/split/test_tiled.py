@@ -16,25 +16,37 @@ from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.dry_run import dry_run
 from memtune.errors import ApplyError
 from memtune.passes.loss_pattern import loss_pattern
+from memtune.passes.position_wise import position_wise
 from memtune.program import Kind, Step
+from memtune.search_spaces.recompute.balanced import Balanced
 from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.planned import Planned
+from memtune.search_spaces.recompute.selective import Selective
 from memtune.search_spaces.split.tiled import Tiled
-from memtune.technique import Target
+from memtune.technique import Target, Technique
 from memtune.testing import TechniqueSuite, differences, drift, rewritten, train
 from memtune.testing.drift import compare, plain_program, recording_of, target_of
 from memtune.testing.training import build, config_of, plain, settings_of
 from memtune.workload import Workload
 
 MODELS = Path(__file__).parent / "models"
-LARGE, CAPPED, SHIFTED, NO_HEAD, OWN_HEAD = (
-    MODELS / f"{name}.py" for name in ("large_vocabulary", "capped_autocast", "shifted", "no_head", "own_head")
+LARGE, CAPPED, SHIFTED, NO_HEAD, OWN_HEAD, WIDE = (
+    MODELS / f"{name}.py" for name in ("large_vocabulary", "capped_autocast", "shifted", "no_head", "own_head", "wide_mlp")
 )
+BOTH = MODELS / "wide_both.py"
 
 
 class TestTiled(TechniqueSuite):
     technique = Tiled
-    models: ClassVar = {"large": LARGE, "capped": CAPPED, "shifted": SHIFTED, "no_head": NO_HEAD, "own_head": OWN_HEAD}
-    variants = (Tiled(), Tiled(chunks=5))
+    models: ClassVar = {
+        "large": LARGE,
+        "capped": CAPPED,
+        "shifted": SHIFTED,
+        "no_head": NO_HEAD,
+        "own_head": OWN_HEAD,
+        "wide": WIDE,
+    }
+    variants = (Tiled(), Tiled(chunks=5), Tiled(chunks=1, mlp=5))
     quick = ("large",)
     tolerance = 2e-2  # three steps, one model in bfloat16; float32 alone is held tighter below
 
@@ -64,6 +76,43 @@ class TestTiled(TechniqueSuite):
     def test_composes_with_recompute_to_the_byte(self) -> None:
         assert not drift(LARGE, Tiled(), Full())
         assert not differences(train(LARGE, Tiled(), Full()), train(LARGE, Tiled()))
+
+    @pytest.mark.parametrize("other", [Full(), Balanced(), Planned(share=0.5)], ids=lambda each: each.kind)
+    def test_mlps_in_parts_compose_with_recompute_to_the_byte(self, other: Technique) -> None:
+        mine = Tiled(chunks=1, mlp=4)
+        assert not drift(WIDE, mine, other)
+        assert not differences(train(WIDE, mine, other, steps=1), train(WIDE, mine, steps=1))
+
+    def test_mlps_hold_a_part_of_what_is_inside_them(self) -> None:
+        before, after = rewritten(WIDE), rewritten(WIDE, Tiled(chunks=1, mlp=8))
+        inner = sum(region.inner_bytes for region in position_wise(before))
+        assert before.saved_bytes() - after.saved_bytes() >= inner
+        assert after.peak_bytes() < before.peak_bytes() - inner // 2
+
+    def test_logits_and_mlps_together(self) -> None:
+        assert not drift(BOTH, Tiled(chunks=4, mlp=3))
+
+    def test_which_modules_treat_every_token_alike(self) -> None:
+        gpt = [region.module for region in position_wise(plain_program(ZOO["gpt"]).step)]
+        assert gpt == [f"h.{i}.mlp" for i in range(4)]
+        assert position_wise(plain_program(ZOO["cnn_bn"]).step) == ()
+        assert position_wise(plain_program(CAPPED).step) == ()  # casts under autocast
+
+    def test_reasons_of_mlps(self) -> None:
+        program = plain_program(WIDE)
+        assert "nothing is cut" in str(Tiled(chunks=1).fits(program, target_of()))
+        assert "no module in the blocks" in str(Tiled(chunks=1, mlp=2).fits(plain_program(LARGE), target_of()))
+        assert "fewer than" in str(Tiled(chunks=1, mlp=1000).fits(program, target_of()))
+        assert "keeps what the parts" in str(Tiled(chunks=1, mlp=2).fits(program, target_of(Selective())))
+        assert Tiled(chunks=1, mlp=2).fits(program, target_of(Full())) is None
+
+    def test_mlps_need_a_plan_for_this_model(self) -> None:
+        for plan in ({}, {"split": {"mlps": ["h.9.mlp"]}}):
+            _, model, optimizer = build(WIDE)
+            with pytest.raises(ApplyError) as caught:
+                apply(model, optimizer, {"settings": settings_of(Tiled(chunks=1, mlp=2)), "plan": plan}, strict=False)
+            assert caught.value.code in ("MT316", "MT336")
+            assert "forward" not in vars(model.layers[0].mlp)
 
     @pytest.mark.parametrize("chunks", [2, 32])
     def test_logits_cast_and_cut_before_the_loss(self, chunks: int) -> None:
@@ -96,10 +145,11 @@ class TestTiled(TechniqueSuite):
         assert caught.value.code == "MT334"
 
 
-@pytest.mark.parametrize("path", [LARGE, CAPPED], ids=["large", "capped"])
+@pytest.mark.parametrize("path", [LARGE, CAPPED, WIDE, NO_HEAD], ids=["large", "capped", "wide", "no_head"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_composes_with_sharding_and_offload_to_the_byte(path: Path, ranks: int) -> None:
-    settings: dict[str, Any] = {"split": {"kind": "tiled", "chunks": 4}, "recompute": {"kind": "full"}}
+    split = {"kind": "tiled", "chunks": 1, "mlp": 4} if path == WIDE else {"kind": "tiled", "chunks": 4}
+    settings: dict[str, Any] = {"split": split, "recompute": {"kind": "full"}}
     if ranks == 1:
         settings["offload"] = {"activations": {"kind": "copy_out", "min_bytes": 0}, "states": {"kind": "optimizer_cpu"}}
     else:
@@ -120,7 +170,7 @@ def shares(path: str, tiled: bool) -> dict[str, Any]:
     torch.manual_seed(3)
     inputs, targets = workload.make_batch(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    config: dict[str, Any] = config_of(Path(path), Tiled(chunks=4)) if tiled else {"settings": {}}
+    config: dict[str, Any] = config_of(Path(path), Tiled(chunks=4, mlp=3)) if tiled else {"settings": {}}
     settings = config["settings"]
     if torch.distributed.is_initialized():
         settings["sharding"] = {"states": {"kind": "fsdp"}}
@@ -129,13 +179,15 @@ def shares(path: str, tiled: bool) -> dict[str, Any]:
     tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
     tuned.step([(inputs, targets)])
     after = tuned.state_dict()["model"]
-    return {"gradients": {name: before[name] - after[name] for name in before}, "audit": tuned.audit().get("split")}
+    audit = tuned.audit()
+    gradients = {name: before[name] - after[name] for name in before}
+    return {"gradients": gradients, "audit": audit.get("split"), "modules": audit.get("split.modules")}
 
 
-@pytest.mark.parametrize(("path", "head"), [(LARGE, "head"), (NO_HEAD, "the model")], ids=["linear", "no_head"])
-def test_two_sharded_ranks_train_as_the_plain_model(path: Path, head: str) -> None:
-    wanted = shares(str(path), False)["gradients"]
-    for rank in run_ranks(shares, 2, str(path), True):
-        assert rank["audit"] == {"head": head, "losses_in_parts": 1, "read_whole": 0}
+def test_two_sharded_ranks_train_as_the_plain_model() -> None:
+    wanted = shares(str(BOTH), False)["gradients"]
+    for rank in run_ranks(shares, 2, str(BOTH), True):
+        assert rank["audit"] == {"head": "head", "losses_in_parts": 1, "read_whole": 0}
+        assert rank["modules"] == {"modules": 4, "runs_in_parts": 4}
         for name, gradient in wanted.items():
             assert float((rank["gradients"][name] - gradient).abs().max()) <= 1e-5 * max(1.0, float(gradient.abs().max()))

@@ -1,0 +1,180 @@
+"""Where blocks hold modules that treat every token alike: what `passes.tiled_region` can run a few tokens at a time.
+
+Such a module reads one tensor, makes one, and consists of products with weights (at least two: an MLP), layer norms and
+element-wise ops, forward and backward each in one piece. Anything that draws random numbers, casts, or mixes rows is left whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from memtune.program import I32, Kind, Phase, Step
+
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_NORMS = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
+_ALIKE = (
+    *_PRODUCTS, *_NORMS, "aten.gelu.default", "aten.silu.default", "aten.relu.default", "aten.tanh.default",
+    "aten.sigmoid.default", "aten.mul.Tensor", "aten.add.Tensor", "aten.square.default", "aten.pow.Tensor_Scalar",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PositionWise:
+    """One such module of one block."""
+
+    module: str
+    module_id: int
+    block: int
+    forward: tuple[int, ...]
+    """Ops, ascending and without others in between; so are those of backward."""
+    backward: tuple[int, ...]
+    x: int
+    """Storage that it reads; `y` is the one that it makes."""
+    y: int
+    rows: int
+    """Tokens."""
+    given: int
+    """Gradient of `y`."""
+    dx: int
+    """Gradient of `x`, as far as it comes through here; -1 where none is wanted."""
+    gradients: tuple[int, ...]
+    """Of its parameters."""
+    save: int
+    """Save row of `x`."""
+    saves: tuple[int, ...]
+    """Save rows of all that its ops save."""
+    inner_bytes: int
+    """Of what it saves but `x`."""
+
+
+class _No(Exception):
+    """It is not such a module."""
+
+
+@lru_cache(maxsize=8)
+def position_wise(step: Step) -> tuple[PositionWise, ...]:
+    """The outermost such modules inside the blocks of `step`, in the order of their forwards."""
+    found: list[PositionWise] = []
+    forward = np.flatnonzero((step.op_phase == Phase.FORWARD) & (step.op_block >= 0)).astype(np.int32)
+    for block in np.unique(step.op_block[forward]).tolist():
+        ops = forward[step.op_block[forward] == block]
+        taken: list[str] = []
+        for name in sorted(_modules_in(step, ops, step.blocks[block]), key=lambda each: (each.count("."), each)):
+            if any(f"{name}.".startswith(f"{other}.") for other in taken):
+                continue
+            try:
+                found.append(_found(step, block, name, ops))
+                taken.append(name)
+            except _No:
+                continue
+    return tuple(sorted(found, key=lambda each: each.forward[0]))
+
+
+def _modules_in(step: Step, ops: I32, block: str) -> set[str]:
+    """Modules strictly inside `block` that run some of `ops`, and those around them."""
+    names = set()
+    for number in np.unique(step.op_module[ops]).tolist():
+        name = step.modules[number]
+        while name.startswith(f"{block}."):
+            names.add(name)
+            name = name.rpartition(".")[0]
+    return names
+
+
+def _found(step: Step, block: int, name: str, block_ops: I32) -> PositionWise:
+    inside = np.asarray([each == name or each.startswith(f"{name}.") for each in step.modules], bool)
+    forward = _in_one_piece(block_ops[inside[step.op_module[block_ops]]])
+    backward = _in_one_piece(np.flatnonzero(inside[step.op_module] & (step.op_phase == Phase.BACKWARD)))
+    if (step.op_phase[backward[0] : backward[-1] + 1] != Phase.BACKWARD).any() or step.op_rng[list(forward)].any():
+        raise _No
+    made = set(np.flatnonzero(np.isin(step.producer, forward) & (step.kind != Kind.WORKSPACE)).tolist())
+    x = _only(_all_alike(step, forward, made))
+    outside = (step.use_op > forward[-1]) & ~np.isin(step.use_op, backward)
+    read_later = made & set(step.use_storage[outside].tolist())
+    kept = {s for s in made if step.held_until[s] > forward[-1]}
+    y = _only(read_later or kept)
+    if kept - {y}:
+        raise _No
+    rows = _rows(step, forward, x)
+    given, dx, gradients = _gradients(step, backward, made | {x})
+    window = (step.save_before > forward[0]) | ((step.save_before == forward[0]) & (step.save_is_output == 0))
+    window &= (step.save_before <= forward[-1]) | ((step.save_before == forward[-1] + 1) & (step.save_is_output == 1))
+    saves = np.flatnonzero(window & (step.save_block == block))
+    mine = saves[step.save_storage[saves] == x]
+    if not len(mine) or any(s == y and i not in saves for i, s in enumerate(step.save_storage.tolist())):
+        raise _No
+    held = np.unique(step.save_storage[saves])
+    inner = int(step.bytes[held[(held != x) & np.isin(held, list(made))]].sum())
+    return PositionWise(
+        name, int(step.op_module[forward[-1]]), block, forward, backward, x, y, rows, given, dx, gradients, int(mine[0]),
+        tuple(saves.tolist()), inner,
+    )  # fmt: skip
+
+
+def _in_one_piece(ops: np.ndarray) -> tuple[int, ...]:
+    if not len(ops) or int(ops[-1] - ops[0]) + 1 != len(ops):
+        raise _No
+    return tuple(ops.tolist())
+
+
+def _only(storages: set[int]) -> int:
+    if len(storages) != 1:
+        raise _No
+    return next(iter(storages))
+
+
+def _all_alike(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int]:
+    """What `ops` read from outside besides parameters; all of them must treat rows alike, and two be products with weights."""
+    inputs: set[int] = set()
+    products = 0
+    for op in ops:
+        name = step.names[step.op_name[op]]
+        used = step.use_op == op
+        reads = set(step.use_storage[used].tolist())
+        if name not in _ALIKE or step.use_mutates[used].any():
+            raise _No
+        ranks = sorted(len(step.parameters[step.parameter_of[s]].shape) for s in reads if step.parameter_of[s] >= 0)
+        is_product = name in _PRODUCTS
+        if (is_product and 2 not in ranks) or (not is_product and set(ranks) - {1}):
+            raise _No  # a product of two activations, or positions added
+        products += is_product
+        inputs |= {s for s in reads - made if step.parameter_of[s] < 0}
+    if products < 2:
+        raise _No
+    return inputs
+
+
+def _rows(step: Step, forward: tuple[int, ...], x: int) -> int:
+    """Tokens in `x`, from the first product with a weight."""
+    for op in forward:
+        weights = [step.parameter_of[s] for s in step.use_storage[step.use_op == op].tolist() if step.parameter_of[s] >= 0]
+        shapes = [step.parameters[each] for each in weights if len(step.parameters[each].shape) == 2]
+        if shapes:
+            width = shapes[0].shape[1] * int(step.bytes[shapes[0].storage]) // int(np.prod(shapes[0].shape))
+            if int(step.bytes[x]) % width:
+                raise _No
+            return int(step.bytes[x] // width)
+    raise _No
+
+
+def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int, int, tuple[int, ...]]:
+    """The gradient that backward is given, those of the input and of the parameters."""
+    made = set(np.flatnonzero(np.isin(step.producer, backward) & (step.kind != Kind.WORKSPACE)).tolist())
+    inside = np.isin(step.use_op, backward)
+    weights = {s for s in np.unique(step.use_storage).tolist() if step.parameter_of[s] >= 0}
+    given = _only(set(step.use_storage[inside].tolist()) - made - known - weights)
+    if step.use_mutates[inside].any():
+        raise _No
+    landed = set(step.landing.tolist()) | {s for s in made if step.owner[s] >= 0}
+    later = set(step.use_storage[step.use_op > backward[-1]].tolist()) | set(
+        np.flatnonzero(step.held_until > backward[-1]).tolist()
+    )
+    left = made & later
+    gradients = tuple(sorted(left & landed, key=lambda s: int(step.producer[s])))
+    others = left - landed
+    if len(others) > 1:
+        raise _No
+    return given, next(iter(others), -1), gradients

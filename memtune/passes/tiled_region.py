@@ -1,0 +1,119 @@
+"""The pass of `runtime.tiled_region`: modules that treat tokens alike run over parts of them, and again in backward."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memtune.edit import Edit
+from memtune.passes.new_ops import NewOps
+from memtune.passes.position_wise import PositionWise
+from memtune.program import Kind, Phase, Step
+
+
+def tile_regions(step: Step, regions: tuple[PositionWise, ...], chunks: int) -> Step:
+    """`step` with each of `regions` run over `chunks` parts of its rows.
+
+    Forward makes no more of the inner tensors than one part's at a time, and saves the input alone; backward runs each part's
+    forward again just before its backward, and adds up the gradients of the parameters.
+    """
+    edit = Edit(step)
+    gone, saves = np.zeros(step.n_ops, bool), np.zeros(len(step.save_storage), bool)
+    for region in regions:
+        gone[[*region.forward, *region.backward]] = True
+        saves[[i for i in region.saves if i != region.save]] = True
+    edit.drop_ops(gone)
+    edit.drop_saves(saves)
+    edit.save_before, edit.save_asked = step.save_before.copy(), step.save_asked.copy()
+    edit.save_until, edit.save_used_until = step.save_until.copy(), step.save_used_until.copy()
+    edit.save_is_output = step.save_is_output.copy()
+    for region in regions:
+        _Tiled(step, edit, region, chunks).insert()
+    return edit.done()
+
+
+class _Tiled:
+    """The ops of `runtime.tiled_region`, in their order."""
+
+    def __init__(self, step: Step, edit: Edit, region: PositionWise, chunks: int) -> None:
+        self.step, self.edit, self.region = step, edit, region
+        size = -(-region.rows // chunks)
+        self.parts = [min(size, region.rows - start) for start in range(0, region.rows, size)]
+        inside = [*region.forward, *region.backward]
+        self.made: dict[int, list[int]] = {op: [] for op in inside}
+        for storage in np.flatnonzero(np.isin(step.producer, inside) & (step.kind != Kind.WORKSPACE)).tolist():
+            self.made[int(step.producer[storage])].append(storage)
+
+    def insert(self) -> None:
+        """Both halves, where the module's own ops were."""
+        region, edit = self.region, self.edit
+        forward = NewOps(edit, edit.n_ops)
+        for number, part in enumerate(self.parts):
+            made: dict[int, int] = {}
+            self._run(forward, region.forward, part, made, {})
+            y = made[region.y]
+            if number == 0:
+                edit.producer[region.y] = forward.run("aten.new_empty.default", y)
+            forward.run("aten.copy_.default", region.y, y, writes=region.y)
+        forward.hold(region.x, forward.last)
+        forward.insert(after=region.forward[-1], phase=Phase.FORWARD, module=region.module_id, block=region.block)
+        self._insert_backward()
+        edit.save_before[region.save] = region.forward[-1] + 1
+        edit.save_is_output[region.save] = 0
+
+    def _insert_backward(self) -> None:
+        region, edit = self.region, self.edit
+        ops = NewOps(edit, edit.n_ops)
+        if region.dx >= 0:
+            edit.producer[region.dx] = ops.run("aten.empty_like.default", region.x)
+        for number, part in enumerate(self.parts):
+            made: dict[int, int] = {}
+            lasts: dict[int, int] = {}
+            self._run(ops, region.forward, part, made, lasts)
+            self._run(ops, region.backward, part, made, lasts, first=number == 0)
+            self._hold_saved(ops, made, lasts)
+            end = lasts[region.backward[-1]]
+            ops.hold(made[region.y], end)
+            got = [made[each] for each in region.gradients if each in made]
+            if region.dx >= 0:
+                ops.run("aten.copy_.default", region.dx, made[region.dx], writes=region.dx)
+            if number:
+                for gradient in region.gradients:
+                    ops.run("aten.add_.Tensor", gradient, made[gradient], writes=gradient)
+            for each in got:
+                ops.hold(each, ops.last)
+        ops.hold(region.given, ops.last)  # the input is held by its save, which a recompute pass may move
+        ops.insert(before=region.backward[0], phase=Phase.BACKWARD, module=region.module_id, block=region.block)
+        edit.save_asked[region.save] = ops.first
+        edit.save_until[region.save] = edit.save_used_until[region.save] = ops.last
+        for gradient in region.gradients:
+            if self.step.ready_after[gradient] >= 0:
+                edit.ready_after[gradient] = ops.last
+
+    def _run(
+        self, ops: NewOps, rows: tuple[int, ...], part: int, made: dict[int, int], lasts: dict[int, int], *, first: bool = False
+    ) -> None:
+        """One part of the module's own ops `rows`; `made` maps storages to the part's, `lasts` ops to new ones."""
+        step, region = self.step, self.region
+        share = part / region.rows
+        held: list[tuple[int, int]] = []
+        for op in rows:
+            reads = [made.get(s, s) for s in step.use_storage[step.use_op == op].tolist()]
+            lasts[op] = ops.run(step.names[step.op_name[op]], *reads, like=op, share=share)
+            for storage in self.made[op]:
+                if storage in region.gradients:
+                    if first:
+                        self.edit.producer[storage] = ops.last
+                    made[storage] = storage if first else ops.makes(int(step.bytes[storage]))
+                else:
+                    made[storage] = ops.makes(int(step.bytes[storage]) * part // region.rows)
+                until = int(step.held_until[storage])
+                if rows[0] <= until <= rows[-1]:
+                    held.append((made[storage], until))
+        for storage, until in held:
+            ops.hold(storage, lasts[until])
+
+    def _hold_saved(self, ops: NewOps, made: dict[int, int], lasts: dict[int, int]) -> None:
+        for row in self.region.saves:
+            storage, until = int(self.step.save_storage[row]), int(self.step.save_until[row])
+            if storage in made and until in lasts:
+                ops.hold(made[storage], lasts[until])

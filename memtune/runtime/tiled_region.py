@@ -1,0 +1,136 @@
+"""Modules that treat every token alike, run over parts of the tokens: what is inside them never exists for all tokens at once.
+
+Rule 1. Forward runs part after part without a graph and saves the input alone. Backward runs each part's forward once more with
+        a graph and goes back through it at once, so that the inner tensors of one part are there and no others.
+Rule 2. Parameters go in as arguments and their gradients come out summed: whoever watches gradients (FSDP2, DDP, hooks) sees one
+        of each, whole, as from the plain module.
+Rule 3. Only the forward changes; without gradients, or with other arguments than one tensor, the module is what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memtune.errors import ApplyError
+from memtune.runtime.context import Context
+
+
+@dataclass
+class _How:
+    """How one module runs. Legend: N = tokens, D = width of the input, E = of the output."""
+
+    forward: Callable[[Tensor], Tensor]
+    chunks: int
+    runs: int = 0
+
+    def part(self, rows: Tensor, dims: int) -> Tensor:
+        """The module over some rows (n, D), which it is given with as many dims as it is used to; (n, E)."""
+        out = self.forward(rows[(None,) * (dims - 2)])
+        return out.reshape(-1, out.shape[-1])
+
+
+def install_tiled_modules(context: Context, names: list[str] | None, *, chunks: int) -> None:
+    """Make the modules `names` of the model in `context` run over parts of their tokens; the audit asks whether they did.
+
+    Args:
+        context: Whose model is changed.
+        names: Of modules that treat every token alike and are called with one tensor (…, D).
+        chunks: Into how many parts the tokens are cut.
+
+    Raises:
+        ApplyError: There is no list of names, or the model has no such module.
+    """
+    if names is None:
+        raise ApplyError(
+            "MLPs in parts need a plan of which modules they are.",
+            fix="memtune search  writes it with the config; or mlp: 1",
+            code="MT316",
+        )
+    installed: list[tuple[str, nn.Module, _How]] = []
+    for name in names:
+        try:
+            module = context.model.get_submodule(name)
+        except AttributeError as error:
+            raise ApplyError(
+                f"the plan cuts {name} into parts, which the model does not have.",
+                fix="memtune search  makes a plan for this model; or split: {kind: none}",
+                code="MT336",
+            ) from error
+        how = _How(module.forward, chunks)
+        module.forward = partial(_forward, module, how)
+        installed.append((name, module, how))
+    context.checks["split.modules"] = lambda: _check(installed)
+
+
+def _check(installed: list[tuple[str, nn.Module, _How]]) -> dict[str, Any]:
+    for name, module, _ in installed:
+        if "forward" not in vars(module):
+            raise ApplyError(f"{name} should run over parts of its tokens, but its forward is its own.", code="MT335")
+    return {"modules": len(installed), "runs_in_parts": sum(how.runs for _, _, how in installed)}
+
+
+def _forward(module: nn.Module, how: _How, *args: Any, **kwargs: Any) -> Any:
+    x = args[0] if len(args) == 1 and not kwargs else None
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2 or x.shape[:-1].numel() < 2:  # Rule 3
+        return how.forward(*args, **kwargs)
+    if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
+        return how.forward(*args, **kwargs)
+    how.runs += 1
+    return _Parts.apply(x, how, *parameters)  # type: ignore[no-untyped-call]
+
+
+class _Parts(torch.autograd.Function):
+    """Rules 1 and 2."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: _How, *parameters: Tensor) -> Tensor:
+        rows, out = x.reshape(-1, x.shape[-1]), None
+        size = -(-len(rows) // how.chunks)
+        for start in range(0, len(rows), size):
+            part = how.part(rows[start : start + size], x.dim())
+            if out is None:
+                out = part.new_empty(len(rows), part.shape[-1])
+            out[start : start + size].copy_(part)
+            del part
+        assert out is not None
+        ctx.save_for_backward(x)
+        ctx.how, ctx.parameters, ctx.autocast = how, parameters, _autocast(x.device.type)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), how = ctx.saved_tensors, ctx.how
+        rows, given = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        dx = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        sums: list[Tensor | None] = [None] * len(ctx.parameters)
+        size = -(-len(rows) // how.chunks)
+        for start in range(0, len(rows), size):
+            mine = slice(start, start + size)
+            with torch.enable_grad(), ctx.autocast():
+                part = rows[mine].detach().requires_grad_(dx is not None)
+                out = how.part(part, x.dim())
+            wanted = [part, *ctx.parameters] if dx is not None else list(ctx.parameters)
+            got = list(torch.autograd.grad(out, wanted, given[mine], allow_unused=True))
+            del out
+            if dx is not None:
+                dx[mine].copy_(got.pop(0))
+            for i, each in enumerate(got):
+                so_far = sums[i]
+                sums[i] = each if so_far is None or each is None else so_far.add_(each)
+            del got, part, each
+        return (None if dx is None else dx.view_as(x), None, *sums)
+
+
+def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """What brings autocast back to what it is now."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return lambda: torch.autocast(device, dtype=dtype, enabled=enabled)
