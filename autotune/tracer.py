@@ -396,7 +396,8 @@ class Tracer(TorchDispatchMode):
             if torch._C._current_autograd_node() is None:
                 self._leave_at[block] = len(self._ops) - 1
                 if block == len(self._blocks):
-                    storages = (_local(t).untyped_storage() for t in tree_leaves(output) if isinstance(t, Tensor))
+                    with torch._C.DisableTorchFunctionSubclass():  # or logits that are not there would be read
+                        storages = [_local(t).untyped_storage() for t in tree_leaves(output) if isinstance(t, Tensor)]
                     self._outputs |= {self._ids[each._cdata] for each in storages if each._cdata in self._ids}
 
         return note
