@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,10 +14,11 @@ from memtune.autotune.exposure import time_lines
 from memtune.autotune.peak import PeakRow
 from memtune.autotune.planning import Planned, PlanReport
 from memtune.autotune.remedies import describe
-from memtune.units import format_bytes, format_seconds
+from memtune.units import format_bytes, format_seconds, parse_bytes
 
 _ROWS = 6
 """Modules that are shown of a peak."""
+_BYTES = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
 
 
 def render(report: PlanReport) -> RenderableType:
@@ -103,10 +105,22 @@ def _left_out(report: PlanReport) -> Iterator[str]:
     for name, (count, least) in report.pruned.items():
         over = format_bytes(least - limit)
         yield f"pruned    {count:,} with {name}: they need {format_bytes(least)} at the least, {over} too much"
-    for reason, count in report.refused.items():
+    for reason, count in merged(report.refused).items():
         yield f"refused   {count:,}: {reason}"
     for name, reason in report.unfit.items():
         yield f"not used  {name}: {reason}"
+
+
+def merged(refused: Mapping[str, int]) -> dict[str, int]:
+    """`refused` with reasons that differ in numbers of bytes only as one, which is the one with the least."""
+    alike: dict[str, list[str]] = {}
+    for reason in refused:
+        alike.setdefault(_BYTES.sub("", reason), []).append(reason)
+    return {
+        min(reasons, key=lambda reason: [parse_bytes(size) for size in _BYTES.findall(reason)])
+        + (f" · the least of {len(reasons)} such" if len(reasons) > 1 else ""): sum(map(refused.__getitem__, reasons))
+        for reasons in alike.values()
+    }
 
 
 def _not_exact(report: PlanReport) -> Iterator[str]:

@@ -149,8 +149,9 @@ class Session:
                 accumulate(self.model, self.workload.loss, batches[:-1], CPU, sync=lambda last: self.sync(False))
                 batches = batches[-1:]
             calls = CallRecorder(tracer, fuse=self.target == "cuda")
-            with tracer.recording(), calls:
-                loss = accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync)
+            with tracer.recording():
+                with calls:
+                    loss = accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync)
                 tracer.note_gradients()
                 foreach = None
                 if self.target == "cuda":

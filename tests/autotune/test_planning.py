@@ -13,7 +13,7 @@ import zoo_paths
 from rich.console import Console
 
 from memtune.autotune.options import PlanOptions
-from memtune.autotune.plan_text import render
+from memtune.autotune.plan_text import merged, render
 from memtune.autotune.planning import PlanReport, plan
 from memtune.autotune.trials import run_trial
 from memtune.errors import ConfigError, UsageError
@@ -160,3 +160,8 @@ def test_a_trial_over_its_budget_is_out_of_memory_not_an_error(tmp_path: Path):
     result = run_trial(GPT, {"settings": {}}, budget_bytes=3 * 2**20, micro_batch=8)
     assert result.status == "oom"
     assert "out of memory" in result.reason
+
+
+def test_refusals_that_differ_in_bytes_only_are_one_line() -> None:
+    refused = {"needs 1.50 TiB (fix)": 2, "other": 3, "needs 900 GiB (fix)": 4, "needs 20 of 3 (fix)": 5}
+    assert merged(refused) == {"needs 900 GiB (fix) · the least of 2 such": 6, "other": 3, "needs 20 of 3 (fix)": 5}
