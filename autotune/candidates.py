@@ -143,6 +143,11 @@ def _null_with_a_say(slot: str) -> Technique | None:
     return technique if _has_a_say(type(technique)) else None
 
 
+def _equal(one: Technique | None, other: Technique | None) -> bool:
+    """Whether both are the same setting; mostly they are the same object, and comparing models field by field is slow."""
+    return one is other or one == other
+
+
 class Rewriter:
     """Programs of choices on one recording and target.
 
@@ -260,9 +265,9 @@ class Rewriter:
         return Program((RankClass(self.target.ranks, step),), execution.micro_batch, execution.accumulate)
 
     def _next(self, node: _Node, technique: Technique, choice: Choice) -> _Node:
-        known = node.below.setdefault(self._number(technique), [])
+        known, chosen = node.below.setdefault(self._number(technique), []), choice.chosen
         for each in known:
-            if not each.seen or all(choice.chosen.get(slot) == seen for slot, seen in each.seen.items()):
+            if not each.seen or all(_equal(chosen.get(slot), seen) for slot, seen in each.seen.items()):
                 return each
         known.append(self._made(node, technique, choice))
         return known[-1]
