@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from memtune.autotune.in_place import ADDS_TO_ITS_PRODUCT
 from memtune.autotune.tracer import Tracer
 from memtune.program import Call
 
@@ -83,9 +84,24 @@ class CallRecorder(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self._tracer, self._fuse = tracer, fuse
+        self._modes = 0
+
+    def __enter__(self) -> Any:
+        """Starts to look on; modes that come later are the runtime's own."""
+        self._modes = torch._C._len_torch_dispatch_stack()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call; note it if it is one of those."""
+        if func in ADDS_TO_ITS_PRODUCT and torch._C._len_torch_dispatch_stack() == self._modes:
+            self._tracer.composite_from = self._tracer.mark().ops
+            try:
+                return self._noted(func, args, kwargs)
+            finally:
+                self._tracer.composite_from = -1
+        return self._noted(func, args, kwargs)
+
+    def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
         known = _KINDS.get(func)
         options = known[1](*args, **(kwargs or {})) if known else None
         if known is None or options is None:

@@ -1,9 +1,10 @@
-"""What backward does in place as long as no dispatch mode looks on; while a step is recorded, one does.
+"""What torch does in place as long as no dispatch mode looks on; while a step is recorded, one does.
 
 1. Sums, where a tensor gets gradients from several places. The engine adds to the gradient that came first if that is dense, no
    view, and nobody else holds it or its memory (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`). Who holds it is
    told by the recording; the rest is asked here.
 2. Zeros that a backward formula scatters gradients into (torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`).
+3. The bias of a `linear` and the mask of attention, added to a product (ATen/native/Linear.cpp, transformers/attention.cpp).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-_SUM = torch.ops.aten.add.Tensor
+SUM = torch.ops.aten.add.Tensor
 _SCATTERS = frozenset(
     getattr(getattr(torch.ops.aten, op), overload)
     for op, overload in (
@@ -22,6 +24,8 @@ _SCATTERS = frozenset(
         ("put", "default"), ("masked_scatter", "default"),
     )
 )  # fmt: skip
+ADDS_TO_ITS_PRODUCT = frozenset({F.linear, F.scaled_dot_product_attention})
+"""Functions that add to a product of theirs by rule 3, where they have no kernel that does both."""
 _WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame")
 """Modules whose frames lie between a dispatch mode and who called the op."""
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -43,7 +47,7 @@ def is_in_place(func: Any, args: tuple[Any, ...], out: Any, made_by: str, made_u
     """
     if func in _SCATTERS:
         return "zeros" in made_by and _called_by_engine()
-    if func is not _SUM or made_under < 0 or len(args) != 2 or not _can_hold(args[0], args[1], out) or not _called_by_engine():
+    if func is not SUM or made_under < 0 or len(args) != 2 or not _can_hold(args[0], args[1], out) or not _called_by_engine():
         return False
     node: Any = torch._C._current_autograd_node()
     edges = [edge for edge in node.next_functions if edge[0] is not None]

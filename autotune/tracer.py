@@ -27,10 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtune.autotune import flops
-from memtune.autotune.in_place import is_in_place, number_of
+from memtune.autotune.in_place import SUM, is_in_place, number_of
 from memtune.autotune.owners import owners
 from memtune.autotune.resizes import watch_resizes
 from memtune.autotune.rows import Extent, Made, OpRow, Rows
+from memtune.autotune.stand_in import stand_in_for
 from memtune.ops import SEAM
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.op_arguments import group_size, mutated, tensors_in
@@ -60,6 +61,7 @@ class Tracer(TorchDispatchMode):
 
     Attributes:
         signatures: What to look each op up by in a WorkspaceTable, by row; empty for what is not an op.
+        composite_from: Op before which a function of `in_place.ADDS_TO_ITS_PRODUCT` began that runs now, -1 outside.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, blocks: list[str], *, stand_ins: bool = True) -> None:
@@ -68,6 +70,7 @@ class Tracer(TorchDispatchMode):
         self._model, self._optimizer, self._blocks, self._stand_ins = model, optimizer, blocks, stand_ins
         self.phase = Phase.FORWARD
         self._paused = 0
+        self.composite_from = -1
         self._ops: list[OpRow] = []
         self._bytes: list[int] = []
         self._tier: list[int] = []
@@ -227,7 +230,7 @@ class Tracer(TorchDispatchMode):
         op = len(self._ops)
         reads = [self._register(t, Kind.BUFFER) for t in inputs]
         module, block, phase = self._place(sequence)
-        handed = reads[0] if reads and phase is Phase.BACKWARD and self._is_in_place(func, args, out, reads[0]) else -1
+        handed = reads[0] if reads and self._is_in_place(func, args, out, reads[0], phase) else -1
         for storage in dict.fromkeys(reads):
             self._uses.append((op, storage, HANDS_OVER if storage == handed else READS))
         for tensor in written:
@@ -256,9 +259,11 @@ class Tracer(TorchDispatchMode):
             if seam and seam.output_tier != Tier.DEVICE:
                 self._tier[index] = int(seam.output_tier)
 
-    def _is_in_place(self, func: Any, args: Any, out: Any, first: int) -> bool:
+    def _is_in_place(self, func: Any, args: Any, out: Any, first: int, phase: Phase) -> bool:
         maker = self._producer[first]
-        return maker >= 0 and is_in_place(func, args, out, self._ops[maker][0], self._ops[maker][9])
+        if phase is Phase.BACKWARD:
+            return maker >= 0 and is_in_place(func, args, out, self._ops[maker][0], self._ops[maker][9])
+        return func is SUM and maker >= self.composite_from >= 0
 
     def _inside_model(self) -> bool:
         return len(self._stack) > 1 or torch._C._current_autograd_node() is not None
@@ -336,7 +341,7 @@ class Tracer(TorchDispatchMode):
             self._paused -= 1
 
     def _stand_in_for(self, tensor: Tensor, row: int, column: int) -> Tensor:
-        stand_in = _stand_in(tensor)
+        stand_in = stand_in_for(tensor)
         twin = stand_in.untyped_storage()
         self._ids[twin._cdata] = self._saves[row][0]
         self._row_of[twin._cdata] = row
@@ -494,11 +499,3 @@ class Tracer(TorchDispatchMode):
 def _local(tensor: Tensor) -> Tensor:
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, FakeTensor):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
-        whole = tensor.untyped_storage().clone()
-        return torch.empty(0, dtype=tensor.dtype).set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())

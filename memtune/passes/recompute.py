@@ -43,6 +43,8 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     chosen = np.zeros(len(step.blocks) + 1, bool)  # the last entry serves block -1
     chosen[blocks] = True
     forward = (step.op_phase == Phase.FORWARD) & chosen[step.op_block]
+    if keep is not None:  # a dispatch mode looks for what is kept, in both runs
+        step = step.without_handing_over(np.flatnonzero(forward).astype(np.int32))
     made_in = np.where(step.producer >= 0, step.op_block[step.producer], -1)
     made_in[(step.producer < 0) | ~forward[step.producer]] = -1  # (m,) block that made it in forward, if chosen
     tried, left_out = _tried_and_left_out(step, forward, keep)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memtune.calls import Call, Calls
 from memtune.runtime.left_out import LeftOut
 from memtune.runtime.moved import Moved, View, id_of
+from memtune.runtime.op_arguments import mutated
 from memtune.runtime.random_state import RandomState
 
 Keep = Callable[[Any], bool] | Calls
@@ -34,10 +35,15 @@ class Kept:
         tensors = [t for t in tree_leaves(self._out) if isinstance(t, Tensor)]
         self._versions = [(t, t._version) for t in tensors]
         self._storages = [weakref.ref(t.untyped_storage()) for t in tensors]
+        self._written = False
+
+    def note_write(self, storage: torch.UntypedStorage) -> None:
+        """An op of the region writes into `storage`: views that count writes apart (`unsafe_split`) show it in no other way."""
+        self._written = self._written or any(kept() is storage for kept in self._storages)
 
     def unchanged(self) -> bool:
         """Nothing has written into the outputs since they were kept."""
-        return all(t._version == version for t, version in self._versions)
+        return not self._written and all(t._version == version for t, version in self._versions)
 
     def holds(self, tensor: Tensor) -> bool:
         """`tensor` looks into one of the outputs, as they were kept or as they came back from the host."""
@@ -97,6 +103,10 @@ class KeepMode(TorchDispatchMode):
                 self._left_out.read_by(func, (args, kwargs), out, before=self._count())
         elif self._keep(func):
             self._kept[self._seen.next(func)] = self._output(func, out)
+        if func._schema.is_mutable:
+            for storage in {tensor.untyped_storage() for tensor in mutated(func, args, kwargs or {})}:
+                for kept in self._kept.values():
+                    kept.note_write(storage)
         return out
 
     def _output(self, func: Any, out: Any) -> Kept:

@@ -62,7 +62,8 @@ def op_of(key: Signature) -> str:
 def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
         dtype, shape, stride = _described(value)
-        return {"t": [dtype, list(shape), list(stride)]}
+        tag = "conj" if value.dtype.is_complex and value.is_conj() else "t"  # kernels of products resolve it themselves
+        return {tag: [dtype, list(shape), list(stride)]}
     if isinstance(value, list | tuple):
         return [_encode(item) for item in value]
     if value is None or isinstance(value, bool | int | str):
@@ -85,9 +86,10 @@ def _decode(value: Any, device: torch.device) -> Any:
     if not isinstance(value, dict):
         return value
     (tag, content), = value.items()  # fmt: skip
-    if tag == "t":
+    if tag in ("t", "conj"):
         dtype, shape, stride = content
-        return _input(dtype, shape, stride, device)
+        made = _input(dtype, shape, stride, device)
+        return made.conj() if tag == "conj" else made
     if tag == "f":
         return float(content)
     if tag == "torch":

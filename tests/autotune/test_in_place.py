@@ -39,6 +39,7 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.second = (nn.Parameter(torch.randn(64, 64)) for _ in range(2))
         self.scale = nn.Parameter(torch.ones(64))
+        self.layer = nn.Linear(64, 64)
         self.register_buffer("index", torch.arange(128)[:, None].expand(128, 64) % 2)
 
     def forward(self, x):
@@ -61,8 +62,13 @@ CASES = {  # forward, shape of the batch, what is made in the memory of a first 
     "a parameter used twice": ("(x @ self.first).tanh() @ self.first", "64 * size, 64", {"aten.add.Tensor"}),
     "scattered": ("x.gather(0, self.index)", "64 * size, 64", {"aten.scatter_add.default"}),
     "the largest": ("x.max(1).values", "64 * size, 64", {"aten.scatter.src"}),
+    "a bias": ("self.layer((x @ self.first).transpose(1, 2)).tanh().sin()", "size, 64, 64", {"aten.add.Tensor"}),
+    "a bias, by hand": ("((x @ self.first).transpose(1, 2) @ self.second + self.scale).tanh().sin()", "size, 64, 64", set()),
+    "complex products": (
+        "torch.view_as_real(torch.polar(x, x) @ torch.polar(x, x)[:64].T).sin()", "64 * size, 64", {"aten.add.Tensor"}
+    ),
     "indexed": ("x[self.index[:, 0]]", "64 * size, 64", {"aten.index_put.default"}),
-}
+}  # fmt: skip
 
 TABLE = WorkspaceTable()
 

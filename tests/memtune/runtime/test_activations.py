@@ -198,6 +198,26 @@ def test_a_kept_output_that_is_written_into_is_not_kept() -> None:
     assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
 
 
+class UnsafelySplit(nn.Module):
+    """As torch's GRU cell does it: what `unsafe_split` returns counts its writes apart from what was split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(16, 16), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.unsafe_split(self.layer(x), 8, 1)
+        return self.out(left.add_(right).sigmoid())
+
+
+def test_a_kept_output_that_is_written_into_through_an_unsafe_view_is_not_kept() -> None:
+    x = torch.randn(4, 16)
+    wanted = gradients(make(UnsafelySplit), x)
+    model = make(UnsafelySplit)
+    table_on(model, CLAIMS["selective"])
+    assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
+
+
 def test_buffers_are_as_after_one_forward() -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh())
