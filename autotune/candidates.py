@@ -11,7 +11,7 @@ Three rules:
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from memtune.config import Settings, load_config
 from memtune.edit import accumulate_gradients
 from memtune.program import Program, RankClass, Recording
+from memtune.runtime.compiled import Compiling
 from memtune.search_spaces import PASS_ORDER, SLOTS, null
 from memtune.search_spaces.execution import Execution
 from memtune.technique import NO_PLAN, Plan, Reason, Target, Technique
@@ -51,10 +52,17 @@ class Choice(Settings):
         return Choice(Execution.model_validate({**self.execution.model_dump(), "micro_batch": size}), self.techniques)
 
     @cached_property
+    def partitioning(self) -> tuple[tuple[str, Any], ...]:
+        """What the techniques tell the partitioner of compiled graphs; nothing where nothing is compiled."""
+        if not self.execution.compile:
+            return ()
+        return tuple(sorted(pair for each in self.techniques for pair in each.partitioning().items()))
+
+    @cached_property
     def complexity(self) -> tuple[int, int]:
         """How much there is to understand: slots in use, then knobs off their default. Among equals the smaller ships."""
         knobs = sum(len(each.model_dump(exclude_defaults=True)) for each in self.techniques)
-        return len(self.techniques) + int(self.execution.compile), knobs + int(self.execution.accumulate > 1)
+        return len(self.techniques) + int(self.execution.compile is not False), knobs + int(self.execution.accumulate > 1)
 
     @cached_property
     def summary(self) -> str:
@@ -155,12 +163,20 @@ class Rewriter:
         recording: The user's step as a function of the micro-batch.
         target: Hardware, ranks and budget; what other slots chose is filled in per candidate.
         validate: Check every invariant after each pass.
+        compiled: Recordings of the compiled model by how it is compiled; without it no choice that compiles fits.
     """
 
-    def __init__(self, recording: Recording, target: Target, *, validate: bool = True) -> None:
-        self.recording, self.target = recording, target
+    def __init__(
+        self,
+        recording: Recording,
+        target: Target,
+        *,
+        validate: bool = True,
+        compiled: Callable[[Compiling], Recording | Reason] | None = None,
+    ) -> None:
+        self.recording, self.target, self.compiled = recording, target, compiled
         self._validate = validate
-        self._roots: dict[int, _Node] = {}
+        self._roots: dict[Hashable, _Node] = {}
         self._rows = 0
         self._pairs: dict[Hashable, frozenset[str]] = {}
         self._numbers: dict[Technique | Execution, int] = {}
@@ -236,7 +252,7 @@ class Rewriter:
     def _node(self, choice: Choice) -> _Node:
         if self._rows > _MAX_ROWS:
             self.forget()
-        node = self._root(choice.execution)
+        node = self._root(choice.execution, choice.partitioning)
         chosen = choice.chosen
         for slot in PASS_ORDER:
             technique = chosen.get(slot) or _null_with_a_say(slot)
@@ -246,20 +262,27 @@ class Rewriter:
                 node = self._next(node, technique, choice)
         return node
 
-    def _root(self, execution: Execution) -> _Node:
-        number = self._number(execution)
-        root = self._roots.get(number)
+    def _root(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...] = ()) -> _Node:
+        key = self._number(execution), partitioning
+        root = self._roots.get(key)
         if root is None:
-            root = self._roots[number] = _Node(self._plain(execution), {}, {})
+            root = self._roots[key] = _Node(self._plain(execution, partitioning), {}, {})
             self._rows += 0 if isinstance(root.result, Reason) else root.result.step.n_ops
         return root
 
-    def _plain(self, execution: Execution) -> Program | Reason:
+    def _plain(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...]) -> Program | Reason:
         if execution.micro_batch is None:
             return Reason("the micro-batch is not given", "set execution.micro_batch")
+        recording: Recording | Reason = self.recording
         if execution.compile:
-            return Reason("compiled steps cannot be recorded yet")
-        step = self.recording.at(execution.micro_batch)
+            if self.target.ranks > 1:
+                return Reason("compiled models train on one rank so far", "execution.compile: false")
+            if self.compiled is None:
+                return Reason("the compiled step was not recorded", "execution.compile: false")
+            recording = self.compiled(Compiling(execution.compile, execution.compile_backend, partitioning))
+        if isinstance(recording, Reason):
+            return recording
+        step = recording.at(execution.micro_batch)
         if execution.accumulate > 1:
             step = accumulate_gradients(step)
         return Program((RankClass(self.target.ranks, step),), execution.micro_batch, execution.accumulate)

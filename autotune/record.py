@@ -29,6 +29,7 @@ from memtune.edit import Edit
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
 from memtune.program import I64, Hints, Kind, Recording, Step, at_micro_batch
+from memtune.runtime.compiled import CompiledModel, Compiling
 from memtune.runtime.loop import SyncContext, accumulate, train_step
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, mark, tier
@@ -104,6 +105,9 @@ class Session:
     assumed: list[str] = field(default_factory=list)
     """What user code would have asked the data, and the answer it was given."""
 
+    compiled: CompiledModel | None = None
+    """What of the model runs through torch.compile; graphs are made in an untraced step, as Dynamo sees no recorder then."""
+
     def batch(self, size: int) -> Any:
         """One micro-batch of `size` samples; made for real, then made fake where the rung is."""
         with tier(HOST):
@@ -142,6 +146,8 @@ class Session:
 
     def traced(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
         """As `trace`, with what the ops' workspaces are looked up by."""
+        if self.compiled is not None:
+            self.warm_up(size)
         tracer = Tracer(self.model, self.optimizer, self.blocks)
         with self.entered():
             batches = [self.batch(size) for _ in range(micro_batches)]
@@ -150,7 +156,7 @@ class Session:
                 batches = batches[-1:]
             calls = CallRecorder(tracer, fuse=self.target == "cuda")
             with tracer.recording():
-                with calls:
+                with calls if self.compiled is None else _no_new_graphs():
                     loss = accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync)
                 tracer.note_gradients()
                 foreach = None
@@ -173,6 +179,7 @@ def record(
     between: Iterable[int] = (),
     workspace: WorkspaceTable | None = None,
     target: Device = "cpu",
+    compiling: Compiling | None = None,
 ) -> Recording:
     """Record one training step of `workload`.
 
@@ -186,15 +193,17 @@ def record(
         workspace: Where the scratch of CPU kernels is looked up, op by op; what is missing is measured in a child process
             and saved. Without it the recording holds tensors only, and says so in its notes.
         target: Where the step is to run; what is recorded for CUDA is meant for `translate`.
+        compiling: What is compiled and how; None records the plain model.
 
     Returns:
         The recording, with the rung of the ladder and the reasons why earlier rungs did not do.
 
     Raises:
         WorkloadError: When not even a real step on CPU runs; the message is that step's own.
+        ApplyError: What was to be compiled was not.
     """
     started = time.monotonic()
-    session, one, notes = open_session(workload, small, target)
+    session, one, notes = open_session(workload, small, target, compiling)
     two = session.traced(large)
     first, second = one.step, two.step
     same = _same_program(first, second)
@@ -281,12 +290,14 @@ def _with_workspaces(step: Step, scratch_bytes: I64, somewhere: npt.NDArray[np.b
     return edit.done()
 
 
-def open_session(workload: Workload, micro_batch: int, target: Device = "cpu") -> tuple[Session, Trace, list[str]]:
+def open_session(
+    workload: Workload, micro_batch: int, target: Device = "cpu", compiling: Compiling | None = None
+) -> tuple[Session, Trace, list[str]]:
     """Climb the ladder to the first rung that records; returns the session, its trace and why lower rungs failed."""
     notes: list[str] = []
     for rung, how in RUNGS.items():
         try:
-            session = replace(start_session(workload, rung), target=target)
+            session = _compiled(replace(start_session(workload, rung), target=target), compiling)
             session.warm_up(micro_batch)
             trace = session.traced(micro_batch)
         except Exception as error:  # whatever user code raises on fake tensors; the last rung is real and its error is the user's
@@ -297,8 +308,27 @@ def open_session(workload: Workload, micro_batch: int, target: Device = "cpu") -
                 raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
             notes.append(f"rung {rung}: {why(error, workload)}")
         else:
+            if session.compiled is not None:
+                session.compiled.check()
             return session, trace, [*notes, f"so the step was recorded {how}"] if notes else []
     raise AssertionError("unreachable: the last rung returns or raises")
+
+
+@contextmanager
+def _no_new_graphs() -> Iterator[None]:
+    """Graphs that are there run, but none is made: not of the recorder's own code, nor with it around."""
+    with torch.compiler.set_stance("eager_on_recompile"):
+        yield
+
+
+def _compiled(session: Session, compiling: Compiling | None) -> Session:
+    """`session` with what `compiling` says compiled; a compiled model is one piece, whose blocks cannot be told apart."""
+    if compiling is None:
+        return session
+    regions = session.blocks if compiling.scope == "blocks" else [""]
+    compiled = CompiledModel(session.model, regions, f"recorded {compiling.backend}", dict(compiling.partitioning))
+    compiled.install()
+    return replace(session, compiled=compiled, blocks=session.blocks if compiling.scope == "blocks" else [])
 
 
 def start_session(workload: Workload, rung: str) -> Session:

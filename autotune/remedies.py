@@ -84,7 +84,7 @@ def _wider(scorer: Scorer, choice: Choice, closest: Scored, prefix: str) -> Iter
     rewriter = scorer.rewriter
     for times in (2, 4, 8):
         ranks = rewriter.target.ranks * times
-        wider = Scorer(Rewriter(rewriter.recording, replace(rewriter.target, ranks=ranks)))
+        wider = Scorer(Rewriter(rewriter.recording, replace(rewriter.target, ranks=ranks), compiled=rewriter.compiled))
         for techniques in _sharded(choice):
             yield from _remedy(wider, Choice(choice.execution, techniques), closest, f"{prefix}{ranks} ranks")
 

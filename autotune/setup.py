@@ -14,6 +14,7 @@ import torch
 import memtune
 from memtune import hardware
 from memtune.autotune.candidates import Choice, Rewriter
+from memtune.autotune.compiled import CompiledRecordings
 from memtune.autotune.lossless import batch_is_lossless
 from memtune.autotune.options import PlanOptions, TargetOptions
 from memtune.autotune.pruning import Pruner
@@ -30,7 +31,6 @@ from memtune.hardware import Device, Hardware
 from memtune.program import Kind, Recording
 from memtune.runtime import shim
 from memtune.runtime.workspace import WorkspaceTable
-from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason, Target
 from memtune.workload import Workload
 
@@ -114,7 +114,10 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     if options.goal != "batch" and only is None:
         say("checking that micro-batches add up to the batch")
         frozen = batch_is_lossless(workload, parameter_bytes=parameter_bytes(recording), threads=_threads(options.ranks))
-    scorer = Scorer(Rewriter(recording, Target(machine, options.ranks, budget)))
+    compiled = CompiledRecordings(
+        workload, {max(used), *(used & {1})}, used, workspace, device, lambda each: translate(each, machine)
+    )
+    scorer = Scorer(Rewriter(recording, Target(machine, options.ranks, budget), compiled=compiled))
     space = build_space(
         scorer.rewriter,
         global_batch,
@@ -125,7 +128,9 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     )
     if options.goal == "batch":
         assert budget is not None
-        space = replace(space, executions=batch_sizes(_most_samples(scorer, space, budget)))
+        like = space.executions[0]
+        sizes = [each.micro_batch for each in batch_sizes(_most_samples(scorer, space, budget))]
+        space = replace(space, executions=tuple(like.model_copy(update={"micro_batch": each, "accumulate": 1}) for each in sizes))
     return Setup(
         workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
         _made_for(workload, recording, machine, options.ranks, global_batch), recorded, workspace, only,
@@ -197,7 +202,8 @@ def _most_samples(scorer: Scorer, space: Space, budget_bytes: int) -> int:
     size = 1
     while size < _MOST_SAMPLES:
         for techniques in itertools.product(*options):
-            scored = scorer.score(Choice.of(Execution(micro_batch=size), {each.slot: each for each in techniques}))
+            execution = space.executions[0].model_copy(update={"micro_batch": size, "accumulate": 1})
+            scored = scorer.score(Choice.of(execution, {each.slot: each for each in techniques}))
             if isinstance(scored, Scored) and pruner.reason(scored.prediction) is None:
                 break
         else:

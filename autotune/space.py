@@ -22,7 +22,15 @@ ENUMERATE_UP_TO = 50_000
 SAMPLE = 20_000
 EXECUTION = "execution"
 MICRO_BATCH = "execution.micro_batch"
-_ALIASES = {"batch": EXECUTION, "micro_batch": MICRO_BATCH, "alloc": "allocator", "shard": "sharding"}
+COMPILE = ("execution.compile", "execution.compile_backend")
+_ALIASES = {
+    "batch": EXECUTION,
+    "micro_batch": MICRO_BATCH,
+    "compile": COMPILE[0],
+    "compile_backend": COMPILE[1],
+    "alloc": "allocator",
+    "shard": "sharding",
+}
 _NULL_WITH_RANKS = Reason(
     "ranks that do not average their gradients train different models", "sharding.states: ddp, zero1 or fsdp"
 )
@@ -167,7 +175,7 @@ def build_space(
         rewriter: Answers whether a technique fits the plain program.
         global_batch: Samples per optimizer step over all ranks.
         axes: Axes or slots that are searched (`recompute`, `offload`, `execution`); empty for all.
-        freeze: Kind by slot, or `micro_batch` by number, that is not searched.
+        freeze: Kind by slot, `micro_batch` by number, or `compile` by scope, that is not searched.
         batch_frozen: Why the micro-batch may not change, if so.
         allow_lossy: Whether techniques that change results may be chosen.
 
@@ -180,6 +188,7 @@ def build_space(
     notes = [f"micro-batch: frozen, {batch_frozen}"] if batch_frozen else []
     all_executions = executions(global_batch, ranks)
     chosen_executions = _executions(all_executions, frozen, EXECUTION in searched and batch_frozen is None)
+    chosen_executions = tuple(_compiled(each, frozen) for each in chosen_executions)
 
     unfit: dict[str, Reason] = {}
     slots: dict[str, tuple[Technique, ...]] = {}
@@ -249,6 +258,21 @@ def _executions(every: tuple[Execution, ...], frozen: dict[str, str], searched: 
     return found
 
 
+def _compiled(execution: Execution, frozen: Mapping[str, str]) -> Execution:
+    """`execution` compiled as was asked for."""
+    asked: dict[str, Any] = {name.rpartition(".")[2]: frozen[name] for name in COMPILE if name in frozen}
+    if asked.get("compile") in ("true", "false"):
+        asked["compile"] = asked["compile"] == "true"
+    try:
+        return Execution.model_validate({**execution.model_dump(), **asked})
+    except ValidationError:
+        given = ", ".join(f"{name}={value}" for name, value in asked.items())
+        raise UsageError(
+            f"There is no such execution:  {given}",
+            fix="compile=blocks, compile=model or compile=false; with it compile_backend=inductor or aot_eager", code="MT205",
+        ) from None  # fmt: skip
+
+
 def _defaults(slot: str, ranks: int) -> tuple[Technique, ...]:
     """What a slot holds that is not searched: nothing, but ranks must at least average their gradients."""
     if slot == "sharding.states" and ranks > 1:
@@ -258,7 +282,7 @@ def _defaults(slot: str, ranks: int) -> tuple[Technique, ...]:
 
 def _slots_of(axis: str) -> tuple[str, ...]:
     name = _ALIASES.get(axis, axis)
-    if name in (EXECUTION, MICRO_BATCH):
+    if name in (EXECUTION, MICRO_BATCH, *COMPILE):
         return (EXECUTION,)
     found = tuple(slot for slot in SLOTS if slot == name or slot.startswith(name + "."))
     if not found:
@@ -271,7 +295,7 @@ def _slots_of(axis: str) -> tuple[str, ...]:
 
 def _slot_named(name: str) -> str:
     full = _ALIASES.get(name, name)
-    if full == MICRO_BATCH:
+    if full == MICRO_BATCH or full in COMPILE:
         return full
     found = _slots_of(full)
     if len(found) != 1 or found[0] == EXECUTION:

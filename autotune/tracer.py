@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memtune.autotune import flops
@@ -36,6 +35,7 @@ from memtune.ops import SEAM
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.op_arguments import group_size, mutated, tensors_in
 from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
+from memtune.runtime.watching import WatchingMode
 from memtune.runtime.workspace import FAKE_DEVICE, signature
 
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
@@ -50,7 +50,7 @@ class Mark(NamedTuple):
     saves: int
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(WatchingMode):
     """A dispatch mode that records every op between `start` and `finish`; `step()` builds the Step.
 
     Args:
@@ -444,6 +444,7 @@ class Tracer(TorchDispatchMode):
         ready = np.full(len(self._bytes), -1, np.int32)
         ready[list(self._ready)] = list(self._ready.values())
         until = np.where(saves[:, 2] < 0, n_ops - 1, saves[:, 2]).astype(np.int32)
+        until = np.maximum(until, saves[:, 3])  # a compiled graph takes all from autograd before its first backward op
         held = np.asarray(self._held, np.int32)
         handed = uses[uses[:, 2] == HANDS_OVER]
         mine = handed[held[handed[:, 1]] == handed[:, 0]]

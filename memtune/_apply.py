@@ -124,6 +124,7 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     _one(context, config, "split")
     _one(context, config, "recompute")
     _one(context, config, "offload.activations")
+    _blocks_are_called_from_eager_code(context)
     context.activations.install()
     _one(context, config, "sharding.states")
     _one(context, config, "sharding.communication")
@@ -142,7 +143,21 @@ def _execution(context: Context, config: TunedConfig) -> None:
                 evidence=f"{technique.eager_only[:1].upper()}{technique.eager_only[1:]}.",
                 fix="set one of the two to its default", code="MT315",
             )  # fmt: skip
+    if context.ranks > 1:
+        raise ApplyError(
+            f"execution: {{compile: {execution.compile}}} on {context.ranks} ranks is not supported by this version.",
+            fix="set  compile: false  in the config", code="MT315",
+        )  # fmt: skip
     context.compiled = compile_regions(context, execution.compile, execution.compile_backend)
+
+
+def _blocks_are_called_from_eager_code(context: Context) -> None:
+    whole = context.compiled is not None and [region.name for region in context.compiled.regions] == [""]
+    if whole and any(region.recompute or region.move for region in context.activations.regions):
+        raise ApplyError(
+            "recompute and offload of blocks do not work with execution: {compile: model}.",
+            evidence="One graph holds all blocks.", fix="compile: blocks, or recompute: {kind: memory_budget}", code="MT315",
+        )  # fmt: skip
 
 
 def _one(context: Context, config: TunedConfig, slot: str) -> None:

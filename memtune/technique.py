@@ -113,6 +113,10 @@ class Technique(BaseModel):
         """Environment variables that must be set before the device starts."""
         return {}
 
+    def partitioning(self) -> dict[str, Any]:
+        """What AOTAutograd's partitioner is told while graphs are made; the program is recorded from graphs so made."""
+        return {}
+
     def apply(self, context: Context, plan: Plan) -> None:
         """Do it to the live model in `context`, through a mechanism of `memtune.runtime`."""
 

@@ -103,7 +103,7 @@ def frozen(pairs: list[str] | None) -> dict[str, str]:
         axis, sign, kind = pair.partition("=")
         if not sign or not axis or not kind:
             raise UsageError(f"--freeze {pair} says no choice.", fix="--freeze recompute=full", code="MT100")
-        one_of("--freeze", axis, _axes())
+        one_of("--freeze", axis, (*_axes(), "compile", "compile_backend"))
         if axis in SLOTS and kind not in kinds(axis):
             raise UsageError(
                 f"--freeze {pair}: there is no technique '{kind}' for {axis}.{did_you_mean(kind, kinds(axis))}",

@@ -11,22 +11,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memtune.errors import ApplyError
+from memtune.runtime import partitioner
 
 if TYPE_CHECKING:
     from memtune.runtime.context import Context
 
-BACKENDS: dict[str, str | Callable[..., Any]] = {"inductor": "inductor", "aot_eager": "aot_eager"}
-"""Backend by its name in a config: torch's own name of it, or a function."""
+BACKENDS: dict[str, str | Callable[..., Any]] = {
+    "inductor": "inductor",
+    "aot_eager": partitioner.aot_eager,
+    "recorded inductor": partial(partitioner.aot_eager, as_inductor=True),
+    "recorded aot_eager": partitioner.aot_eager,
+}
+"""Backend by its name in a config; `recorded`: the same graphs, but run op by op."""
 _TORN = 3
 """Ops per graph below which a region that fell into several graphs counts as not compiled."""
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """How a model is compiled."""
+
+    scope: str
+    """`blocks` or `model`."""
+    backend: str
+    partitioning: tuple[tuple[str, Any], ...] = ()
+    """Settings of `torch._functorch.config` while graphs are made."""
 
 
 @dataclass
@@ -48,15 +66,15 @@ class CompiledModel:
         model: What is trained.
         regions: Qualified names of the modules whose forward is compiled; `''` is the model itself.
         backend: Whose kernels run the graphs.
+        partitioning: Settings of `torch._functorch.config` while graphs are made (Rule 3).
 
     Attributes:
-        partitioning: Settings of `torch._functorch.config` while graphs are made (Rule 3).
         sizes: Ops of each graph that was made, in the order in which they were.
     """
 
-    def __init__(self, model: nn.Module, regions: list[str], backend: str) -> None:
+    def __init__(self, model: nn.Module, regions: list[str], backend: str, partitioning: dict[str, Any]) -> None:
         self.regions = [Region(name, model.get_submodule(name)) for name in regions]
-        self.partitioning: dict[str, Any] = {}
+        self.partitioning = partitioning
         self.sizes: list[int] = []
         self._backend = backend
         self._running: Region | None = None
@@ -94,7 +112,8 @@ class CompiledModel:
 
         def make_graph(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
             self.sizes.append(sum(node.op not in ("placeholder", "output", "get_attr") for node in graph.graph.nodes))
-            with config.patch(self.partitioning):
+            safe = partitioner.in_inductor() if self._backend == "inductor" and self.partitioning else nullcontext()
+            with config.patch(self.partitioning), safe:
                 run = inner(graph, inputs, **options)
 
             def counted(*args: Any) -> Any:
@@ -162,7 +181,7 @@ def compile_regions(context: Context, scope: str, backend: str) -> CompiledModel
             "execution: {compile: blocks} finds no blocks in this model.",
             fix="compile: model, or say which they are: def blocks(model) in model.py", code="MT318",
         )  # fmt: skip
-    compiled = CompiledModel(context.model, context.blocks if scope == "blocks" else [""], backend)
+    compiled = CompiledModel(context.model, context.blocks if scope == "blocks" else [""], backend, {})
     compiled.install()
     context.checks["execution"] = compiled.check
     return compiled

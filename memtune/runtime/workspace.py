@@ -20,11 +20,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime import shim
+from memtune.runtime.watching import WatchingMode
 
 SCHEMA_VERSION = 1
 _CHILD_TIMEOUT_S = 600
@@ -306,7 +307,7 @@ FAKE_DEVICE = torch.ops.prim.device.default
 """Asked of a fake tensor for each `tensor.device`, more often than all other ops together."""
 
 
-class RealOutputs(TorchDispatchMode):  # torch's __init_subclass__
+class RealOutputs(WatchingMode):
     """Gives fake outputs the sizes that the real op on CPU returns, for the ops whose fake implementation says otherwise.
 
     Enter it inside the FakeTensorMode and outside a recorder, so that the recorder sees what a real run would. Each of `OPS` runs

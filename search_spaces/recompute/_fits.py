@@ -22,13 +22,18 @@ def why_not(step: Step, compiled: CompileScope, keeps: Callable[[str], bool] | N
     if not step.blocks:
         return Reason("the model has no blocks to recompute", "say which they are: def blocks(model) in model.py")
     if compiled:
-        return Reason("recompute runs blocks again in eager mode", "execution.compile: false")
+        return Reason("it sees which op runs through a dispatch mode", "execution.compile: false")
     changed = _changed_inputs(step)
     if changed:
         return Reason(f"{changed} changes its input in place", "write x = x + y instead of x += y there")
     if not _frees_something(step, keeps):
         return Reason("autograd saves nothing inside the blocks that could be recomputed", "recompute: {kind: none}")
     return None
+
+
+def in_one_graph(compiled: CompileScope) -> Reason | None:
+    """None if blocks are called from code that is not compiled, so that what wraps them acts; else why not."""
+    return Reason("one graph holds all blocks", "execution: {compile: blocks}") if compiled == "model" else None
 
 
 def no_attention(step: Step) -> Reason | None:

@@ -9,7 +9,7 @@ from pydantic import Field
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._fits import why_not
+from memtune.search_spaces.recompute._fits import in_one_graph, why_not
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -30,7 +30,7 @@ class EveryNth(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs more than n blocks that do not change their input, in eager mode."""
-        reason = why_not(program.step, target.compiled)
+        reason = in_one_graph(target.compiled) or why_not(program.step, False)
         blocks = len(program.step.blocks)
         if reason is None and self.n > 1 and self.n >= blocks:
             return Reason(f"n={self.n} would recompute one of {blocks} blocks", f"n below {blocks}")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._fits import why_not
+from memtune.search_spaces.recompute._fits import in_one_graph, why_not
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -25,7 +25,7 @@ class Full(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that do not change their input, in eager mode."""
-        return why_not(program.step, target.compiled)
+        return in_one_graph(target.compiled) or why_not(program.step, False)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Every block runs again before the first of its backward ops that needs it."""

@@ -36,8 +36,8 @@ class CopyOut(Technique):
         """Needs blocks, in eager mode, and something in them that is large enough."""
         if not program.step.blocks:
             return Reason("the model has no blocks whose activations could move", "def blocks(model) in model.py")
-        if target.compiled:
-            return Reason("compiled graphs save their activations themselves", "execution.compile: false")
+        if target.compiled == "model":
+            return Reason("one graph holds all blocks", "execution: {compile: blocks}")
         saved = program.step.save_storage[program.step.save_block >= 0]
         if not (program.step.bytes[saved] >= max(self.min_bytes, 1)).any():
             return Reason(f"no saved activation has {self.min_bytes} bytes", "a smaller min_bytes")
