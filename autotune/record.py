@@ -328,7 +328,7 @@ def _compiled(session: Session, compiling: Compiling | None) -> Session:
     regions = session.blocks if compiling.scope == "blocks" else [""]
     compiled = CompiledModel(session.model, regions, f"recorded {compiling.backend}", dict(compiling.partitioning))
     compiled.install()
-    return replace(session, compiled=compiled, blocks=session.blocks if compiling.scope == "blocks" else [])
+    return replace(session, compiled=compiled, blocks=session.blocks if compiling.scope == "blocks" else [], fold=None)
 
 
 def start_session(workload: Workload, rung: str) -> Session:

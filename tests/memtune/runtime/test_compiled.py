@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_paths import ZOO
 
+from memtune import hardware
 from memtune._apply import Tuned, apply
 from memtune.errors import ApplyError
 from memtune.search_spaces import all_techniques
+from memtune.technique import Target
+from memtune.testing.drift import plain_program
 from memtune.testing.training import build, one_step
+
+ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
@@ -144,3 +151,19 @@ def test_inductor_trains_as_the_plain_model_up_to_rounding() -> None:
             assert torch.allclose(gradient, plain_gradients[name], rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
     assert tuned is not None
     assert tuned.audit()["execution"]["graphs"] == 1
+
+
+def test_docs_say_what_works_beside_compile() -> None:
+    table = re.findall(r"^\| (\S+) `(\w+)` \| (.+) \|$", (ROOT / "docs" / "compile.md").read_text(), re.MULTILINE)
+    said = {(slot, kind): scopes for slot, kind, scopes in table}
+    program = plain_program(ZOO["gpt"])
+    for technique in all_techniques():
+        made = technique(kind=technique.__module__.rpartition(".")[2])
+        if made.slot not in {slot for slot, _ in said} or (made.kind == "none" and made.slot != "recompute"):
+            continue
+        refused = {scope: made.fits(program, Target(hardware.detect("cpu"), compiled=scope)) for scope in ("blocks", "model")}
+        works = [scope for scope, reason in refused.items() if reason is None or "compile" not in f"{reason} {made.eager_only}"]
+        works = [] if made.eager_only else works
+        assert said[made.slot, made.kind] == (", ".join(works) or "no"), (made.kind, refused)
+        if made.eager_only:
+            assert all(str(reason).endswith("(execution.compile: false)") for reason in refused.values()), made.kind
