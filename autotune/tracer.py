@@ -93,6 +93,7 @@ class Tracer(WatchingMode):
         self._enter_at, self._leave_at = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
         self._inputs: dict[tuple[int, int], None] = {}  # (block, storage) of the blocks' arguments, in order
         self._outputs: set[int] = set()
+        self._last_writer: dict[int, int] = {}  # storage that backward wrote into -> the last op that did
         self._ready: dict[int, int] = {}  # gradient storage -> op after which it was in place
 
     # -- what exists before the step ---------------------------------------------------------------------------------
@@ -235,6 +236,8 @@ class Tracer(WatchingMode):
             self._uses.append((op, storage, HANDS_OVER if storage == handed else READS))
         for tensor in written:
             self._uses.append((op, self._register(tensor, Kind.BUFFER), WRITES))
+            if phase is Phase.BACKWARD:
+                self._last_writer[self._uses[-1][1]] = op
         seam = SEAM.get(name)
         resource = seam.resource if seam else Resource.COMPUTE
         group = 0
@@ -260,7 +263,7 @@ class Tracer(WatchingMode):
                 self._tier[index] = int(seam.output_tier)
 
     def _is_in_place(self, func: Any, args: Any, out: Any, first: int, phase: Phase) -> bool:
-        maker = self._producer[first]
+        maker = self._last_writer.get(first, self._producer[first])
         if phase is Phase.BACKWARD:
             return maker >= 0 and is_in_place(func, args, out, self._ops[maker][0], self._ops[maker][9])
         return func is SUM and maker >= self.composite_from >= 0

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from memtune.edit import Edit
 from memtune.passes.loss_pattern import CAST, LossPattern, Operand, Wanted
 from memtune.passes.new_ops import NewOps
-from memtune.program import Phase, Step
+from memtune.program import HANDS_OVER, READS, WRITES, Phase, Step
 
 
 def tile_loss(pattern: LossPattern, chunks: int) -> Step:
     """The step of `pattern` with its loss computed over `chunks` parts of the rows."""
-    step = pattern.step
+    step = _with_sums(pattern)
     edit = Edit(step)
     gone = np.zeros(step.n_ops, bool)
     gone[pattern.ops] = True
@@ -38,6 +40,31 @@ def tile_loss(pattern: LossPattern, chunks: int) -> Step:
     edit.producer[pattern.made[-1]] = total
     _backward_ops(edit, pattern, chunked, sums)
     return edit.done()
+
+
+def _with_sums(pattern: LossPattern) -> Step:
+    """The step of `pattern` with the sums of gradients in place where they are so under `runtime.tiled_loss`.
+
+    It hands out the weight's gradient itself, where a plain product hands out a view of it, and the rows' as a view of (N, D)
+    even where autocast had a cast make it. A gradient that a cut's backward pads is new.
+    """
+    step, flags, held = pattern.step, pattern.step.use_mutates.copy(), pattern.step.held_until.copy()
+    is_sum = np.asarray([name == "aten.add.Tensor" for name in step.names], bool)[step.op_name[step.use_op]]
+    is_sum &= step.use_phase == Phase.BACKWARD
+
+    def used(storages: list[int], how: int) -> None:
+        rows = np.flatnonzero(is_sum & np.isin(step.use_storage, storages) & (flags != WRITES))
+        flags[rows] = how
+        engines = rows[(how == HANDS_OVER) & (held[step.use_storage[rows]] == step.use_op[rows])]
+        held[step.use_storage[engines]] -= 1  # the engine held it, to add to it
+
+    used([each.storage for each in (pattern.dweight, pattern.dbias) if each is not None], HANDS_OVER)
+    if pattern.dx is not None and pattern.uncut >= 0:
+        readers = step.use_op[step.use_storage == pattern.dx.storage]
+        used(np.flatnonzero(np.isin(step.producer, readers)).tolist(), HANDS_OVER)
+    elif pattern.dx is not None and pattern.dx.cast >= 0:
+        used([pattern.dx.storage], READS)
+    return replace(step, use_mutates=flags, held_until=held)
 
 
 def _saved_by(pattern: LossPattern) -> list[int]:
