@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memtune.autotune import flops
+from memtune import flops
 from memtune.hardware import Hardware
 from memtune.measured import Curve
 from memtune.op_costs import CLASSES, op_class

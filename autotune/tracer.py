@@ -25,7 +25,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memtune.autotune import flops
+from memtune import flops
 from memtune.autotune.in_place import SUM, is_in_place, number_of
 from memtune.autotune.owners import owners
 from memtune.autotune.resizes import watch_resizes

@@ -29,6 +29,45 @@ def sort_uses(op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C',
     (op, storage, mutates) sorted by op, uses of one op in their order. ValueError for an op outside the step.
     """
 
+class Rematerializer:
+    """
+    Dynamic rematerialization on the books of a program that runs; a tensor is a storage.
+    """
+
+    def __init__(self, settings: dict[str, object]) -> None: ...
+
+    def constant(self, n_bytes: int) -> int:
+        """A tensor that cannot be made again; refers to it once."""
+
+    def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int) -> list[int]:
+        """
+        An operator; the tensors that it makes, each referred to once. takes_over: argument that the first one overwrites, or -1.
+        """
+
+    def retain(self, tensor: int) -> None:
+        """One reference more."""
+
+    def release(self, tensor: int) -> None:
+        """One reference less."""
+
+    def hold(self, tensor: int) -> None:
+        """It may not be evicted until let go as often."""
+
+    def let_go(self, tensor: int) -> None:
+        """Takes back one hold."""
+
+    def bring(self, tensor: int) -> None:
+        """Runs again what it takes to have the tensor."""
+
+    def make_room(self, n_bytes: int) -> None:
+        """Evicts until so many bytes are free."""
+
+    def drain(self) -> list[tuple[int, int]]:
+        """What was done since the last call."""
+
+    def counted(self) -> dict[str, Any]:
+        """Counters so far."""
+
 def remat_trace(columns: dict[str, NDArray[numpy.generic]], settings: dict[str, object], settle: bool, journal: bool) -> dict[str, Any]:
     """
     Runs a whole trace (columns as in csrc/remat/trace.h) under a budget; what came out, and what was done where asked.

@@ -141,9 +141,78 @@ nb::dict replay_trace(const nb::dict& columns, const nb::dict& settings, bool se
   return out;
 }
 
+// The machine fed by a program while it runs. One tensor has one storage, so their numbers are the same.
+class Live {
+ public:
+  explicit Live(const nb::dict& settings) : machine_(settings_of(settings)) {}
+
+  Id constant(Bytes bytes) {
+    return guarded([&] { return machine_.constant(bytes); });
+  }
+  std::vector<Id> call(double cost, const std::vector<Id>& args, const std::vector<Bytes>& bytes, Id takes_over) {
+    std::vector<Out> outs;
+    for (Bytes each : bytes) outs.push_back({.bytes = each});
+    return guarded([&] { return machine_.call(cost, args, outs, takes_over, true); });
+  }
+  void retain(Id tensor) { machine_.retain(tensor); }
+  void release(Id tensor) { machine_.release(tensor); }
+  void hold(Id tensor) { machine_.cache.lock(storage(tensor)); }
+  void let_go(Id tensor) { machine_.cache.unlock(storage(tensor)); }
+  void bring(Id tensor) {
+    guarded([&] { machine_.bring(tensor); return 0; });
+  }
+  void make_room(Bytes bytes) {
+    guarded([&] { machine_.make_room(bytes); return 0; });
+  }
+  std::vector<std::tuple<int, Id>> drain() {
+    auto out = pairs(machine_.journal);
+    machine_.journal.clear();
+    return out;
+  }
+  nb::dict counted() const {
+    nb::dict out = counters(machine_.cache.counters, machine_.cache.arena.peak());
+    out["first_cost"] = machine_.first_cost;
+    out["replay_cost"] = machine_.replay_cost;
+    out["replays"] = machine_.replays;
+    out["used_bytes"] = machine_.cache.arena.used();
+    out["wanted_bytes"] = wanted_;
+    out["held_bytes"] = held_;
+    return out;
+  }
+
+ private:
+  Id storage(Id tensor) const { return machine_.cache.lineage.tensors[tensor].storage; }
+  template <typename Body>
+  auto guarded(const Body& body) -> decltype(body()) {
+    try {
+      return body();
+    } catch (const Infeasible& error) {
+      wanted_ = error.wanted;
+      held_ = error.held;
+      throw;
+    }
+  }
+  Rematerializer machine_;
+  Bytes wanted_ = 0, held_ = 0;
+};
+
 }  // namespace
 
 void bind_remat(nb::module_& m) {
+  nb::class_<Live>(m, "Rematerializer", "Dynamic rematerialization on the books of a program that runs; a tensor is a storage.")
+      .def(nb::init<const nb::dict&>(), "settings"_a, nb::sig("def __init__(self, settings: dict[str, object]) -> None"))
+      .def("constant", &Live::constant, "n_bytes"_a, "A tensor that cannot be made again; refers to it once.")
+      .def("call", &Live::call, "cost"_a, "args"_a, "out_bytes"_a, "takes_over"_a,
+           nb::sig("def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int) -> list[int]"),
+           "An operator; the tensors that it makes, each referred to once. takes_over: argument that the first one overwrites, or -1.")
+      .def("retain", &Live::retain, "tensor"_a, "One reference more.")
+      .def("release", &Live::release, "tensor"_a, "One reference less.")
+      .def("hold", &Live::hold, "tensor"_a, "It may not be evicted until let go as often.")
+      .def("let_go", &Live::let_go, "tensor"_a, "Takes back one hold.")
+      .def("bring", &Live::bring, "tensor"_a, "Runs again what it takes to have the tensor.")
+      .def("make_room", &Live::make_room, "n_bytes"_a, "Evicts until so many bytes are free.")
+      .def("drain", &Live::drain, nb::sig("def drain(self) -> list[tuple[int, int]]"), "What was done since the last call.")
+      .def("counted", &Live::counted, nb::sig("def counted(self) -> dict[str, typing.Any]"), "Counters so far.");
   m.def("remat_trace", &replay_trace, "columns"_a, "settings"_a, "settle"_a, "journal"_a,
         nb::sig("def remat_trace(columns: dict[str, NDArray[numpy.generic]], settings: dict[str, object], settle: bool, journal: bool) -> dict[str, typing.Any]"),
         "Runs a whole trace (columns as in csrc/remat/trace.h) under a budget; what came out, and what was done where asked.");

@@ -125,6 +125,16 @@ void Rematerializer::require(Id tensor) {
   cache.pin(lineage.tensors[tensor].storage);
 }
 
+void Rematerializer::bring(Id tensor) {
+  if (!cache.lineage.tensors[tensor].present) run(cache.lineage.tensors[tensor].op, false);
+}
+
+void Rematerializer::make_room(Bytes bytes) {
+  const bool made = cache.make_room(bytes);
+  note_evictions();
+  if (!made) throw Infeasible(bytes, cache.arena.used());
+}
+
 void Rematerializer::settle() {
   for (Id tensor = 0; tensor < static_cast<Id>(cache.lineage.tensors.size()); ++tensor)
     if (cache.lineage.tensors[tensor].refs > 0) require(tensor);

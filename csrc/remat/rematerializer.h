@@ -57,6 +57,8 @@ class Rematerializer {
   void retain(Id tensor);
   void release(Id tensor);
   void require(Id tensor);  // brings it back and keeps it for good
+  void bring(Id tensor);    // brings it back
+  void make_room(Bytes bytes);
   void settle();  // all that is referenced is there, at once
 
   Cache cache;

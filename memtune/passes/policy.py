@@ -35,7 +35,9 @@ class Frozen:
     """Seconds of the runs beyond the first ones."""
 
 
-def region_trace(region: Region, op_s: F64, is_cheap: Callable[[str], bool], *, keep_written: bool = False) -> Trace:
+def region_trace(
+    region: Region, op_s: F64, is_cheap: Callable[[str], bool], *, keep_written: bool = False, online: bool = False
+) -> Trace:
     """The ops of `region` as a policy meets them.
 
     Args:
@@ -43,6 +45,7 @@ def region_trace(region: Region, op_s: F64, is_cheap: Callable[[str], bool], *, 
         op_s: (n,) seconds of each op of the region, its costs.
         is_cheap: Whether the outputs of an op of this name are cheap (see `Trace.tensor_cheap`).
         keep_written: Values that are changed in place never go.
+        online: Values of backward never go: autograd's engine holds them.
     """
     graph, trace = region.graph, TraceWriter()
     last_read = _last_reads(graph)
@@ -52,6 +55,7 @@ def region_trace(region: Region, op_s: F64, is_cheap: Callable[[str], bool], *, 
         made = graph.makes[op]
         held = any(region.outside_until[value] >= 0 for value in (*made, *written))
         stays = held or op in graph.once or len(written) > 1 or bool(written and made)
+        stays |= online and op >= graph.n_forward
         stays |= keep_written and bool(written or any(value in graph.writers for value in made))
         outs = [(int(region.bytes[value]), -1) for value in (*written, *made)]
         tensors = trace.call(
@@ -91,6 +95,8 @@ def freeze(
     budget_bytes: int,
     is_cheap: Callable[[str], bool],
     peak_of: Callable[[Schedule], int],
+    *,
+    online: bool = False,
 ) -> Frozen | None:
     """The schedule of `policy` whose step stays within `budget_bytes`; None where it finds none.
 
@@ -104,9 +110,10 @@ def freeze(
         budget_bytes: For the whole step.
         is_cheap: See `region_trace`.
         peak_of: Peak bytes of the whole step under a schedule.
+        online: See `region_trace`.
     """
     policy = replace(policy, in_place=True, forget=True)
-    traces = [region_trace(region, op_s, is_cheap, keep_written=keep) for keep in (False, True)]
+    traces = [region_trace(region, op_s, is_cheap, keep_written=keep, online=online) for keep in (False, True)]
     rest = region.background_bytes + region.scratch_bytes
     allowed = budget_bytes - int(rest.min())
     if policy.addressed:

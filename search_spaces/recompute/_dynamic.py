@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -18,6 +19,8 @@ from memtune.program import Program, Step
 from memtune.remat import Policy
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.online import OnlineRegion, OnlineSettings
+from memtune.runtime.online_table import Costs
 from memtune.schedule import Schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -25,6 +28,9 @@ from memtune.units import format_bytes
 _EXPENSIVE = frozenset({"attention", "convolution", "recurrent", "matmul"})
 _ALONE = ("split", "sharding.parallel", "sharding.communication", "sharding.states", "offload.activations")
 """Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
+
+NOT_THE_POLICYS = ("budget_bytes", "ratio", "online")
+"""Knobs that say for which budget and when to decide, not how."""
 
 
 class _Dynamic(Technique):
@@ -35,13 +41,17 @@ class _Dynamic(Technique):
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """In place of bytes: 1 is the peak without recompute, 0 a peak that no recompute gets below."""
 
+    online: bool | None = None
+    """true: decide while the model runs, op by op, which costs tens of microseconds an op; false: only by a schedule made before.
+    Left out: online where what the model runs depends on its data."""
+
     def policy(self) -> Policy:
         """Who is evicted."""
         raise NotImplementedError
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs the model to itself on one rank, and a budget that plain training exceeds and the policy meets."""
-        reason = cannot_freeze(program, target)
+        reason = cannot_freeze(program, target, online=self.online is not False)
         if reason is not None:
             return reason
         if self.budget_bytes is not None and self.ratio is not None:
@@ -70,8 +80,10 @@ class _Dynamic(Technique):
             raise ApplyError(
                 f"recompute: {{kind: {self.kind}}} has no schedule within its budget.", fix="give a larger budget", code="MT317"
             )
+        decisions: dict[str, Any] = {"online": self._online(program.step, target)} if self._is_online(program.step) else {}
         return Plan(
-            decisions={
+            decisions=decisions
+            | {
                 "schedule": frozen.schedule.to_plain(),
                 "peak_bytes": frozen.peak_bytes,
                 "plain_bytes": program.step.peak_bytes(),
@@ -89,16 +101,50 @@ class _Dynamic(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward."""
-        region = FrozenRegion(context.model, self._schedule(plan), context.device)
+        schedule = self._schedule(plan)
+        if "online" in plan.decisions:
+            self._apply_online(context, plan.decisions["online"])
+            return
+        region = FrozenRegion(context.model, schedule, context.device)
         region.install()
         context.checks["recompute"] = lambda: check_schedule(region)
 
+    def _apply_online(self, context: Context, plan: dict[str, Any]) -> None:
+        """Put the online runtime in the place of the model's forward."""
+        policy = replace(self.policy(), in_place=True, forget=True)
+        costs = Costs(plan["flops_per_s"], plan["bytes_per_s"], plan["launch_s"])
+        settings = OnlineSettings(policy, plan["budget_bytes"], costs, plan["reserve_bytes"], plan["scratch"])
+        region = OnlineRegion(context.model, context.optimizer, settings, context.device)
+        region.install()
+        context.checks["recompute"] = lambda: _check_online(region)
+
+    def _is_online(self, step: Step) -> bool:
+        region = region_of(step)
+        return bool(self.online) or (self.online is None and not isinstance(region, str) and bool(depends_on_data(step, region)))
+
+    def _online(self, step: Step, target: Target) -> dict[str, Any]:
+        """What the runtime is told: the budget, what is outside of it, and rates that make costs the same in every run."""
+        region = region_of(step)
+        assert not isinstance(region, str)
+        scratch: dict[str, int] = {}
+        for name, size in zip(region.graph.names, region.scratch_bytes.tolist(), strict=True):
+            if size:
+                scratch[name] = max(scratch.get(name, 0), size)
+        hardware = target.hardware
+        return {
+            "budget_bytes": self._budget_bytes(step, target),
+            "reserve_bytes": max(region.between_bytes - int(region.background_bytes[0]), 0),
+            "scratch": scratch, "flops_per_s": hardware.matmul_flops_per_s("float32"),
+            "bytes_per_s": hardware.memory_bytes_per_s, "launch_s": hardware.launch_s,
+        }  # fmt: skip
+
     def record(self, target: Target) -> dict[str, Any]:
         """The policy and its budget."""
-        settings = {name: value for name, value in self.knobs() if name not in ("budget_bytes", "ratio")}
+        settings = {name: value for name, value in self.knobs() if name not in NOT_THE_POLICYS}
         return {
             "activations.recompute": {
-                "policy": self.kind, **settings, "budget": self.budget_bytes or target.budget_bytes, "ratio": self.ratio,
+                "policy": self.kind, "online": self.online, **settings,
+                "budget": self.budget_bytes or target.budget_bytes, "ratio": self.ratio,
             }
         }  # fmt: skip
 
@@ -117,7 +163,8 @@ class _Dynamic(Technique):
         region = region_of(program.step)
         if isinstance(region, str) or self._has_no_budget(target):
             return None
-        return solved(program.step, self.policy(), self._budget_bytes(program.step, target), target.hardware)
+        budget_bytes, online = self._budget_bytes(program.step, target), self._is_online(program.step)
+        return solved(program.step, self.policy(), budget_bytes, target.hardware, online)
 
     def _schedule(self, plan: Plan) -> Schedule:
         try:
@@ -131,8 +178,8 @@ class _Dynamic(Technique):
             ) from error
 
 
-def cannot_freeze(program: Program, target: Target) -> Reason | None:
-    """Why no schedule can take the place of the model's forward and backward."""
+def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> Reason | None:
+    """Why no schedule can take the place of the model's forward and backward, nor, if asked for, the online runtime."""
     if target.compiled:
         return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
     if program.ranks > 1:
@@ -143,22 +190,23 @@ def cannot_freeze(program: Program, target: Target) -> Reason | None:
     region = region_of(program.step)
     if isinstance(region, str):
         return Reason(region, "recompute: {kind: planned}")
-    odd = depends_on_data(program.step, region)
+    odd = "" if online else depends_on_data(program.step, region)
     if odd:
         return Reason(f"{odd} runs in the model: what follows it depends on the data", "recompute: {kind: planned}")
     return None
 
 
 @lru_cache(maxsize=32)
-def solved(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Frozen | None:
+def solved(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, online: bool = False) -> Frozen | None:
     """Solved once for a step, policy and budget."""
     region = region_of(step)
     if isinstance(region, str):
         return None
     op_s = op_costs(step, hardware).op_s[region.rows]
     return freeze(
-        region, op_s, policy, budget_bytes, _is_cheap, lambda schedule: run_schedule(step, region, schedule).peak_bytes()
-    )
+        region, op_s, policy, budget_bytes, _is_cheap, lambda schedule: run_schedule(step, region, schedule).peak_bytes(),
+        online=online,
+    )  # fmt: skip
 
 
 def _is_cheap(name: str) -> bool:
@@ -179,3 +227,10 @@ def check_schedule(region: FrozenRegion) -> dict[str, Any]:
     if runs.plain and not runs.frozen:
         raise ApplyError("the schedule never ran, the plain model did.", evidence=f"{runs.why_plain}.", code="MT313")
     return {"frozen_runs": runs.frozen, "plain_runs": runs.plain}
+
+
+def _check_online(region: OnlineRegion) -> dict[str, Any]:
+    """Facts for the audit: steps, what was evicted and run again, the most bytes that were on the books."""
+    if not region.is_installed:
+        raise ApplyError("the model should run within a budget, but its forward is not the runtime's.", code="MT313")
+    return {f"online_{name}": value for name, value in asdict(region.runs).items()}

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from memtune.remat import MEGTAICHI, Policy
-from memtune.search_spaces.recompute._dynamic import _Dynamic
+from memtune.search_spaces.recompute._dynamic import NOT_THE_POLICYS, _Dynamic
 from memtune.technique import Exactness
 
 
@@ -41,4 +41,4 @@ class Megtaichi(_Dynamic):
 
     def policy(self) -> Policy:
         """MegEngine's score with the chosen powers."""
-        return replace(MEGTAICHI, **{name: value for name, value in self.knobs() if name not in ("budget_bytes", "ratio")})
+        return replace(MEGTAICHI, **{name: value for name, value in self.knobs() if name not in NOT_THE_POLICYS})

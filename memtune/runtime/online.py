@@ -1,0 +1,228 @@
+"""A module under a byte budget, decided while it runs: for models that no schedule can be made of before (DTR and its kin).
+
+Rule 1. The module's forward and its backward run under a dispatch mode; each op passes through `runtime.online_table`, which
+        makes room before it and keeps for autograd what autograd would have saved.
+Rule 2. The inner graph is the region's own: a node of the outer graph runs its backward, so that backward is seen as well.
+        Parameters' gradients are put in place by autograd itself, as ever.
+Rule 3. What runs between forward and backward is not seen: room for it is left at the end of forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from memtune.errors import ApplyError
+from memtune.remat import Policy
+from memtune.runtime.online_table import Costs, OnlineTable
+from memtune.runtime.output_sizes import OutputSizes
+from memtune.runtime.tiers import HOST, storages_of, tier
+
+
+@dataclass
+class OnlineRuns:
+    """What was done so far, for the audit."""
+
+    steps: int = 0
+    replays: int = 0
+    evictions: int = 0
+    peak_bytes: int = 0
+    """The most that values and all that is there throughout took at once."""
+
+
+@dataclass(frozen=True)
+class OnlineSettings:
+    """How a module is run; all but the policy comes from the plan."""
+
+    policy: Policy
+    budget_bytes: int
+    """For all that is on the device while the module's forward and backward run."""
+    costs: Costs
+    reserve_bytes: int = 0
+    """What the loss takes between forward and backward."""
+    scratch: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that a kernel takes while it runs, by name of the op."""
+
+
+class OnlineRegion:
+    """A module whose forward and backward stay within a budget; `install` makes its forward do so.
+
+    Args:
+        module: The module.
+        optimizer: Whose state is on the device, too.
+        settings: Policy, budget and costs.
+        device: Where the module computes.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, settings: OnlineSettings, device: torch.device) -> None:
+        self.module, self.settings, self.runs = module, settings, OnlineRuns()
+        self._optimizer, self._sizes = optimizer, OutputSizes()
+        self._original: Callable[..., Any] = module.forward
+        self._table: OnlineTable | None = None
+        self._live: weakref.WeakSet[_Run] = weakref.WeakSet()
+        with tier(HOST):  # it is none of the model's bytes
+            self.token = torch.zeros((), device=device, requires_grad=True)
+
+    def install(self) -> None:
+        """Put the runtime in the place of the module's forward."""
+        self.module.forward = self.forward
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the module's forward is the runtime's."""
+        return bool(vars(self.module).get("forward") == self.forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, within the budget."""
+        if not torch.is_grad_enabled():
+            return self._original(*args, **kwargs)
+        run = _Run(self, self._table_for(args, kwargs))
+        self._live.add(run)
+        return run.start(self._original, args, kwargs)
+
+    def _table_for(self, args: Any, kwargs: Any) -> OnlineTable:
+        """One table for all forwards that wait for their backward."""
+        if self._table is None or not self._live:
+            settings = self.settings
+            background = self._background_bytes(tree_leaves((args, kwargs)))
+            self._table = OnlineTable(
+                self.module, settings.policy, settings.budget_bytes - background, background, settings.costs, settings.scratch,
+                self._sizes,
+            )  # fmt: skip
+        return self._table
+
+    def _background_bytes(self, inputs: Iterable[Any]) -> int:
+        """What is there throughout: parameters, buffers, gradients, optimizer state, inputs."""
+        parameters = list(self.module.parameters())
+        held = [*parameters, *self.module.buffers(), *(p.grad for p in parameters), *inputs]
+        held += tree_leaves(list(self._optimizer.state.values()))
+        storages = (each for tensor in held if isinstance(tensor, Tensor) for each in storages_of(tensor))
+        return sum({each._cdata: each.nbytes() for each in storages}.values())
+
+    def finish(self, run: _Run) -> None:
+        """The backward of `run` is through; the last one takes the table with it."""
+        counted = run.table.counted()
+        self._live.discard(run)
+        if not self._live:
+            self._table = None
+        self.runs.steps += 1
+        self.runs.replays += counted["replays"]
+        self.runs.evictions += counted["evictions"]
+        self.runs.peak_bytes = max(self.runs.peak_bytes, counted["peak_bytes"] + run.table.background_bytes)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, table: OnlineTable) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._table = table
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._table.run(func, args, kwargs or {})
+
+
+class _Run:
+    """One forward and the backward that follows it."""
+
+    def __init__(self, region: OnlineRegion, table: OnlineTable) -> None:
+        self.region, self.table = region, table
+        self.gradients: list[Tensor | None] = []
+        self._inner: Tensor | None = None
+        self._inputs: list[Tensor] = []
+
+    def start(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run forward; what it returns has `_Leave` for its history."""
+        leaves, spec = tree_flatten((args, kwargs))
+        flow = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        twins = {id(leaf): leaf.detach().requires_grad_() for leaf in flow}
+        given, named = tree_unflatten([twins.get(id(leaf), leaf) for leaf in leaves], spec)
+        self._inputs = [twins[id(leaf)] for leaf in flow]
+        table = self.table
+        table.backward = False
+        with _Mode(table), saved_tensors_hooks(table.pack, table.unpack):
+            out = forward(*given, **named)
+            leaves, spec = tree_flatten(out)
+            roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+            self._inner = _apply(_Gather, self, *roots) if roots else None
+        del out, given, named
+        table.leave_room(self.region.settings.reserve_bytes)
+        if not roots:
+            return tree_unflatten(leaves, spec)
+        token = _apply(_Region, self, self.region.token, *flow)
+        outer = iter(_apply(_Leave, self, token, *(root.detach() for root in roots)))
+        return tree_unflatten([next(outer) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], spec)
+
+    def backward(self) -> list[Tensor | None]:
+        """Backward of the inner graph; gradients of the inputs that want one."""
+        if torch.is_grad_enabled():
+            raise ApplyError(
+                "gradients of gradients do not work under an online budget.", fix="choose recompute: {kind: none}", code="MT326"
+            )
+        if self._inner is None:
+            raise ApplyError(
+                "backward runs a second time, but what it needs has been let go.",
+                fix="add the losses up before one backward(), or choose recompute: {kind: none}", code="MT326",
+            )  # fmt: skip
+        inner, self._inner = self._inner, None
+        self.table.backward = True
+        with _Mode(self.table):
+            torch.autograd.backward(inner, torch.zeros_like(inner))
+        del inner
+        inputs, self._inputs = self._inputs, []
+        self.region.finish(self)
+        del self.table
+        return [each.grad for each in inputs]
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+class _Gather(torch.autograd.Function):
+    """The root of the inner graph: hands it the gradients of its outputs, which nobody else holds then."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *roots: Tensor) -> Tensor:
+        ctx.run = run
+        return run.region.token.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients, ctx.run.gradients = ctx.run.gradients, []
+        return None, *gradients
+
+
+class _Region(torch.autograd.Function):
+    """The outer node whose backward is the region's; what flows through it is a token."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, token: Tensor, *flow: Tensor) -> Tensor:
+        ctx.run = run
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, *ctx.run.backward()
+
+
+class _Leave(torch.autograd.Function):
+    """The outer node behind the outputs: keeps their gradients for the region, gives back a token."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.run.gradients = list(gradients)
+        return None, ctx.run.region.token.detach(), *(None for _ in gradients)

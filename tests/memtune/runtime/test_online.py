@@ -1,0 +1,177 @@
+"""Decided while the model runs: the same bits as without, within the budget, whatever the model's data make it do."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo_paths import ZOO
+
+from memtune._apply import apply
+from memtune.errors import ApplyError
+from memtune.remat import COOP, DTR, MEGTAICHI, Policy
+from memtune.runtime import shim
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.online import OnlineRegion, OnlineSettings
+from memtune.runtime.online_table import Costs
+from memtune.runtime.tiers import HOST, tier
+from memtune.search_spaces.recompute.dtr import Dtr
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, settings_of
+
+CPU = torch.device("cpu")
+COSTS = Costs(1e11, 1e10, 1e-6)
+POLICIES = {"dtr": DTR, "coop": COOP, "megtaichi": MEGTAICHI}
+
+
+def online(model: nn.Module, optimizer: Any, policy: Policy, budget_bytes: int, reserve_bytes: int = 0) -> OnlineRegion:
+    settings = OnlineSettings(replace(policy, in_place=True, forget=True), budget_bytes, COSTS, reserve_bytes)
+    region = OnlineRegion(model, optimizer, settings, CPU)
+    region.install()
+    return region
+
+
+def train(name: str, policy: Policy | None, budget_bytes: int, steps: int = 2) -> tuple[list[Tensor], OnlineRegion | None]:
+    workload, model, optimizer = build(ZOO[name])
+    region = None if policy is None else online(model, optimizer, policy, budget_bytes)
+    out: list[Tensor] = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        for _ in range(2):  # gradients are added up
+            loss = workload.loss(model, workload.make_batch(12))
+            loss.backward()
+            out.append(loss.detach())
+        out += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [*out, *(each.clone() for each in model.state_dict().values())], region
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+CASES = [
+    ("moe", "dtr"),
+    ("moe", "coop"),
+    ("cnn_bn", "megtaichi"),
+    ("inplace_views", "dtr"),
+    ("lstm", "dtr"),
+    ("autocast", "coop"),
+]
+
+
+@pytest.mark.parametrize(("name", "policy"), CASES)
+def test_trains_as_without_and_stays_within_the_budget(name: str, policy: str) -> None:
+    plain, _ = train(name, None, 0)
+    _, free = train(name, POLICIES[policy], 1 << 40)
+    assert free is not None
+    assert free.runs.replays == 0
+    budget_bytes = free.runs.peak_bytes * 9 // 10
+    got, region = train(name, POLICIES[policy], budget_bytes)
+    assert region is not None
+    assert region.runs.replays > 0
+    assert region.runs.peak_bytes <= budget_bytes
+    assert same(got, plain)
+
+
+def test_an_lstm_of_ever_new_lengths() -> None:
+    found, budget_bytes = [], 1 << 40
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 64), nn.GELU(), nn.LSTM(64, 32))
+        region = online(net, torch.optim.SGD(net.parameters()), DTR, budget_bytes)
+        for length in (40, 64, 56):
+            net(torch.randn(length, 64, 32))[0].square().sum().backward()
+        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+        assert (region.runs.replays > 0) == (budget_bytes < 1 << 40)
+        budget_bytes = region.runs.peak_bytes * 9 // 10
+    assert same(*found)
+
+
+def test_several_forwards_before_one_backward_and_a_nested_checkpoint() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+            self.head = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+            out: Tensor = self.head(torch.tanh(y))
+            return out
+
+    found, budget_bytes = [], 1 << 40
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = Net()
+        region = online(net, torch.optim.SGD(net.parameters()), DTR, budget_bytes)
+        (net(torch.randn(128, 64)).sum() * net(torch.randn(128, 64)).sum()).backward()
+        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+        assert (region.runs.replays > 0) == (budget_bytes < 1 << 40)
+        budget_bytes = region.runs.peak_bytes * 97 // 100
+    assert same(*found)
+
+
+def test_a_budget_that_nothing_meets_says_the_least() -> None:
+    with pytest.raises(ApplyError, match="nothing is left to evict") as caught:
+        train("moe", DTR, 400_000)
+    assert caught.value.code == "MT336"
+    assert "a budget of at least" in str(caught.value)
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).exp()  # saves what it returns
+        z: Tensor = y * 2
+        y.add_(1)
+        return z
+
+
+def test_writes_into_what_backward_needs_are_an_error() -> None:
+    for spoil in (False, True):
+        net: nn.Module = nn.Linear(4, 4) if spoil else Writes()
+        online(net, torch.optim.SGD(net.parameters()), DTR, 1 << 30)
+        x = torch.ones(2, 4)
+        y = net(x)
+        if spoil:
+            x.add_(1)
+        with pytest.raises(ApplyError) as caught:
+            y.sum().backward()
+        assert caught.value.code == "MT326"
+
+
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+def test_what_depends_on_data_is_decided_online_within_the_ledgers_budget() -> None:
+    technique, program = Dtr(ratio=0.75), plain_program(ZOO["moe"], 24)
+    assert technique.fits(program, target_of(technique)) is None
+    assert "nonzero" in str(Dtr(ratio=0.75, online=False).fits(program, target_of(technique)))
+    plan = technique.plan(program, target_of(technique))
+    budget_bytes = plan.decisions["online"]["budget_bytes"]
+    assert plan.decisions["peak_bytes"] <= budget_bytes < program.step.peak_bytes()
+    ledger = Ledger.open("cpu")
+    try:
+        empty = ledger.live_bytes()
+        workload, model, optimizer = build(ZOO["moe"])
+        config = {"settings": settings_of(technique), "plan": {"recompute": plan.decisions}}
+        tuned = apply(model, optimizer, config, strict=False)
+        for _ in range(2):
+            with tier(HOST):
+                batch = workload.make_batch(24)
+            gc.collect()
+            ledger.reset_peak()
+            workload.loss(model, batch).backward()
+            assert ledger.peak_allocated_bytes() - empty <= budget_bytes
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        assert tuned.audit()["recompute"]["online_replays"] > 0
+    finally:
+        ledger.close()
