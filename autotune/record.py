@@ -5,6 +5,7 @@ The ladder: a model that cannot be built or run on one rung is tried on the next
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +48,8 @@ RUNGS = {
 CPU = torch.device("cpu")
 _OFF_THE_LINE = 0.01
 """Share of the peak from which sizes count as off the line; kernel scratch is always off a little."""
+_REAL_STEP_SHARE = 0.25
+"""Of this machine's memory, which a real step may take whose ops are others at each micro-batch."""
 SEED = 0
 """Of every random draw while recording, so that what depends on the data (routing) is the same each time."""
 
@@ -187,7 +190,8 @@ def record(
         workload: The user's model, batch, loss and optimizer.
         small: First micro-batch; 1 gives another program than 2 and more, so it is never used to extrapolate.
         large: Second micro-batch; sizes in between and beyond follow from the two.
-        sizes: Micro-batches that will be used: recorded themselves too, where that needs no real step.
+        sizes: Micro-batches that will be used: recorded themselves too, where that needs no real step, or where the ops are
+            others at each micro-batch and a real step is small beside this machine's memory.
         between: Micro-batches that are recorded themselves only if the largest of `sizes` is off the line (experts
             with a capacity, contrastive losses).
         workspace: Where the scratch of CPU kernels is looked up, op by op; what is missing is measured in a child process
@@ -234,13 +238,19 @@ def record(
         checked=frozenset({small, large} if same else {small}),
         hints={small: one.hints, large: two.hints} if same else {small: one.hints},
     )
-    wanted = sorted(set(sizes)) if session.fake is not None else []
+    wanted = sorted(size for size in set(sizes) if session.fake is not None or (not same and _runs_here(recording, size)))
     for size in wanted:
         recording = check(recording, session, size, workspace)
     if wanted and _off_the_line(recording, wanted[-1]):
         for size in sorted(set(between)):
             recording = check(recording, session, size, workspace)
     return replace(recording, record_s=time.monotonic() - started)
+
+
+def _runs_here(recording: Recording, micro_batch: int) -> bool:
+    """Whether a real step at `micro_batch` surely fits in this machine's memory, if its bytes grow as the micro-batch does."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return recording.step.peak_bytes() * micro_batch / recording.small < _REAL_STEP_SHARE * memory_bytes
 
 
 def _off_the_line(recording: Recording, micro_batch: int) -> bool:
@@ -304,7 +314,9 @@ def open_session(
             if rung == "real-step":
                 if isinstance(error, MemtuneError):
                     raise
-                fix = "make it train without memtune first"
+                sparse = "SparseTensorImpl" in str(error)  # torch says so where it is asked for a sparse tensor's storage
+                how = "train on dense tensors: embeddings with sparse=False" if sparse else "train without memtune first"
+                fix = f"make it {how}"
                 raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
             notes.append(f"rung {rung}: {why(error, workload)}")
         else:

@@ -239,3 +239,40 @@ def test_a_table_that_knows_all_ops_is_not_measured_again(table: WorkspaceTable,
     monkeypatch.setattr(WorkspaceTable, "fill_in_child", lambda *_: pytest.fail("measured again"))
     started = time.monotonic()
     assert with_workspaces(ZOO["tied"], table).record_s <= time.monotonic() - started
+
+
+PER_ROW = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.table = nn.Embedding(4, 8, sparse={sparse})
+
+    def forward(self, x):
+        rows = [row[row[:, 0] > -9] for row in self.table(x) * self.scale]  # as many ops as there are samples
+        return torch.stack([row.sum() for row in rows])
+
+def model(): return Model()
+def batch(size): return torch.zeros(size, 16, dtype=torch.long)
+def loss(model, batch): return model(batch).mean()
+def optimizer(params): return torch.optim.SGD(params, lr=1e-3)
+"""
+
+
+def test_a_step_with_other_ops_at_each_size_is_recorded_at_the_sizes_that_will_be_used(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(PER_ROW.format(sparse=False))
+    recording = record(Workload.load(tmp_path / "model.py"), sizes={3, 6})
+    assert recording.rung == "real-step"
+    assert {3, 6} <= recording.checked
+    ops, peaks = zip(*((step.n_ops, step.peak_bytes()) for step in map(recording.at, (2, 3, 6))), strict=True)
+    assert ops[0] < ops[1] < ops[2]
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+def test_sparse_gradients_are_refused_with_what_to_change(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(PER_ROW.format(sparse=True))
+    with pytest.raises(WorkloadError, match="sparse=False"):
+        record(Workload.load(tmp_path / "model.py"))
