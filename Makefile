@@ -24,7 +24,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 DEVICE ?= cuda
 
-.PHONY: help setup demo test test-slow test-native lint format bench-predict bench-recompute bench-plan gpu-check clean
+.PHONY: help setup demo test test-slow test-native lint format bench-predict bench-recompute bench-layout bench-plan gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -87,6 +87,12 @@ bench-recompute: setup  ## recompute techniques (dynamic ones where MEMTUNE_DTR_
 bench-plan: setup  ## whole answers of `memtune plan`, cold: a 7B GPT on 64 GPUs, a 405B-shaped one on 16,384 (about 3 minutes on 2 cores)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/plan_speed.py --repeats 3 --json benchmarks/results/plan-speed.json
+
+LAYOUTS := benchmarks/results/layout
+
+bench-layout: setup  ## layouts of MiniMalloc's instances (MEMTUNE_MINIMALLOC says where they are) and of 100,000 buffers, both tiers
+	mkdir -p $(dir $(LAYOUTS))
+	$(BIN)/python benchmarks/layout.py --json $(LAYOUTS).json --markdown $(LAYOUTS).md
 
 gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks/gpu.py (DEVICE=cpu: their CPU form)
 ifeq ($(DEVICE),cpu)

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "edit/bind.h"
+#include "layout/bind.h"
 #include "remat/bind.h"
 #include "simulator/bind.h"
 
@@ -16,6 +17,7 @@ NB_MODULE(_native, m) {
   m.def("version", [] { return std::string(MEMTUNE_VERSION); },
         "Version of memtune this module was built from; another one than the package's means: build again.");
   bind_edit(m);
+  bind_layout(m);
   bind_remat(m);
   bind_simulator(m);
   bind_allocator(m);

@@ -29,6 +29,14 @@ def sort_uses(op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C',
     (op, storage, mutates) sorted by op, uses of one op in their order. ValueError for an op outside the step.
     """
 
+def lay_out(start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], end: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], alignment: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], period: int, goal_bytes: int, heuristic_s: float, exact_s: float, seed: int) -> tuple[Annotated[NDArray[numpy.int64], dict(shape=(None,))], int, int, float, float]:
+    """
+    Offsets for buffers on a line (period 0) or a circle: (offsets, proven lower bound, placements tried by the exact tier, seconds on a core of the heuristic and of the exact tier). ValueError names a row that is no buffer.
+    """
+
+def layout_fault(start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], end: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], alignment: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], period: int, offset: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], height: int) -> str:
+    """What is wrong with a layout, empty if nothing is."""
+
 class Rematerializer:
     """
     Dynamic rematerialization on the books of a program that runs; a tensor is a storage.
