@@ -90,9 +90,10 @@ bench-plan: setup  ## whole answers of `memtune plan`, cold: a 7B GPT on 64 GPUs
 
 LAYOUTS := benchmarks/results/layout
 
-bench-layout: setup  ## layouts of MiniMalloc's instances (MEMTUNE_MINIMALLOC says where they are) and of 100,000 buffers, both tiers
+bench-layout: setup  ## layouts of MiniMalloc's instances (MEMTUNE_MINIMALLOC says where they are), of 100,000 buffers and of training steps
 	mkdir -p $(dir $(LAYOUTS))
 	$(BIN)/python benchmarks/layout.py --json $(LAYOUTS).json --markdown $(LAYOUTS).md
+	$(BIN)/python benchmarks/layout_traces.py --json $(LAYOUTS)-traces.json --markdown $(LAYOUTS)-traces.md
 
 gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks/gpu.py (DEVICE=cpu: their CPU form)
 ifeq ($(DEVICE),cpu)

@@ -1,0 +1,136 @@
+"""Training steps of real models: planned layouts against most live bytes, and against the caching allocator's model.
+
+    python benchmarks/layout_traces.py --json out.json --markdown out.md
+
+`steady`: a step that repeats, its buffers laid out on a circle. `varying`: steps of different micro-batches in turn, as batches
+of varying length make them, laid out on a line. No GPU takes part: reserved bytes are those of memtune's allocator model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memtune import hardware
+from memtune.autotune.allocator_model import Action, AllocatorEvents, AllocatorSettings, event_stream, replay
+from memtune.autotune.record import Recording, record
+from memtune.autotune.translate import translate
+from memtune.planners.layout import Buffers, fault, lay_out
+from memtune.workload import Workload
+
+MODELS = Path(__file__).parent / "predict_models"
+NAMES = ("gpt", "llama", "lora", "resnet", "unet", "vit")
+BATCH, VARYING, SEED = 16, 8, 0
+ALIGNMENT_BYTES = 512
+
+
+def varying_events(recording: Recording, batches: list[int]) -> AllocatorEvents:
+    """Steps of these micro-batches one after the other."""
+    parts, first, n_events, n_ops = [], [], 0, 0
+    for number, batch in enumerate(batches):
+        step = recording.at(batch)
+        events = event_stream(step, number + 1)
+        rows = slice(int(events.step[number]), None)
+        shift = n_ops - number * max(step.n_ops, 1)
+        columns = (events.action, events.storage, events.bytes, events.stream, events.op + shift, events.ready_op + shift)
+        parts.append(np.stack([column[rows].astype(np.int64) for column in columns]))
+        first.append(n_events)
+        n_events, n_ops = n_events + parts[-1].shape[1], n_ops + max(step.n_ops, 1)
+    return AllocatorEvents.of(np.concatenate(parts, axis=1), np.array(first, np.int64))
+
+
+def lifetimes(events: AllocatorEvents) -> list[tuple[int, int, int]]:
+    """(allocation, free, bytes) in events; what is never freed ends with the trace."""
+    alive: dict[int, tuple[int, int]] = {}
+    rows = []
+    for at, (action, storage, n_bytes) in enumerate(zip(events.action, events.storage, events.bytes, strict=True)):
+        if action == Action.ALLOC:
+            alive[int(storage)] = (at, int(n_bytes))
+        else:
+            begin, size = alive.pop(int(storage))
+            rows.append((begin, at, size))
+    return rows + [(begin, len(events), size) for begin, size in alive.values()]
+
+
+def on_a_circle(events: AllocatorEvents) -> Buffers:
+    """The second of three equal steps: what it allocates, and what is always there."""
+    first, last = int(events.step[1]), int(events.step[2])
+    period, rows = last - first, []
+    for begin, end, size in lifetimes(events):
+        if first <= begin < last:
+            rows.append((begin - first, min(end, begin + period) - first, size))
+        elif begin < first and end == len(events):
+            rows.append((0, period, size))
+    return Buffers.of(rows, alignment_bytes=ALIGNMENT_BYTES, period=period)
+
+
+def row(name: str, kind: str, events: AllocatorEvents, buffers: Buffers) -> dict[str, Any]:
+    """One trace under the allocator's model and laid out."""
+    layout = lay_out(buffers, heuristic_s=5.0)
+    assert not fault(buffers, layout)
+    made: dict[str, Any] = {"model": name, "steps": kind, "buffers": len(buffers)}
+    for settings in ("", "expandable_segments:True"):
+        result = replay(events, AllocatorSettings.parse(settings), None)
+        made[settings.partition(":")[0] or "native"] = result.peak_reserved_bytes / result.peak_allocated_bytes
+    made |= {"live_bytes": layout.lower_bound_bytes, "planned": layout.height_bytes / layout.lower_bound_bytes}
+    return made
+
+
+def model_rows(name: str) -> list[dict[str, Any]]:
+    """Both traces of a model on a modelled H100."""
+    recording = record(Workload.load(MODELS / f"{name}.py"), target="cuda")
+    recording = translate(recording, hardware.find("h100-80g"))
+    steady = event_stream(recording.at(BATCH), 3)
+    batches = np.random.default_rng(SEED).integers(2, BATCH + 1, VARYING).tolist()
+    varying = varying_events(recording, batches)
+    made = [row(name, "steady", steady, on_a_circle(steady))]
+    made.append(row(name, "varying", varying, Buffers.of(lifetimes(varying), alignment_bytes=ALIGNMENT_BYTES)))
+    return made
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    lines = [
+        "# Layouts of training steps (model only)",
+        "",
+        f"Made by `make bench-layout`: models of `benchmarks/predict_models`, recorded without a GPU and translated to an H100; "
+        f"steady: micro-batch {BATCH}; varying: {VARYING} steps of 2 to {BATCH} samples (seed {SEED}).",
+        "Native and expandable: reserved / allocated bytes of memtune's allocator model, no GPU behind it. Planned: height",
+        "of the layout / most live bytes, on a circle where the step repeats.",
+        "",
+        "| model | steps | buffers | live, MiB | native | expandable | planned |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for each in rows:
+        lines.append(
+            f"| {each['model']} | {each['steps']} | {each['buffers']} | {each['live_bytes'] / 2**20:.0f} | {each['native']:.3f} "
+            f"| {each['expandable_segments']:.3f} | {each['planned']:.4f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    asked = parser.parse_args()
+    rows = []
+    for name in asked.models:
+        rows += model_rows(name)
+        print(*rows[-2:], sep="\n", file=sys.stderr, flush=True)
+    print(markdown(rows))
+    if asked.json:
+        asked.json.write_text(json.dumps({"schema": 1, "rows": rows}, indent=1) + "\n")
+    if asked.markdown:
+        asked.markdown.write_text(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()
