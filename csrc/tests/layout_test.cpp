@@ -4,6 +4,7 @@
 #include "check.h"
 #include "layout/exact.h"
 #include "layout/heuristic.h"
+#include "layout/search.h"
 #include "layout/validate.h"
 
 using namespace memtune::layout;
@@ -68,11 +69,20 @@ void a_clock_that_is_over_still_gives_a_layout() {
 }
 
 void five_buffers_fill_twelve_bytes() {
-  // Width alone is not enough here: the exact tier must find the one way in which nothing is left over.
+  // Nothing is left over at any moment, and the search starts from a layout that shares nothing.
   const Rows rows{{0, 0, 3, 3, 6}, {3, 9, 6, 9, 9}, {8, 4, 4, 4, 4}, {1, 1, 1, 1, 1}, 0};
   const Instance instance = compile(rows.problem());
-  const Exact exact = improve(instance, pack(instance, 0, 1, Clock(0)), 0, Clock(5));
+  Layout stacked{Column(5), 0};
+  for (std::int32_t b = 0; b < 5; ++b) {
+    stacked.offset[b] = stacked.height;
+    stacked.height += instance.size[b];
+  }
+  const Exact exact = improve(instance, stacked, 0, Clock(5));
   CHECK(exact.layout.height * instance.unit == 12 && exact.lower_bound == exact.layout.height);
+  Search search(instance, {0, 1, 2, 3, 4});
+  CHECK(search.run(3, 1000, Clock(5)) == Outcome::kFound && search.layout().height == 3);
+  CHECK(search.run(2, 1000, Clock(5)) == Outcome::kNone);
+  CHECK(search.run(3, 1, Clock(5)) == Outcome::kStopped);
 }
 
 void wrong_layouts_are_found() {
