@@ -31,8 +31,8 @@ from memtune.workload import Workload
 _MICRO_BATCHES = 2
 """Traced at most: every later micro-batch finds what the second one found."""
 _NEEDS_REAL = Reason("the model runs on real tensors only")
-_STAGED = ("memtune.all_gather_into_.default", "memtune.reduce_scatter_into_.default")
-"""Of these gloo copies the whole message first (measured)."""
+_STAGED = "memtune.reduce_scatter_into_.default"
+"""On gloo it works on a copy of the whole message (memtune.ops)."""
 
 
 def dry_run(
@@ -118,7 +118,7 @@ def traced_under(session: Session, config: TunedConfig, micro_batch: int, *, mic
         tuned = apply(session.model, session.optimizer, config, strict=False)
     if tuned.model is not session.model:
         return Reason("DistributedDataParallel keeps its buckets out of sight")
-    session = replace(session, sync=tuned._context.sync or session.sync, fold=None)
+    session = replace(session, sync=tuned._context.sync or session.sync)
     # The first step makes the optimizer's state; in the second DTensor works out shapes that it has not met.
     for _ in range(2 if dist.is_initialized() else 1):
         session.warm_up(micro_batch)
@@ -146,8 +146,8 @@ def _ranks_are_fake(ranks: int) -> bool:
 
 
 def _with_staging(step: Step) -> Step:
-    """`step` with the copy of the whole message that gloo makes on CPU."""
-    ops = np.flatnonzero(np.asarray([name in _STAGED for name in step.names], bool)[step.op_name]).astype(np.int32)
+    """`step` with the copy of the whole message that a reduce-scatter makes on CPU."""
+    ops = np.flatnonzero(np.asarray([name == _STAGED for name in step.names], bool)[step.op_name]).astype(np.int32)
     if not len(ops):
         return step
     edit = Edit(step)

@@ -307,7 +307,8 @@ def open_session(
     notes: list[str] = []
     for rung, how in RUNGS.items():
         try:
-            session = _compiled(replace(start_session(workload, rung), target=target), compiling)
+            session = replace(start_session(workload, rung), target=target)
+            session = _folded(session) if compiling is None else _compiled(session, compiling)
             session.warm_up(micro_batch)
             trace = session.traced(micro_batch)
         except Exception as error:  # whatever user code raises on fake tensors; the last rung is real and its error is the user's
@@ -333,14 +334,21 @@ def _no_new_graphs() -> Iterator[None]:
         yield
 
 
-def _compiled(session: Session, compiling: Compiling | None) -> Session:
+def _folded(session: Session) -> Session:
+    """`session` with the optimizer's step recorded once per sort of parameter; only for a step that nobody else changes."""
+    return (
+        session
+        if session.fake is None
+        else replace(session, fold=OptimizerFold(session.model, session.optimizer, session.blocks))
+    )
+
+
+def _compiled(session: Session, compiling: Compiling) -> Session:
     """`session` with what `compiling` says compiled; a compiled model is one piece, whose blocks cannot be told apart."""
-    if compiling is None:
-        return session
     regions = session.blocks if compiling.scope == "blocks" else [""]
     compiled = CompiledModel(session.model, regions, f"recorded {compiling.backend}", dict(compiling.partitioning))
     compiled.install()
-    return replace(session, compiled=compiled, blocks=session.blocks if compiling.scope == "blocks" else [], fold=None)
+    return replace(session, compiled=compiled, blocks=session.blocks if compiling.scope == "blocks" else [])
 
 
 def start_session(workload: Workload, rung: str) -> Session:
@@ -372,8 +380,7 @@ def _build_session(workload: Workload, rung: str) -> Session:
     with mode:
         optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
     blocks = workload.find_blocks(model)
-    fold = None if fake is None else OptimizerFold(model, optimizer, blocks)
-    return Session(workload, rung, mode, fake, model, optimizer, blocks, WorkspaceTable.cached(), fold=fold)
+    return Session(workload, rung, mode, fake, model, optimizer, blocks, WorkspaceTable.cached())
 
 
 def _make_fake(model: nn.Module, fake: FakeTensorMode | None, device: torch.device | None) -> None:

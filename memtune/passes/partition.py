@@ -36,7 +36,7 @@ class Partitioning:
     every_micro_batch: bool = False
     """Whether each one is reduced, and shards are summed up; else whole gradients are, and reduced once."""
     stages_messages: bool = False
-    """Whether collectives copy their whole message first, as gloo does on CPU (measured; NCCL does not)."""
+    """Whether reductions copy their whole message first and compute waits for collectives, as with gloo on CPU."""
 
 
 def partition_states(step: Step, how: Partitioning) -> Step:
@@ -293,11 +293,7 @@ def _gather(edit: Edit, step: Step, how: Partitioning) -> int:
         group=column(n_ops, np.int32, (gather, how.ranks)),
         stream=column(n_ops, np.uint8, (gather, _COMPUTE_STREAM * how.stages_messages)),
     )
-    place = np.arange(count) * (1 + how.stages_messages)
-    parts = [(place, rows[make], n_bytes * how.ranks, Kind.COMMUNICATION)]
-    if how.stages_messages:
-        parts.append((place + 1, rows[gather], n_bytes * how.ranks, Kind.WORKSPACE))
-    whole = add_storages(edit, parts)[place]
+    whole = add_storages(edit, [(np.arange(count), rows[make], n_bytes * how.ranks, Kind.COMMUNICATION)])
     weights = columns.storage[buckets.values]
     edit.add_uses(rows[pack][buckets.part], weights)
     edit.add_uses(rows[pack], whole, mutates=True)

@@ -36,7 +36,7 @@ class Sharding:
     replicas_across_nodes: bool = False
     """Whether the ranks that hold the same shard sit on different nodes, each with a network card of its own."""
     stages_messages: bool = False
-    """Whether collectives copy their whole message first, as gloo does on CPU (measured; NCCL does not)."""
+    """Whether reductions copy their whole message first and compute waits for collectives, as with gloo on CPU."""
 
 
 def shard_states(step: Step, how: Sharding) -> Step:
@@ -116,14 +116,12 @@ def _gather(edit: Edit, how: Sharding, whole: Ragged, before: I32, copied_before
         stream=column(n_ops, np.uint8, (gather, _COMPUTE_STREAM if how.stages_messages else 0)),
         prefetch=column(n_ops, np.uint8, (gather, _AHEAD[phase] if not how.stages_messages else 0)),
     )  # fmt: skip
-    # Storages of a unit: its buffer, what the collective copies first, the whole parameters.
-    staged = int(how.stages_messages)
-    buffer = make + (staged - 2) * np.arange(len(make))
-    inside = whole.places(buffer + 1 + staged)
-    parts = [(buffer, rows[make], sums, Kind.COMMUNICATION), (inside, rows[allocate], whole.values, Kind.COMMUNICATION)]
-    if staged:
-        parts.append((buffer + 1, rows[gather], sums, Kind.WORKSPACE))
-    storages = add_storages(edit, parts)
+    # Storages of a unit: its buffer, the whole parameters.
+    buffer = make - 2 * np.arange(len(make))
+    inside = whole.places(buffer + 1)
+    storages = add_storages(
+        edit, [(buffer, rows[make], sums, Kind.COMMUNICATION), (inside, rows[allocate], whole.values, Kind.COMMUNICATION)]
+    )
     made = _Gathered(storages[buffer], rows[copy], storages[inside])
     edit.add_uses(rows[gather], made.buffer)
     edit.add_uses(rows[gather], made.buffer, mutates=True)

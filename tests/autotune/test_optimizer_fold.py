@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from zoo_paths import ZOO
 
+from memtune.autotune.optimizer_fold import OptimizerFold
 from memtune.autotune.record import Session, Trace, start_session
 from memtune.program import Step
 from memtune.workload import Workload
@@ -56,7 +57,7 @@ def session_of(path: Any, make: Make | None = None, *, fold: bool) -> Session:
     if make is not None:
         object.__setattr__(workload, "make_optimizer", make)
     session = replace(start_session(workload, "fake"), target="cuda")
-    return session if fold else replace(session, fold=None)
+    return replace(session, fold=OptimizerFold(session.model, session.optimizer, session.blocks)) if fold else session
 
 
 def assert_folds_alike(path: Any, make: Make | None = None, sizes: Sequence[int] = (2, 4)) -> str:

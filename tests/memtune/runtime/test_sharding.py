@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from gloo import run_ranks
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_paths import ZOO
 
 import memtune.runtime.sharding as sharding
@@ -301,18 +299,8 @@ def test_one_process_alone_is_told_what_to_do() -> None:
 # -- the peak, by the native ledger -------------------------------------------------------------------------------
 
 
-class Settled(TorchDispatchMode):  # torch's __init_subclass__
-    """Waits after every collective: gloo's thread gives back what it staged a little late, on some machines into the next op."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if str(func).startswith("memtune."):
-            time.sleep(0.002)
-        return out
-
-
-def peaks(path: str, kinds: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Per kind: bytes that stay between steps, and the smallest peak of six steps after the first two."""
+def peaks(path: str, kinds: tuple[str, ...]) -> dict[str, tuple[int, list[int]]]:
+    """Per kind: bytes that stay between steps, and the peaks of six steps after the first two."""
     from memtune.runtime.ledger import Ledger
     from memtune.runtime.tiers import HOST, tier
     from memtune.testing.training import build as build_zoo
@@ -327,10 +315,9 @@ def peaks(path: str, kinds: tuple[str, ...]) -> dict[str, tuple[int, int]]:
             with tier(HOST):
                 batches = [workload.make_batch(2)]
             ledger.reset_peak()
-            with Settled():
-                tuned.step(batches)
+            tuned.step(batches)
             measured.append(ledger.peak_allocated_bytes() - empty)
-        found[kind] = (ledger.live_bytes() - empty, min(measured[2:]))
+        found[kind] = (ledger.live_bytes() - empty, measured[2:])
         del model, optimizer, tuned, workload
     return found
 
@@ -351,9 +338,9 @@ def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
         "zero1": partition_states(step, Partitioning(2, 25 << 20, stages_messages=True)),
     }
     for rank in run_ranks(peaks, 2, str(ZOO["gpt"]), tuple(predicted)):
-        for kind, (stays, peak) in rank.items():
+        for kind, (stays, measured) in rank.items():
             wanted = predicted[kind]
             always = int(wanted.bytes[(wanted.producer < 0) & (wanted.held_until == FOREVER) & (wanted.tier == 0)].sum())
             spare = {"ddp": 0, "fsdp": 16, "zero1": 16}[kind]  # a scalar or two of FSDP2 and of gloo's average
             assert 0 <= stays - always <= spare
-            assert 0 <= peak - wanted.peak_bytes() <= spare
+            assert all(0 <= peak - wanted.peak_bytes() <= spare for peak in measured)
