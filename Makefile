@@ -24,7 +24,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 DEVICE ?= cuda
 
-.PHONY: help setup demo test test-slow test-native lint format bench-predict bench-recompute bench-layout bench-plan gpu-check clean
+.PHONY: help setup demo test test-slow test-native lint format bench-predict bench-recompute bench-layout bench-plan bench-offload gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -94,6 +94,9 @@ bench-layout: setup  ## layouts of MiniMalloc's instances (MEMTUNE_MINIMALLOC sa
 	mkdir -p $(dir $(LAYOUTS))
 	$(BIN)/python benchmarks/layout.py --json $(LAYOUTS).json --markdown $(LAYOUTS).md
 	$(BIN)/python benchmarks/layout_traces.py --json $(LAYOUTS)-traces.json --markdown $(LAYOUTS)-traces.md
+
+bench-offload: setup  ## the host optimizer against torch's fused AdamW and the memory's bandwidth (500M parameters: 12 GB of memory)
+	$(BIN)/python benchmarks/host_optimizer.py --json benchmarks/results/host-optimizer.json
 
 gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks/gpu.py (DEVICE=cpu: their CPU form)
 ifeq ($(DEVICE),cpu)

@@ -149,7 +149,7 @@ def _compared(
 
 def _allowed(choice: Choice, reference: Choice, unit: float) -> float | None:
     """Rule 3; `unit` is one rounding of the dtype."""
-    classes = {each.exactness for each in (*choice.techniques, *reference.techniques)}
+    classes = {each.exactly() for each in (*choice.techniques, *reference.techniques)}
     if Exactness.LOSSY in classes:
         return None
     return math.sqrt(unit) if Exactness.REORDERED in classes or choice.execution != reference.execution else 0.0

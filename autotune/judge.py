@@ -189,7 +189,7 @@ def loss_tolerance(choice: Choice, reference: Choice, *, unit: float, draws_rand
     Bitwise: kernels may add in another order (atomics), a few dozen roundings. Reordered: half of the digits, which is what √n
     roundings of a sum of n = 1/unit terms come to.
     """
-    classes = {each.exactness for each in (*choice.techniques, *reference.techniques)}
+    classes = {each.exactly() for each in (*choice.techniques, *reference.techniques)}
     if Exactness.LOSSY in classes:
         return None
     if draws_random and choice.execution != reference.execution:

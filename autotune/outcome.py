@@ -136,7 +136,7 @@ def predicted(driver: Driver, scored: Scored) -> dict[str, Any]:
 
 def _certificate(driver: Driver, winner: Measured, confirmed: Finished | None) -> dict[str, Any]:
     budget = driver.setup.budget_bytes
-    classes = [each.exactness for each in winner.choice.techniques]
+    classes = [each.exactly() for each in winner.choice.techniques]
     exactness = max(classes, key=list(Exactness).index, default=Exactness.BITWISE)
     reference = driver.reference
     certificate: dict[str, Any] = {"fits": budget is None or winner.peak_bytes <= budget, "budget_bytes": budget}

@@ -226,7 +226,7 @@ def _that_fit(
         reason: Reason | None = None
         if technique == null("sharding.states") and rewriter.target.ranks > 1:
             reason = _NULL_WITH_RANKS
-        elif technique.exactness is Exactness.LOSSY and not allow_lossy:
+        elif technique.exactly() is Exactness.LOSSY and not allow_lossy:
             reason = Reason("it changes results", "allow it with --allow-lossy")
         else:
             verdicts = [rewriter.fits(technique, execution, {}) for execution in among]

@@ -243,7 +243,9 @@ class Tracer(WatchingMode):
         group = 0
         if name.startswith(_COLLECTIVES) or (seam and seam.collective):
             resource, group = Resource.INTRA_LINK, group_size(args, kwargs)
-        if seam or group:
+        if seam and seam.resource is Resource.HOST_THREADS:
+            traffic = _read_and_written(inputs, written)
+        elif seam or group:
             traffic = max([t.nbytes for t in inputs + fresh], default=0)
         else:
             traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
@@ -503,3 +505,9 @@ class Tracer(WatchingMode):
 def _local(tensor: Tensor) -> Tensor:
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
+
+
+def _read_and_written(inputs: list[Tensor], written: list[Tensor]) -> int:
+    """Bytes that one pass over all arguments moves; a tensor that is given twice is read once."""
+    once = ({t.untyped_storage()._cdata: t.nbytes for t in tensors} for tensors in (inputs, written))
+    return sum(sum(each.values()) for each in once)

@@ -7,6 +7,7 @@
 
 #include "edit/bind.h"
 #include "layout/bind.h"
+#include "optim/bind.h"
 #include "remat/bind.h"
 #include "simulator/bind.h"
 
@@ -18,6 +19,7 @@ NB_MODULE(_native, m) {
         "Version of memtune this module was built from; another one than the package's means: build again.");
   bind_edit(m);
   bind_layout(m);
+  bind_optim(m);
   bind_remat(m);
   bind_simulator(m);
   bind_allocator(m);

@@ -37,6 +37,23 @@ def lay_out(start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C'
 def layout_fault(start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], end: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], alignment: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], period: int, offset: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], height: int) -> str:
     """What is wrong with a layout, empty if nothing is."""
 
+class OptimizerNumbers:
+    """
+    Scalars of one optimizer step; which of them a rule reads is said in csrc/optim/update.h.
+    """
+
+    def __init__(self, *, decay: float = 0.0, first: float = 0.0, second: float = 0.0, rest: float = 0.0, ahead: float = 0.0, correction: float = 1.0, eps: float = 0.0, rate: float = 0.0, sign: float = 1.0, from_gradient: bool = False, seed: int = 0) -> None: ...
+
+MOMENT_BLOCK: int = 256
+
+def optimizer_isa() -> str:
+    """The instruction set that `optimizer_update` uses here."""
+
+def optimizer_update(rule: str, moments: str, weight: object, gradient: object, out: object | None, first: object | None, second: object | None, first_scale: object | None, second_scale: object | None, numbers: OptimizerNumbers, threads: int = 1, isa: str = '') -> None:
+    """
+    One optimizer step over one tensor in host memory, in one pass on `threads` threads: weight (float32) and moments in place, the new weight in bfloat16 to `out`, which may be the gradient's memory. ValueError names what does not fit.
+    """
+
 class Rematerializer:
     """
     Dynamic rematerialization on the books of a program that runs; a tensor is a storage.

@@ -9,6 +9,7 @@ So a recorder, a dry run and a byte counter see the same operators as the traini
 | `to_host(x)` | device → host | host |
 | `copy_to_host_(host, x)` | device → host | – |
 | `copy_to_device_(x, host)` | host → device | – |
+| `host_update_(rule, …, weight, gradient, …)` | host threads | – |
 | `all_gather_into_(out, x, group, ranks)` | link | – |
 | `reduce_scatter_into_(out, x, group, ranks, op)` | link | – |
 | `all_reduce_(x, group, ranks, op)` | link | – |
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from memtune.program import Resource
 from memtune.program import Tier as TierId
-from memtune.runtime import transfer
+from memtune.runtime import host_update, transfer
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ SEAM: dict[str, SeamOp] = {
     "memtune.to_host.default": SeamOp(Resource.DEVICE_TO_HOST, TierId.HOST),
     "memtune.copy_to_host_.default": SeamOp(Resource.DEVICE_TO_HOST),
     "memtune.copy_to_device_.default": SeamOp(Resource.HOST_TO_DEVICE),
+    "memtune.host_update_.default": SeamOp(Resource.HOST_THREADS),
     "memtune.all_gather_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.reduce_scatter_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.all_reduce_.default": SeamOp(Resource.INTRA_LINK, collective=True),
@@ -53,6 +55,11 @@ _LIBRARY.define("to_device(Tensor x, Device device) -> Tensor")
 _LIBRARY.define("to_host(Tensor x) -> Tensor")
 _LIBRARY.define("copy_to_host_(Tensor(a!) host, Tensor x) -> ()")
 _LIBRARY.define("copy_to_device_(Tensor(a!) x, Tensor host) -> ()")
+_LIBRARY.define(
+    "host_update_(str rule, str moments, Tensor(a!) weight, Tensor gradient, Tensor(b!)? out, Tensor(c!)? first, "
+    "Tensor(d!)? second, Tensor(e!)? first_scale, Tensor(f!)? second_scale, Tensor(g!)? step, float[] settings, bool maximize, "
+    "int seed) -> ()"
+)
 _LIBRARY.define("all_gather_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
 _LIBRARY.define("reduce_scatter_into_(Tensor(a!) out, Tensor x, str group, int ranks, str op) -> ()")
 _LIBRARY.define("all_reduce_(Tensor(a!) x, str group, int ranks, str op) -> ()")
@@ -150,10 +157,11 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("to_host", transfer.to_host, _key)
     _LIBRARY.impl("copy_to_host_", transfer.copy_to_host, _key)
     _LIBRARY.impl("copy_to_device_", transfer.copy_to_device, _key)
+    _LIBRARY.impl("host_update_", host_update.update_, _key)
     _LIBRARY.impl("all_gather_into_", _all_gather_into, _key)
     _LIBRARY.impl("reduce_scatter_into_", _reduce_scatter_into, _key)
     _LIBRARY.impl("all_reduce_", _all_reduce, _key)
 torch.library.register_fake("memtune::to_device", _fake_to_device, lib=_LIBRARY)
 torch.library.register_fake("memtune::to_host", _fake_to_host, lib=_LIBRARY)
-for _name in ("copy_to_host_", "copy_to_device_", "all_gather_into_", "reduce_scatter_into_", "all_reduce_"):
+for _name in ("copy_to_host_", "copy_to_device_", "host_update_", "all_gather_into_", "reduce_scatter_into_", "all_reduce_"):
     torch.library.register_fake(f"memtune::{_name}", _nothing, lib=_LIBRARY)

@@ -97,6 +97,10 @@ class Technique(BaseModel):
     eager_only: ClassVar[str] = ""
     """Why it cannot work beside torch.compile (it needs a dispatch mode, or the model's own ops); empty where it can."""
 
+    def exactly(self) -> Exactness:
+        """The class of exactness with these knobs; `exactness` is that of the defaults."""
+        return self.exactness
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """None, or why it may not be used on `program` with `target` (which holds what the other axes chose)."""
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,8 +12,21 @@ from memtune.parameters import columns_of
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
-def optimizer_on_host(step: Step) -> Step:
-    """`step` with the optimizer's ops on host threads and its state in host memory."""
+@dataclass(frozen=True)
+class Native:
+    """A native update in place of the optimizer's ops: bytes of an element of its moments, elements that share a scale."""
+
+    moment_bytes: int = 4
+    block: int = 0
+
+
+def optimizer_on_host(step: Step, native: Native | None = None) -> Step:
+    """`step` with the optimizer's ops on host threads and its state in host memory.
+
+    Args:
+        step: Any step.
+        native: One pass over each parameter in place of the optimizer's ops; narrower parameters have float32 masters.
+    """
     columns = columns_of(step.parameters)
     mine = columns.trainable & (columns.gradient >= 0)
     weights, gradients = columns.storage[mine], columns.gradient[mine]
@@ -27,7 +42,7 @@ def optimizer_on_host(step: Step) -> Step:
     owner = step.owner[gradients]
     host_gradients = edit.add_storages(sizes, producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
     host_weights = edit.add_storages(
-        sizes,
+        sizes if native is None else 4 * columns.numel[mine],
         producer=np.full(len(weights), -1, np.int32),
         tier=Tier.HOST,
         kind=Kind.PARAMETER,
@@ -43,6 +58,8 @@ def optimizer_on_host(step: Step) -> Step:
     freed = step.held_until[gradients] != FOREVER  # DDP's buckets stay
     edit.held_until[gradients[freed]] = -1
     edit.let_go_before(gradients[:-1][freed[:-1]], down[1:][freed[:-1]])
+    if native is not None:
+        _one_pass(edit, step, native, np.flatnonzero(mine), host_weights, host_gradients)
     up = edit.add_ops(
         "memtune.copy_to_device_.default",
         after=np.full(len(weights), last, np.int32),
@@ -51,7 +68,7 @@ def optimizer_on_host(step: Step) -> Step:
         traffic_bytes=sizes,
         stream=1,  # a copy back is complete in stream order
     )
-    edit.add_uses(up, host_weights)
+    edit.add_uses(up, host_weights if native is None else np.where(columns.itemsize[mine] == 4, host_weights, host_gradients))
     edit.add_uses(up, weights, mutates=True)
     edit.hold_through(host_gradients, up)
     # What Python holds to the end of the step (the loss) is there until the last weight is up.
@@ -67,6 +84,37 @@ def _copies(edit: Edit, step: Step, name: str, before: I32, storages: I32, sizes
     ops = edit.add_ops(name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=sizes, prefetch=1)
     edit.add_uses(ops, storages)
     return ops
+
+
+def _one_pass(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp], weights: I32, gradients: I32) -> None:
+    """The optimizer's ops away, one op per parameter in their place; its state in the format of `native`."""
+    columns = columns_of(step.parameters)
+    optimizer = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
+    edit.drop_ops(optimizer)
+    numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
+    state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & np.isin(step.owner, mine)).astype(np.int32)
+    at = np.searchsorted(mine, step.owner[state])
+    moments = step.bytes[state] == (numel * itemsize)[at]  # the others count steps
+    state, at = state[moments], at[moments]
+    edit.bytes[state] = native.moment_bytes * numel[at]
+    scales = -(-numel[at] // native.block) * 4 if native.block else np.zeros(len(at), np.int64)
+    each = 2 * (edit.bytes[state] + scales)
+    traffic = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel + np.bincount(at, each, len(mine)).astype(np.int64)
+    updates = edit.add_ops(
+        "memtune.host_update_.default",
+        before=np.full(len(mine), np.flatnonzero(optimizer)[-1], np.int32),
+        phase=Phase.OPTIMIZER,
+        resource=Resource.HOST_THREADS,
+        traffic_bytes=traffic,
+    )
+    edit.add_uses(updates, weights, mutates=True)
+    edit.add_uses(updates, gradients, mutates=True)
+    edit.add_uses(updates[at], state, mutates=True)
+    if native.block:
+        there, forever = np.full(len(at), -1, np.int32), np.full(len(at), FOREVER, np.int32)
+        owner = step.owner[state]
+        held = edit.add_storages(scales, producer=there, tier=Tier.HOST, kind=Kind.OPTIMIZER, held_until=forever, owner=owner)
+        edit.add_uses(updates[at], held, mutates=True)
 
 
 def _on_host(edit: Edit, step: Step, optimizer: npt.NDArray[np.bool_]) -> None:

@@ -2,6 +2,10 @@
 
 The optimizer object stays the user's own; its parameter groups now hold host copies, its state is keyed by them. `step`
 is framed by two hooks. Gradients go down one after the other: each is let go on the device when the next one starts.
+
+What `step` does in between is the optimizer's own business, or one native pass over each parameter (`host_update`). With
+`master`, bfloat16 parameters have float32 masters on the host: the bfloat16 gradient comes down, and the memory it came to
+takes the new weight, which goes up again.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from types import MethodType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +24,11 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
+from memtune.runtime.host_update import Moments, NativeUpdate
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
 from memtune.runtime.tree import local
+
+Update = Literal["own", "native", "master"]
 
 
 class HostOptimizer:
@@ -28,18 +36,27 @@ class HostOptimizer:
 
     Args:
         context: Its model and optimizer; the optimizer is rebound in place.
+        update: `own`: the optimizer's own step. `native`: `host_update` in its place. `master`: the same, with float32 masters.
+        moments: How a native update stores moments.
+
+    Raises:
+        ApplyError: The optimizer or a parameter's type is none that the native update knows.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, update: Update = "own", moments: Moments = "float32") -> None:
+        self._native = None if update == "own" else NativeUpdate(context.optimizer, moments)
+        self._master = update == "master"
         self._optimizer = context.optimizer
         self._device = context.device
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (on the device, on the host)
+        self._gradients: dict[nn.Parameter, Tensor] = {}  # on the host, from when their copies start to the end of the step
         for group in self._optimizer.param_groups:
             group["params"] = [self._host_copy(parameter) for parameter in group["params"]]
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         context.represented.update(self._pairs)
         self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
-        self._optimizer.step = self._closing(self._optimizer.step)  # type: ignore[method-assign]
+        own: Any = self._optimizer.step if self._native is None else self._native_step()
+        self._optimizer.step = self._closing(own)  # type: ignore[method-assign]
         self._optimizer.register_step_pre_hook(self._gradients_down)
         up = self._optimizer.register_step_post_hook(self._weights_up)
         hooks: Any = self._optimizer._optimizer_step_post_hooks
@@ -53,8 +70,22 @@ class HostOptimizer:
 
         return closing
 
+    def _native_step(self) -> Callable[..., Any]:
+        native = self._native
+        assert native is not None
+
+        @torch.no_grad()
+        def step(optimizer: Optimizer, closure: None = None) -> None:
+            if closure is not None:
+                raise ApplyError("The native update takes no closure.", fix="set  update: own  for offload.states", code="MT318")
+            native.step(optimizer, self._gradients.get)
+
+        return MethodType(Optimizer.profile_hook_step(step), self._optimizer)
+
     def _host_copy(self, parameter: nn.Parameter) -> nn.Parameter:
         host = _to_host_now(local(parameter))
+        if self._native is not None:
+            host = _master(host, self._master)
         copy = nn.Parameter(host, requires_grad=parameter.requires_grad)
         mark(copy, HOST)
         state = self._optimizer.state.pop(parameter, None)
@@ -70,8 +101,11 @@ class HostOptimizer:
                 continue
             if on_the_way is not None:
                 self._arrived(on_the_way)
-            host.grad = torch.ops.memtune.to_host(local(parameter.grad))
-            mark(host.grad, HOST)
+            gradient = torch.ops.memtune.to_host(local(parameter.grad))
+            mark(gradient, HOST)
+            self._gradients[host] = gradient
+            if self._native is None:
+                host.grad = gradient
             on_the_way = host
             self._source = parameter
         if on_the_way is not None:
@@ -79,8 +113,7 @@ class HostOptimizer:
         self._host.enter_context(tier(HOST))
 
     def _arrived(self, host: nn.Parameter) -> None:
-        assert host.grad is not None
-        transfer.finish(host.grad)
+        transfer.finish(self._gradients[host])
         self._source.grad = None
         if self._source in self._whole:
             self._whole[self._source].grad = None
@@ -89,7 +122,10 @@ class HostOptimizer:
         self._host.close()
         with torch.no_grad():
             for parameter, host in self._pairs:
-                torch.ops.memtune.copy_to_device_(local(parameter), host)
+                gradient = self._gradients.pop(host, None)
+                narrow = host.dtype is not parameter.dtype
+                if not narrow or gradient is not None:
+                    torch.ops.memtune.copy_to_device_(local(parameter), gradient if narrow else host)
                 host.grad = None
         for value in self._state():  # made inside `tier(HOST)`; where no native ledger noticed (fake tensors), say so
             if value.device.type == "cpu" and tier_of(value) != HOST:
@@ -112,6 +148,20 @@ class HostOptimizer:
             "parameters": len(self._pairs),
             "host_bytes": sum(host.nbytes for _, host in self._pairs) + sum(v.nbytes for v in values),
         }
+
+
+def _master(host: Tensor, narrow_too: bool) -> Tensor:
+    """What the native update works on: float32, or in place of bfloat16 a float32 copy."""
+    if host.dtype is torch.float32:
+        return host
+    if host.dtype is torch.bfloat16 and narrow_too:
+        with tier(HOST):
+            return host.float()
+    raise ApplyError(
+        f"The native update has no way to update parameters of {host.dtype}.",
+        fix="set  update: master  for offload.states" if host.dtype is torch.bfloat16 else "set  update: own  for offload.states",
+        code="MT318",
+    )
 
 
 def _to_host_now(tensor: Tensor) -> Tensor:

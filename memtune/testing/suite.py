@@ -161,7 +161,7 @@ class TechniqueSuite:
     def check_training(self, model: str, variant: Technique) -> None:
         """Raise AssertionError where training with `variant` differs from the plain model's."""
         path = self.models[model]
-        tolerance = self.tolerance if self.technique.exactness is not Exactness.BITWISE else 0.0
+        tolerance = self.tolerance if variant.exactly() is not Exactness.BITWISE else 0.0
         found = differences(train(path, variant), plain(path), tolerance)
         assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
 

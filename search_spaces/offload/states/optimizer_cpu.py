@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from memtune.passes.host_optimizer import optimizer_on_host
+from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.program import Kind, Program
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.host_update import BLOCK, DTYPES, Moments
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class OptimizerCpu(Technique):
     """Trades one copy of the gradients down and of the weights up per step for all optimizer state on the device.
 
-    The user's own optimizer runs on the host, after the last gradient has arrived. Bitwise on one kind of device; from
-    GPU to host the same formula is evaluated by other kernels.
+    The update runs on the host, after the last gradient has arrived: the user's own optimizer, or one native pass over each
+    parameter. Bitwise on one kind of device; from GPU to host the same formula is evaluated by other kernels. With float32
+    masters for bfloat16 parameters, or with narrow moments, results are others than the user's own optimizer would give.
 
     Distinguishing test: no byte of optimizer state is on the device; gradients cross the link once down, weights once up.
     """
@@ -26,22 +28,51 @@ class OptimizerCpu(Technique):
     source: ClassVar[str] = "Ren et al. 2021, ZeRO-Offload: Democratizing Billion-Scale Model Training, arXiv:2101.06840"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
+    update: Literal["own", "native", "master"] = "own"
+    """`native` moves fewer bytes than torch's own loop and has the bits of torch's fused AdamW, for float32 parameters.
+    `master` keeps float32 masters for bfloat16 parameters: the gradient goes down and the weight comes up in bfloat16, the
+    update is in float32."""
+    moments: Moments = "float32"
+    """Of a native update: narrow moments (`bfloat16`, `int8` in blocks of 256, both rounded stochastically) save host bytes and
+    time for precision."""
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs an optimizer whose state is worth moving and, where it is known, host memory for it."""
         step = program.step
         state_bytes = int(step.bytes[step.kind == Kind.OPTIMIZER].sum())
         if state_bytes == 0 and not any(p.gradient >= 0 for p in step.parameters):
             return Reason("the optimizer has nothing to update")
+        if self.update == "own":
+            return None if self.moments == "float32" else Reason("the optimizer's own update keeps its moments", "set update")
+        sizes = {parameter.itemsize for parameter in step.parameters if parameter.gradient >= 0}
+        if self.update == "native" and sizes != {4}:
+            return Reason("the native update keeps float32 weights", "update: master")
+        if self.update == "master" and 2 not in sizes:
+            return Reason("the parameters are float32 themselves", "update: native")
         return None
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State to the host tier, update to host threads, copies around it."""
-        return program.with_step(optimizer_on_host(program.step))
+        native = None
+        if self.update != "own":
+            native = Native(DTYPES[self.moments].itemsize, BLOCK if self.moments == "int8" else 0)
+        return program.with_step(optimizer_on_host(program.step, native))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to host copies of its parameters."""
-        context.checks["offload.states"] = HostOptimizer(context).check
+        context.checks["offload.states"] = HostOptimizer(context, self.update, self.moments).check
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, and when the update runs."""
-        return {"states.offload": {"optimizer": "host", "trigger": "end_of_step"}}
+        how = {} if self.update == "own" else {"update": self.update, "moments": self.moments}
+        return {"states.offload": {"optimizer": "host", "trigger": "end_of_step", **how}}
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """Narrow moments are never proposed."""
+        return {"update": ("own", "native", "master")}
+
+    def exactly(self) -> Exactness:
+        """Lossy with masters or narrow moments; a native update rounds roots as torch's fused kernel does, not its loops."""
+        if self.update == "own":
+            return self.exactness
+        return Exactness.LOSSY if self.update == "master" or self.moments != "float32" else Exactness.REORDERED

@@ -1,0 +1,163 @@
+"""The native host optimizer against torch's fused AdamW (and DeepSpeed's CPUAdam where installed), and the memory's bandwidth.
+
+Every round times every contestant once, after an untimed call of the same one: what the one before left running on the cores
+(OpenMP's threads spin for a while) is over by then. Ratios are medians over rounds of the ratios within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune import _native
+
+ADAMW = [1e-3, 0.9, 0.999, 1e-8, 1e-2]
+BYTES = {
+    "native": 28,
+    "native, bf16 in and out": 28,
+    "native, bf16 in and out, bf16 moments": 20,
+    "native, bf16 in and out, int8 moments": 16,
+    "torch fused": 28,
+    "torch fused + casts": 40,
+    "deepspeed": 28,
+    "deepspeed + casts": 40,
+    "triad": 12,
+}
+"""Per parameter, read and written, as the algorithm needs them."""
+
+
+def contestants(numel: int) -> dict[str, Callable[[], None]]:
+    """One call each: an optimizer step, or a triad; they share memory, so that more parameters fit."""
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(numel), torch.randn(numel).mul_(0.01)
+    first, second, step = torch.zeros(numel), torch.zeros(numel), torch.zeros(())
+    narrow = gradient.bfloat16()
+    found = {"native": native(weight, gradient, None, first, second, step)}
+    found["native, bf16 in and out"] = native(weight, narrow, narrow, first, second, step)
+    low = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
+    found["native, bf16 in and out, bf16 moments"] = native(weight, narrow, narrow, *low, step, moments="bfloat16")
+    codes = [each.view(torch.uint8)[:numel] for each in low]  # the same memory: what is in it does not matter for the time
+    scales = [torch.zeros(-(-numel // _native.MOMENT_BLOCK)) for _ in range(2)]
+    found["native, bf16 in and out, int8 moments"] = native(weight, narrow, narrow, *codes, step, moments="int8", scales=scales)
+    parameter = torch.nn.Parameter(weight)
+    parameter.grad = gradient
+    peers: dict[str, torch.optim.Optimizer] = {"torch fused": torch.optim.AdamW([parameter], fused=True)}
+    peers["torch fused"].state[parameter] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
+    if importlib.util.find_spec("deepspeed") is not None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+
+        peers["deepspeed"] = DeepSpeedCPUAdam([parameter])
+    for name, peer in peers.items():
+        found[name] = stepping(peer)
+        found[f"{name} + casts"] = casting(peer, parameter, narrow)
+    found["triad"] = lambda: torch.add(first, second, alpha=2.0, out=gradient) and None
+    return found
+
+
+def native(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    out: torch.Tensor | None,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    step: torch.Tensor,
+    moments: str = "float32",
+    scales: list[Any] | None = None,
+) -> Callable[[], None]:
+    """One native update."""
+    given = ("adamw", moments, weight, gradient, out, first, second, *(scales or [None, None]), step, ADAMW, False, 0)
+    return lambda: torch.ops.memtune.host_update_(*given)
+
+
+def stepping(peer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A peer's step."""
+    return lambda: peer.step() and None
+
+
+def casting(peer: torch.optim.Optimizer, parameter: torch.nn.Parameter, narrow: torch.Tensor) -> Callable[[], None]:
+    """A peer's step from a bfloat16 gradient to a bfloat16 weight, through buffers that are there already."""
+
+    def step() -> None:
+        assert parameter.grad is not None
+        parameter.grad.copy_(narrow)
+        peer.step()
+        narrow.copy_(parameter.detach())
+
+    return step
+
+
+def measure(numel: int, rounds: int) -> dict[str, Any]:
+    """Seconds and bytes per second of every contestant, and the ratios that are claimed."""
+    calls = contestants(numel)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(rounds + 1):
+        for name, call in calls.items():
+            call()
+            start = time.perf_counter()
+            call()
+            if round_:
+                seconds[name].append(time.perf_counter() - start)
+    rows = {
+        name: {"median_s": statistics.median(s), "least_s": min(s), "gb_per_s": BYTES[name] * numel / statistics.median(s) / 1e9}
+        for name, s in seconds.items()
+    }
+    return {"parameters": numel, "rounds": rounds, "rows": rows, "ratios": ratios(seconds)}
+
+
+def ratios(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians over rounds, with quartiles."""
+
+    def of(slow: str, fast: str, bytes_ratio: float = 1.0) -> dict[str, float]:
+        each = [bytes_ratio * one / other for one, other in zip(seconds[slow], seconds[fast], strict=True)]
+        low, middle, high = statistics.quantiles(each, n=4)
+        return {"median": middle, "low": low, "high": high}
+
+    found = {}
+    for peer in ("torch fused", "deepspeed"):
+        if peer in seconds:
+            found[f"float32 against {peer} (aim 1.0)"] = of(peer, "native")
+            found[f"bf16 in and out against {peer} + casts (aim 1.4)"] = of(f"{peer} + casts", "native, bf16 in and out")
+    # The triad counts read-for-ownership of what it only writes: four bytes more of the twelve.
+    found["bandwidth of float32 to triad's 16 bytes (aim 0.8)"] = of("triad", "native", 28 / 16)
+    found["bandwidth of bf16 in and out to triad's 16 bytes (aim 0.8)"] = of("triad", "native, bf16 in and out", 28 / 16)
+    return found
+
+
+def main() -> None:
+    """Print a table and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--millions", type=int, nargs="+", default=[50, 500])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    machine = {
+        "isa": _native.optimizer_isa(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "load": os.getloadavg(),
+    }
+    machine["deepspeed"] = "installed" if importlib.util.find_spec("deepspeed") else "not installed: not compared"
+    results = []
+    for millions in given.millions:
+        found = measure(millions * 10**6, given.rounds)
+        results.append(found)
+        for name, row in found["rows"].items():
+            print(f"{millions:>4}M  {name:<40} {row['median_s'] * 1e3:9.1f} ms  {row['gb_per_s']:6.1f} GB/s")
+        for name, ratio in found["ratios"].items():
+            print(f"{millions:>4}M  {name:<60} {ratio['median']:.2f}  ({ratio['low']:.2f} to {ratio['high']:.2f})")
+    if given.json:
+        given.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

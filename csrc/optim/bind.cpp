@@ -1,0 +1,107 @@
+#include "optim/bind.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "optim/update.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+namespace optim = memtune::optim;
+
+namespace {
+
+using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+bool is_float32(const Array& array) { return array.dtype() == nb::dtype<float>(); }
+
+// numpy has no bfloat16: 16-bit integers stand for it there.
+bool is_bfloat16(const Array& array) {
+  const auto code = static_cast<nb::dlpack::dtype_code>(array.dtype().code);
+  return array.dtype().bits == 16 && (code == nb::dlpack::dtype_code::Bfloat || code == nb::dlpack::dtype_code::UInt);
+}
+
+bool is_byte(const Array& array) { return array.dtype() == nb::dtype<std::uint8_t>(); }
+
+void must(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+template <typename T>
+T found_in(const std::string& name, std::initializer_list<std::pair<const char*, T>> known, const char* what) {
+  for (const auto& [key, value] : known) {
+    if (name == key) return value;
+  }
+  throw std::invalid_argument(what);
+}
+
+// A moment's memory, checked against the format and the number of elements; null where there is none.
+void* moment(const std::optional<Array>& array, const std::optional<Array>& scale, optim::Moments format, std::size_t n) {
+  if (!array) return nullptr;
+  must(array->size() == n, "a moment must have as many elements as the weight");
+  const bool right = format == optim::Moments::float32 ? is_float32(*array)
+                     : format == optim::Moments::bfloat16 ? is_bfloat16(*array) : is_byte(*array);
+  must(right, "a moment's type must be that of `moments`");
+  if (format == optim::Moments::blocks8) {
+    must(scale && is_float32(*scale) && scale->size() == (n + optim::kBlock - 1) / optim::kBlock,
+         "8-bit moments need one float32 scale per block");
+  }
+  return array->data();
+}
+
+float* data(const std::optional<Array>& scale) { return scale ? static_cast<float*>(scale->data()) : nullptr; }
+
+void update(const std::string& rule, const std::string& moments, Array weight, Array gradient, std::optional<Array> out,
+            std::optional<Array> first, std::optional<Array> second, std::optional<Array> first_scale,
+            std::optional<Array> second_scale, const optim::Numbers& numbers, int threads, const std::string& isa) {
+  using optim::Moments, optim::Rule;
+  const auto which = found_in<Rule>(rule, {{"adamw", Rule::adamw}, {"sgd", Rule::sgd}, {"adagrad", Rule::adagrad}, {"lion", Rule::lion}},
+                                    "rule must be adamw, sgd, adagrad or lion");
+  const auto format = found_in<Moments>(moments, {{"float32", Moments::float32}, {"bfloat16", Moments::bfloat16}, {"int8", Moments::blocks8}},
+                                        "moments must be float32, bfloat16 or int8");
+  const std::size_t n = weight.size();
+  must(is_float32(weight), "weight must be float32");
+  must(gradient.size() == n && (is_float32(gradient) || is_bfloat16(gradient)),
+       "gradient must have as many elements as the weight, float32 or bfloat16");
+  must(!out || (out->size() == n && is_bfloat16(*out)), "out must have as many elements as the weight, bfloat16");
+  const bool needs_first = which == Rule::adamw || which == Rule::lion || (which == Rule::sgd && first.has_value());
+  const bool needs_second = which == Rule::adamw || which == Rule::adagrad;
+  must(first.has_value() == needs_first && second.has_value() == needs_second, "the rule has another number of moments");
+  const optim::Tensors tensors{static_cast<float*>(weight.data()), gradient.data(),
+                               out ? static_cast<std::uint16_t*>(out->data()) : nullptr, moment(first, first_scale, format, n),
+                               moment(second, second_scale, format, n), data(first_scale), data(second_scale), is_bfloat16(gradient)};
+  const optim::Update form = isa.empty() ? optim::best() : optim::named(isa.c_str());
+  must(form != nullptr, "this machine or this build lacks that instruction set");
+  nb::gil_scoped_release released;
+  optim::update(form, which, format, tensors, numbers, static_cast<std::int64_t>(n), threads);
+}
+
+}  // namespace
+
+void bind_optim(nb::module_& m) {
+  using optim::Numbers;
+  nb::class_<Numbers>(m, "OptimizerNumbers", "Scalars of one optimizer step; which of them a rule reads is said in csrc/optim/update.h.")
+      .def("__init__",
+           [](Numbers* self, double decay, double first, double second, double rest, double ahead, double correction, double eps,
+              double rate, double sign, bool from_gradient, std::uint64_t seed) {
+             const auto f = [](double x) { return static_cast<float>(x); };
+             new (self) Numbers{f(decay), f(first), f(second), f(rest), f(ahead), f(correction), f(eps), f(rate), f(sign),
+                                from_gradient, seed};
+           },
+           nb::kw_only(), "decay"_a = 0.0, "first"_a = 0.0, "second"_a = 0.0, "rest"_a = 0.0, "ahead"_a = 0.0,
+           "correction"_a = 1.0, "eps"_a = 0.0, "rate"_a = 0.0, "sign"_a = 1.0, "from_gradient"_a = false, "seed"_a = 0);
+  m.attr("MOMENT_BLOCK") = optim::kBlock;
+  m.def("optimizer_isa", [] { return std::string(optim::best_name()); }, "The instruction set that `optimizer_update` uses here.");
+  m.def("optimizer_update", &update, "rule"_a, "moments"_a, "weight"_a, "gradient"_a, "out"_a.none(), "first"_a.none(),
+        "second"_a.none(), "first_scale"_a.none(), "second_scale"_a.none(), "numbers"_a, "threads"_a = 1, "isa"_a = "",
+        nb::sig("def optimizer_update(rule: str, moments: str, weight: object, gradient: object, out: object | None, "
+                "first: object | None, second: object | None, first_scale: object | None, second_scale: object | None, "
+                "numbers: OptimizerNumbers, threads: int = 1, isa: str = '') -> None"),
+        "One optimizer step over one tensor in host memory, in one pass on `threads` threads: weight (float32) and moments in place, "
+        "the new weight in bfloat16 to `out`, which may be the gradient's memory. ValueError names what does not fit.");
+}

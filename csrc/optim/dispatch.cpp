@@ -1,0 +1,57 @@
+#include <algorithm>
+#include <string_view>
+
+#include "optim/pool.h"
+#include "optim/update.h"
+
+namespace memtune::optim {
+
+void update_base(Rule, Moments, const Tensors&, const Numbers&, std::int64_t, std::int64_t);
+#ifdef MEMTUNE_X86
+void update_avx2(Rule, Moments, const Tensors&, const Numbers&, std::int64_t, std::int64_t);
+void update_avx512(Rule, Moments, const Tensors&, const Numbers&, std::int64_t, std::int64_t);
+#endif
+
+namespace {
+
+bool has(std::string_view isa) {
+#ifdef MEMTUNE_X86
+  if (isa == "avx512") {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
+  }
+  if (isa == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return isa == "base";
+}
+
+}  // namespace
+
+Update named(const char* isa) {
+  if (!has(isa)) return nullptr;
+#ifdef MEMTUNE_X86
+  if (std::string_view(isa) == "avx512") return update_avx512;
+  if (std::string_view(isa) == "avx2") return update_avx2;
+#endif
+  return update_base;
+}
+
+const char* best_name() { return has("avx512") ? "avx512" : has("avx2") ? "avx2" : "base"; }
+
+Update best() {
+  static const Update found = named(best_name());
+  return found;
+}
+
+void update(Update form, Rule rule, Moments moments, const Tensors& tensors, const Numbers& numbers, std::int64_t n, int threads) {
+  // Waking a thread takes some microseconds, in which one of them updates some ten thousand elements.
+  constexpr std::int64_t least = 64 * kBlock;
+  const std::int64_t parts = std::clamp<std::int64_t>(n / least, 1, std::max(threads, 1));
+  const std::int64_t each = ((n + parts - 1) / parts + kBlock - 1) / kBlock * kBlock;
+  run_parts(static_cast<int>(parts), [&](int part) {
+    const std::int64_t begin = part * each, end = std::min(n, begin + each);
+    if (begin < end) form(rule, moments, tensors, numbers, begin, end);
+  });
+}
+
+}  // namespace memtune::optim

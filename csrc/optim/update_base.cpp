@@ -1,0 +1,2 @@
+#define MEMTUNE_ISA update_base
+#include "optim/update.inl"

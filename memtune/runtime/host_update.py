@@ -1,0 +1,226 @@
+"""An optimizer's step as one native pass over each parameter in host memory (`csrc/optim`).
+
+The optimizer object, its groups and the names of its state stay the user's own: schedulers, checkpoints and
+`load_state_dict` work as before. With float32 throughout, AdamW's weights and moments have the bits of torch's fused AdamW on
+CPU, but for one rounding of the second moment in a tensor's last few elements (less than a vector). torch's loops over tensors
+(`foreach` or not) differ from both by a rounding of the square root where torch takes it from MKL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memtune import _native
+from memtune.errors import ApplyError
+from memtune.runtime.tiers import HOST, mark, tier
+
+Moments = Literal["float32", "bfloat16", "int8"]
+DTYPES: Final[dict[Moments, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}
+BLOCK: Final[int] = _native.MOMENT_BLOCK
+"""Elements of an 8-bit moment that share a scale."""
+_FIRST: Final = {"adamw": "exp_avg", "lion": "exp_avg", "sgd": "momentum_buffer"}
+_SECOND: Final = {"adamw": "exp_avg_sq", "adagrad": "sum"}
+
+
+def update_(
+    rule: str,
+    moments: str,
+    weight: Tensor,
+    gradient: Tensor,
+    out: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
+    first_scale: Tensor | None,
+    second_scale: Tensor | None,
+    step: Tensor | None,
+    settings: list[float],
+    maximize: bool,
+    seed: int,
+) -> None:
+    """What is behind `torch.ops.memtune.host_update_`: one step of `rule` over one parameter; `step` counts it.
+
+    Args:
+        rule: `adamw` with `settings` (lr, beta1, beta2, eps, weight_decay), `sgd` (lr, momentum, dampening, weight_decay,
+            nesterov), `adagrad` (lr, lr_decay, eps, weight_decay), `lion` (lr, beta1, beta2, weight_decay).
+        moments: How `first` and `second` are stored; 8-bit ones have a scale per `BLOCK` elements.
+        weight: The float32 master.
+        gradient: float32 or bfloat16.
+        out: Where the bfloat16 weight goes; may be `gradient`.
+        first: First moment, momentum, or None.
+        second: Second moment, sum of squares, or None.
+        first_scale: Of `first`.
+        second_scale: Of `second`.
+        step: Number of steps done, one float; None for rules that do not count.
+        settings: Hyperparameters.
+        maximize: Goes up the gradient.
+        seed: Of stochastic rounding, together with `step`.
+    """
+    count = 1.0
+    if step is not None:
+        step += 1
+        count = step.item()
+    numbers = _native.OptimizerNumbers(
+        **_NUMBERS[rule](count, *settings), sign=-1.0 if maximize else 1.0, seed=_seed(seed, int(count))
+    )
+    of_first, of_second = _flat(first_scale), _flat(second_scale)
+    arrays = (_flat(weight), _flat(gradient), _flat(out), _flat(first), _flat(second), of_first, of_second)
+    _native.optimizer_update(rule, moments, *arrays, numbers, torch.get_num_threads())
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().view(-1)
+
+
+def _seed(seed: int, count: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed},{count}".encode(), digest_size=8).digest(), "little")
+
+
+def _adamw(step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> dict[str, Any]:
+    weight = 1 - beta1  # torch's lerp starts from whichever end is nearer
+    return {
+        "decay": 1 - lr * weight_decay,
+        "first": weight if weight < 0.5 else weight - 1,
+        "from_gradient": weight >= 0.5,
+        "second": beta2,
+        "rest": 1 - beta2,
+        "correction": (1 - beta2**step) ** 0.5,
+        "eps": eps,
+        "rate": -(lr / (1 - beta1**step)),
+    }
+
+
+def _sgd(step: float, lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: float) -> dict[str, Any]:
+    return {
+        "decay": weight_decay,
+        "first": momentum,
+        "second": 1 - dampening,
+        "ahead": momentum if nesterov else 1.0,
+        "from_gradient": bool(nesterov),
+        "rate": -lr,
+    }
+
+
+def _adagrad(step: float, lr: float, lr_decay: float, eps: float, weight_decay: float) -> dict[str, Any]:
+    return {"decay": weight_decay, "eps": eps, "rate": -(lr / (1 + (step - 1) * lr_decay))}
+
+
+def _lion(step: float, lr: float, beta1: float, beta2: float, weight_decay: float) -> dict[str, Any]:
+    decay = 1 - lr * weight_decay
+    return {"decay": decay, "first": 1 - beta2, "rest": beta2, "second": 1 - beta1, "ahead": beta1, "rate": -lr}
+
+
+_NUMBERS: Final[dict[str, Callable[..., dict[str, Any]]]] = {"adamw": _adamw, "sgd": _sgd, "adagrad": _adagrad, "lion": _lion}
+
+
+class NativeUpdate:
+    """Takes the place of an optimizer's own `step`, hooks around it included.
+
+    Args:
+        optimizer: torch's AdamW, Adam without weight decay, SGD or Adagrad, or a class `Lion` with its usual groups and state.
+        moments: How moments are stored.
+
+    Raises:
+        ApplyError: The optimizer is another one, or has a setting that the native update lacks.
+    """
+
+    def __init__(self, optimizer: Optimizer, moments: Moments) -> None:
+        self.rule, self._moments = _rule_of(optimizer), moments
+        for group in optimizer.param_groups:
+            _refuse_settings(optimizer, group)
+
+    def step(self, optimizer: Optimizer, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Update every parameter that has a gradient; a bfloat16 gradient's memory takes the new weight."""
+        given = [(group, p, g) for group in optimizer.param_groups for p in group["params"] if (g := gradient_of(p)) is not None]
+        for group, parameter, _ in given:
+            self._make_state(optimizer.state[parameter], parameter, group)
+        for index, (group, parameter, gradient) in enumerate(given):
+            state = optimizer.state[parameter]
+            first, second = _FIRST.get(self.rule, ""), _SECOND.get(self.rule, "")
+            torch.ops.memtune.host_update_(
+                self.rule,
+                self._moments,
+                parameter.detach(),
+                gradient,
+                gradient if gradient.dtype is torch.bfloat16 else None,
+                *(state.get(name) for name in (first, second, f"{first}_scale", f"{second}_scale", "step")),
+                self._settings(group),
+                bool(group.get("maximize", False)),
+                index,
+            )
+
+    def _settings(self, group: dict[str, Any]) -> list[float]:
+        lr = float(group["lr"])
+        if self.rule == "adamw":
+            return [lr, *map(float, group["betas"]), group["eps"], group["weight_decay"]]
+        if self.rule == "sgd":
+            return [lr, group["momentum"], group["dampening"], group["weight_decay"], float(group["nesterov"])]
+        if self.rule == "adagrad":
+            return [lr, group["lr_decay"], group["eps"], group["weight_decay"]]
+        return [lr, *map(float, group["betas"]), group["weight_decay"]]
+
+    def _make_state(self, state: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """What torch makes at the first step, in the format asked for; state that is there already is kept."""
+        names = [name for name in (_FIRST.get(self.rule), _SECOND.get(self.rule)) if name]
+        if self.rule == "sgd" and group["momentum"] == 0:
+            names = []
+        fresh = not any(state.get(name) is not None for name in names)
+        with tier(HOST):
+            if self.rule in ("adamw", "adagrad") and "step" not in state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            for name in names:
+                value = state.get(name)
+                dtype = DTYPES[self._moments]
+                if value is None:
+                    state[name] = torch.zeros(parameter.shape, dtype=dtype)
+                elif (
+                    value.dtype is not dtype
+                ):  # made by the optimizer itself, or loaded: torch loads state in the parameter's type
+                    state[name] = value.to(dtype)
+                if self._moments == "int8" and f"{name}_scale" not in state:
+                    state[f"{name}_scale"] = torch.zeros(-(-parameter.numel() // BLOCK))
+        for value in state.values() if fresh else ():
+            if isinstance(value, Tensor):
+                mark(value, HOST)
+
+
+def _rule_of(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
+        return "adamw"
+    if type(optimizer) is torch.optim.SGD:
+        return "sgd"
+    if type(optimizer) is torch.optim.Adagrad:
+        return "adagrad"
+    if name == "Lion" and all({"lr", "betas", "weight_decay"} <= group.keys() for group in optimizer.param_groups):
+        return "lion"
+    raise ApplyError(
+        f"There is no native update for the optimizer {name}.",
+        evidence="native: AdamW, Adam without weight decay, SGD, Adagrad, Lion",
+        fix="set  update: own  for offload.states",
+        code="MT318",
+    )
+
+
+def _refuse_settings(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    wrong = [name for name in ("amsgrad", "differentiable", "capturable") if group.get(name)]
+    if type(optimizer) is torch.optim.Adam and group["weight_decay"] != 0 and not group.get("decoupled_weight_decay"):
+        wrong.append("weight_decay of Adam")
+    wrong += [
+        name for name in ("lr", "betas") if any(isinstance(v, Tensor) for v in _several(group[name] if name in group else ()))
+    ]
+    if wrong:
+        raise ApplyError(
+            f"The native update does not know {', '.join(wrong)} of {type(optimizer).__name__}.",
+            fix="set  update: own  for offload.states",
+            code="MT318",
+        )
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
