@@ -33,7 +33,7 @@ from memtune.autotune.rows import Extent, Made, OpRow, Rows
 from memtune.autotune.stand_in import stand_in_for
 from memtune.ops import SEAM
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
-from memtune.runtime.op_arguments import group_size, mutated, tensors_in
+from memtune.runtime.op_arguments import group_size, mutated, one_pass_bytes, tensors_in
 from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
 from memtune.runtime.watching import WatchingMode
 from memtune.runtime.workspace import FAKE_DEVICE, signature
@@ -243,10 +243,9 @@ class Tracer(WatchingMode):
         group = 0
         if name.startswith(_COLLECTIVES) or (seam and seam.collective):
             resource, group = Resource.INTRA_LINK, group_size(args, kwargs)
-        if seam and seam.resource is Resource.HOST_THREADS:
-            traffic = _read_and_written(inputs, written)
-        elif seam or group:
-            traffic = max([t.nbytes for t in inputs + fresh], default=0)
+        if seam or group:
+            on_host = seam is not None and seam.resource is Resource.HOST_THREADS
+            traffic = one_pass_bytes(inputs, written) if on_host else max([t.nbytes for t in inputs + fresh], default=0)
         else:
             traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
         rng = int(torch.Tag.nondeterministic_seeded in func.tags)
@@ -505,9 +504,3 @@ class Tracer(WatchingMode):
 def _local(tensor: Tensor) -> Tensor:
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
-
-
-def _read_and_written(inputs: list[Tensor], written: list[Tensor]) -> int:
-    """Bytes that one pass over all arguments moves; a tensor that is given twice is read once."""
-    once = ({t.untyped_storage()._cdata: t.nbytes for t in tensors} for tensors in (inputs, written))
-    return sum(sum(each.values()) for each in once)

@@ -60,7 +60,7 @@ def contestants(numel: int) -> dict[str, Callable[[], None]]:
     for name, peer in peers.items():
         found[name] = stepping(peer)
         found[f"{name} + casts"] = casting(peer, parameter, narrow)
-    found["triad"] = lambda: torch.add(first, second, alpha=2.0, out=gradient) and None
+    found["triad"] = lambda: void(torch.add(first, second, alpha=2.0, out=gradient))
     return found
 
 
@@ -81,7 +81,11 @@ def native(
 
 def stepping(peer: torch.optim.Optimizer) -> Callable[[], None]:
     """A peer's step."""
-    return lambda: peer.step() and None
+    return lambda: void(peer.step())
+
+
+def void(value: object) -> None:
+    """Nothing, whatever it is given."""
 
 
 def casting(peer: torch.optim.Optimizer, parameter: torch.nn.Parameter, narrow: torch.Tensor) -> Callable[[], None]:

@@ -36,6 +36,12 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
+def one_pass_bytes(inputs: list[Tensor], written: list[Tensor]) -> int:
+    """Bytes that one pass over all arguments moves; a tensor that is given twice is read once."""
+    once = ({t.untyped_storage()._cdata: t.nbytes for t in tensors} for tensors in (inputs, written))
+    return sum(sum(each.values()) for each in once)
+
+
 @functools.cache
 def _writes(func: Any) -> tuple[int | None, tuple[tuple[int, str], ...]]:
     """The argument that says whether undeclared writes happen (None: there are none), and the arguments written into."""
