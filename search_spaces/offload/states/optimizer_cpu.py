@@ -34,7 +34,7 @@ class OptimizerCpu(Technique):
     update is in float32."""
     moments: Moments = "float32"
     """Of a native update: narrow moments (`bfloat16`, `int8` in blocks of 256, both rounded stochastically) save host bytes and
-    time for precision."""
+    cost precision; on few cores they also cost time, which is predicted from the bytes alone."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs an optimizer whose state is worth moving and, where it is known, host memory for it."""
