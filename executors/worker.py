@@ -103,11 +103,17 @@ def run(rank: _Rank) -> dict[str, Any]:
         _look_at_gradients(rank, tuned, model, ledger, measured)
     with nullcontext() if trial.dropout else no_dropout(model):
         for step in range(trial.warmup_steps + trial.steps):
-            rank.say(stage=f"step {step + 1}/{trial.warmup_steps + trial.steps}", device_bytes=ledger.live_bytes())
+            rank.say(stage=_stage(trial, step, tuned), device_bytes=ledger.live_bytes())
             _step(rank, workload, tuned, step, measured)
     measured.note_peaks(ledger)
     samples = _micro_batch(rank, workload, tuned) * tuned.config.settings.execution.accumulate * rank.world
     return {**_record(tuned, ledger, measured), "samples_per_step": samples}
+
+
+def _stage(trial: Trial, step: int, tuned: Tuned) -> str:
+    """What is going on; compilers work in the first step and say nothing for minutes, which is no hang of a step."""
+    compiles = step == 0 and tuned.config.settings.execution.compile
+    return f"{'compiling, ' if compiles else ''}step {step + 1}/{trial.warmup_steps + trial.steps}"
 
 
 def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module]:
