@@ -121,7 +121,8 @@ def test_when_the_plain_setting_is_best_it_is_written_and_said():
     def plain_is_fast(trial: Trial) -> TrialResult:
         result = honest(trial)
         is_plain = trial.config["settings"] == {"execution": {"micro_batch": 8}}
-        return result.model_copy(update={"step_s_all": [1.0 if is_plain else 2.0] * 3, "step_s": 1.0 if is_plain else 2.0})
+        step_s = 1.0 if is_plain else 2.0
+        return result.model_copy(update={"step_s_all": [step_s] * 3, "step_s": step_s, "samples_per_s": 8 / step_s})
 
     outcome = run(options, plain_is_fast)
     assert "your own setting" in outcome.message
@@ -228,17 +229,23 @@ def test_a_winner_that_fails_when_confirmed_is_replaced_by_the_next():
     assert outcome.config["settings"] == confirms[1]["settings"] != confirms[0]["settings"]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 5])
-def test_ctrl_c_keeps_the_best_so_far(after: int):
-    options, control = asked(), Control()
-    honest = truth(options)
+def interrupting(honest: Callable[[Trial], TrialResult], after: int, control: Control) -> Callable[[Trial], TrialResult]:
+    """Ctrl-C while a trial runs: the first, or the one `after` so many."""
+    ran: list[int] = []  # not every number runs: those that cannot fit are struck out by number too
 
-    def interrupting(trial: Trial) -> TrialResult:
-        if trial.number == after:
+    def run(trial: Trial) -> TrialResult:
+        ran.append(trial.number)
+        if len(ran) == after + 1:
             control.interrupt()
         return honest(trial)
 
-    outcome = run(options, interrupting, control)
+    return run
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_ctrl_c_keeps_the_best_so_far(after: int):
+    options, control = asked(), Control()
+    outcome = run(options, interrupting(truth(options), after, control), control)
     assert outcome.interrupted
     assert outcome.exit_code == 130
     assert Path("tuned.yaml").exists() == (outcome.config is not None)
@@ -323,8 +330,7 @@ def test_a_study_in_use_is_refused_at_once():
 
 def test_a_damaged_study_is_rebuilt_from_the_event_log():
     options, control = asked(), Control()
-    honest = truth(options)
-    run(options, lambda trial: (control.interrupt() if trial.number == 5 else None, honest(trial))[1], control)
+    run(options, interrupting(truth(options), 5, control), control)
     told = {each.summary for each in of(events.TrialFinished)}
     Path(".memtune/s/study.db").write_bytes(b"garbage" * 1000)
     outcome = run(replace(options, resume=True, force=True))
