@@ -5,6 +5,7 @@ The ladder: a model that cannot be built or run on one rung is tried on the next
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
@@ -173,6 +174,18 @@ class Session:
         return Trace(tracer.step(), Hints(tuple(calls.calls), tuple(tracer.signatures), foreach, counters))
 
 
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Inside, torch does not log, with a traceback, which op failed on fake tensors: it raises too, and another rung may do."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
+@_unlogged()
 def record(
     workload: Workload,
     *,
@@ -207,6 +220,7 @@ def record(
         ApplyError: What was to be compiled was not.
     """
     started = time.monotonic()
+    workload.check_batch()
     session, one, notes = open_session(workload, small, target, compiling)
     two = session.traced(large)
     first, second = one.step, two.step
@@ -300,6 +314,7 @@ def _with_workspaces(step: Step, scratch_bytes: I64, somewhere: npt.NDArray[np.b
     return edit.done()
 
 
+@_unlogged()
 def open_session(
     workload: Workload, micro_batch: int, target: Device = "cpu", compiling: Compiling | None = None
 ) -> tuple[Session, Trace, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from pathlib import Path
 
@@ -160,9 +161,22 @@ def test_sizes_in_between_are_recorded_only_if_the_largest_is_off_the_line(tmp_p
     assert set(record(Workload.load(ZOO["gpt"]), sizes={16}, between={8}).exact) == {16}
 
 
-def test_what_no_rung_can_run_is_the_users_error() -> None:
-    with pytest.raises(WorkloadError):
-        record(Workload.load(BAD["shapes"]))
+def test_what_no_rung_can_run_is_the_users_error_and_torch_logs_no_traceback() -> None:
+    logged = logging.getLogger("torch._subclasses.fake_tensor")
+    records: list[logging.LogRecord] = []
+    logged.addFilter(lambda each: bool(records.append(each)))
+    try:
+        with pytest.raises(WorkloadError, match="cannot be multiplied"):
+            record(Workload.load(BAD["shapes"]))
+    finally:
+        logged.filters.pop()
+    assert not records
+    assert not logged.disabled
+
+
+def test_a_batch_that_ignores_its_size_is_said() -> None:
+    with pytest.raises(WorkloadError, match="ignores its size"):
+        record(Workload.load(BAD["batch_ignores_size"]))
 
 
 class Real:
