@@ -54,7 +54,7 @@ def calibrate(
         EnvironmentFault: `cuda` is asked for and torch sees no CUDA device.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentFault("torch sees no CUDA device.", fix="calibrate with --device cpu", code="MT301")
+        raise EnvironmentFault("torch sees no CUDA device.", fix="calibrate with --device cpu", code="MT104")
     measured.forget(device)
     started, found = time.monotonic(), _Found()
     on = torch.device(device)

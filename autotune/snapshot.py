@@ -66,11 +66,11 @@ def read_trace(path: Path, *, device: int | None = None, capacity_bytes: int | N
             to the replay.
 
     Raises:
-        UsageError: There is no such file (MT101), it cannot be read (MT141) or asks for code to be run (MT142), it is no
+        UsageError: There is no such file (MT110), it cannot be read (MT141) or asks for code to be run (MT142), it is no
             snapshot of a form that is known (MT143), or has no trace of the device (MT144).
     """
     if not path.is_file():
-        raise UsageError(f"There is no file {path}.", fix="give the path of a snapshot", code="MT101")
+        raise UsageError(f"There is no file {path}.", fix="give the path of a snapshot", code="MT110")
     snapshot = _Snapshot.of(plain_pickle.load(path.read_bytes(), path.name), path.name)
     return _Reading(snapshot, snapshot.device(device), capacity_bytes).trace()
 

@@ -207,7 +207,7 @@ def build_space(
                 f"No technique for {slot} can be used here.",
                 evidence="; ".join(f"{name}: {reason}" for name, reason in unfit.items() if name.startswith(slot)),
                 fix=f"drop --freeze {slot}" if slot in frozen else "add the axis to --axes",
-                code="MT204",
+                code="MT209",
             )
         slots[slot] = kept
     return Space(chosen_executions, slots, unfit, tuple(notes))
@@ -253,7 +253,7 @@ def _executions(every: tuple[Execution, ...], frozen: dict[str, str], searched: 
         raise UsageError(
             f"micro_batch={wanted} does not divide the {sizes[0]} samples of each rank.",
             fix=f"nearest: {' or '.join(map(str, sorted(near)))}",
-            code="MT205",
+            code="MT210",
         )
     return found
 
@@ -269,7 +269,7 @@ def _compiled(execution: Execution, frozen: Mapping[str, str]) -> Execution:
         given = ", ".join(f"{name}={value}" for name, value in asked.items())
         raise UsageError(
             f"There is no such execution:  {given}",
-            fix="compile=blocks, compile=model or compile=false; with it compile_backend=inductor or aot_eager", code="MT205",
+            fix="compile=blocks, compile=model or compile=false; with it compile_backend=inductor or aot_eager", code="MT210",
         ) from None  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def apply(
     """
     config = config if isinstance(config, TunedConfig) else load_config(config)
     if hasattr(model, _MARK):
-        raise ApplyError("this model has been tuned already.", fix="call memtune.apply once, on the fresh model", code="MT301")
+        raise ApplyError("this model has been tuned already.", fix="call memtune.apply once, on the fresh model", code="MT304")
     _join_ranks(model)
     blocks = expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
     prepare_model(model)

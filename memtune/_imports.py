@@ -28,5 +28,5 @@ def require(module: str, *, extra: str = "") -> ModuleType:
             f"{package} is needed here and is not installed." if missing else f"{package} is installed but cannot be imported.",
             evidence="" if missing else str(error),
             fix=f"pip install {target}" if missing else f"pip install --force-reinstall {package}",
-            code="MT301",
+            code="MT410",
         ) from error

@@ -157,13 +157,13 @@ def _expanded(pattern: str, room: int) -> list[str]:
     else:
         first, last = int(match[2]), int(match[3])
         if last < first:
-            raise ConfigError(f"'{pattern}' runs backwards.", fix=f"write  {match[1]}{{{last}..{first}}}{match[4]}", code="MT204")
+            raise ConfigError(f"'{pattern}' runs backwards.", fix=f"write  {match[1]}{{{last}..{first}}}{match[4]}", code="MT202")
         heads, tail = [f"{match[1]}{i}" for i in range(first, min(last + 1, first + room + 1))], match[4]
     tails = [""] if tail is None else _expanded(tail, room)
     if len(heads) * len(tails) > room:
         raise ConfigError(
             f"'{pattern}' and what precedes it stand for more than {_MAX_NAMES:,} names.",
             fix="write the range of blocks that the model has",
-            code="MT204",
+            code="MT202",
         )
     return [head + end for head in heads for end in tails]

@@ -111,7 +111,7 @@ def find(name: str) -> Hardware:
         f"No hardware is called '{name}'.",
         evidence=f"known: {', '.join(names())}",
         fix=f"use {' or '.join(near)}" if near else "use one of the known names",
-        code="MT204",
+        code="MT208",
     )
 
 
@@ -142,7 +142,7 @@ def with_measured(hardware: Hardware, known: measured.Measured) -> Hardware:
 
 def _detect_cuda() -> Hardware:
     if not torch.cuda.is_available():
-        raise EnvironmentFault("torch sees no CUDA device.", fix="use --device cpu, or name a GPU: --gpu-type", code="MT301")
+        raise EnvironmentFault("torch sees no CUDA device.", fix="use --device cpu, or name a GPU: --gpu-type", code="MT104")
     found = torch.cuda.get_device_properties(0)
     known = hardware_table.match(found.name, found.total_memory)
     seen = "torch.cuda, this machine"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from memtune import errors
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("memtune", "autotune", "executors", "search_spaces")
 
@@ -127,3 +129,17 @@ def test_each_large_package_has_its_home(package: str, homes: tuple[str, ...]) -
     users = [found for found in all_imports() if found.target.partition(".")[0] == package]
     strays = [str(found) for found in users if not found.importer.startswith(homes)]
     assert not strays, "\n".join(strays)
+
+
+def test_an_error_code_means_one_exit_code():
+    """A script that sees MT301 must not have to guess whether nothing fits or a package is missing."""
+    exits: dict[str, dict[int, str]] = {}
+    for name, path in sources().items():
+        calls = (node for node in ast.walk(ast.parse(path.read_text(), str(path))) if isinstance(node, ast.Call))
+        for call in calls:
+            raised = getattr(errors, call.func.id, None) if isinstance(call.func, ast.Name) else None
+            codes = [each.value.value for each in call.keywords if each.arg == "code" and isinstance(each.value, ast.Constant)]
+            if isinstance(raised, type) and codes:
+                exits.setdefault(codes[0], {})[raised.exit_code] = f"{name}:{call.lineno}"
+    assert len(exits) > 60
+    assert {code: where for code, where in exits.items() if len(where) > 1} == {}

@@ -18,7 +18,7 @@ def workload(target: str) -> str:
     """The target, if its file is there; the rest is found by looking into it."""
     path = Path(target)
     if not path.is_file() and not Path(target.rpartition(":")[0] or target).is_file():
-        raise UsageError(f"There is no file {target}.", fix="give the path of your model.py", code="MT101")
+        raise UsageError(f"There is no file {target}.", fix="give the path of your model.py", code="MT110")
     return target
 
 

@@ -174,12 +174,12 @@ def compile_regions(context: Context, scope: str, backend: str) -> CompiledModel
     if compiled_before:
         raise ApplyError(
             f"{compiled_before[0] or 'the model'} is compiled already.",
-            fix="leave torch.compile to memtune, or set  execution: {compile: false}", code="MT318",
+            fix="leave torch.compile to memtune, or set  execution: {compile: false}", code="MT310",
         )  # fmt: skip
     if scope == "blocks" and not context.blocks:
         raise ApplyError(
             "execution: {compile: blocks} finds no blocks in this model.",
-            fix="compile: model, or say which they are: def blocks(model) in model.py", code="MT318",
+            fix="compile: model, or say which they are: def blocks(model) in model.py", code="MT310",
         )  # fmt: skip
     compiled = CompiledModel(context.model, context.blocks if scope == "blocks" else [""], backend, {})
     compiled.install()

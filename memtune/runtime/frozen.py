@@ -226,7 +226,7 @@ def _make_alike(tape: Tape, gradients: dict[int, Tensor], device: torch.device) 
         raise ApplyError(
             f"A gradient flows into output {unplanned[0]} of the model, which was not so when its schedule was made.",
             fix="use the same outputs in the loss in each step, or choose recompute: {kind: full}",
-            code="MT325",
+            code="MT328",
         )
     for i in tape.asked:
         slot = tape.given[Outside("gradient", i)]

@@ -395,7 +395,7 @@ class OnlineTable:
                 evidence=f"It asks for {format_bytes(counted['wanted_bytes'])} beside {format_bytes(counted['held_bytes'])} that "
                 f"must stay and {format_bytes(self.background_bytes)} of parameters, gradients, optimizer state and inputs.",
                 fix=f"give a budget of at least {format_bytes(least)}, or a smaller micro-batch",
-                code="MT336",
+                code="MT337",
             ) from error
         self._obey(self._books.drain())
 

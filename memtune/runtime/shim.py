@@ -41,7 +41,7 @@ def cache_dir() -> Path:
 def _compile_command() -> list[str]:
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
-        raise EnvironmentFault("no C++ compiler was found", fix="install g++ or set CXX", code="MT320")
+        raise EnvironmentFault("no C++ compiler was found", fix="install g++ or set CXX", code="MT411")
     root = Path(torch.__file__).parent
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     return [
@@ -69,7 +69,7 @@ def _build(target: Path) -> None:
             errors = [line for line in run.stderr.splitlines() if "error" in line] or run.stderr.splitlines() or ["no output"]
             raise EnvironmentFault(
                 f"{command[0]} could not compile memtune's CPU ledger against torch {torch.__version__}",
-                evidence=errors[0].strip(), fix="install a C++20 compiler (g++ 10 or newer) or set CXX", code="MT321",
+                evidence=errors[0].strip(), fix="install a C++20 compiler (g++ 10 or newer) or set CXX", code="MT412",
             )  # fmt: skip
         os.replace(made, target)
 
@@ -86,7 +86,7 @@ def _load() -> ctypes.PyDLL | EnvironmentFault:
     except EnvironmentFault as fault:
         return fault
     except (OSError, subprocess.SubprocessError) as error:
-        return EnvironmentFault("memtune's CPU ledger could not be built or loaded", evidence=str(error), code="MT322")
+        return EnvironmentFault("memtune's CPU ledger could not be built or loaded", evidence=str(error), code="MT413")
     int64, address = ctypes.c_int64, ctypes.c_void_p
     for name, arguments, result in (
         ("install", [], None), ("live", [ctypes.c_int], int64), ("peak", [ctypes.c_int], int64), ("reset_peak", [], None),

@@ -61,7 +61,7 @@ def install_tiled_modules(context: Context, names: list[str] | None, *, chunks: 
             raise ApplyError(
                 f"the plan cuts {name} into parts, which the model does not have.",
                 fix="memtune search  makes a plan for this model; or split: {kind: none}",
-                code="MT336",
+                code="MT335",
             ) from error
         how = _How(module.forward, chunks)
         module.forward = partial(_forward, module, how)

@@ -229,7 +229,7 @@ class WorkspaceTable:
         )  # fmt: skip
         if run.returncode != 0:
             last = (run.stderr.strip().splitlines() or ["no output"])[-1]
-            raise EnvironmentFault("the process that measures kernel workspaces died", evidence=last, code="MT323")
+            raise EnvironmentFault("the process that measures kernel workspaces died", evidence=last, code="MT414")
         self._merge(WorkspaceTable.from_json(run.stdout))
 
     def _merge(self, other: WorkspaceTable) -> None:
@@ -259,7 +259,7 @@ class WorkspaceTable:
             }
             return cls(dict(document["made_for"]), entries, dict(document["unknown"]))
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise EnvironmentFault("this is not a workspace table that can be read", evidence=str(error), code="MT324") from error
+            raise EnvironmentFault("this is not a workspace table that can be read", evidence=str(error), code="MT415") from error
 
     def save(self) -> Path:
         """Writes the table to the cache directory, together with what other processes have put there since; returns the path."""

@@ -124,5 +124,5 @@ def test_freeze_compile_makes_every_execution_compiled() -> None:
     space = build_space(rewriter, 4, axes=("execution",), freeze=freeze)
     assert {(each.compile, each.compile_backend) for each in space.executions} == {("blocks", "aot_eager")}
     assert [each.micro_batch for each in space.executions] == [4, 2, 1]
-    with pytest.raises(UsageError, match="MT205 There is no such execution"):
+    with pytest.raises(UsageError, match="MT210 There is no such execution"):
         build_space(rewriter, 4, freeze={"compile": "everything"})

@@ -135,5 +135,5 @@ def test_a_pattern_may_hold_two_ranges():
 def test_ranges_that_make_no_sense_are_refused_without_filling_the_memory(pattern):
     with pytest.raises(ConfigError) as caught:
         expand([pattern])
-    assert caught.value.code == "MT204"
+    assert caught.value.code == "MT202"
     assert caught.value.fix

@@ -126,4 +126,4 @@ def test_bad_arguments(snapshot: Path, capsys: pytest.CaptureFixture[str], more:
 
 def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", str(tmp_path / "none.pickle")]) == 2
-    assert capsys.readouterr().err.startswith("MT101")
+    assert capsys.readouterr().err.startswith("MT110")

@@ -121,11 +121,11 @@ def _failing(*args: Any, **options: Any) -> Any:
 def test_no_blocks_and_compiled_already_are_refused_and_leave_no_trace() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ApplyError, match=r"MT318 .*finds no blocks"):
+    with pytest.raises(ApplyError, match=r"MT310 .*finds no blocks"):
         apply(model, optimizer, execution("blocks"), strict=False)
     assert "forward" not in vars(model)
     model.compile(backend="eager")
-    with pytest.raises(ApplyError, match="MT318 the model is compiled already"):
+    with pytest.raises(ApplyError, match="MT310 the model is compiled already"):
         apply(model, optimizer, execution("model"), strict=False)
 
 

@@ -120,7 +120,7 @@ def test_several_forwards_before_one_backward_and_a_nested_checkpoint() -> None:
 def test_a_budget_that_nothing_meets_says_the_least() -> None:
     with pytest.raises(ApplyError, match="nothing is left to evict") as caught:
         train("moe", DTR, 400_000)
-    assert caught.value.code == "MT336"
+    assert caught.value.code == "MT337"
     assert "a budget of at least" in str(caught.value)
 
 

@@ -111,7 +111,7 @@ class TestTiled(TechniqueSuite):
             _, model, optimizer = build(WIDE)
             with pytest.raises(ApplyError) as caught:
                 apply(model, optimizer, {"settings": settings_of(Tiled(chunks=1, mlp=2)), "plan": plan}, strict=False)
-            assert caught.value.code in ("MT316", "MT336")
+            assert caught.value.code in ("MT316", "MT335")
             assert "forward" not in vars(model.layers[0].mlp)
 
     @pytest.mark.parametrize("chunks", [2, 32])
