@@ -43,7 +43,7 @@ def guards(scorer: Scorer, global_batch: int) -> tuple[list[Guard], dict[str, Re
 
 def first_that_fits(scorer: Scorer, execution: Execution, kind_by_slot: Mapping[str, str]) -> Scored | Reason:
     """The kinds with their default knobs, or with the first values worth trying that can be used here."""
-    options = [variants(find(slot, kind)) for slot, kind in kind_by_slot.items()]
+    options = [variants(find(slot, kind), scorer.rewriter.target) for slot, kind in kind_by_slot.items()]
     reason: Reason | None = None
     for techniques in itertools.product(*options):
         scored = scorer.score(Choice.of(execution, {each.slot: each for each in techniques}))

@@ -15,7 +15,7 @@ from memtune.autotune.candidates import Choice, Rewriter
 from memtune.errors import UsageError
 from memtune.search_spaces import PASS_ORDER, SLOTS, did_you_mean, find, kinds, null
 from memtune.search_spaces.execution import Execution
-from memtune.technique import Exactness, Reason, Technique
+from memtune.technique import Exactness, Reason, Target, Technique
 
 ENUMERATE_UP_TO = 50_000
 """Products up to this size are scored whole; of larger ones a sample is."""
@@ -122,11 +122,11 @@ def knob_values(techniques: Iterable[Technique], kind: str) -> dict[str, tuple[A
     return {name: tuple(found) for name, found in values.items()}
 
 
-def variants(technique: type[Technique]) -> tuple[Technique, ...]:
-    """`technique` with every combination of the knob values it calls worth trying, its defaults first."""
+def variants(technique: type[Technique], target: Target) -> tuple[Technique, ...]:
+    """`technique` with every combination of the knob values it calls worth trying on `target`, its defaults first."""
     kind = technique.model_fields["kind"].default
     default = technique(kind=kind)
-    choices = default.choices()
+    choices = default.choices_on(target)
     found = {default: None}
     for values in itertools.product(*choices.values()):
         try:
@@ -194,11 +194,11 @@ def build_space(
     slots: dict[str, tuple[Technique, ...]] = {}
     for slot in SLOTS:
         if slot in frozen:
-            techniques = variants(find(slot, frozen[slot]))
+            techniques = variants(find(slot, frozen[slot]), rewriter.target)
         elif slot in searched:
-            techniques = tuple(each for kind in kinds(slot) for each in variants(find(slot, kind)))
+            techniques = tuple(each for kind in kinds(slot) for each in variants(find(slot, kind), rewriter.target))
         else:
-            techniques = _defaults(slot, ranks)
+            techniques = _defaults(slot, rewriter.target)
         kept = _that_fit(techniques, rewriter, chosen_executions, unfit, allow_lossy)
         if slot not in frozen and slot not in searched:
             kept = kept[:1]
@@ -273,10 +273,10 @@ def _compiled(execution: Execution, frozen: Mapping[str, str]) -> Execution:
         ) from None  # fmt: skip
 
 
-def _defaults(slot: str, ranks: int) -> tuple[Technique, ...]:
+def _defaults(slot: str, target: Target) -> tuple[Technique, ...]:
     """What a slot holds that is not searched: nothing, but ranks must at least average their gradients."""
-    if slot == "sharding.states" and ranks > 1:
-        return variants(find(slot, "ddp"))
+    if slot == "sharding.states" and target.ranks > 1:
+        return variants(find(slot, "ddp"), target)
     return (null(slot),)
 
 

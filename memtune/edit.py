@@ -60,7 +60,7 @@ class Edit:
         *,
         before: I32 | None = None,
         after: I32 | None = None,
-        phase: Phase,
+        phase: Phase | U8,
         resource: Resource | U8 = Resource.COMPUTE,
         flops: F64 | float = 0.0,
         traffic_bytes: I64 | int = 0,

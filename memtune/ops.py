@@ -28,6 +28,7 @@ from torch import Tensor
 from memtune.program import Resource
 from memtune.program import Tier as TierId
 from memtune.runtime import host_update, transfer
+from memtune.runtime.nodes import count_collective
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _all_gather_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
         _all_gather_on_gloo(out, x, _group(group))
     else:
         all_gather_single(out, x, group=_group(group))
-    transfer.COUNTERS.add("collective", x.nbytes * (ranks - 1))
+    count_collective(_group(group), x.nbytes * (ranks - 1))
 
 
 def _reduce_scatter_into(out: Tensor, x: Tensor, group: str, ranks: int, op: str) -> None:
@@ -94,7 +95,7 @@ def _reduce_scatter_into(out: Tensor, x: Tensor, group: str, ranks: int, op: str
         _reduce_scatter_on_gloo(out, x, _group(group), _reduce_op(op))
     else:
         reduce_scatter_single(out, x, op=_reduce_op(op), group=_group(group))
-    transfer.COUNTERS.add("collective", out.nbytes * (ranks - 1))
+    count_collective(_group(group), out.nbytes * (ranks - 1))
 
 
 def _all_gather_on_gloo(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
@@ -137,7 +138,7 @@ def _all_reduce(x: Tensor, group: str, ranks: int, op: str) -> None:
     dist.all_reduce(ours, op=_reduce_op(op), group=_group(group))
     if x.device.type == "cpu":
         _let_go([ours])
-    transfer.COUNTERS.add("collective", 2 * x.nbytes * (ranks - 1) // ranks)
+    count_collective(_group(group), 2 * x.nbytes * (ranks - 1) // ranks)
 
 
 def _fake_to_device(x: Tensor, device: torch.device) -> Tensor:

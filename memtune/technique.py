@@ -66,6 +66,12 @@ class Target:
         """`cpu` or `cuda`."""
         return self.hardware.device
 
+    def group_sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks that make equal groups, smaller than all: parts of a node, a node, several nodes; largest first."""
+        node = self.hardware.local_ranks(self.ranks)
+        whole = (size for size in range(self.ranks // 2, 1, -1) if self.ranks % size == 0)
+        return tuple(size for size in whole if size % node == 0 or node % size == 0)
+
 
 class Plan(BaseModel):
     """What a technique decided for one program and target: plain data, stored with the config."""
@@ -135,6 +141,10 @@ class Technique(BaseModel):
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Values worth trying for each knob, first the default; the search may add others that `fits` allows."""
         return {}
+
+    def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
+        """As `choices`, where the values worth trying follow from the ranks and nodes of `target`."""
+        return self.choices()
 
     def knobs(self) -> Iterator[tuple[str, Any]]:
         """Name and value of every field but `kind`."""

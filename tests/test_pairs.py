@@ -79,7 +79,7 @@ def _rank(rank: int, port: int, kinds: tuple[str, ...], out: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "zero1", "zero2"])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("other", ["full", "selective", "copy_out", "optimizer_cpu"])
 def test_sharded_pair_trains_as_the_plain_model(sharding: str, other: str, tmp_path: Path) -> None:
     """Both ranks train on the same samples, so that their mean gradient is the plain model's."""

@@ -19,7 +19,7 @@ from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.passes.shares import Mask, Shards, add_storages, divided, raw_gradients, shards_of
 from memtune.passes.units import Ragged, Units, column, units_of
-from memtune.program import I32, Kind, Phase, Resource, Step
+from memtune.program import I32, I64, Kind, Phase, Resource, Step
 
 NOTHING = Resource.NOTHING
 TO_HOST = "memtune.to_host.default"
@@ -37,6 +37,23 @@ class Sharding:
     """Whether the ranks that hold the same shard sit on different nodes, each with a network card of its own."""
     stages_messages: bool = False
     """Whether reductions copy their whole message first and compute waits for collectives, as with gloo on CPU."""
+    two_hop: bool = False
+    """Whether gradients are averaged between the copies once a step, not in every micro-batch."""
+
+    @property
+    def between_copies(self) -> Resource:
+        """The link between ranks that hold the same shard."""
+        return Resource.INTER_LINK if self.replicas_across_nodes else Resource.INTRA_LINK
+
+    @property
+    def average_phase(self) -> Phase:
+        """What runs once per step although it stands in the middle of backward belongs to the boundary."""
+        return Phase.BOUNDARY if self.two_hop else Phase.BACKWARD
+
+    @property
+    def reduce_streams(self) -> tuple[int, int]:
+        """Of the reductions inside a group and between the copies."""
+        return (_COMPUTE_STREAM, _COMPUTE_STREAM) if self.stages_messages else (_REDUCE_STREAM, _REPLICA_STREAM)
 
 
 def shard_states(step: Step, how: Sharding) -> Step:
@@ -220,20 +237,21 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     """Reduce-scatter each unit after its backward, and add it to the sums of the earlier micro-batches.
 
     Ops of a unit: a buffer, the copy into it, the sharded gradient, the reduction, the all-reduce between replicas if there
-    are any, an addition for each sum.
+    are any, an addition for each sum. In two hops what is all-reduced are the sums of the unit before.
     """
     of, shards = _reductions(step, how.blocks_per_unit), shards_of(columns_of(step.parameters), how.degree)
     if not len(of.after):
         return _Reduced(of, np.empty(0, np.int32))
-    mine, per_unit = of.parameters, of.sums.count + 4 + (how.replicas > 1)
+    averaged = _averaged(how, len(of.after))
+    mine, per_unit = of.parameters, of.sums.count + 4
+    per_unit[averaged] += 1
     n_bytes = replace(mine, values=shards.n_bytes[mine.values]).sums()
     make = np.cumsum(per_unit) - per_unit
     pack, take, reduce = make + 1, make + 2, make + 3
-    exchange = make + 4 if how.replicas > 1 else make[:0]
+    exchange = make[averaged] + 4
     add = of.sums.places(make + per_unit - of.sums.count)
-    link = Resource.INTER_LINK if how.replicas_across_nodes else Resource.INTRA_LINK
     n_ops = int(per_unit.sum())
-    streams = (_COMPUTE_STREAM, _COMPUTE_STREAM) if how.stages_messages else (_REDUCE_STREAM, _REPLICA_STREAM)
+    streams = how.reduce_streams
     names = [(make, "aten.empty.memory_format"), (pack, "fsdp.chunk_cat.default"), (take, "aten.empty.memory_format")]
     names += [
         (reduce, "memtune.reduce_scatter_into_.default"),
@@ -243,13 +261,13 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     rows = edit.add_ops(
         column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
         after=np.repeat(of.after, per_unit),
-        phase=Phase.BACKWARD,
+        phase=column(n_ops, np.uint8, (slice(None), Phase.BACKWARD), (exchange, how.average_phase)),
         resource=column(
-            n_ops, np.uint8, (make, NOTHING), (take, NOTHING), (reduce, Resource.INTRA_LINK), (exchange, link)
+            n_ops, np.uint8, (make, NOTHING), (take, NOTHING), (reduce, Resource.INTRA_LINK), (exchange, how.between_copies)
         ),
         traffic_bytes=column(
             n_ops, np.int64,
-            (pack, 2 * n_bytes * how.degree), (reduce, n_bytes * how.degree), (exchange, n_bytes[: len(exchange)]),
+            (pack, 2 * n_bytes * how.degree), (reduce, n_bytes * how.degree), (exchange, n_bytes[averaged - how.two_hop]),
             (add, 3 * shards.n_bytes[of.sums.values]),
         ),
         group=column(n_ops, np.int32, (reduce, how.degree), (exchange, how.replicas)),
@@ -261,7 +279,7 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     edit.add_uses(rows[pack], given, mutates=True)
     edit.add_uses(rows[reduce], given)
     edit.add_uses(rows[reduce], taken, mutates=True)
-    edit.add_uses(rows[exchange], taken[: len(exchange)], mutates=True)
+    edit.add_uses(rows[exchange], _averages(step, of, taken, how)[averaged - how.two_hop], mutates=True)
     edit.add_uses(rows[add], taken[of.sums.part])
     edit.add_uses(rows[add], columns_of(step.parameters).gradient[mine.values[mine.starts]][of.sums.part], mutates=True)
 
@@ -272,7 +290,35 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     end = np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]
     for op in last[of.after == end].tolist():
         edit.hold_to_the_end_of_backward(op)
+    if how.replicas > 1 and how.two_hop:
+        _average_the_last(edit, step, how, int(n_bytes[-1]), _averages(step, of, taken, how)[-1:])
     return _Reduced(of, taken)
+
+
+def _averaged(how: Sharding, units: int) -> I64:
+    """Units beside whose reduction something is averaged between the copies: itself, or in two hops the unit before it."""
+    return np.arange(int(how.two_hop), units) if how.replicas > 1 else np.arange(0)
+
+
+def _averages(step: Step, of: _Reductions, taken: I32, how: Sharding) -> I32:
+    """(units,) what is averaged of each: its shard, or in two hops the sums that the shard has been added to."""
+    sums = columns_of(step.parameters).gradient[of.parameters.values[of.parameters.starts]]
+    return np.where(of.sums.count > 0, sums, taken) if how.two_hop else taken
+
+
+def _average_the_last(edit: Edit, step: Step, how: Sharding, n_bytes: int, sums: I32) -> None:
+    """In two hops, the unit that no other follows is averaged when backward ends."""
+    row = edit.add_ops(
+        "memtune.all_reduce_.default",
+        after=np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1:].astype(np.int32),
+        phase=how.average_phase,
+        resource=how.between_copies,
+        traffic_bytes=n_bytes,
+        group=how.replicas,
+        stream=how.reduce_streams[1],
+    )
+    edit.add_uses(row, sums, mutates=True)
+    edit.hold_to_the_end_of_backward(int(row[0]))
 
 
 def _reduction_buffers(edit: Edit, how: Sharding, shards: Shards, parameters: Ragged, ops: I32) -> tuple[I32, I32]:

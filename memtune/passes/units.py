@@ -55,7 +55,7 @@ class Ragged:
         return Ragged(self.values[kept], np.bincount(self.part[kept], minlength=len(self.count)))
 
 
-def column(size: int, dtype: npt.DTypeLike, *parts: tuple[npt.NDArray[Any], Any]) -> npt.NDArray[Any]:
+def column(size: int, dtype: npt.DTypeLike, *parts: tuple[npt.NDArray[Any] | slice, Any]) -> npt.NDArray[Any]:
     """(size,) the values of each part (places, values), zero elsewhere."""
     made = np.zeros(size, dtype)
     for places, values in parts:

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.nodes import count_collective
 from memtune.runtime.ranks import require_ranks
-from memtune.runtime.transfer import COUNTERS
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -58,7 +58,7 @@ class Replicas:
         """Average one bucket in place: what DDP does itself, with every byte counted."""
         whole = bucket.buffer().div_(self._ranks)
         self._averaged_bytes += whole.nbytes
-        COUNTERS.add("collective", 2 * whole.nbytes * (self._ranks - 1) // self._ranks)
+        count_collective(dist.distributed_c10d._get_default_group(), 2 * whole.nbytes * (self._ranks - 1) // self._ranks)
         work = dist.all_reduce(whole, async_op=True)
         averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)
         return averaged

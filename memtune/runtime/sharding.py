@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtune.errors import ApplyError
 from memtune.runtime.collectives import SeamAllGather, SeamAllReduce, SeamReduceScatter
 from memtune.runtime.context import Context
+from memtune.runtime.copies import OncePerStep
 from memtune.runtime.ranks import require_ranks
 
 
@@ -42,7 +43,9 @@ def forget_meshes() -> None:
     _meshes.cache_clear()
 
 
-def shard(context: Context, *, degree: int, reshard_after_forward: bool, blocks_per_unit: int) -> None:
+def shard(
+    context: Context, *, degree: int, reshard_after_forward: bool, blocks_per_unit: int, two_hop: bool = False, kind: str = "fsdp"
+) -> None:
     """Shard the model of `context` over `degree` ranks (replicated over the others) and rebind its optimizer.
 
     Args:
@@ -50,15 +53,17 @@ def shard(context: Context, *, degree: int, reshard_after_forward: bool, blocks_
         degree: Ranks that share one copy of the model state; divides the number of ranks.
         reshard_after_forward: Free a unit's parameters between forward and backward.
         blocks_per_unit: Blocks gathered together; what is in no block is the root unit, gathered once per step.
+        two_hop: Average gradients between the copies in the last micro-batch alone, not in each.
+        kind: Of the technique, for messages.
 
     Raises:
         ApplyError: There is no process group, its size is no multiple of `degree`, or the ranks' weights differ.
     """
-    require_ranks(context, "fsdp")
+    require_ranks(context, kind)
     if context.ranks % degree:
         raise ApplyError(
-            f"degree={degree} must divide the {context.ranks} ranks.",
-            fix=f"degree: {_divisor(context.ranks, degree)}",
+            f"{context.ranks} ranks cannot be put into equal groups of {degree}, as {kind} is asked to.",
+            fix=f"groups of {_divisor(context.ranks, degree)}",
             code="MT321",
         )
     before = dict(context.model.named_parameters())
@@ -74,10 +79,22 @@ def shard(context: Context, *, degree: int, reshard_after_forward: bool, blocks_
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(SeamAllGather())
             module.set_custom_reduce_scatter(SeamReduceScatter())
-            if copies is not None:  # by a hook: FSDP2's own all-reduce of two-dimensional meshes does not go through the seam
-                module.set_all_reduce_hook(SeamAllReduce(copies.get_group()))
+    if copies is not None:
+        _average_copies(context, copies, two_hop)
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
+
+
+def _average_copies(context: Context, copies: DeviceMesh, two_hop: bool) -> None:
+    """By hooks: FSDP2's own all-reduce of two-dimensional meshes does not go through the seam."""
+    once = OncePerStep(copies.get_group())
+    for module in context.model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            unit = tuple(each.sharded_param for each in group.fsdp_params) if group is not None else ()
+            module.set_all_reduce_hook(once.hook(unit) if two_hop else SeamAllReduce(copies.get_group()))
+    if two_hop:
+        context.sync = once.sync
 
 
 def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:

@@ -39,10 +39,12 @@ class Case:
     recompute: str = "none"
     move: bool = False
     host: bool = False
+    two_hop: bool = False
 
     def __str__(self) -> str:
         parts = [self.model, f"{self.degree} of {RANKS}", f"{self.blocks_per_unit} blocks", f"{self.micro_batches} micro-batches"]
         flags = {"kept": not self.reshard, self.recompute: self.recompute != "none", "moved": self.move, "host": self.host}
+        flags["two hops"] = self.two_hop
         return " ".join(parts + [name for name, on in flags.items() if on])
 
 
@@ -64,6 +66,11 @@ CASES = (
     Case("hf_llama", recompute="full"),
     Case("hf_llama", move=True),  # every block saves the same rotary embedding: it comes back with the last of them
     Case("tobf16", micro_batches=2, host=True),
+    Case("gpt", degree=2, two_hop=True),
+    Case("gpt", degree=2, micro_batches=2, two_hop=True, recompute="selective", blocks_per_unit=2),
+    Case("lora", degree=2, micro_batches=2, two_hop=True, move=True),
+    Case("cnn_bn", degree=2, micro_batches=2, two_hop=True, reshard=False),
+    Case("hf_llama", degree=2, micro_batches=2, two_hop=True, recompute="full", host=True),
 )
 
 
@@ -88,7 +95,8 @@ def predicted(case: Case) -> Step:
         step = recompute_blocks(step, blocks, (lambda name: name in MATRIX) if case.recompute == "selective" else None)
     if case.move:
         step = move_activations(step, [MoveClaim(block, 1.0) for block in blocks])
-    step = shard_states(step, Sharding(case.degree, RANKS // case.degree, case.reshard, case.blocks_per_unit))
+    copies = RANKS // case.degree
+    step = shard_states(step, Sharding(case.degree, copies, case.reshard, case.blocks_per_unit, two_hop=case.two_hop))
     if case.host:
         step = optimizer_on_host(step)
     step.validate()
@@ -109,7 +117,10 @@ def real(case: Case) -> Step:
             if case.move:
                 table.claim_move(region.index, 1.0, 0)
         table.install()
-        sharding.shard(context, degree=case.degree, reshard_after_forward=case.reshard, blocks_per_unit=case.blocks_per_unit)
+        sharding.shard(
+            context, degree=case.degree, reshard_after_forward=case.reshard, blocks_per_unit=case.blocks_per_unit,
+            two_hop=case.two_hop,
+        )  # fmt: skip
         if case.host:
             HostOptimizer(context)
     for _ in range(2):  # in the second step DTensor still works out shapes it has not met, on tensors that are counted

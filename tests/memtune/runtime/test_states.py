@@ -1,0 +1,189 @@
+"""Model state divided over groups of gloo ranks against one rank that takes all samples: five steps, sums, clipping, bytes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gloo import run_ranks
+from torch import Tensor, nn
+
+from memtune._apply import apply
+from memtune.errors import MemtuneError
+from memtune.runtime.transfer import COUNTERS
+
+SAMPLES, DIM = 16, 6
+STEPS = 5
+MICS = {"kind": "mics", "group": 2}
+Case = tuple[str, int, float]
+STATES: dict[str, dict[str, Any]] = {
+    "mics": MICS,
+    "mics, kept, by two": MICS | {"reshard_after_forward": False, "blocks_per_unit": 2},
+    "fsdp of two": {"kind": "fsdp", "degree": 2},
+    "zero3": {"kind": "zero3"},
+}
+CASES: list[Case] = [(name, parts, clip) for name in STATES for parts in (1, 4) for clip in (0.0, 0.05)]
+
+
+class Net(nn.Module):
+    """A tied head, a frozen layer, seven rows, one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(11, DIM)
+        self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, DIM)) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(1, DIM))
+        self.head = nn.Linear(DIM, 11, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.frozen(self.wte(tokens))
+        for block in self.h:
+            x = x + block(x)
+        out: Tensor = self.head(x * self.scale)
+        return out
+
+
+def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def build() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.SGD(trained, lr=0.2, momentum=0.9, weight_decay=0.01)
+
+
+def batches(step: int) -> list[Tensor]:
+    return list(torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(step)).chunk(SAMPLES))
+
+
+def settings(states: dict[str, Any]) -> dict[str, Any]:
+    return {"settings": {"sharding": {"states": states}}}
+
+
+def trained(name: str, parts: int, clip: float, *, says_last: bool = True) -> dict[str, Any]:
+    """Five steps of a loop of one's own; `says_last`: whether it says which micro-batch is the last one."""
+    model, optimizer = build()
+    tuned = apply(model, optimizer, settings(STATES[name]), loss=loss, strict=False)
+    sync = (tuned._context.sync if says_last else None) or (lambda last: nullcontext())
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    norms, losses = [], []
+    COUNTERS.take()
+    for step in range(STEPS):
+        mine = torch.cat(batches(step)[rank * SAMPLES // ranks : (rank + 1) * SAMPLES // ranks])
+        total = 0.0
+        for index, part in enumerate(mine.chunk(parts)):
+            with sync(index == parts - 1):
+                value = loss(tuned.model, part) / parts
+                value.backward()
+                total += float(value.detach())
+        losses.append(total)
+        if clip:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    counted = COUNTERS.take()
+    state = tuned.state_dict()
+    return {
+        "weights": state["model"], "losses": losses, "norms": norms, "counted": counted, "audit": tuned.audit(),
+        "momenta": {index: each["momentum_buffer"] for index, each in state["optimizer"]["state"].items()},
+    }  # fmt: skip
+
+
+def plain(clip: float) -> dict[str, Any]:
+    model, optimizer = build()
+    norms, losses = [], []
+    for step in range(STEPS):
+        each = [loss(model, part) / SAMPLES for part in batches(step)]
+        sum(each).backward()  # type: ignore[union-attr]
+        losses.append(sum(float(value.detach()) for value in each))
+        if clip:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()["state"]
+    momenta = {index: each["momentum_buffer"] for index, each in state.items()}
+    return {"weights": model.state_dict(), "losses": losses, "norms": norms, "momenta": momenta}
+
+
+def refused(states: dict[str, Any]) -> str:
+    model, optimizer = build()
+    before = [(id(p), type(m)) for m in model.modules() for p in m.parameters()]
+    try:
+        apply(model, optimizer, settings(states), loss=loss, strict=False)
+    except MemtuneError as error:
+        assert [(id(p), type(m)) for m in model.modules() for p in m.parameters()] == before
+        return str(error)
+    return "no error"
+
+
+def everything() -> dict[str, Any]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks
+    return {
+        "trained": {case: trained(*case) for case in CASES},
+        "silent": {name: trained(name, 4, 0.05, says_last=False) for name in ("mics",)},
+        "refused": {each: refused({"kind": "mics", "group": each}) for each in (3, 8)} | {"none": refused({"kind": "mics"})},
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(everything, 4, deadline_s=600)
+
+
+def check(runs: list[dict[str, Any]], clip: float) -> None:
+    wanted = plain(clip)
+    for run in runs:
+        for name, weight in wanted["weights"].items():
+            assert torch.allclose(run["weights"][name], weight, rtol=0, atol=1e-6), name
+        assert run["momenta"].keys() == wanted["momenta"].keys()
+        for index, momentum in wanted["momenta"].items():
+            assert torch.allclose(run["momenta"][index], momentum, rtol=0, atol=1e-6), index
+        assert run["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
+    for step, value in enumerate(wanted["losses"]):
+        assert sum(run["losses"][step] for run in runs) / len(runs) == pytest.approx(value, rel=1e-6)
+    assert all(torch.equal(run["weights"][name], runs[0]["weights"][name]) for run in runs for name in runs[0]["weights"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_five_steps_are_those_of_one_rank(ranks: list[Any], case: Case) -> None:
+    check([rank["trained"][case] for rank in ranks], case[2])
+
+
+def test_a_loop_that_does_not_say_which_micro_batch_is_last_trains_the_same(ranks: list[Any]) -> None:
+    check([rank["silent"]["mics"] for rank in ranks], 0.05)
+
+
+def rows(*shapes: tuple[int, int], over: int = 2) -> int:
+    """Bytes of one shard of these (rows, width), padded."""
+    return sum(4 * -(-n // over) * width for n, width in shapes)
+
+
+BLOCK, ROOT, FROZEN = ((7, 6), (7, 1), (6, 7), (6, 1)), ((11, 6), (1, 6)), ((6, 6), (6, 1))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_mics_sends_one_shard_between_nodes_once_a_step(ranks: list[Any], parts: int) -> None:
+    shard = 3 * rows(*BLOCK) + rows(*ROOT)
+    gathered = 2 * 3 * rows(*BLOCK) + rows(*ROOT) + rows(*FROZEN)
+    for rank in ranks:
+        counted = rank["trained"]["mics", parts, 0.0]["counted"]
+        assert counted["inter_link"] == STEPS * shard  # 2·(copies - 1)/copies of it
+        assert counted["intra_link"] == STEPS * parts * (gathered + shard)
+        often = rank["trained"]["fsdp of two", parts, 0.0]["counted"]
+        assert often["inter_link"] == parts * counted["inter_link"]
+        assert often["intra_link"] == counted["intra_link"]
+
+
+def test_groups_that_cannot_be_are_refused(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert all(f"4 ranks cannot be put into equal groups of {group}" in rank["refused"][group] for group in (3, 8))
+        assert "not told how many ranks" in rank["refused"]["none"]

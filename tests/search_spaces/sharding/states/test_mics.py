@@ -1,0 +1,109 @@
+"""MiCS: when it fits, what it stands for, and that averages between groups cost one message a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from gloo import run_ranks
+from sharding_program import program, target
+from zoo_paths import ZOO
+
+from memtune.config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.program import Phase, Resource, Step
+from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
+from memtune.search_spaces.sharding.states.mics import Mics
+from memtune.technique import NO_PLAN
+from memtune.testing import TechniqueSuite
+
+
+@pytest.mark.parametrize(
+    ("knobs", "ranks", "accumulate", "reason"),
+    [
+        ({}, 1, 2, "only one rank"),
+        ({}, 16, 2, None),
+        ({}, 8, 2, "all 8 ranks in one group are fsdp (sharding.states: fsdp)"),
+        ({"group": 4}, 8, 1, "with one micro-batch a step it is fsdp (sharding.states: {kind: fsdp, degree: 4})"),
+        ({"group": 3}, 8, 2, "group=3 must divide the 8 ranks (group: 2 or 4 or 8)"),
+        ({"group": 16}, 8, 2, "group=16 is more than the 8 ranks"),
+        ({"group": 2, "blocks_per_unit": 5}, 8, 2, "there are 4 blocks"),
+    ],
+)
+def test_fits(knobs: dict[str, Any], ranks: int, accumulate: int, reason: str | None) -> None:
+    found = Mics(**knobs).fits(program(ranks=ranks, accumulate=accumulate), target(ranks))
+    assert found is None if reason is None else reason in str(found)
+
+
+def rewritten(group: int | None, ranks: int) -> Step:
+    technique, where = Mics(group=group), target(ranks)
+    before = program(ranks=ranks, accumulate=2)
+    step = technique.rewrite(before, technique.plan(before, where), where).step
+    step.validate()
+    return step
+
+
+def ops(step: Step, name: str) -> list[int]:
+    return [op for op in range(step.n_ops) if name in step.names[step.op_name[op]]]
+
+
+def test_groups_are_averaged_once_a_step_over_the_network() -> None:
+    step = rewritten(4, 16)
+    averages, reductions = ops(step, "all_reduce"), ops(step, "reduce_scatter")
+    assert len(averages) == len(reductions)
+    assert {int(step.op_phase[op]) for op in averages} == {Phase.BOUNDARY}  # which runs once a step
+    assert {int(step.op_phase[op]) for op in reductions} == {Phase.BACKWARD}
+    assert {int(step.op_group[op]) for op in averages} == {4}
+    assert {int(step.op_resource[op]) for op in averages} == {Resource.INTER_LINK}
+    assert {int(step.op_group[op]) for op in reductions + ops(step, "all_gather")} == {4}
+    assert sum(step.op_traffic_bytes[averages]) * 4 == sum(step.op_traffic_bytes[reductions])
+
+
+def test_all_but_the_last_unit_are_averaged_beside_backward() -> None:
+    step = rewritten(2, 4)
+    averages, end = ops(step, "all_reduce"), max(ops(step, "reduce_scatter"))
+    assert sum(op > end for op in averages) == 2  # the last unit, and the one before it beside whose reduction it runs
+
+
+def test_a_group_is_a_node_unless_it_is_said() -> None:
+    where = target(16)
+    assert where.hardware.gpus_per_node == 8
+    assert Mics().plan(program(ranks=16, accumulate=2), where).decisions == {"group": 8}
+    assert Mics(group=4).plan(program(ranks=16, accumulate=2), where) == NO_PLAN
+    assert Mics().record(where) == Mics(group=8).record(where)
+    assert {int(rewritten(None, 16).op_group[op]) for op in ops(rewritten(None, 16), "all_gather")} == {8}
+
+
+def test_it_differs_from_fsdp_in_when_copies_are_averaged() -> None:
+    one, other = Mics(group=4).record(target(8)), Fsdp(degree=4).record(target(8))
+    assert one.keys() == other.keys()
+    assert {name for name in one if one[name] != other[name]} == {"states.average"}
+
+
+def test_sizes_are_parts_of_a_node_a_node_or_several() -> None:
+    assert Mics().choices_on(target(48))["group"] == (None, 24, 16, 8, 4, 2)
+    assert Mics().choices_on(target(8))["group"] == (None, 4, 2)
+    assert Mics().choices_on(target(1))["group"] == (None,)
+
+
+def test_survives_yaml() -> None:
+    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Mics(group=4)}))
+    assert load_config(dump_yaml(config)) == config
+
+
+class Suite(TechniqueSuite):
+    __test__ = False  # its tests are for one rank: four run its checks
+    technique, tolerance = Mics, 1e-4
+    models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
+
+
+def on_ranks() -> None:
+    """All ranks train on the same samples, so that their mean gradient is the plain model's."""
+    Suite().check_training("lora", Mics(group=2))
+    Suite().check_untouched("lora", Mics(group=2))
+
+
+@pytest.mark.slow
+def test_suite_passes_on_four_ranks() -> None:
+    assert run_ranks(on_ranks, 4, deadline_s=300) == [None] * 4

@@ -1,0 +1,31 @@
+"""ZeRO 3 is FSDP over all ranks: one record, one candidate. On real ranks: memtune/runtime/test_states.py."""
+
+from __future__ import annotations
+
+import numpy as np
+from sharding_program import program, target
+
+from memtune.config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
+from memtune.search_spaces.sharding.states.zero3 import Zero3
+from memtune.technique import NO_PLAN
+
+
+def test_is_fsdp_over_all_ranks() -> None:
+    knobs = {"reshard_after_forward": False, "blocks_per_unit": 2}
+    assert Zero3().record(target(8)) == Fsdp().record(target(8)) == Fsdp(degree=8).record(target(8))
+    assert Zero3(**knobs).record(target(8)) == Fsdp(**knobs).record(target(8))
+    ours, theirs = (each.rewrite(program(ranks=8), NO_PLAN, target(8)).step for each in (Zero3(), Fsdp()))
+    assert np.array_equal(ours.live_bytes(), theirs.live_bytes())
+
+
+def test_fits_as_fsdp_does() -> None:
+    assert "only one rank" in str(Zero3().fits(program(), target(1)))
+    assert Zero3().fits(program(ranks=8), target(8)) is None
+    assert "there are 4 blocks" in str(Zero3(blocks_per_unit=9).fits(program(), target(2)))
+
+
+def test_survives_yaml() -> None:
+    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Zero3(blocks_per_unit=2)}))
+    assert load_config(dump_yaml(config)) == config
