@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -31,7 +32,9 @@ def one_run(place: Path) -> dict[str, Any]:
     done = subprocess.run(["make", "-s", "demo", *words], cwd=ROOT, capture_output=True, text=True)
     wall_s = time.monotonic() - start
     if done.returncode:
-        return {"wall_s": round(wall_s, 1), "wrong": [f"exit {done.returncode}: {(done.stderr or done.stdout)[-500:]}"]}
+        said = "\n".join((done.stdout, done.stderr, tuned.read_text() if (tuned := place / "tuned.yaml").exists() else ""))
+        (kept := Path(tempfile.gettempdir(), f"demo-failed-{os.getpid()}-{place.name}.log")).write_text(said)
+        return {"wall_s": round(wall_s, 1), "wrong": [f"exit {done.returncode}: {kept}"]}
     events = [json.loads(line) for line in (place / "study" / "events.jsonl").read_text().splitlines()]
     fell = re.search(r"loss ([\d.]+) → ([\d.]+) over", done.stdout)
     losses = [float(each) for each in fell.groups()] if fell else [0.0, 0.0]
