@@ -330,9 +330,13 @@ def open_session(
             if rung == "real-step":
                 if isinstance(error, MemtuneError):
                     raise
-                sparse = "SparseTensorImpl" in str(error)  # torch says so where it is asked for a sparse tensor's storage
-                how = "train on dense tensors: embeddings with sparse=False" if sparse else "train without memtune first"
-                fix = f"make it {how}"
+                if "SparseTensorImpl" in str(error):  # torch says so where it is asked for a sparse tensor's storage
+                    raise WorkloadError(
+                        "the training step makes sparse tensors, and memtune counts the bytes of dense ones only.",
+                        fix="nn.Embedding(…, sparse=False) and a dense optimizer (Adam, Adagrad, SGD in place of SparseAdam)",
+                        code="MT118",
+                    ) from error
+                fix = "make it train without memtune first"
                 raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
             notes.append(f"rung {rung}: {why(error, workload)}")
         else:

@@ -26,10 +26,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memtune import flops
+from memtune.autotune.block_calls import BlockCalls
 from memtune.autotune.in_place import SUM, is_in_place, number_of
 from memtune.autotune.owners import owners
 from memtune.autotune.resizes import watch_resizes
-from memtune.autotune.rows import Extent, Made, OpRow, Rows
+from memtune.autotune.rows import Extent, Made, OpRow, Rows, op_columns
 from memtune.autotune.stand_in import stand_in_for
 from memtune.ops import SEAM
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
@@ -78,7 +79,7 @@ class Tracer(WatchingMode):
         self._producer: list[int] = []
         self._held: list[int] = []
         self._uses: list[tuple[int, int, int]] = []
-        self._saves: list[list[int]] = []  # storage, before, until, used until, block, is output, asked, turn
+        self._saves: list[list[int]] = []  # storage, before, until, used until, call, is output, asked, turn
         self._turn = 0
         self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for stand-ins
         self._sequence = -1  # autograd's counter when the last op ran
@@ -86,12 +87,13 @@ class Tracer(WatchingMode):
         self._modules: dict[str, int] = {"(outside)": 0}
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._block_of = {id(model.get_submodule(name)): i for i, name in enumerate(blocks)}
-        self._stack: list[tuple[int, int]] = [(0, -1)]
-        self._node_owner: dict[int, tuple[int, int]] = {}  # autograd sequence number -> (module, block), ascending
+        self._stack: list[tuple[int, int]] = [(0, -1)]  # module, call of a block
+        self._calls = BlockCalls(len(blocks))
+        self._node_owner: dict[int, tuple[int, int]] = {}  # autograd sequence number -> (module, call), ascending
         self._nodes: list[int] = []  # the keys of _node_owner
         self._parameters: list[Parameter] = []
         self._enter_at, self._leave_at = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
-        self._inputs: dict[tuple[int, int], None] = {}  # (block, storage) of the blocks' arguments, in order
+        self._inputs: dict[tuple[int, int], None] = {}  # (call, storage) of the blocks' arguments, in order
         self._outputs: set[int] = set()
         self._last_writer: dict[int, int] = {}  # storage that backward wrote into -> the last op that did
         self._ready: dict[int, int] = {}  # gradient storage -> op after which it was in place
@@ -230,7 +232,7 @@ class Tracer(WatchingMode):
             self._sequence += 2  # writing into a view makes nodes for base and view, before the output is saved
         op = len(self._ops)
         reads = [self._register(t, Kind.BUFFER) for t in inputs]
-        module, block, phase = self._place(sequence)
+        module, call, phase = self._place(sequence)
         handed = reads[0] if reads and self._is_in_place(func, args, out, reads[0], phase) else -1
         for storage in dict.fromkeys(reads):
             self._uses.append((op, storage, HANDS_OVER if storage == handed else READS))
@@ -252,7 +254,7 @@ class Tracer(WatchingMode):
         n_flops = flops.count(func, args, kwargs, out)
         node: Any = torch._C._current_autograd_node()
         node_number = -1 if node is None or phase is not Phase.BACKWARD else number_of(node)
-        self._ops.append((name, module, block, int(phase), int(resource), n_flops, traffic, rng, group, node_number))
+        self._ops.append((name, module, call, int(phase), int(resource), n_flops, traffic, rng, group, node_number))
         self.signatures.append("" if seam or group else signature(func, args, kwargs))
         kind = Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
         for tensor in fresh:
@@ -280,8 +282,8 @@ class Tracer(WatchingMode):
             return *self._stack[-1], Phase.FORWARD
         owner = self._owner_of(node._sequence_nr())
         if torch.is_grad_enabled():  # forward ops inside backward: a recomputation, of the block whose backward asked for it
-            module, block = self._stack[-1]
-            return module or owner[0], block if block >= 0 else owner[1], Phase.RECOMPUTE
+            module, call = self._stack[-1]
+            return module or owner[0], call if call >= 0 else owner[1], Phase.RECOMPUTE
         return *owner, Phase.BACKWARD
 
     def _owner_of(self, node: int) -> tuple[int, int]:
@@ -322,10 +324,10 @@ class Tracer(WatchingMode):
             if isinstance(base, nn.Parameter) or self._kind[index] == Kind.COMMUNICATION:
                 return tensor
             row = len(self._saves)
-            block = self._stack[-1][1]
+            call = self._stack[-1][1]
             # An op saves its inputs after its autograd node is made and before it runs, its outputs after it has run.
             is_output = torch._C._autograd._get_sequence_nr() <= self._sequence
-            self._saves.append([index, len(self._ops), -1, -1, block, int(is_output), -1, -1])
+            self._saves.append([index, len(self._ops), -1, -1, call, int(is_output), -1, -1])
             return self._stand_in_for(tensor, row, column=2)
         finally:
             self._paused -= 1
@@ -396,7 +398,7 @@ class Tracer(WatchingMode):
                 return
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
-                    self._inputs[block, self._register(_local(tensor), Kind.BUFFER)] = None
+                    self._inputs[self._stack[-1][1], self._register(_local(tensor), Kind.BUFFER)] = None
 
         return note
 
@@ -420,8 +422,8 @@ class Tracer(WatchingMode):
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._module_names.get(id(module), "")
         number = self._modules.setdefault(name, len(self._modules))
-        block = self._block_of.get(id(module), self._stack[-1][1])
-        self._stack.append((number, block))
+        block = self._block_of.get(id(module), -1)
+        self._stack.append((number, self._calls.enter(block) if block >= 0 else self._stack[-1][1]))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
@@ -451,27 +453,17 @@ class Tracer(WatchingMode):
         until = np.maximum(until, saves[:, 3])  # a compiled graph takes all from autograd before its first backward op
         held = np.asarray(self._held, np.int32)
         handed = uses[uses[:, 2] == HANDS_OVER]
+        calls = self._calls.numbered()
         mine = handed[held[handed[:, 1]] == handed[:, 0]]
         held[mine[:, 1]] -= 1  # the engine held it, to add to it
         step = Step(
             names=tuple(names),
             modules=tuple(self._modules),
             blocks=tuple(self._blocks),
+            call_block=calls.block,
+            call_grad=calls.grad,
             parameters=tuple(self._parameters),
-            op_name=np.asarray([names[name] for name in ops[0]], np.int32),
-            op_module=np.asarray(ops[1], np.int32),
-            op_block=np.asarray(ops[2], np.int32),
-            op_phase=np.asarray(ops[3], np.uint8),
-            op_resource=np.asarray(ops[4], np.uint8),
-            op_flops=np.asarray(ops[5], np.float64),
-            op_traffic_bytes=np.asarray(ops[6], np.int64),
-            op_rng=np.asarray(ops[7], np.uint8),
-            op_group=np.asarray(ops[8], np.int32),
-            op_node=np.asarray(ops[9], np.int32),
-            op_copy_of=np.full(n_ops, -1, np.int32),
-            op_stream=np.zeros(n_ops, np.uint8),
-            op_prefetch=np.zeros(n_ops, np.uint8),
-            op_match=np.zeros(n_ops, np.int32),
+            **op_columns(ops, names, calls.number),
             bytes=np.asarray(self._bytes, np.int64),
             tier=np.asarray(self._tier, np.uint8),
             kind=np.asarray(self._kind, np.uint8),
@@ -489,10 +481,10 @@ class Tracer(WatchingMode):
             save_asked=np.minimum(saves[:, 6], n_ops - 1),
             save_turn=saves[:, 7],
             save_is_output=saves[:, 5].astype(np.uint8),
-            save_block=saves[:, 4],
+            save_call=calls.number[saves[:, 4]],
             enter=np.asarray(self._enter_at, np.int32),
             leave=np.asarray(self._leave_at, np.int32),
-            input_block=np.asarray([block for block, _ in self._inputs], np.int32),
+            input_call=calls.number[np.asarray([call for call, _ in self._inputs], np.int32)],
             input_storage=np.asarray([storage for _, storage in self._inputs], np.int32),
             landing=np.asarray(list(self._ready), np.int32),
             returned=np.asarray(sorted(self._outputs), np.int32),

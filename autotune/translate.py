@@ -313,8 +313,8 @@ class _Fusion:
         before = np.where(np.arange(count) < n_in, last, last + 1).astype(np.int32)
         until = np.full(count, step.save_until[saves].max(), np.int32)
         turn = step.save_turn[saves].max() * _ROOM + np.arange(count)
-        block = np.full(count, step.save_block[saves[0]], np.int32)
-        edit.add_saves(storages, before=before, until=until, block=block, asked=np.full(count, first, np.int32), turn=turn)
+        call = np.full(count, step.save_call[saves[0]], np.int32)
+        edit.add_saves(storages, before=before, until=until, call=call, asked=np.full(count, first, np.int32), turn=turn)
         edit.save_is_output[len(edit.save_is_output) - (count - n_in) :] = 1
 
     def done(self, more: Callable[[Edit], None]) -> Step:
@@ -358,7 +358,7 @@ def _add(edit: Edit, n_bytes: I64, producer: I32, kind: Kind = Kind.TEMPORARY) -
 def _saves_in_order(step: Step) -> Step:
     """Rows of saves in the order of packing: outputs of the op before come ahead of inputs of the op after."""
     order = np.lexsort((1 - step.save_is_output.astype(np.int8), step.save_before))
-    columns = ("storage", "before", "until", "used_until", "asked", "turn", "is_output", "block")
+    columns = ("storage", "before", "until", "used_until", "asked", "turn", "is_output", "call")
     return replace(step, **{f"save_{name}": getattr(step, f"save_{name}")[order] for name in columns})
 
 

@@ -48,10 +48,10 @@ def synthetic_step(seed: int = 0) -> Step:
         "save_storage": parameters + op[:half],
         "save_until": body - 1 - op[:half],
     }
-    rows = {"op": n, "use": len(use_op), "save": half, "input": 0, "landing": 0, "returned": 0}
+    rows = {"op": n, "use": len(use_op), "save": half, "input": 0, "call": 0, "landing": 0, "returned": 0}
     for each in fields(Step):
         if str(each.type) in TYPES:
-            neutral = np.full(rows.get(each.name.split("_")[0], m), -1 if each.name == "op_block" else 0)
+            neutral = np.full(rows.get(each.name.split("_")[0], m), -1 if each.name == "op_call" else 0)
             columns[each.name] = np.asarray(columns.get(each.name, neutral), TYPES[str(each.type)])
     return Step(names=NAMES, modules=("",), blocks=(), parameters=(), **columns)
 

@@ -35,7 +35,7 @@ class Edit:
         self.save_storage, self.save_before = step.save_storage, step.save_before
         self.save_until, self.save_used_until = step.save_until, step.save_used_until
         self.save_asked, self.save_turn = step.save_asked, step.save_turn
-        self.save_block, self.save_is_output = step.save_block, step.save_is_output
+        self.save_call, self.save_is_output = step.save_call, step.save_is_output
         self.held_until, self.ready_after = step.held_until.copy(), step.ready_after.copy()
         self.parameters, self.landing = step.parameters, step.landing
         self.producer = step.producer.copy()
@@ -65,7 +65,7 @@ class Edit:
         flops: F64 | float = 0.0,
         traffic_bytes: I64 | int = 0,
         module: I32 | int = 0,
-        block: I32 | int = -1,
+        call: I32 | int = -1,
         group: I32 | int = 0,
         stream: U8 | int = 0,
         prefetch: U8 | int = 0,
@@ -83,7 +83,7 @@ class Edit:
         self._after.append(before is None)
         names = self.name_id(name) if isinstance(name, str) else name
         self._new_ops.append({
-            "op_name": names, "op_module": module, "op_block": block, "op_phase": phase, "op_resource": resource,
+            "op_name": names, "op_module": module, "op_call": call, "op_phase": phase, "op_resource": resource,
             "op_flops": flops, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group, "op_node": -1, "op_copy_of": -1,
             "op_stream": stream, "op_prefetch": prefetch, "op_match": 0,
         })  # fmt: skip
@@ -114,7 +114,7 @@ class Edit:
         """Op `ops[i]` reads (or with `mutates` also writes) storage `storages[i]`."""
         self._more_uses.append((ops, storages, int(mutates)))
 
-    def add_saves(self, storages: I32, *, before: I32, until: I32, block: I32, asked: I32, turn: I32) -> None:
+    def add_saves(self, storages: I32, *, before: I32, until: I32, call: I32, asked: I32, turn: I32) -> None:
         """Storage `storages[i]` is saved for backward just before op `before[i]` and let go after op `until[i]`.
 
         Backward asks for it before op `asked[i]` (-1: never), among others asked there in order of `turn[i]`.
@@ -125,7 +125,7 @@ class Edit:
         self.save_before = np.concatenate([self.save_before, before]).astype(np.int32)
         self.save_until = np.concatenate([self.save_until, until]).astype(np.int32)
         self.save_used_until = np.concatenate([self.save_used_until, until]).astype(np.int32)
-        self.save_block = np.concatenate([self.save_block, block]).astype(np.int32)
+        self.save_call = np.concatenate([self.save_call, call]).astype(np.int32)
         self.save_is_output = np.concatenate([self.save_is_output, np.zeros(len(storages), np.uint8)])
         self._drop_saves = np.concatenate([self._drop_saves, np.zeros(len(storages), bool)])
 
@@ -362,7 +362,7 @@ def _renumbered(storages: I32, renumber: I32 | None) -> I32:
 _OP_COLUMNS: tuple[str, ...] = (
     "op_name",
     "op_module",
-    "op_block",
+    "op_call",
     "op_phase",
     "op_resource",
     "op_flops",
@@ -373,7 +373,7 @@ _OP_COLUMNS: tuple[str, ...] = (
 _OP_COLUMNS += ("op_node", "op_copy_of", "op_stream", "op_prefetch", "op_match")
 _STORAGE_COLUMNS = ("bytes", "tier", "kind", "producer", "owner", "held_until", "ready_after")
 _SAVE_COLUMNS: tuple[str, ...] = ("save_storage", "save_before", "save_until", "save_used_until", "save_asked", "save_turn")
-_SAVE_COLUMNS += ("save_is_output", "save_block")
+_SAVE_COLUMNS += ("save_is_output", "save_call")
 
 
 def accumulate_gradients(step: Step) -> Step:
@@ -391,7 +391,7 @@ def accumulate_gradients(step: Step) -> Step:
         after=made_at,
         phase=Phase.BACKWARD,
         traffic_bytes=3 * step.bytes[gradients],
-        block=step.op_block[made_at],
+        call=step.op_call[made_at],
     )
     sums = edit.add_storages(
         step.bytes[gradients],

@@ -89,12 +89,16 @@ class Step:
     """Qualified module names by id; id 0 is `(outside)`: loss function and optimizer; the root is ''."""
     blocks: tuple[str, ...]
     """Qualified names of the repeated blocks, in forward order."""
+    call_block: I32
+    """(c,) the block of each call of a block, calls in forward order; where no block runs twice, call i is of block i."""
+    call_grad: U8
+    """(c,) 1 where autograd looked on when the call began."""
     parameters: tuple[Parameter, ...]
 
     # ops, one row each
     op_name: I32  # (n,) index into names
     op_module: I32  # (n,) index into modules
-    op_block: I32  # (n,) index into blocks, -1 outside
+    op_call: I32  # (n,) index into call_block, -1 outside
     op_phase: U8  # (n,) Phase
     op_resource: U8  # (n,) Resource
     op_flops: F64  # (n,)
@@ -129,11 +133,11 @@ class Step:
     save_asked: I32  # (v,) backward first asked for it just before this op, -1 if it never did
     save_turn: I32  # (v,) orders what is asked for before the same op
     save_is_output: U8  # (v,) 1 where the op just before saved its own output, which it still held while it packed
-    save_block: I32  # (v,) block whose forward was running, -1 outside
+    save_call: I32  # (v,) call whose forward was running, -1 outside
 
     enter: I32  # (blocks + 1,) op before which each block's forward began, then the whole model's
     leave: I32  # (blocks + 1,) op after which each block's forward had returned, then the whole model's
-    input_block: I32  # (i,) what each block was called with: the block …
+    input_call: I32  # (i,) what each call of a block was given: the call …
     input_storage: I32  # (i,) … and a storage among its arguments, in the order of the arguments
 
     landing: I32
@@ -150,6 +154,26 @@ class Step:
     def n_storages(self) -> int:
         """Number of storages, m."""
         return len(self.bytes)
+
+    @cached_property
+    def op_block(self) -> I32:
+        """(n,) index into blocks, -1 outside."""
+        return self._block_of(self.op_call)
+
+    @cached_property
+    def save_block(self) -> I32:
+        """(v,) block whose forward was running, -1 outside."""
+        return self._block_of(self.save_call)
+
+    @cached_property
+    def input_block(self) -> I32:
+        """(i,) block that was given `input_storage`."""
+        return self._block_of(self.input_call)
+
+    def _block_of(self, calls: I32) -> I32:
+        if len(self.call_block) == len(self.blocks):  # each runs once
+            return calls
+        return np.append(self.call_block, np.int32(-1))[calls]  # the last entry serves -1
 
     @cached_property
     def end(self) -> I32:
@@ -223,7 +247,9 @@ class Step:
         _check("no use before its producer", self.use_op >= self.producer[self.use_storage])
         _check("autograd lets go after it saved", self.save_until >= self.producer[self.save_storage])
         _check("names cover op_name", (self.op_name >= 0) & (self.op_name < len(self.names)))
-        _check("blocks cover op_block", (self.op_block >= -1) & (self.op_block < len(self.blocks)))
+        _check("calls cover op_call", (self.op_call >= -1) & (self.op_call < len(self.call_block)))
+        _check("calls cover save_call", (self.save_call >= -1) & (self.save_call < len(self.call_block)))
+        _check("blocks cover call_block", (self.call_block >= 0) & (self.call_block < len(self.blocks)))
         parameters = columns_of(self.parameters)
         outside = (parameters.storage < 0) | (parameters.storage >= m) | (parameters.gradient >= m)
         if outside.any():

@@ -14,8 +14,8 @@ from memtune.program import Kind, Step
 def make_step(ops: int, storages: int, **columns: Any) -> Step:
     """A step whose columns are neutral unless given: compute ops in forward, device temporaries made by op 0."""
     uses, saves = len(columns.get("use_op", ())), len(columns.get("save_storage", ()))
-    lengths = {"op": ops, "use": uses, "save": saves, "input": 0}
-    neutral = {"op_block": -1, "op_phase": 1, "op_node": -1, "op_copy_of": -1, "held_until": -1, "ready_after": -1, "owner": -1}
+    lengths = {"op": ops, "use": uses, "save": saves, "input": 0, "call": 0}
+    neutral = {"op_call": -1, "op_phase": 1, "op_node": -1, "op_copy_of": -1, "held_until": -1, "ready_after": -1, "owner": -1}
     kinds = {"I32": np.int32, "I64": np.int64, "U8": np.uint8, "F64": np.float64}
     data: dict[str, Any] = {"names": ("aten.add.Tensor",), "modules": ("",), "blocks": (), "parameters": ()}
     for each in fields(Step):

@@ -6,13 +6,14 @@ each copy holds its source until the next one starts or the next block ends, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from memtune.calls import INPUTS, Call
 from memtune.edit import Edit
+from memtune.passes.calls import join_calls, split_calls
 from memtune.passes.recompute import calls_of
 from memtune.program import FOREVER, I32, Phase, Resource, Step, Tier
 
@@ -29,7 +30,28 @@ class MoveClaim:
 
 
 def move_activations(step: Step, claims: list[MoveClaim]) -> Step:
-    """`step` with saved activations of the claimed blocks on the host between forward and backward."""
+    """`step` with saved activations of the claimed blocks on the host between forward and backward, call by call."""
+    claim_of = {claim.block: claim for claim in claims}
+    each = [(call, claim_of[block]) for call, block in enumerate(step.call_block.tolist()) if block in claim_of]
+    calls = split_calls(step)
+    new = _move_calls(calls, [replace(claim, block=call) for call, claim in each], _lands_after(step))
+    return step if new is calls else join_calls(new, step)
+
+
+def _lands_after(step: Step) -> I32:
+    """(calls,) op after which a copy has landed that was started in each call, n_ops for when backward asks (Rule 6).
+
+    That is the end of the call that autograd sees next, or of the call itself where its block is the last.
+    """
+    end = _forward_end(split_calls(step))
+    seen = np.sort(end[(step.call_grad == 1) & (end >= 0)])
+    following = np.searchsorted(seen, end, side="right")
+    lands = np.append(seen, np.int32(step.n_ops))[following]
+    return np.where(step.call_block == len(step.blocks) - 1, end, lands).astype(np.int32)
+
+
+def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32) -> Step:
+    """`move_activations`, with blocks that run once."""
     rows = _chosen_rows(step, claims)
     if not len(rows):
         return step
@@ -46,12 +68,12 @@ def move_activations(step: Step, claims: list[MoveClaim]) -> Step:
         phase=Phase.FORWARD,
         resource=Resource.DEVICE_TO_HOST,
         traffic_bytes=n_bytes,
-        block=block,
+        call=block,
         prefetch=1,  # the side stream waits for the compute stream
     )
     edit.add_uses(leave, storage)
     host = edit.add_storages(n_bytes, producer=leave, tier=Tier.HOST)
-    _hold_sources(edit, step, rows, leave, moved)
+    _hold_sources(edit, step, rows, leave, moved, lands_after[block])
 
     readers = _reader_rows(step, moved)
     moved_save = _shared_saves(step, moved)
@@ -131,12 +153,12 @@ def _named(step: Step, rows: npt.NDArray[np.intp], claims: list[MoveClaim]) -> n
     return found
 
 
-def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, moved: _Moved) -> None:
-    """Rule 6: a source stays until just before the next copy, or to the end of the next block's forward.
+def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, moved: _Moved, lands_after: I32) -> None:
+    """Rule 6: a source stays until just before the next copy, or through the op `lands_after`.
 
     An op that saves its own outputs holds all it was given and has made until it has packed the last one.
     """
-    storage, block, before = step.save_storage[rows], step.save_block[rows], step.save_before[rows]
+    storage, before = step.save_storage[rows], step.save_before[rows]
     output = step.save_is_output[rows] == 1
     if output.any():
         at = before[output] - 1
@@ -145,9 +167,7 @@ def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, moved: _Moved) 
         free_after = _end_without(step, moved)
         waits = np.flatnonzero((free_after < step.n_ops) & (last_packed[np.minimum(free_after, step.n_ops - 1)] >= 0))
         edit.hold_through(waits.astype(np.int32), last_packed[free_after[waits]])
-    end = _forward_end(step)
-    _hold_over_leavers(edit, step, rows, leave, end)
-    lands_after = end[np.minimum(block + 1, len(step.blocks) - 1)]
+    _hold_over_leavers(edit, step, rows, leave, _forward_end(step))
     next_before = np.append(before[1:], step.n_ops)
     by_next = next_before <= lands_after
     edit.let_go_before(storage[:-1][by_next[:-1]], leave[1:][by_next[:-1]])
@@ -224,7 +244,7 @@ def _come_back(edit: Edit, step: Step, storage: I32, block: I32, first: I32, ask
         phase=Phase.BACKWARD,
         resource=Resource.HOST_TO_DEVICE,
         traffic_bytes=step.bytes[storage[asked]],
-        block=np.where(asking >= 0, asking, block[asked]),
+        call=np.where(asking >= 0, asking, block[asked]),
         stream=1,  # a copy back is complete in stream order
     )
     edit.add_uses(ops, host[asked])

@@ -52,7 +52,7 @@ class NewOps:
         """`storage` stays at least until `op`, one of these, has run."""
         self.held.append((storage, op))
 
-    def insert(self, *, after: int | None = None, before: int | None = None, phase: Phase, module: int, block: int = -1) -> None:
+    def insert(self, *, after: int | None = None, before: int | None = None, phase: Phase, module: int, call: int = -1) -> None:
         """Put all of it into the edit."""
         anchor = np.full(len(self.names), before if after is None else after, np.int32)
         self.edit.add_ops(
@@ -60,7 +60,7 @@ class NewOps:
             after=None if after is None else anchor,
             before=anchor if after is None else None,
             phase=phase,
-            block=block,
+            call=call,
             flops=np.asarray(self.flops),
             traffic_bytes=np.asarray(self.traffic, np.int64),
             module=module,

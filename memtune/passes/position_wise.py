@@ -23,11 +23,11 @@ _ALIKE = (
 
 @dataclass(frozen=True)
 class PositionWise:
-    """One such module of one block."""
+    """One such module of one call of a block."""
 
     module: str
     module_id: int
-    block: int
+    call: int
     forward: tuple[int, ...]
     """Ops, ascending and without others in between; so are those of backward."""
     backward: tuple[int, ...]
@@ -59,14 +59,14 @@ def position_wise(step: Step) -> tuple[PositionWise, ...]:
     """The outermost such modules inside the blocks of `step`, in the order of their forwards."""
     found: list[PositionWise] = []
     forward = np.flatnonzero((step.op_phase == Phase.FORWARD) & (step.op_block >= 0)).astype(np.int32)
-    for block in np.unique(step.op_block[forward]).tolist():
-        ops = forward[step.op_block[forward] == block]
+    for call in np.unique(step.op_call[forward]).tolist():
+        ops = forward[step.op_call[forward] == call]
         taken: list[str] = []
-        for name in sorted(_modules_in(step, ops, step.blocks[block]), key=lambda each: (each.count("."), each)):
+        for name in sorted(_modules_in(step, ops, step.blocks[step.call_block[call]]), key=lambda each: (each.count("."), each)):
             if any(f"{name}.".startswith(f"{other}.") for other in taken):
                 continue
             try:
-                found.append(_found(step, block, name, ops))
+                found.append(_found(step, call, name, ops))
                 taken.append(name)
             except _No:
                 continue
@@ -84,7 +84,7 @@ def _modules_in(step: Step, ops: I32, block: str) -> set[str]:
     return names
 
 
-def _found(step: Step, block: int, name: str, block_ops: I32) -> PositionWise:
+def _found(step: Step, call: int, name: str, block_ops: I32) -> PositionWise:
     inside = np.asarray([each == name or each.startswith(f"{name}.") for each in step.modules], bool)
     forward = _in_one_piece(block_ops[inside[step.op_module[block_ops]]])
     backward = _in_one_piece(np.flatnonzero(inside[step.op_module] & (step.op_phase == Phase.BACKWARD)))
@@ -102,14 +102,14 @@ def _found(step: Step, block: int, name: str, block_ops: I32) -> PositionWise:
     given, dx, gradients = _gradients(step, backward, made | {x})
     window = (step.save_before > forward[0]) | ((step.save_before == forward[0]) & (step.save_is_output == 0))
     window &= (step.save_before <= forward[-1]) | ((step.save_before == forward[-1] + 1) & (step.save_is_output == 1))
-    saves = np.flatnonzero(window & (step.save_block == block))
+    saves = np.flatnonzero(window & (step.save_call == call))
     mine = saves[step.save_storage[saves] == x]
     if not len(mine) or any(s == y and i not in saves for i, s in enumerate(step.save_storage.tolist())):
         raise _No
     held = np.unique(step.save_storage[saves])
     inner = int(step.bytes[held[(held != x) & np.isin(held, list(made))]].sum())
     return PositionWise(
-        name, int(step.op_module[forward[-1]]), block, forward, backward, x, y, rows, given, dx, gradients, int(mine[0]),
+        name, int(step.op_module[forward[-1]]), call, forward, backward, x, y, rows, given, dx, gradients, int(mine[0]),
         tuple(saves.tolist()), inner,
     )  # fmt: skip
 

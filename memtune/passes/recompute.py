@@ -15,7 +15,7 @@ import numpy.typing as npt
 from memtune.calls import Call, Calls
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
-from memtune.program import FOREVER, I32, Kind, Phase, Step
+from memtune.program import FOREVER, I32, I64, Kind, Phase, Step
 
 Mask = npt.NDArray[np.bool_]
 Keep = Callable[[str], bool] | Sequence[Calls]
@@ -26,16 +26,15 @@ def recompute_blocks(step: Step, blocks: list[int], keep: Keep | None = None) ->
 
     Args:
         step: As recorded, without any recomputation.
-        blocks: Rows of `step.blocks`; every call of such a block is run again by itself.
+        blocks: Rows of `step.blocks`; every call of such a block that autograd saw is run again by itself.
         keep: Which ops' outputs are kept, by op name; or for each block which calls do not run again; None keeps nothing.
     """
-    calls, block_of = split_calls(step)
+    calls = split_calls(step)
     if keep is not None and not callable(keep):
-        keep = [keep[block] for block in block_of]
-    new = _recompute_calls(calls, np.flatnonzero(np.isin(block_of, blocks)), keep)
-    if new is calls:
-        return step
-    return new if calls is step else join_calls(new, step.blocks, block_of)
+        keep = [keep[block] for block in step.call_block]
+    chosen = np.flatnonzero(np.isin(step.call_block, blocks) & (step.call_grad == 1))
+    new = _recompute_calls(calls, chosen, keep)
+    return step if new is calls else join_calls(new, step)
 
 
 def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None) -> Step:
@@ -65,7 +64,9 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     edit = Edit(step)
     edit.drop_saves(number & ~wanted)
     buffers = _changed_buffers(step, forward, np.flatnonzero(runs.stop > 0).astype(np.int32))
+    before = _copies_before(edit, step, forward, np.where(runs.release >= 0, runs.release, end))
     clones, copies = _save_buffers(edit, step, buffers, runs.anchor)
+    _give_back(edit, before, runs.anchor, runs.stop > 0)
     ops = np.flatnonzero(again).astype(np.int32)
     ops = np.repeat(ops, np.where(left_out[ops], n_made[ops], 1))  # one allocation for each tensor
     where = step.op_block[ops]
@@ -80,12 +81,12 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     edit.save_storage = np.where(wanted, new[edit.save_storage], edit.save_storage).astype(np.int32)
     handed_out = wanted & (step.save_asked >= 0)  # each once
     edit.save_until = np.where(handed_out, edit.save_used_until, edit.save_until).astype(np.int32)
-    edit.save_before = np.where(wanted, runs.anchor[edit.save_block], edit.save_before).astype(np.int32)
+    edit.save_before = np.where(wanted, runs.anchor[edit.save_call], edit.save_before).astype(np.int32)
 
     starts = _starts(step, ops, new_op, buffers[0], clones)
     before_run = (step.save_block >= 0) & ~wanted & (step.save_asked == runs.anchor[step.save_block])
     before_run &= step.save_turn < runs.turn[step.save_block]
-    edit.save_asked = np.where(before_run, starts[edit.save_block], edit.save_asked).astype(np.int32)
+    edit.save_asked = np.where(before_run, starts[edit.save_call], edit.save_asked).astype(np.int32)
     kept = kept_op & (np.arange(step.n_ops) < runs.settled[step.op_block])
     _hold_inputs_and_kept(edit, step, kept, made_in, end, runs, starts, _taken_before(step, kept, again, new_op, runs.anchor))
     if keep is not None:
@@ -184,19 +185,57 @@ def _taken_before(step: Step, kept: Mask, again: Mask, new_op: I32, anchor: I32)
     return taken
 
 
-def _changed_buffers(step: Step, forward: Mask, active: I32) -> tuple[I32, I32]:
-    """Blocks and buffers (block[i], storage[i]) that a block's forward writes into (Rule 4)."""
+def _changed_buffers(step: Step, forward: Mask, active: I32, *, may_read: bool = False) -> tuple[I32, I32]:
+    """Blocks and buffers (block[i], storage[i]) that a block's forward writes into (Rule 4), with `may_read` norms left out."""
     writes = (step.use_mutates == 1) & forward[step.use_op] & (step.kind[step.use_storage] == Kind.BUFFER)
     writes &= np.isin(step.op_block[step.use_op], active)
+    if may_read and writes.any():
+        is_norm = np.asarray(["batch_norm" in name for name in step.names], bool)
+        writes &= ~np.isin(step.op_module[step.use_op], np.unique(step.op_module[forward & is_norm[step.op_name]]))
     pairs = np.unique(np.stack([step.op_block[step.use_op[writes]], step.use_storage[writes]], 1), axis=0)
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """Copies of what is in buffers before a block runs: (k,) each."""
+
+    block: I32
+    buffer: I32
+    bytes: I64
+    copy: I32
+
+
+def _copies_before(edit: Edit, step: Step, forward: Mask, until: I32) -> _Before:
+    """Clone the buffers that the second run must find as the first one did; `until` says when each block lets go of them."""
+    rows = np.flatnonzero(forward).astype(np.int32)
+    blocks, at = np.unique(step.op_block[rows], return_index=True)
+    block, buffer = _changed_buffers(step, forward, blocks, may_read=True)
+    first = rows[at][np.searchsorted(blocks, block)]
+    n_bytes = step.bytes[buffer]
+    clones = edit.add_ops("aten.clone.default", before=first, phase=Phase.FORWARD, call=block, traffic_bytes=2 * n_bytes)
+    edit.add_uses(clones, buffer)
+    copies = edit.add_storages(n_bytes, producer=clones)
+    edit.hold_through(copies, until[block])
+    return _Before(block, buffer, n_bytes, copies)
+
+
+def _give_back(edit: Edit, before: _Before, anchor: I32, active: Mask) -> None:
+    """The second run finds in the buffers what the first one found."""
+    rows = active[before.block]
+    block, buffer = before.block[rows], before.buffer[rows]
+    ops = edit.add_ops(
+        "aten.copy_.default", before=anchor[block], phase=Phase.RECOMPUTE, call=block, traffic_bytes=2 * before.bytes[rows]
+    )
+    edit.add_uses(ops, before.copy[rows])
+    edit.add_uses(ops, buffer, mutates=True)
 
 
 def _save_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], anchor: I32) -> tuple[I32, I32]:
     """Clone the buffers before the second run; returns the cloning ops and what they make."""
     block, storage = buffers
     ops = edit.add_ops(
-        "aten.clone.default", before=anchor[block], phase=Phase.RECOMPUTE, block=block, traffic_bytes=2 * step.bytes[storage]
+        "aten.clone.default", before=anchor[block], phase=Phase.RECOMPUTE, call=block, traffic_bytes=2 * step.bytes[storage]
     )
     edit.add_uses(ops, storage)
     return ops, edit.add_storages(step.bytes[storage], producer=ops)
@@ -207,7 +246,7 @@ def _put_back_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], copies: 
     if not len(block):
         return
     ops = edit.add_ops(
-        "aten.copy_.default", before=anchor[block], phase=Phase.RECOMPUTE, block=block, traffic_bytes=2 * step.bytes[storage]
+        "aten.copy_.default", before=anchor[block], phase=Phase.RECOMPUTE, call=block, traffic_bytes=2 * step.bytes[storage]
     )
     edit.add_uses(ops, storage, mutates=True)
     last = np.asarray([ops[np.flatnonzero(block == b)[-1]] for b in block], np.int32)
@@ -226,7 +265,7 @@ def _hold_inputs_and_kept(
     asked = np.concatenate([starts[step.input_block[inputs]], taken[step.producer[outputs]]])
     order = np.argsort(block, kind="stable")
     block, storage, asked = block[order].astype(np.int32), storage[order].astype(np.int32), asked[order].astype(np.int32)
-    edit.add_saves(storage, before=end[block] + 1, until=runs.release[block], block=block, asked=asked, turn=runs.turn[block])
+    edit.add_saves(storage, before=end[block] + 1, until=runs.release[block], call=block, asked=asked, turn=runs.turn[block])
 
 
 def _made_by(step: Step, ops: Mask) -> Mask:
@@ -249,4 +288,4 @@ def _hold_tried(edit: Edit, step: Step, tried: Mask, kept: Mask, number: Mask, e
     edit.hold_through(storage[~saved[storage]], end[block[~saved[storage]]])
     storage, block = storage[saved[storage]], block[saved[storage]]
     never = np.full(len(storage), -1, np.int32)
-    edit.add_saves(storage, before=end[block] + 1, until=end[block], block=block, asked=never, turn=never)
+    edit.add_saves(storage, before=end[block] + 1, until=end[block], call=block, asked=never, turn=never)

@@ -104,7 +104,7 @@ def _copy_in(edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[i
     storages = np.asarray([a.storage for a in arrivals], np.int32)
     after = np.asarray([a.at for a in arrivals], np.int32)
     copies = edit.add_ops(
-        "aten.copy_.default", after=after, phase=phase, traffic_bytes=2 * step.bytes[storages], block=step.op_block[after]
+        "aten.copy_.default", after=after, phase=phase, traffic_bytes=2 * step.bytes[storages], call=step.op_call[after]
     )
     edit.add_uses(copies, storages)
     edit.add_uses(copies, np.asarray([bucket_of[a.parameter] for a in arrivals], np.int32), mutates=True)

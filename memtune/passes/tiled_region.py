@@ -55,7 +55,7 @@ class _Tiled:
                 edit.producer[region.y] = forward.run("aten.new_empty.default", y)
             forward.run("aten.copy_.default", region.y, y, writes=region.y)
         forward.hold(region.x, forward.last)
-        forward.insert(after=region.forward[-1], phase=Phase.FORWARD, module=region.module_id, block=region.block)
+        forward.insert(after=region.forward[-1], phase=Phase.FORWARD, module=region.module_id, call=region.call)
         self._insert_backward()
         edit.save_before[region.save] = region.forward[-1] + 1
         edit.save_is_output[region.save] = 0
@@ -82,7 +82,7 @@ class _Tiled:
             for each in got:
                 ops.hold(each, ops.last)
         ops.hold(region.given, ops.last)  # the input is held by its save, which a recompute pass may move
-        ops.insert(before=region.backward[0], phase=Phase.BACKWARD, module=region.module_id, block=region.block)
+        ops.insert(before=region.backward[0], phase=Phase.BACKWARD, module=region.module_id, call=region.call)
         edit.save_asked[region.save] = ops.first
         edit.save_until[region.save] = edit.save_used_until[region.save] = ops.last
         for gradient in region.gradients:

@@ -7,10 +7,12 @@ Rule 2. What came in from outside (the region's input) and what a recompute tech
         as it is, or moved to the host if the table says so. In a region that is not recomputed everything is claimable.
 Rule 3. All else is saved as a number. The first number that backward asks for runs the region's forward again, with the
         random state, autocast and inputs it had, up to the last tensor that autograd still holds; each is handed out once.
-Rule 4. A buffer that the forward changes (BatchNorm's statistics) is put back after the second run.
+Rule 4. A buffer that the forward changes is put back after the second run. The second run starts with what was in it before the
+        first one (spectral norm's vectors, a codebook's averages), but for statistics that PyTorch's norms only write.
 Rule 5. A kept tensor that is changed in place after it was kept is no longer kept: its op runs again instead.
-Rule 6. A copy to the host holds its source until the next copy is started, the next region ends or backward fetches,
-        whichever comes first: one tensor at most is on its way, and when it is freed does not depend on timing.
+Rule 6. A copy to the host holds its source until the next copy is started, the forward of another call of a region ends, that
+        of the last region ends, or backward fetches, whichever comes first: one tensor at most is on its way, and when it is
+        freed does not depend on timing. Calls under `no_grad` do not count.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class Region:
     """Smaller tensors are never moved."""
     only: frozenset[Call] | None = None
     """Calls whose outputs may move, `INPUTS` for what the region is called with; None: all that is claimable."""
+    reads_back: frozenset[str] | None = None
+    """Buffers that its forward changes and may read, as far as its runs have shown; None before the first one."""
 
 
 @dataclass
@@ -77,6 +81,8 @@ class ActivationTable:
         self.traffic = Traffic()
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._on_the_way: tuple[Entry, int] | None = None
+        self._call = 0
+        """Calls of regions that began so far; what is on the way was started in one of them."""
         self._undo: list[Callable[[], None]] = []
 
     def claim_recompute(self, index: int, keep: Keep | None = None) -> None:
@@ -98,10 +104,11 @@ class ActivationTable:
 
     def install(self) -> None:
         """Wrap the forward of every region that has a claim, and of those at whose end a copy lands (Rule 6)."""
-        for before, region in zip([None, *self.regions], self.regions, strict=False):
+        moves = any(region.move for region in self.regions)
+        for region in self.regions:
             if region.recompute or region.move:
                 self._wrap(region, self._claimed(region))
-            elif before is not None and before.move:
+            elif moves:
                 self._wrap(region, self._landing(region))
 
     def remove(self) -> None:
@@ -116,9 +123,12 @@ class ActivationTable:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            number = self._call = self._call + 1
             frame = _Frame(self, region, original, args, kwargs)
             del args, kwargs  # the frame holds them (moved ones only as bytes on the host)
-            return frame.run()
+            out = frame.run()
+            self._call_ends(region, number)
+            return out
 
         return forward
 
@@ -126,8 +136,10 @@ class ActivationTable:
         original = region.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            number = self._call = self._call + 1
             out = original(*args, **kwargs)
-            self.region_ends(region)
+            if torch.is_grad_enabled():
+                self._call_ends(region, number)
             return out
 
         return forward
@@ -167,7 +179,7 @@ class ActivationTable:
             self.traffic.moved_bytes += n_bytes
             self.land()
             entry.leave(tensor)
-            self._on_the_way = (entry, region.index)
+            self._on_the_way = (entry, self._call)
             self._entries[key] = entry
         return entry
 
@@ -175,15 +187,17 @@ class ActivationTable:
         """`tensor` stays on the device whatever happens here: a parameter, or a buffer of any module."""
         return isinstance(tensor, nn.Parameter) or id_of(tensor) in self._lasting
 
-    def land(self, before_region: int | None = None) -> None:
-        """Complete the copy that is on its way (Rule 6), if it was started in a region before `before_region`."""
-        if self._on_the_way is not None and (before_region is None or self._on_the_way[1] < before_region):
+    def land(self) -> None:
+        """Complete the copy that is on its way (Rule 6)."""
+        if self._on_the_way is not None:
             self._on_the_way[0].arrive()
             self._on_the_way = None
 
-    def region_ends(self, region: Region) -> None:
-        """Rule 6 at the end of a region's forward."""
-        self.land(None if region.index == len(self.regions) - 1 else region.index)
+    def _call_ends(self, region: Region, number: int) -> None:
+        """Rule 6 at the end of the call `number`, of `region`."""
+        started = None if self._on_the_way is None else self._on_the_way[1]
+        if started != number or region.index == len(self.regions) - 1:
+            self.land()
 
 
 class _Number:
@@ -220,6 +234,8 @@ class _Frame:
         self._autocast = _autocast_state() if region.recompute else []
         self._back: dict[int, Tensor] = {}
         self._changed_buffers: list[str] = []
+        self._before: dict[str, Tensor] = {}
+        """What was in the buffers of `region.reads_back`."""
 
     def run(self) -> Any:
         """The first run, with everything that autograd saves passing through `pack`."""
@@ -228,6 +244,7 @@ class _Frame:
         recompute = self.region.recompute
         inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
         buffers = {name: buffer._version for name, buffer in self.region.module.named_buffers()} if recompute else {}
+        self._before = _copies(self.region) if recompute else {}
         keep = self.region.keep if recompute else None
         random = partial(RandomState.capture, self.region.module)
         mode = nullcontext() if keep is None else KeepMode(keep, self.kept, self.left_out, lambda: self.count, random)
@@ -243,6 +260,9 @@ class _Frame:
                     code="MT306",
                 )
             self._changed_buffers = _changed_buffers(self.region.module, buffers)
+            self._before = {name: copy for name, copy in self._before.items() if name in self._changed_buffers}
+            changed = frozenset(self._changed_buffers) - _only_written(self.region.module)
+            self.region.reads_back = changed | (self.region.reads_back or frozenset())
         self.inputs = {}
         del args, kwargs, inputs, mode  # the mode names all that was kept, needed or not
         if recompute:
@@ -250,7 +270,6 @@ class _Frame:
         else:
             self._args = None
         self._decided, self._named = {}, None
-        self.table.region_ends(self.region)
         return out
 
     def _settle(self) -> None:
@@ -260,7 +279,7 @@ class _Frame:
         self.kept = {key: kept for key, kept in asked.items() if kept.unchanged()}
         self.left_out.settle(needed, all_kept=len(self.kept) == len(asked))
         if not self.wanted:  # nothing to recompute: the inputs are not needed either
-            self._args = None
+            self._args, self._before = None, {}
             return
         claimed = _once_each(lambda t: self.claim(t) if _is_plain(t) and id_of(t) not in self.fixed else t)
         self._args = tree_map(claimed, self._args)
@@ -339,6 +358,9 @@ class _Frame:
     def _put_back_buffers(self) -> Iterator[None]:
         buffers = dict(self.region.module.named_buffers())
         copies = [(buffers[name], buffers[name].clone()) for name in self._changed_buffers]
+        with torch.no_grad():
+            for name, before in self._before.items():
+                buffers[name].copy_(before)
         yield
         with torch.no_grad():
             for buffer, copy in copies:
@@ -392,9 +414,26 @@ def _changed_buffers(module: nn.Module, versions: dict[str, int]) -> list[str]:
     BatchNorm's kernel writes its statistics without counting it as a change; its counter of batches does count.
     """
     changed = [name for name, buffer in module.named_buffers() if buffer._version != versions.get(name)]
-    norms = {name.rpartition(".")[0] for name in changed}
-    norms = {name for name in norms if isinstance(module.get_submodule(name), nn.modules.batchnorm._NormBase)}
+    parents = {name.rpartition(".")[0] for name in changed}
+    norms = {name for name in parents if isinstance(module.get_submodule(name), nn.modules.batchnorm._NormBase)}
     return [name for name, _ in module.named_buffers() if name in changed or name.rpartition(".")[0] in norms]
+
+
+def _only_written(module: nn.Module) -> set[str]:
+    """Names of the buffers that a forward may change but does not read: statistics of PyTorch's own norms in training."""
+    norms = {
+        name: norm
+        for name, norm in module.named_modules()
+        if isinstance(norm, nn.modules.batchnorm._NormBase) and type(norm).__module__.startswith("torch.nn.")
+    }
+    return {f"{name}.{buffer}".lstrip(".") for name, norm in norms.items() for buffer, _ in norm.named_buffers(recurse=False)}
+
+
+def _copies(region: Region) -> dict[str, Tensor]:
+    """What is in the buffers that the second run must find as they are now; of all, before it is known which change."""
+    buffers = dict(region.module.named_buffers())
+    names = set(buffers) - _only_written(region.module) if region.reads_back is None else region.reads_back
+    return {name: buffer.detach().clone() for name, buffer in buffers.items() if name in names}
 
 
 def _is_plain(value: Any) -> bool:

@@ -52,12 +52,12 @@ def plan_calls(step: Step, again: Again) -> Plan:
 
     Equal blocks share an entry of `calls`; `blocks` says which entry each block has.
     """
-    split, block_of = split_calls(step)  # a block that is called several times does the same each time
+    split = split_calls(step)  # a block that is called several times does the same each time
     address = {op: call for op, _, call in calls_of(split, _forward_rows(split))}
     entries: list[dict[str, dict[str, list[int]]]] = []
     which: dict[int, int] = {}
-    for block, index in zip(blocks_of(split), block_of.tolist(), strict=True):
-        if index in which:
+    for block, index, seen in zip(blocks_of(split), step.call_block.tolist(), step.call_grad.tolist(), strict=True):
+        if index in which or not seen:
             continue
         kept, left_out = _split(block, again(block))
         calls = Calls(*(frozenset(address[op] for op in ops) for ops in (kept, left_out))).to_plain()

@@ -126,10 +126,10 @@ def move_claims(chosen: list[Option]) -> list[MoveClaim]:
 @lru_cache(maxsize=8)
 def levels(step: Step, hardware: Hardware, ranks: int, host: bool) -> Levels:
     """The options of every block of `step`, measured; with `host` tensors may go to host memory."""
-    split, block_of = split_calls(step)
+    split = split_calls(step)
     links = hardware if host and split is step else None  # calls of a block that runs several times have no addresses yet
     seconds = _op_s(step, hardware, ranks)
-    blocks = {block: graph for graph, block in reversed(list(zip(blocks_of(split), block_of.tolist(), strict=True)))}
+    blocks = {block: graph for graph, block in reversed(list(zip(blocks_of(split), step.call_block.tolist(), strict=True)))}
     order = np.argsort(_ends(step)[0], kind="stable").astype(np.int32)
     options: list[tuple[Option, ...]] = []
     others: list[tuple[int, ...]] = []

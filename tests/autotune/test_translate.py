@@ -121,7 +121,7 @@ def test_attention_and_dropout_are_what_torch_s_cuda_ops_save(
     assert truth.step.saved_bytes() - ours.step.saved_bytes() == seeds
     assert any(f"{kernel} attention × 2" in note for note in ours.notes)
     # What autograd packs, in which order and until when: plans address tensors by it.
-    columns = ("save_before", "save_is_output", "save_block", "save_until", "save_asked")
+    columns = ("save_before", "save_is_output", "save_call", "save_until", "save_asked")
     rows = [[getattr(each, column)[each.bytes[each.save_storage] != 8] for column in columns] for each in (ours.step, truth.step)]
     assert all(np.array_equal(a, b) for a, b in zip(*rows, strict=True))
     sizes = [each.bytes[each.save_storage][each.bytes[each.save_storage] != 8] for each in (ours.step, truth.step)]

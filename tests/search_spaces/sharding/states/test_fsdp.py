@@ -54,7 +54,7 @@ def test_a_weight_shared_between_blocks_is_a_reason_unless_one_unit_holds_both()
 def test_a_model_without_blocks_is_one_unit() -> None:
     plain = program().step
     outside = tuple(p._replace(block=-1) for p in plain.parameters)
-    step = replace(plain, blocks=(), parameters=outside, op_block=np.full_like(plain.op_block, -1))
+    step = replace(plain, blocks=(), call_block=plain.call_block[:0], parameters=outside, op_call=np.full_like(plain.op_call, -1))
     without = Program((RankClass(2, step),), 2)
     assert Fsdp().fits(without, target(2)) is None
     assert "always stays gathered" in str(Fsdp(reshard_after_forward=False).fits(without, target(2)))
