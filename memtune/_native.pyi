@@ -64,9 +64,9 @@ class Rematerializer:
     def constant(self, n_bytes: int) -> int:
         """A tensor that cannot be made again; refers to it once."""
 
-    def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int) -> list[int]:
+    def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int) -> list[int]:
         """
-        An operator; the tensors that it makes, each referred to once. takes_over: argument that the first one overwrites, or -1.
+        An operator that has run; the tensors that it made, each referred to once and held. takes_over: argument that the first one overwrites, or -1. scratch_bytes: what another run takes beside what it makes.
         """
 
     def retain(self, tensor: int) -> None:
@@ -80,6 +80,15 @@ class Rematerializer:
 
     def let_go(self, tensor: int) -> None:
         """Takes back one hold."""
+
+    def take(self, tensor: int) -> None:
+        """One reference more, and a hold."""
+
+    def give_back(self, tensor: int) -> None:
+        """Takes back a hold and a reference."""
+
+    def pending(self) -> bool:
+        """Whether `drain` has something to tell."""
 
     def bring(self, tensor: int) -> None:
         """Runs again what it takes to have the tensor."""

@@ -64,6 +64,9 @@ class Policy:
     """2: outputs of cheap ops are placed from the other end of the arena (Coop's tensor partitioning)."""
     in_place: bool = False
     """An op that overwrites what nobody else needs uses its place (Coop's recomputable in-place)."""
+    compacts: bool = False
+    """coop: where what must stay cuts the arena into runs that are all too short, the cheapest pieces go and the rest moves
+    together (bytes decide alone, as where real addresses are another allocator's)."""
     foresight: bool = False
     """Staleness is the time to the next use, as recorded in an earlier run of the same program (MegTaiChi's access pattern)."""
     cost_power: float = 1.0

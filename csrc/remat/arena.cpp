@@ -21,6 +21,13 @@ Bytes Arena::largest_hole() const {
   return largest;
 }
 
+Bytes Arena::holes() const {
+  Bytes sum = 0;
+  for (const auto& [offset, piece] : pieces_)
+    if (piece.storage < 0) sum += piece.bytes;
+  return sum;
+}
+
 bool Arena::fits(Bytes bytes) const {
   if (bytes == 0 || is_small(bytes)) return true;
   const Bytes wanted = rounded(bytes);

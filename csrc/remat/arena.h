@@ -43,6 +43,7 @@ class Arena {
   Bytes peak() const { return peak_; }
   Bytes free_bytes() const { return settings_.capacity - used_; }
   Bytes largest_hole() const;
+  Bytes holes() const;  // all of them together
   Bytes free_around(Id storage) const;  // bytes of the holes on both sides
   bool is_small(Bytes bytes) const;     // goes to the area of small pieces
   bool in_main(Id storage) const { return offset_.count(storage) != 0; }

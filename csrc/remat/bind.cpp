@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -77,6 +78,7 @@ Settings settings_of(const nb::dict& from) {
   rule.replay_base = option(from, "replay_base", 1.0);
   rule.epsilon = option(from, "epsilon", 0.0);
   rule.groups = option(from, "groups", 1);
+  rule.compacts = option(from, "compacts", false);
   rule.foresight = option(from, "foresight", false);
   rule.seed = option<std::uint64_t>(from, "seed", 0);
   settings.release = release_of(option<std::string>(from, "release", "evict"));
@@ -149,15 +151,28 @@ class Live {
   Id constant(Bytes bytes) {
     return guarded([&] { return machine_.constant(bytes); });
   }
-  std::vector<Id> call(double cost, const std::vector<Id>& args, const std::vector<Bytes>& bytes, Id takes_over) {
+  std::vector<Id> call(double cost, const std::vector<Id>& args, const std::vector<Bytes>& bytes, Id takes_over, Bytes scratch) {
     std::vector<Out> outs;
     for (Bytes each : bytes) outs.push_back({.bytes = each});
-    return guarded([&] { return machine_.call(cost, args, outs, takes_over, true); });
+    std::vector<Id> made = guarded([&] { return machine_.call(cost, args, outs, takes_over, true, scratch); });
+    for (Id each : made) hold(each);
+    std::vector<Entry>& journal = machine_.journal;
+    while (!journal.empty() && (journal.back().act == Act::run || journal.back().act == Act::over_write)) journal.pop_back();
+    return made;
   }
   void retain(Id tensor) { machine_.retain(tensor); }
   void release(Id tensor) { machine_.release(tensor); }
   void hold(Id tensor) { machine_.cache.lock(storage(tensor)); }
   void let_go(Id tensor) { machine_.cache.unlock(storage(tensor)); }
+  void take(Id tensor) {
+    retain(tensor);
+    hold(tensor);
+  }
+  void give_back(Id tensor) {
+    let_go(tensor);
+    release(tensor);
+  }
+  bool pending() const { return !machine_.journal.empty(); }
   void bring(Id tensor) {
     guarded([&] { machine_.bring(tensor); return 0; });
   }
@@ -170,7 +185,7 @@ class Live {
     return out;
   }
   nb::dict counted() const {
-    nb::dict out = counters(machine_.cache.counters, machine_.cache.arena.peak());
+    nb::dict out = counters(machine_.cache.counters, std::max(machine_.peak, machine_.cache.arena.peak()));
     out["first_cost"] = machine_.first_cost;
     out["replay_cost"] = machine_.replay_cost;
     out["replays"] = machine_.replays;
@@ -202,13 +217,17 @@ void bind_remat(nb::module_& m) {
   nb::class_<Live>(m, "Rematerializer", "Dynamic rematerialization on the books of a program that runs; a tensor is a storage.")
       .def(nb::init<const nb::dict&>(), "settings"_a, nb::sig("def __init__(self, settings: dict[str, object]) -> None"))
       .def("constant", &Live::constant, "n_bytes"_a, "A tensor that cannot be made again; refers to it once.")
-      .def("call", &Live::call, "cost"_a, "args"_a, "out_bytes"_a, "takes_over"_a,
-           nb::sig("def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int) -> list[int]"),
-           "An operator; the tensors that it makes, each referred to once. takes_over: argument that the first one overwrites, or -1.")
+      .def("call", &Live::call, "cost"_a, "args"_a, "out_bytes"_a, "takes_over"_a, "scratch_bytes"_a,
+           nb::sig("def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int) -> list[int]"),
+           "An operator that has run; the tensors that it made, each referred to once and held. takes_over: argument that the first "
+           "one overwrites, or -1. scratch_bytes: what another run takes beside what it makes.")
       .def("retain", &Live::retain, "tensor"_a, "One reference more.")
       .def("release", &Live::release, "tensor"_a, "One reference less.")
       .def("hold", &Live::hold, "tensor"_a, "It may not be evicted until let go as often.")
       .def("let_go", &Live::let_go, "tensor"_a, "Takes back one hold.")
+      .def("take", &Live::take, "tensor"_a, "One reference more, and a hold.")
+      .def("give_back", &Live::give_back, "tensor"_a, "Takes back a hold and a reference.")
+      .def("pending", &Live::pending, "Whether `drain` has something to tell.")
       .def("bring", &Live::bring, "tensor"_a, "Runs again what it takes to have the tensor.")
       .def("make_room", &Live::make_room, "n_bytes"_a, "Evicts until so many bytes are free.")
       .def("drain", &Live::drain, nb::sig("def drain(self) -> list[tuple[int, int]]"), "What was done since the last call.")

@@ -39,6 +39,7 @@ struct Op {
   double cost;
   std::vector<Id> args, outs;  // tensors
   Id takes_over = -1;          // the argument in whose memory the first output is written
+  Bytes scratch = 0;           // what it takes while it runs, beside what it makes
 };
 
 class Lineage {

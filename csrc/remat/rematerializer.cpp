@@ -21,13 +21,13 @@ Id Rematerializer::constant(Bytes bytes) {
   return tensor;
 }
 
-std::vector<Id> Rematerializer::call(double cost, std::vector<Id> args, const std::vector<Out>& outs, Id takes_over, bool again) {
+std::vector<Id> Rematerializer::call(double cost, std::vector<Id> args, const std::vector<Out>& outs, Id takes_over, bool again, Bytes scratch) {
   Lineage& lineage = cache.lineage;
   const Id op = static_cast<Id>(lineage.ops.size());
   std::vector<Id> unique;
   for (Id arg : args)
     if (std::find(unique.begin(), unique.end(), arg) == unique.end()) unique.push_back(arg);
-  lineage.ops.push_back({.cost = cost, .args = std::move(unique), .outs = {}, .takes_over = takes_over});
+  lineage.ops.push_back({.cost = cost, .args = std::move(unique), .outs = {}, .takes_over = takes_over, .scratch = scratch});
   for (const Out& out : outs) {
     const Id tensor = lineage.add_tensor(out.bytes, out.base, op);
     if (out.base < 0) lineage.storages[lineage.tensors[tensor].storage].cheap = out.cheap;
@@ -133,6 +133,7 @@ void Rematerializer::make_room(Bytes bytes) {
   const bool made = cache.make_room(bytes);
   note_evictions();
   if (!made) throw Infeasible(bytes, cache.arena.used());
+  peak = std::max(peak, cache.arena.used() + bytes);
 }
 
 void Rematerializer::settle() {
@@ -194,7 +195,7 @@ bool Rematerializer::overwrites(const Op& op, bool first) const {
 void Rematerializer::execute(const Frame& frame) {
   const Op& op = cache.lineage.ops[frame.op];
   const bool over = overwrites(op, frame.first);
-  place(op, over);
+  place(op, over, frame.first ? 0 : op.scratch);
   note_evictions();
   if (over) journal.push_back({Act::over_write, frame.op});
   journal.push_back({frame.first ? Act::run : Act::replay, frame.op});
@@ -208,7 +209,7 @@ void Rematerializer::execute(const Frame& frame) {
 }
 
 // Room for all that the operator makes, also for what is still there: the second copy is freed right after.
-void Rematerializer::place(const Op& op, bool over) {
+void Rematerializer::place(const Op& op, bool over, Bytes scratch) {
   Lineage& lineage = cache.lineage;
   constexpr Id kSecond = 1 << 30;  // keys of second copies
   std::vector<Id> keys, there;
@@ -219,7 +220,7 @@ void Rematerializer::place(const Op& op, bool over) {
   for (Id out : op.outs)
     if (!lineage.tensors[out].view && !(over && out == op.outs.front())) all += lineage.storages[lineage.tensors[out].storage].bytes;
   const bool counted = !cache.arena.settings().addressed;
-  if (counted && !cache.make_room(all)) throw Infeasible(all, cache.arena.used());
+  if (counted && !cache.make_room(all + scratch)) throw Infeasible(all + scratch, cache.arena.used());
   for (Id out : op.outs) {
     const Id storage = lineage.tensors[out].storage;
     if (lineage.tensors[out].view || (over && out == op.outs.front())) continue;
@@ -232,6 +233,11 @@ void Rematerializer::place(const Op& op, bool over) {
     }
     keys.push_back(key);
   }
+  if (scratch > 0 && !cache.make_room(scratch)) {
+    for (Id placed : keys) cache.drop(placed);
+    throw Infeasible(scratch, cache.arena.used());
+  }
+  peak = std::max(peak, cache.arena.used() + scratch);
   for (Id key : keys)
     if (key >= kSecond) cache.drop(key);
   for (Id storage : there) cache.unlock(storage);

@@ -53,7 +53,8 @@ class Rematerializer {
 
   Id constant(Bytes bytes);  // a tensor that stays
   // Runs an operator for the first time; its outputs follow each other in the returned order, with one reference each.
-  std::vector<Id> call(double cost, std::vector<Id> args, const std::vector<Out>& outs, Id takes_over, bool again);
+  // `scratch`: what it takes while it runs again; room for its first run is the caller's to make.
+  std::vector<Id> call(double cost, std::vector<Id> args, const std::vector<Out>& outs, Id takes_over, bool again, Bytes scratch = 0);
   void retain(Id tensor);
   void release(Id tensor);
   void require(Id tensor);  // brings it back and keeps it for good
@@ -65,6 +66,7 @@ class Rematerializer {
   std::vector<Entry> journal;
   double first_cost = 0, replay_cost = 0;
   std::int64_t replays = 0, calls = 0;
+  Bytes peak = 0;  // with what was asked for by `make_room` and as scratch
 
  private:
   struct Frame {
@@ -78,7 +80,7 @@ class Rematerializer {
   void enter(Id op, bool first);
   void execute(const Frame& frame);
   bool overwrites(const Op& op, bool first) const;
-  void place(const Op& op, bool over);
+  void place(const Op& op, bool over, Bytes scratch);
   void leave(const Frame& frame);
   void drop(Id storage);
   void try_banish();

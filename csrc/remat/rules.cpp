@@ -113,12 +113,34 @@ bool SlidingWindow::make_room(Cache& cache, Bytes bytes) {
       ++left;
     }
   }
-  if (lowest == kNever) return false;
+  if (lowest == kNever) return cache.rule.compacts && last_resort(cache, bytes);
   for (std::size_t i = best_from; i < best_to; ++i) {
     if (window[i].storage < 0) continue;
     ++cache.counters.evictions;
     cache.evict(window[i].storage);
   }
+  return cache.arena.fits(bytes);
+}
+
+// What must stay cuts the arena into runs that are all too short: the cheapest pieces go until the holes are enough together.
+bool SlidingWindow::last_resort(Cache& cache, Bytes bytes) {
+  const auto score = [&](Id storage) {
+    const double stale = cache.rule.by_staleness ? cache.staleness(cache.lineage.storages[storage]) : 1;
+    return cache.cost(storage) / std::max(stale, 1e-9);
+  };
+  while (cache.arena.holes() < cache.arena.rounded(bytes)) {
+    Id found = -1;
+    double lowest = kNever;
+    for (Id storage : cache.pool()) {
+      const double mine = cache.arena.in_main(storage) ? score(storage) : kNever;
+      if (mine < lowest) lowest = mine, found = storage;
+    }
+    if (found < 0) return false;
+    ++cache.counters.evictions;
+    cache.evict(found);
+  }
+  ++cache.counters.compactions;
+  cache.counters.moved_bytes += cache.arena.compact();
   return cache.arena.fits(bytes);
 }
 

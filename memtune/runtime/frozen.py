@@ -14,6 +14,7 @@ Rule 5. What forward was given and what it returned must not be written into bef
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -109,13 +110,17 @@ class FrozenRegion:
         module: The module whose forward and backward are the region.
         schedule: What to do in their place.
         device: Where the module computes.
+        instead: What runs where the schedule cannot; the module's own forward where left out.
     """
 
-    def __init__(self, module: nn.Module, schedule: Schedule, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, schedule: Schedule, device: torch.device, instead: Callable[..., Any] | None = None
+    ) -> None:
         self.module, self.schedule, self.runs = module, schedule, Runs()
-        self._device = device
+        self._device, self._latest = device, weakref.WeakSet[_Run]()
         self._captured: dict[Any, _Captured | str] = {}
         self._original: Callable[..., Any] = module.forward
+        self._instead = instead or self._original
         self._had_own = "forward" in vars(module)
 
     def install(self) -> None:
@@ -143,11 +148,18 @@ class FrozenRegion:
         if isinstance(captured, str) or why:
             self.runs.plain += 1
             self.runs.why_plain = why
-            return self._original(*args, **kwargs)
+            return self._instead(*args, **kwargs)
         inputs = tree_leaves((args, kwargs))
         self.runs.frozen += 1
         del args, kwargs
-        return _Run(self, captured).start(inputs)
+        run = _Run(self, captured)
+        self._latest.add(run)
+        return run.start(inputs)
+
+    def waiting_bytes(self) -> int:
+        """What forwards hold that wait for their backward."""
+        saved = [each for run in self._latest for held in run.saved for each in held if isinstance(each, Tensor)]
+        return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in saved}.values())
 
     def _find(self, args: Any, kwargs: Any) -> _Captured | str:
         key = call_key(args, kwargs)
@@ -244,7 +256,7 @@ class _Run:
         self._state: list[Tensor] = captured.guards.tensors()
         self.inputs: list[Any] = []
         self.outputs: tuple[Tensor, ...] = ()
-        self._saved: list[tuple[Any, ...]] = []
+        self.saved: list[tuple[Any, ...]] = []
         self._versions = 0
         self.gradients: dict[int, Tensor] = {}
         tape = captured.tape
@@ -265,12 +277,12 @@ class _Run:
         with no_autocast():
             self.outputs, saved = self._captured.first.forward(self._state, self.inputs)
         self.inputs = []
-        self._saved = [saved]
+        self.saved = [saved]
         self._versions = self._sum_of_versions()
         return self.token.detach()
 
     def _sum_of_versions(self) -> int:
-        saved = sum(each._version for each in self._saved[0] if isinstance(each, Tensor))
+        saved = sum(each._version for each in self.saved[0] if isinstance(each, Tensor))
         return saved + sum(self._state[n]._version for n in self._numbers)
 
     def backward(self, node: Any) -> list[Tensor | None]:
@@ -293,7 +305,7 @@ class _Run:
                 put_in_place(state[number], gradient)
 
         with no_autocast():
-            of_inputs = coded.backward(state, self._saved, flowing, land)
+            of_inputs = coded.backward(state, self.saved, flowing, land)
         return [*(returned.get(number) for number in self._numbers), *of_inputs]
 
     def _check(self) -> None:
@@ -301,7 +313,7 @@ class _Run:
             raise ApplyError(
                 "gradients of gradients do not work under a frozen schedule.", fix="choose recompute: {kind: none}", code="MT326"
             )
-        if not self._saved:
+        if not self.saved:
             raise ApplyError(
                 "backward runs a second time, but the schedule has let go of what it needs.",
                 fix="add the losses up before one backward(), or choose recompute: {kind: none}", code="MT326",

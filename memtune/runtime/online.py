@@ -5,10 +5,13 @@ Rule 1. The module's forward and its backward run under a dispatch mode; each op
 Rule 2. The inner graph is the region's own: a node of the outer graph runs its backward, so that backward is seen as well.
         Parameters' gradients are put in place by autograd itself, as ever.
 Rule 3. What runs between forward and backward is not seen: room for it is left at the end of forward.
+Rule 4. Once the same ops have run a few times in a row, what was decided runs as a schedule, without the mode
+        (`runtime.warmed_up`), until something differs.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,20 +26,22 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
 from memtune.remat import Policy
-from memtune.runtime.online_table import Costs, OnlineTable
-from memtune.runtime.output_sizes import OutputSizes
+from memtune.runtime.guards import call_key
+from memtune.runtime.online_table import OnlineTable
+from memtune.runtime.op_facts import Costs, OpFacts
 from memtune.runtime.tiers import HOST, storages_of, tier
+from memtune.runtime.warmed_up import Decided, WarmUp
 
 
 @dataclass
 class OnlineRuns:
-    """What was done so far, for the audit."""
+    """What was done online so far, for the audit."""
 
     steps: int = 0
     replays: int = 0
     evictions: int = 0
     peak_bytes: int = 0
-    """The most that values and all that is there throughout took at once."""
+    """The most that values and all that is there throughout took at once, while it was decided online."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,10 @@ class OnlineSettings:
     """What the loss takes between forward and backward."""
     scratch: Mapping[str, int] = field(default_factory=dict)
     """Bytes that a kernel takes while it runs, by name of the op."""
+    unseen_bytes: int = 0
+    """Of what is there throughout, what the module is not given: labels, say."""
+    freeze_after: int = 3
+    """Runs of the same ops, one after the other, after which what was decided runs as a schedule; 0: never."""
 
 
 class OnlineRegion:
@@ -64,11 +73,12 @@ class OnlineRegion:
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, settings: OnlineSettings, device: torch.device) -> None:
-        self.module, self.settings, self.runs = module, settings, OnlineRuns()
-        self._optimizer, self._sizes = optimizer, OutputSizes()
+        self.module, self.settings, self.runs, self.device = module, settings, OnlineRuns(), device
+        self._optimizer, self.facts = optimizer, OpFacts(settings.costs, settings.scratch)
         self._original: Callable[..., Any] = module.forward
         self._table: OnlineTable | None = None
         self._live: weakref.WeakSet[_Run] = weakref.WeakSet()
+        self.warm_up = WarmUp(module, self._original, self.online, settings.freeze_after, device)
         with tier(HOST):  # it is none of the model's bytes
             self.token = torch.zeros((), device=device, requires_grad=True)
 
@@ -85,19 +95,42 @@ class OnlineRegion:
         """The module's forward, within the budget."""
         if not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
-        run = _Run(self, self._table_for(args, kwargs))
+        key = self._key(args, kwargs)
+        ready = self.warm_up.ready(key, alone=not self._live)
+        return self.online(key, args, kwargs) if ready is None else ready.forward(*args, **kwargs)
+
+    def online(self, key: Any, args: Any, kwargs: Any) -> Any:
+        """The module's forward, decided op by op."""
+        alone = not self._live
+        run = _Run(self, self._table_for(args, kwargs), key)
+        for each in self._live:
+            each.alone = alone
+        run.alone = alone
         self._live.add(run)
         return run.start(self._original, args, kwargs)
+
+    @property
+    def frozen_steps(self) -> int:
+        """Steps that ran what was decided before, as a schedule."""
+        return self.warm_up.frozen_steps
+
+    @property
+    def why_online(self) -> str:
+        """Why it was decided online the last time that a schedule should have run, '' if there was none."""
+        return self.warm_up.why_online
+
+    def _key(self, args: Any, kwargs: Any) -> Any:
+        """What decisions are looked up by: how the module is called, and which gradients and optimizer state are there."""
+        called = call_key(args, kwargs)
+        gradients = sum(each.grad is not None for each in self.module.parameters())
+        return None if called is None else (called, self.module.training, gradients, len(self._optimizer.state))
 
     def _table_for(self, args: Any, kwargs: Any) -> OnlineTable:
         """One table for all forwards that wait for their backward."""
         if self._table is None or not self._live:
             settings = self.settings
             background = self._background_bytes(tree_leaves((args, kwargs)))
-            self._table = OnlineTable(
-                self.module, settings.policy, settings.budget_bytes - background, background, settings.costs, settings.scratch,
-                self._sizes,
-            )  # fmt: skip
+            self._table = OnlineTable(self.module, settings.policy, settings.budget_bytes - background, background, self.facts)
         return self._table
 
     def _background_bytes(self, inputs: Iterable[Any]) -> int:
@@ -106,7 +139,8 @@ class OnlineRegion:
         held = [*parameters, *self.module.buffers(), *(p.grad for p in parameters), *inputs]
         held += tree_leaves(list(self._optimizer.state.values()))
         storages = (each for tensor in held if isinstance(tensor, Tensor) for each in storages_of(tensor))
-        return sum({each._cdata: each.nbytes() for each in storages}.values())
+        there = sum({each._cdata: each.nbytes() for each in storages}.values())
+        return there + self.settings.unseen_bytes + self.warm_up.waiting_bytes()
 
     def finish(self, run: _Run) -> None:
         """The backward of `run` is through; the last one takes the table with it."""
@@ -114,6 +148,7 @@ class OnlineRegion:
         self._live.discard(run)
         if not self._live:
             self._table = None
+        self.warm_up.note(run.key, Decided(run.table.ran, run.n_forward, run.table.replays) if run.alone else None)
         self.runs.steps += 1
         self.runs.replays += counted["replays"]
         self.runs.evictions += counted["evictions"]
@@ -121,19 +156,28 @@ class OnlineRegion:
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, table: OnlineTable) -> None:
+    def __init__(self, table: OnlineTable, facts: OpFacts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._table = table
+        self._table, self.facts = table, facts
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # `_Run` keeps Dynamo out of the whole run, which is cheaper than once for every op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._table.run(func, args, kwargs or {})
+        about = self.facts.about(func)
+        if about.unseen or self._table.paused:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._table.run(about, args, kwargs or {})
 
 
 class _Run:
     """One forward and the backward that follows it."""
 
-    def __init__(self, region: OnlineRegion, table: OnlineTable) -> None:
-        self.region, self.table = region, table
+    def __init__(self, region: OnlineRegion, table: OnlineTable, key: Any) -> None:
+        self.region, self.table, self.key = region, table, key
+        self.alone, self.n_forward = True, 0
+        """No other forward waited for its backward at the same time; how many ops this one's forward had."""
         self.gradients: list[Tensor | None] = []
         self._inner: Tensor | None = None
         self._inputs: list[Tensor] = []
@@ -147,11 +191,12 @@ class _Run:
         self._inputs = [twins[id(leaf)] for leaf in flow]
         table = self.table
         table.backward = False
-        with _Mode(table), saved_tensors_hooks(table.pack, table.unpack):
-            out = forward(*given, **named)
+        with _Mode(table, self.region.facts), saved_tensors_hooks(table.pack, table.unpack):
+            out = _without_dynamo(forward, given, named)
             leaves, spec = tree_flatten(out)
-            roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-            self._inner = _apply(_Gather, self, *roots) if roots else None
+        roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._inner = _apply(_Gather, self, *roots) if roots else None
+        self.n_forward = len(table.ran)
         del out, given, named
         table.leave_room(self.region.settings.reserve_bytes)
         if not roots:
@@ -173,8 +218,12 @@ class _Run:
             )  # fmt: skip
         inner, self._inner = self._inner, None
         self.table.backward = True
-        with _Mode(self.table):
-            torch.autograd.backward(inner, torch.zeros_like(inner))
+        for each in self.gradients:
+            if each is not None:
+                self.table.watch(each)
+        root = torch.zeros_like(inner)
+        with _Mode(self.table, self.region.facts):
+            _without_dynamo(torch.autograd.backward, (inner, root), {})
         del inner
         inputs, self._inputs = self._inputs, []
         self.region.finish(self)
@@ -184,6 +233,11 @@ class _Run:
 
 def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
+
+
+def _without_dynamo(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`run(*args, **kwargs)`; under a dispatch mode what was compiled stays eager anyway."""
+    return torch.compiler.disable(run)(*args, **kwargs) if "torch._dynamo" in sys.modules else run(*args, **kwargs)
 
 
 class _Gather(torch.autograd.Function):

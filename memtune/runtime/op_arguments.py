@@ -36,6 +36,21 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
+def may_write(func: Any) -> bool:
+    """Whether some call of `func` writes into what it is given."""
+    training, writes = _writes(func)
+    return training is not None or bool(writes)
+
+
+def draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Attention without dropout: it could draw, and does not."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given == 0.0)
+    return False
+
+
 def one_pass_bytes(inputs: list[Tensor], written: list[Tensor]) -> int:
     """Bytes that one pass over all arguments moves; a tensor that is given twice is read once."""
     once = ({t.untyped_storage()._cdata: t.nbytes for t in tensors} for tensors in (inputs, written))

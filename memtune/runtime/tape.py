@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from memtune.runtime.known_values import KnownValues, unnoticed
-from memtune.runtime.op_arguments import mutated, tensors_in
+from memtune.runtime.op_arguments import draws_nothing, mutated, tensors_in
 from memtune.schedule import OpGraph
 
 _FAKE_SHARES = frozenset({"aten.mkldnn_rnn_layer_backward.default"})  # its fake gradients of the two biases are one tensor
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
         changed = [self.slot(t).of for t in written]
         self.writes.append(sorted({of for of in changed if isinstance(of, int)}))
         self._check_outside(func, op, [of for of in changed if isinstance(of, Outside)])
-        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(func, args, kwargs):
             self.random.add(op)
         self.calls.append(Call(func, tuple(plain[0]), plain[1], tree_map(self._out, out)))
 
@@ -244,15 +244,6 @@ def _apart(outputs: Any) -> Any:
         if address is not None:
             seen.add(address)
     return tuple(found)
-
-
-def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Attention without dropout: it could draw, and does not."""
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)
-            return bool(given == 0.0)
-    return False
 
 
 class _Arrive(torch.autograd.Function):

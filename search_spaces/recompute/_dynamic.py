@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from memtune.errors import ApplyError
@@ -13,14 +14,14 @@ from memtune.hardware import Hardware
 from memtune.op_costs import op_class, op_costs
 from memtune.passes.by_data import depends_on_data
 from memtune.passes.policy import Frozen, freeze, least_bytes
-from memtune.passes.region import region_of
+from memtune.passes.region import Region, region_of
 from memtune.passes.schedule import run_schedule
-from memtune.program import Program, Step
+from memtune.program import Kind, Program, Step, Tier
 from memtune.remat import Policy
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online import OnlineRegion, OnlineSettings
-from memtune.runtime.online_table import Costs
+from memtune.runtime.op_facts import Costs
 from memtune.schedule import Schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -29,7 +30,7 @@ _EXPENSIVE = frozenset({"attention", "convolution", "recurrent", "matmul"})
 _ALONE = ("split", "sharding.parallel", "sharding.communication", "sharding.states", "offload.activations")
 """Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
 
-NOT_THE_POLICYS = ("budget_bytes", "ratio", "online")
+NOT_THE_POLICYS = ("budget_bytes", "ratio", "online", "freeze_after")
 """Knobs that say for which budget and when to decide, not how."""
 
 
@@ -44,6 +45,9 @@ class _Dynamic(Technique):
     online: bool | None = None
     """true: decide while the model runs, op by op, which costs 0.2 to 0.3 ms an op; false: only by a schedule made before.
     Left out: online where what the model runs depends on its data."""
+    freeze_after: Annotated[int, Field(ge=0)] = 3
+    """Online, runs of the same ops on the same shapes, one after the other, after which what was decided runs as a schedule,
+    without what deciding costs; 0: never."""
 
     def policy(self) -> Policy:
         """Who is evicted."""
@@ -111,9 +115,11 @@ class _Dynamic(Technique):
 
     def _apply_online(self, context: Context, plan: dict[str, Any]) -> None:
         """Put the online runtime in the place of the model's forward."""
-        policy = replace(self.policy(), in_place=True, forget=True)
+        policy = replace(self.policy(), in_place=True, forget=True, compacts=True)
         costs = Costs(plan["flops_per_s"], plan["bytes_per_s"], plan["launch_s"])
-        settings = OnlineSettings(policy, plan["budget_bytes"], costs, plan["reserve_bytes"], plan["scratch"])
+        settings = OnlineSettings(
+            policy, plan["budget_bytes"], costs, plan["reserve_bytes"], plan["scratch"], plan.get("unseen_bytes", 0), self.freeze_after
+        )
         region = OnlineRegion(context.model, context.optimizer, settings, context.device)
         region.install()
         context.checks["recompute"] = lambda: _check_online(region)
@@ -134,6 +140,7 @@ class _Dynamic(Technique):
         return {
             "budget_bytes": self._budget_bytes(step, target),
             "reserve_bytes": max(region.between_bytes - int(region.background_bytes[0]), 0),
+            "unseen_bytes": _unseen_bytes(step, region),
             "scratch": scratch, "flops_per_s": hardware.matmul_flops_per_s("float32"),
             "bytes_per_s": hardware.memory_bytes_per_s, "launch_s": hardware.launch_s,
         }  # fmt: skip
@@ -229,8 +236,18 @@ def check_schedule(region: FrozenRegion) -> dict[str, Any]:
     return {"frozen_runs": runs.frozen, "plain_runs": runs.plain}
 
 
+def _unseen_bytes(step: Step, region: Region) -> int:
+    """Of what is there when the model's forward begins, what is none of the model's and not given to it: labels, say."""
+    kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER)
+    there = (step.producer < region.rows[0]) & (step.end >= region.rows[0])
+    seen = np.isin(step.kind, kinds)
+    seen[step.use_storage[np.isin(step.use_op, region.rows)]] = True
+    return int(step.bytes[there & ~seen & (step.tier == Tier.DEVICE)].sum())
+
+
 def _check_online(region: OnlineRegion) -> dict[str, Any]:
     """Facts for the audit: steps, what was evicted and run again, the most bytes that were on the books."""
     if not region.is_installed:
         raise ApplyError("the model should run within a budget, but its forward is not the runtime's.", code="MT313")
-    return {f"online_{name}": value for name, value in asdict(region.runs).items()}
+    facts: dict[str, Any] = {f"online_{name}": value for name, value in asdict(region.runs).items()}
+    return facts | {"frozen_runs": region.frozen_steps, "why_online": region.why_online}

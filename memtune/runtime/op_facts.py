@@ -1,0 +1,154 @@
+"""What is known of an op before it runs: what it makes, its scratch, its cost. Asked once per op and shapes, corrected later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from memtune import flops
+from memtune.runtime.op_arguments import draws_nothing, may_write, tensors_in
+from memtune.runtime.tape import BATCH_NORMS, Slot
+
+Key = tuple[Any, ...]
+_MOST_KEYS = 1 << 16
+_NOT_SEEN = ("prim", "prims", "profiler")
+_ONCE = ("c10d", "_c10d_functional", "memtune")
+
+
+def key_of(func: Any, args: Any, kwargs: Any) -> Key:
+    """What an op and its shapes are known by: shapes and types of tensors (or of a tape's slots), all else as text."""
+    if kwargs:
+        return (func, *map(_plain, args), *((name, _plain(value)) for name, value in kwargs.items()))
+    return (func, *map(_plain, args))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if isinstance(value, Slot):
+        return value.size, value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of an op by its size, which decides what is cheap to have again: equal on every rank and in every run."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float
+
+    def of(self, n_flops: float, n_bytes: float) -> float:
+        """Seconds of an op."""
+        return n_flops / self.flops_per_s + n_bytes / self.bytes_per_s + self.launch_s
+
+
+@dataclass(slots=True, eq=False)
+class About:
+    """What holds for every call of one op."""
+
+    func: Any
+    name: str
+    unseen: bool
+    """A view, or no op of the model at all."""
+    once: bool
+    """It never runs again."""
+    writes: bool
+    """A call may write into what it is given."""
+    norm: bool
+    """It updates running statistics, which a second run leaves alone."""
+    seeded: bool
+    scratch_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Facts:
+    """What is known of an op with arguments of certain shapes."""
+
+    about: About
+    key: Key
+    makes_bytes: int
+    """0 where that depends on the data and it has not run before; then the largest sum so far."""
+    random: bool
+    cost_s: float = -1.0
+    """Negative until it has run."""
+
+
+class OpFacts:
+    """Facts of all ops that ran, kept over many steps.
+
+    Args:
+        costs: Of ops.
+        scratch: Bytes that a kernel takes while it runs, by name of the op.
+    """
+
+    def __init__(self, costs: Costs, scratch: Mapping[str, int]) -> None:
+        self._costs, self._scratch = costs, scratch
+        self._about: dict[Any, About] = {}
+        self._known: dict[Key, Facts] = {}
+
+    def about(self, func: Any) -> About:
+        """What holds for every call of `func`."""
+        found = self._about.get(func)
+        if found is None:
+            name = str(func)
+            found = self._about[func] = About(
+                func, name, func.is_view or func.namespace in _NOT_SEEN, func.namespace in _ONCE, may_write(func),
+                name in BATCH_NORMS, torch.Tag.nondeterministic_seeded in func.tags, self._scratch.get(name, 0),
+            )  # fmt: skip
+        return found
+
+    def of(self, about: About, args: Any, kwargs: Any) -> Facts:
+        """What is known of this call."""
+        key = key_of(about.func, args, kwargs)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) > _MOST_KEYS:
+                self._known.clear()
+            random = about.seeded and not draws_nothing(about.func, args, kwargs)
+            found = self._known[key] = Facts(about, key, sum(_asked(about.func, args, kwargs)), random)
+        return found
+
+    def cost_s(self, facts: Facts, args: Any, kwargs: Any, out: Any, inputs: list[Tensor]) -> float:
+        """Modelled seconds of the call that has run."""
+        if facts.cost_s < 0:
+            traffic = sum(each.nbytes for each in inputs) + sum(each.nbytes for each in tensors_in([out]))
+            facts.cost_s = self._costs.of(flops.count(facts.about.func, args, kwargs, out), traffic)
+        return facts.cost_s
+
+
+def _asked(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ...]:
+    """Bytes of each storage that `func` would make, by its fake implementation; none where that cannot tell."""
+    twins: dict[int, Tensor] = {}
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in twins:
+            twins[id(leaf)] = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return twins[id(leaf)]
+
+    with _disable_current_modes(), FakeTensorMode():
+        try:
+            given, named = tree_map(twin, (tuple(args), kwargs))
+            out = func(*given, **named)
+        except Exception:  # sizes that depend on data, ops without a fake implementation: known once they have run
+            return ()
+        old = {each.untyped_storage()._cdata for each in twins.values()}
+        made: dict[int, int] = {}
+        for each in tensors_in([out]):
+            storage = each.untyped_storage()
+            if storage._cdata not in old:
+                made[storage._cdata] = storage.nbytes()
+        return tuple(made.values())

@@ -1,0 +1,179 @@
+"""What an online policy decided becomes a schedule, without a dispatch mode, once the same ops have run a few times in a row.
+
+Rule 1. Ops are the same if each is called with the same shapes and all else equal, in the same order. What is looked at is how
+        the module is called, and which gradients and optimizer state are there: each such case warms up by itself.
+Rule 2. The latest decisions are frozen: in which order ops ran, and ran again, between which others. The schedule lets go of
+        every value after its last reader, so it never holds more than the policy did.
+Rule 3. The schedule is right for the captured ops (`schedule.wrong_with`), or it is not used. Before each run all that the
+        capture took for granted is compared (`runtime.guards`); what differs ends the schedule, with one message.
+Rule 4. A forward that begins while another one waits for its backward was never decided on: it ends the schedule, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.op_facts import Facts, key_of
+from memtune.runtime.tape import Tape
+from memtune.schedule import Schedule, scheduled, wrong_with
+
+_MOST_CASES = 64
+"""Ways of being called that are remembered; ever new ones stay online."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decided:
+    """What was decided in one forward and backward."""
+
+    ran: list[Facts]
+    """Every op, in the order of first runs."""
+    n_forward: int
+    replays: list[tuple[int, int]]
+    """What ran again, in order: before which op, and which."""
+
+    def same_ops(self, other: Decided) -> bool:
+        """Whether the same ops ran on the same shapes."""
+        return self.n_forward == other.n_forward and self.ran == other.ran
+
+
+@dataclass
+class Case:
+    """One way in which the module is called."""
+
+    decided: Decided | None = None
+    times: int = 0
+    """How often in a row the same ops ran."""
+    frozen: FrozenRegion | None = None
+    ended: bool = False
+    """It stays online from now on."""
+
+
+class WarmUp:
+    """Counts runs of the same ops, and freezes what was decided.
+
+    Args:
+        module: Whose forward and backward it is.
+        forward: The module's own forward.
+        online: Runs it under the policy: with the case, the arguments by position and those by name.
+        freeze_after: Runs of the same ops until a schedule takes over; 0: never.
+        device: Where the module computes.
+    """
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], online: Callable[[Any, Any, Any], Any], freeze_after: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._module, self._forward, self._online = module, forward, online
+        self._freeze_after, self._device = freeze_after, device
+        self.cases: dict[Any, Case] = {}
+        self._warned, self._ended_steps = False, 0
+        self.why_online = ""
+        """Why it was decided online the last time that a schedule should have run."""
+
+    def ready(self, key: Any, *, alone: bool) -> FrozenRegion | None:
+        """What runs the schedule of this case, if there is one and no forward waits for its backward."""
+        case = self.cases.get(key)
+        if case is None or case.frozen is None:
+            return None
+        if not alone or self.waiting_bytes():
+            self.end(key, "a forward begins before the backward of the one before it")
+            return None
+        return case.frozen
+
+    def waiting_bytes(self) -> int:
+        """What forwards under schedules hold that wait for their backward."""
+        return sum(case.frozen.waiting_bytes() for case in self.cases.values() if case.frozen is not None)
+
+    @property
+    def frozen_steps(self) -> int:
+        """Runs of schedules so far."""
+        return self._ended_steps + sum(case.frozen.runs.frozen for case in self.cases.values() if case.frozen is not None)
+
+    def note(self, key: Any, decided: Decided | None) -> None:
+        """A forward and its backward are through; None: others ran in between."""
+        if not self._freeze_after or key is None or (key not in self.cases and len(self.cases) >= _MOST_CASES):
+            return
+        case = self.cases.setdefault(key, Case())
+        if case.ended:
+            return
+        before, case.decided = case.decided, decided
+        again = decided is not None and before is not None and before.same_ops(decided)
+        case.times = case.times + 1 if again else int(decided is not None)
+        if case.times >= self._freeze_after and decided is not None:
+            case.frozen = _Warmed(self, key, decided)
+
+    def end(self, key: Any, why: str) -> None:
+        """This case is decided online from now on; says so once, if a schedule had run."""
+        case = self.cases[key]
+        ran = case.frozen.runs.frozen if case.frozen is not None else 0
+        self._ended_steps += ran
+        case.ended, case.frozen, case.decided, self.why_online = True, None, None, why
+        if ran and not self._warned:
+            self._warned = True
+            warnings.warn(f"memtune decides again while the model runs what to recompute, which is slower: {why}", stacklevel=4)
+
+    def instead(self, key: Any, why: str, args: Any, kwargs: Any) -> Any:
+        """A schedule cannot run."""
+        self.end(key, why)
+        return self._online(key, args, kwargs)
+
+    @property
+    def region(self) -> tuple[nn.Module, Callable[..., Any], torch.device]:
+        """Module, its own forward, and its device."""
+        return self._module, self._forward, self._device
+
+
+class _Warmed(FrozenRegion):
+    """A region under a schedule that is made of decisions, when the ops are captured."""
+
+    def __init__(self, warm_up: WarmUp, key: Any, decided: Decided) -> None:
+        module, forward, device = warm_up.region
+        super().__init__(module, Schedule("", (), ()), device, self._back)
+        self._original, self._warm_up, self._key, self._decided = forward, warm_up, key, decided
+
+    def _back(self, *args: Any, **kwargs: Any) -> Any:
+        return self._warm_up.instead(self._key, self.runs.why_plain, args, kwargs)
+
+    def _differs(self, tape: Tape) -> str:
+        found = schedule_of(tape, self._decided)
+        if isinstance(found, str):
+            return found
+        self.schedule = found
+        return super()._differs(tape)
+
+
+def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:
+    """The schedule that does what was decided, or why there is none.
+
+    Ops that the tape does not have are left out: what autograd does with gradients when they are there.
+    """
+    op_at: dict[int, int] = {}  # number among what ran → op of the tape
+    at, end = 0, len(decided.ran)
+    for op, call in enumerate(tape.calls):
+        key = key_of(call.func, call.args, call.kwargs)
+        while at < end and decided.ran[at].key != key:
+            at += 1
+        if at == end or (at < decided.n_forward) != (op < tape.graph.n_forward):
+            return f"{call.func} did not run where it does now"
+        op_at[at] = op
+        at += 1
+    again: defaultdict[int, list[int]] = defaultdict(list)
+    for before, which in decided.replays:
+        if which in op_at:
+            again[before].append(op_at[which])
+    parts: tuple[list[int], list[int]] = ([], [])
+    for at in range(end):
+        part = parts[at >= decided.n_forward]
+        part += again[at]
+        if at in op_at:
+            part.append(op_at[at])
+    schedule = scheduled(tape.graph, *parts, made_by="what was decided online")
+    return wrong_with(tape.graph, schedule) or schedule

@@ -1,0 +1,142 @@
+"""What was decided online runs as a schedule after a while: the same bits, the same replays, and back online where it must."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo_paths import ZOO
+
+from memtune.remat import DTR
+from memtune.runtime.online import OnlineRegion, OnlineSettings
+from memtune.runtime.op_facts import Costs
+from memtune.testing.training import build
+
+CPU = torch.device("cpu")
+
+
+def online(model: nn.Module, optimizer: Any, budget_bytes: int, freeze_after: int) -> OnlineRegion:
+    policy = replace(DTR, in_place=True, forget=True)
+    region = OnlineRegion(
+        model, optimizer, OnlineSettings(policy, budget_bytes, Costs(1e11, 1e10, 1e-6), freeze_after=freeze_after), CPU
+    )
+    region.install()
+    return region
+
+
+def train(path: Path, budget_bytes: int, freeze_after: int, steps: int, micro_batches: int) -> tuple[list[Tensor], OnlineRegion]:
+    workload, model, optimizer = build(path)
+    region = online(model, optimizer, budget_bytes, freeze_after)
+    out: list[Tensor] = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        for _ in range(micro_batches):
+            loss = workload.loss(model, workload.make_batch(8))
+            loss.backward()
+            out.append(loss.detach())
+        out += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [*out, *(each.clone() for each in model.state_dict().values())], region
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("name", "micro_batches"), [("gpt", 1), ("cnn_bn", 2), ("inplace_views", 1)])
+def test_the_schedule_gives_the_same_bits_and_repeats_what_was_decided(name: str, micro_batches: int) -> None:
+    plain, free = train(ZOO[name], 1 << 40, 0, 5, micro_batches)
+    got, region = train(ZOO[name], free.runs.peak_bytes * 85 // 100, 2, 5, micro_batches)
+    assert same(got, plain)
+    assert region.runs.replays > 0
+    # each case warms up by itself: no optimizer state yet (the first step), and with or without gradients
+    assert (region.runs.steps, region.frozen_steps) == (3 * micro_batches, 2 * micro_batches), region.why_online
+    case = next(iter(each for each in region.warm_up.cases.values() if each.frozen is not None))
+    assert case.frozen is not None
+    assert case.decided is not None
+    order = case.frozen.schedule.computes()
+    assert len(order) - len(set(order)) == len(case.decided.replays) > 0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x) * self.scale
+        return y.square().mean()
+
+
+def warmed(freeze_after: int = 2) -> tuple[Net, OnlineRegion, Tensor]:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(64, 32)
+    region = online(net, torch.optim.SGD(net.parameters()), 1 << 30, freeze_after)
+    for _ in range(3):
+        net(x).backward()
+        net.zero_grad(set_to_none=True)
+    return net, region, x
+
+
+def test_what_differs_goes_back_online_with_one_message() -> None:
+    net, region, x = warmed()
+    assert (region.runs.steps, region.frozen_steps) == (2, 1)
+    net.scale = 2.0
+    with pytest.warns(UserWarning, match="decides again .*scale is 2.0, was 1.0"):
+        loss = net(x)
+    loss.backward()
+    other = Net()
+    other.load_state_dict(net.state_dict())
+    other.scale = 2.0
+    other(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
+    assert (region.runs.steps, region.frozen_steps) == (3, 1)
+    net.zero_grad(set_to_none=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(x).backward()
+    assert region.why_online == "scale is 2.0, was 1.0"
+
+
+def test_other_shapes_warm_up_by_themselves() -> None:
+    net, region, x = warmed()
+    net(x[:48]).backward()
+    assert (region.runs.steps, region.frozen_steps) == (3, 1)
+    net.zero_grad(set_to_none=True)
+    net(x).backward()
+    assert (region.runs.steps, region.frozen_steps) == (3, 2)
+
+
+def test_a_second_forward_before_backward_goes_back_online() -> None:
+    net, region, x = warmed()
+    first = net(x)
+    assert region.frozen_steps == 2
+    with pytest.warns(UserWarning, match="a forward begins before the backward"):
+        second = net(x * 2)
+    (first + second).backward()
+    assert (region.runs.steps, region.frozen_steps) == (3, 2)
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_zero_means_never_and_code_that_looks_at_data_stays_online() -> None:
+    _, region, _ = warmed(0)
+    assert (region.runs.steps, region.frozen_steps) == (3, 0)
+
+    class Looks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() < 1e9 else x.sum()
+
+    net = Looks()
+    region = online(net, torch.optim.SGD(net.parameters()), 1 << 30, 2)
+    for _ in range(4):
+        net(torch.ones(4, 32)).backward()
+        net.zero_grad(set_to_none=True)
+    assert (region.runs.steps, region.frozen_steps) == (4, 0)
+    assert "data" in region.why_online
