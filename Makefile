@@ -83,6 +83,7 @@ bench-recompute: setup  ## recompute techniques (dynamic ones where MEMTUNE_DTR_
 	mkdir -p $(dir $(BUDGETS))
 	$(BIN)/python benchmarks/recompute_budget.py --measure 3 --json $(BUDGETS).json --markdown $(BUDGETS).md --plot $(BUDGETS).svg
 	$(BIN)/python benchmarks/recompute_dynamic.py --json benchmarks/results/recompute-dynamic.json --markdown benchmarks/results/recompute-dynamic.md
+	$(BIN)/python benchmarks/frozen_speed.py --json benchmarks/results/frozen-speed.json --markdown benchmarks/results/frozen-speed.md
 
 bench-plan: setup  ## whole answers of `memtune plan`, cold: a 7B GPT on 64 GPUs, a 405B-shaped one on 16,384 (about 3 minutes on 2 cores)
 	mkdir -p benchmarks/results

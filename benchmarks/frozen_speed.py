@@ -1,106 +1,211 @@
-"""What a frozen schedule costs beside the plain module, op by op, and how long Checkmate solves.
+"""What recompute decided op by op costs beside the plain model: online, frozen after warm-up, and as a schedule made before.
 
-    python benchmarks/frozen_speed.py [--out benchmarks/results/frozen_speed.json]
+    python benchmarks/frozen_speed.py [--sizes 0.05,0.5,1] [--json FILE] [--markdown FILE]
 
-A stack of linear layers and GELUs is trained with the plain schedule (every op once), so that all that differs is who calls
-the ops: autograd's engine, or the generated code. Times are the best of several rounds, plain and frozen in turn.
+A GPT of six blocks (attention, layer norm, GELU, no dropout) is trained without an optimizer, in sizes at which the mean op of
+forward and backward takes about 0.05, 0.5 and 1 ms. The ways are timed in turn, round after round, in CPU seconds of this
+process, which other work on the machine does not lengthen; what is compared is the median of the ratios to the plain model of
+the same round. Nothing runs again in any of them, so what is left is what the way itself costs: the budgets of the online ones
+are just large enough, and the schedule is the plain order. Views are no ops.
+
+- `mode`: a dispatch mode that does nothing, below which no online runtime in Python can get.
+- `online`: `dtr` decides while the model runs, and has nothing to evict.
+- `online, tight`: the same at 80 % of the bytes, without what its second runs of ops take by the plain op's time.
+- `warmed up`: what `online, tight` decided, frozen; without its second runs, too.
+- `frozen`: the plain order as a frozen schedule.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
+from predict import machine
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtune import hardware
-from memtune.autotune.record import record
 from memtune.cores import cpu_threads
+from memtune.remat import DTR
 from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.online import OnlineRegion, OnlineSettings
+from memtune.runtime.op_facts import Costs
 from memtune.runtime.tape import autocast_state, capture, shapes_of
 from memtune.schedule import plain_schedule
-from memtune.search_spaces.recompute._checkmate import Found, schedule_for
-from memtune.workload import Workload
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[1]
-SIZES = ((16, 16), (64, 64), (64, 128), (256, 256), (256, 512))
-"""(rows, width): from ops of a few microseconds to a few milliseconds."""
-LAYERS, ROUNDS = 24, 12
+SIZES = {"0.05": (64, 8, 32), "0.5": (256, 8, 64), "1": (384, 8, 96)}
+"""Width, batch and sequence by the milliseconds that a mean op takes, about."""
+LAYERS, HEADS, VOCAB = 6, 4, 256
+WAYS = ("plain", "mode", "online", "online, tight", "warmed up", "frozen")
+COSTS = Costs(1e11, 1e10, 5e-6)
 
 
-def _stack(width: int) -> nn.Module:
+class Block(nn.Module):
+    """Attention and MLP, norms before them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, sequence, width)
+        """One block."""
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.ln_1(x)).chunk(3, dim=-1))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))
+
+
+def gpt(width: int) -> nn.Module:
+    """Embedding, blocks, head; the same weights each time."""
     torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.GELU())))
+    blocks = (Block(width) for _ in range(LAYERS))
+    return nn.Sequential(nn.Embedding(VOCAB, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False))
 
 
-def best_s(run: Callable[[], None], other: Callable[[], None]) -> tuple[float, float]:
-    """Best time of each, taken in turn."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(ROUNDS):
-        for each, found in zip((run, other), times, strict=True):
-            started = time.perf_counter()
-            each()
-            found.append(time.perf_counter() - started)
-    return min(times[0]), min(times[1])
+class Nothing(TorchDispatchMode):
+    """Runs every op as it is; counts those that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += not func.is_view
+        return func(*args, **(kwargs or {}))
 
 
-def _training(net: nn.Module, x: Tensor) -> Callable[[], None]:
+@dataclass(frozen=True)
+class Row:
+    """One way at one size."""
+
+    size: str
+    way: str
+    ops: int
+    plain_us_per_op: float
+    ratio: float
+    """Median of step time over the plain step's in the same round."""
+    us_per_op: float
+    """What it costs on top, by op of the plain model."""
+    replays: int
+    """Ops that run again in each step; their time, at the plain mean of an op, is not part of the cost."""
+
+
+def _step(net: nn.Module, tokens: Tensor) -> Callable[[], None]:
     def run() -> None:
-        net(x).sum().backward()
+        functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()
         net.zero_grad(set_to_none=True)
 
-    run()
-    run()
     return run
 
 
-def _overhead(rows: int, width: int) -> dict[str, float]:
-    x = torch.randn(rows, width)
-    plain, frozen = _stack(width), _stack(width)
-    tape = capture(frozen, frozen.forward, shapes_of(((x,), {})), autocast_state(), lambda i, out: True)
-    region = FrozenRegion(frozen, plain_schedule(tape.graph), CPU)
+def _online(width: int, budget_bytes: int, freeze_after: int) -> tuple[nn.Module, OnlineRegion]:
+    net = gpt(width)
+    settings = OnlineSettings(replace(DTR, in_place=True, forget=True), budget_bytes, COSTS, freeze_after=freeze_after)
+    region = OnlineRegion(net, torch.optim.SGD(net.parameters()), settings, CPU)
     region.install()
-    plain_s, frozen_s = best_s(_training(plain, x), _training(frozen, x))
-    assert region.runs.plain == 0
-    n_ops = tape.graph.n_ops
-    return {
-        "rows": rows, "width": width, "ops": n_ops, "plain_us_per_op": 1e6 * plain_s / n_ops,
-        "overhead_us_per_op": 1e6 * (frozen_s - plain_s) / n_ops, "slowdown": frozen_s / plain_s,
-    }  # fmt: skip
+    return net, region
 
 
-def _solving(path: Path, nodes: int, share: float) -> dict[str, object]:
-    step = record(Workload.load(path)).at(8)
-    started = time.perf_counter()
-    found = schedule_for(step, hardware.detect("cpu"), None, share, nodes, 0.0)
-    solve_s = time.perf_counter() - started
-    assert isinstance(found, Found)
-    return {
-        "model": path.stem, "ops": step.n_ops, "nodes": found.n_nodes, "share": share, "solve_s": solve_s,
-        "plain_bytes": found.plain_bytes, "budget_bytes": found.budget_bytes, "peak_bytes": found.peak_bytes,
-        "again_s": found.again_s,
-    }  # fmt: skip
+def measured(size: str, rounds: int) -> list[Row]:
+    """All ways at one size, in turn."""
+    width, batch, sequence = SIZES[size]
+    tokens = torch.randint(VOCAB, (batch, sequence))
+    plain, frozen = gpt(width), gpt(width)
+    free, region = _online(width, 1 << 40, 0)
+    _step(free, tokens)()
+    tight_bytes = region.runs.peak_bytes * 8 // 10
+    tight, tight_region = _online(width, tight_bytes, 0)
+    warm, warm_region = _online(width, tight_bytes, 1)
+    tape = capture(frozen, frozen.forward, shapes_of(((tokens,), {})), autocast_state(), lambda i, out: True)
+    schedule = FrozenRegion(frozen, plain_schedule(tape.graph), CPU)
+    schedule.install()
+    nothing = Nothing()
+
+    def under_mode() -> None:
+        nothing.ops = 0
+        with nothing:
+            _step(plain, tokens)()
+
+    nets = {"online": free, "online, tight": tight, "warmed up": warm, "frozen": frozen}
+    ways = {"plain": _step(plain, tokens), "mode": under_mode, **{name: _step(net, tokens) for name, net in nets.items()}}
+    for _ in range(2):  # captures, code, caches
+        for run in ways.values():
+            run()
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(rounds):
+        for name in WAYS:
+            started = time.process_time()
+            ways[name]()
+            times[name].append(time.process_time() - started)
+    assert schedule.runs.plain == 0
+    assert warm_region.frozen_steps >= rounds, warm_region.why_online
+    replays = tight_region.runs.replays // tight_region.runs.steps
+    again = {"online, tight": replays, "warmed up": replays}
+    op_s = min(times["plain"]) / nothing.ops
+    rows = []
+    for name in WAYS:
+        ratio = median(mine / base for mine, base in zip(times[name], times["plain"], strict=True))
+        cost = (ratio - 1) * op_s - again.get(name, 0) / nothing.ops * op_s
+        rows.append(Row(size, name, nothing.ops, 1e6 * op_s, ratio, 1e6 * cost, again.get(name, 0)))
+    return rows
+
+
+def markdown(command: str, found: dict[str, Any], rows: list[Row]) -> str:
+    """The page."""
+    lines = [
+        "# What deciding op by op costs", "",
+        f"`{command}` on {found['machine']['cpu']}, one thread, {found['rounds']} rounds, the ways in turn.",
+        "Ratios are medians of CPU time over the plain step's of the same round. `over` is (ratio - 1) for each op of the plain",
+        "step, without the second runs.", "",
+        "| mean op | ops | way | ratio to plain | over, µs an op | over, part of a step | ops again |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in rows:
+        if row.way != "plain":
+            share = row.us_per_op / row.plain_us_per_op
+            again = row.replays or ""
+            lines.append(
+                f"| {row.plain_us_per_op / 1e3:.3f} ms | {row.ops} | {row.way} | {row.ratio:.3f} | {row.us_per_op:.1f} | "
+                f"{share:+.1%} | {again} |"
+            )
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Measure, print and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/frozen_speed.json")
-    parser.add_argument("--nodes", type=int, nargs="*", default=[16, 24, 40])
-    options = parser.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default=",".join(SIZES), help="of these, with commas between")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="file for the table")
+    asked = parser.parse_args()
     with cpu_threads(1):
-        overheads = [_overhead(*size) for size in SIZES]
-        for row in overheads:
-            print({key: round(value, 3) for key, value in row.items()})
-        solves = [_solving(ROOT / f"tests/zoo/{name}.py", nodes, 0.4) for name in ("gpt", "cnn_bn") for nodes in options.nodes]
-    for each in solves:
-        print(each)
-    options.out.write_text(json.dumps({"torch": torch.__version__, "overhead": overheads, "solve": solves}, indent=1) + "\n")
+        rows = []
+        for size in asked.sizes.split(","):
+            rows += measured(size, asked.rounds)
+            print(f"{size} ms: done", file=sys.stderr, flush=True)
+    found = {"schema": 1, "command": "make bench-recompute", "machine": machine(), "rounds": asked.rounds}
+    text = markdown(found["command"], found, rows)
+    print(text)
+    if asked.json:
+        asked.json.write_text(json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    if asked.markdown:
+        asked.markdown.write_text(text)
 
 
 if __name__ == "__main__":

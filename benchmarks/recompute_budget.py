@@ -6,8 +6,9 @@ For each model the smallest peak that recomputation by blocks reaches and the pl
 10 % lies a tenth of the way between them, and what a plan keeps spare on top. Every program is simulated op by op for this
 machine's CPU. At each budget stand `planned`, also `by_schedule`, and what takes a budget too: `checkmate`, `dtr`, `megtaichi`,
 `coop`. A second table puts `planned`, without moves to the host, beside each technique that has no budget, at exactly that
-technique's peak: memtune's own, and torch's checkpointing and auto-SAC as recorded (`recompute_peers.py`). With `--measure`, so
-many plans of each model also train for real in a fresh process, and the native ledger's peak stands beside the planned one.
+technique's peak: memtune's own, and torch's checkpointing, auto-SAC and `memory_budget` as recorded (`recompute_peers.py`). With
+`--measure`, so many plans of each model also train for real in a fresh process, and the native ledger's peak stands beside the
+planned one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 from predict import THREADS, machine
 from predict_grid import MODELS
 from recompute_budget_report import markdown, plot
-from recompute_peers import torch_steps
+from recompute_peers import compiled_steps, torch_steps
 
 from memtune import hardware
 from memtune.autotune.record import record
@@ -102,11 +103,15 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
         peer = find("recompute", kind)(kind=kind, **knobs)
         if peer.fits(program, target) is None:
             peers.append(_row(model, peer, peer.plan(program, target), program, target, plain.step_s))
-    for name, step in torch_steps(workload, recording.rung, program.step, target.hardware, BATCH):
+    torchs = torch_steps(workload, recording.rung, program.step, target.hardware, BATCH)
+    for name, step in chain(torchs, compiled_steps(workload, BATCH)):
         peers.append(_simulated(model, name, program.with_step(step), target, plain.step_s))
     for found in peers:
         if found.peak_bytes < plain.peak_bytes:  # auto-SAC may save more than the plain model does
             technique = planned(kind="planned", budget_bytes=found.peak_bytes, spare=0.0, host=False)
+            if isinstance(technique.fits(program, target), Reason):  # the partitioner of compiled graphs gets below blocks
+                rows.append(found)
+                continue
             mine = _row(model, technique, technique.plan(program, target), program, target, plain.step_s)
             rows += [found, replace(mine, budget_bytes=found.peak_bytes, beside=found.technique)]
     return rows, configs

@@ -10,7 +10,7 @@ from memtune.units import format_bytes, format_seconds
 
 _COLOURS = {
     "planned": "#1b6ca8", "planned(by_schedule)": "#66a182", "checkmate": "#edae49", "dtr": "#8d5a97", "torch full": "#d1495b",
-    "torch selective": "#d1495b", "torch auto-SAC": "#5c5c5c",
+    "torch selective": "#d1495b", "torch auto-SAC": "#5c5c5c", "torch memory_budget": "#00798c",
 }  # fmt: skip
 _BY_BUDGET = ("planned", "planned(by_schedule)", "checkmate", "dtr", "megtaichi", "coop")
 _TOP, _HEIGHT, _WIDTH, _COLUMNS = 30, 170, 230, 5
@@ -95,7 +95,11 @@ def _panel(left: int, top: int, rows: Sequence[Any]) -> list[str]:
     parts.append(f'<text x="{left}" y="{top + inner + 14}">{low:.0%}</text>')
     parts.append(f'<text x="{left + 150}" y="{top + inner + 14}">100 % peak</text>')
     for name, colour in _COLOURS.items():
-        mine = [place(row) for row in rows if row.technique.startswith(name) and (row.technique == name or "SAC" in name)]
+        mine = [
+            place(row)
+            for row in rows
+            if row.technique.startswith(name) and (row.technique == name or "(" in row.technique[len(name) :][:1])
+        ]
         if name.startswith("torch"):
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in mine]
         elif mine:

@@ -9,10 +9,13 @@ second runs are its own and no pass of memtune's takes part.
   second run takes longest, within a part of the bytes that all its ops make; random ops all or none, in-place ops with what they
   write into. torch solves it with pulp over the roofline times of `SACEstimator`; here scipy solves it over memtune's op times,
   since pulp is no dependency and the estimator's times are those of GPUs. All blocks get the same part.
+- `torch memory_budget`: the min-cut partitioner of AOTAutograd under `activation_memory_budget`, over compiled blocks; recorded
+  from its graphs as `aot_eager` runs them, op by op.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,19 +26,26 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from memtune.autotune.compiled import CompiledRecordings
 from memtune.autotune.record import Trace, start_session, step_of
 from memtune.calls import Call
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.passes.recompute import calls_of
 from memtune.program import Step
+from memtune.runtime.compiled import Compiling
 from memtune.runtime.workspace import WorkspaceTable
 from memtune.search_spaces.recompute._calls import Block, blocks_of
 from memtune.search_spaces.recompute._keeps import is_matmul_or_attention
+from memtune.search_spaces.recompute.memory_budget import MemoryBudget
+from memtune.technique import Reason
 from memtune.workload import Workload
 
 PARTS = (0.2, 0.4, 0.6, 0.8)
 """Of the bytes that a block's ops make, saved by auto-SAC."""
+
+BUDGETS = (0.75, 0.5, 0.25, 0.0)
+"""Shares of what compiled graphs save anyway, given to the partitioner."""
 
 Saves = Callable[[Call], bool]
 
@@ -49,6 +59,18 @@ def torch_steps(workload: Workload, rung: str, plain: Step, hardware: Hardware, 
     op_s = op_costs(plain, hardware).op_s
     for part in PARTS:
         yield f"torch auto-SAC({part})", recorded([auto_sac(plain, block, op_s, part).__contains__ for block in blocks])
+
+
+def compiled_steps(workload: Workload, batch: int) -> Iterator[tuple[str, Step]]:
+    """The recorded step under each of the partitioner's budgets; none where the blocks cannot be compiled."""
+    recordings = CompiledRecordings(workload, sizes={batch}, workspace=WorkspaceTable.cached(threads=1))
+    for budget in BUDGETS:
+        partitioning = MemoryBudget(budget=budget).partitioning()
+        found = recordings(Compiling("blocks", "aot_eager", tuple(sorted(partitioning.items()))))
+        if isinstance(found, Reason):
+            print(f"torch memory_budget({budget}): {found}", file=sys.stderr)
+            return
+        yield f"torch memory_budget({budget})", found.at(batch)
 
 
 def _by_name(call: Call) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from memtune.runtime.frozen import FrozenRegion
-from memtune.runtime.op_facts import Facts, key_of
+from memtune.runtime.op_facts import Facts, Key, key_of
 from memtune.runtime.tape import Tape
 from memtune.schedule import Schedule, scheduled, wrong_with
 
@@ -150,6 +150,11 @@ class _Warmed(FrozenRegion):
         return super()._differs(tape)
 
 
+def alike(key: Key) -> Key:
+    """What of a key is the same on fake tensors: not every type, nor the size of what a kernel saves for itself."""
+    return tuple(each[0] if isinstance(each, tuple) and each and isinstance(each[-1], torch.dtype) else each for each in key[:4])
+
+
 def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:
     """The schedule that does what was decided, or why there is none.
 
@@ -158,8 +163,8 @@ def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:
     op_at: dict[int, int] = {}  # number among what ran → op of the tape
     at, end = 0, len(decided.ran)
     for op, call in enumerate(tape.calls):
-        key = key_of(call.func, call.args, call.kwargs)
-        while at < end and decided.ran[at].key != key:
+        wanted = alike(key_of(call.func, call.args, call.kwargs))
+        while at < end and (decided.ran[at].about.func is not call.func or alike(decided.ran[at].key) != wanted):
             at += 1
         if at == end or (at < decided.n_forward) != (op < tape.graph.n_forward):
             return f"{call.func} did not run where it does now"

@@ -43,7 +43,7 @@ class _Dynamic(Technique):
     """In place of bytes: 1 is the peak without recompute, 0 a peak that no recompute gets below."""
 
     online: bool | None = None
-    """true: decide while the model runs, op by op, which costs 0.2 to 0.3 ms an op; false: only by a schedule made before.
+    """true: decide while the model runs, op by op, until `freeze_after`; false: only by a schedule made before.
     Left out: online where what the model runs depends on its data."""
     freeze_after: Annotated[int, Field(ge=0)] = 3
     """Online, runs of the same ops on the same shapes, one after the other, after which what was decided runs as a schedule,
@@ -118,7 +118,13 @@ class _Dynamic(Technique):
         policy = replace(self.policy(), in_place=True, forget=True, compacts=True)
         costs = Costs(plan["flops_per_s"], plan["bytes_per_s"], plan["launch_s"])
         settings = OnlineSettings(
-            policy, plan["budget_bytes"], costs, plan["reserve_bytes"], plan["scratch"], plan.get("unseen_bytes", 0), self.freeze_after
+            policy,
+            plan["budget_bytes"],
+            costs,
+            plan["reserve_bytes"],
+            plan["scratch"],
+            plan.get("unseen_bytes", 0),
+            self.freeze_after,
         )
         region = OnlineRegion(context.model, context.optimizer, settings, context.device)
         region.install()

@@ -1,0 +1,72 @@
+"""What users write inside their blocks: autograd functions of their own, a checkpoint of their own, views changed in place."""
+
+from __future__ import annotations
+
+import pytest
+
+from memtune.search_spaces.recompute.dtr import Dtr
+from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.planned import Planned
+from memtune.search_spaces.recompute.selective import Selective
+from memtune.technique import Technique
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import differences, plain, train
+
+MODEL = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clamp(min=0)
+        ctx.save_for_backward(y)
+        return y * y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return 2 * y * gradient
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.inner = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 32))
+
+    def forward(self, x):
+        y = self.down(Squared.apply(self.up(self.norm(x))))
+        left, right = y.chunk(2, dim=-1)
+        y = torch.cat([left.mul(2), right.tanh()], dim=-1)
+        y[:, ::2] *= 0.5
+        return x + checkpoint(self.inner, y, use_reentrant=False)
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(3)), nn.Linear(32, 8))
+
+def batch(size):
+    return torch.randn(size, 16, 32)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+BY_BLOCKS: dict[str, Technique] = {"full": Full(), "selective": Selective(), "planned": Planned(share=0.4)}
+BY_OPS: dict[str, Technique] = {"schedule": Dtr(ratio=0.6), "online": Dtr(ratio=0.6, online=True)}
+
+
+@pytest.mark.parametrize("name", [*BY_BLOCKS, *BY_OPS])
+def test_trains_as_without(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    # One file for all, so that it is recorded once; by ops, a checkpoint of the user's own is refused.
+    path = tmp_path_factory.getbasetemp() / f"users_code_{name in BY_OPS}.py"
+    path.write_text(MODEL.replace("checkpoint(self.inner, y, use_reentrant=False)", "self.inner(y)") if name in BY_OPS else MODEL)
+    technique = BY_BLOCKS.get(name) or BY_OPS[name]
+    assert technique.fits(plain_program(path), target_of(technique)) is None
+    assert differences(train(path, technique), plain(path)) == []
+
+
+def test_a_checkpoint_of_the_users_own_is_refused_by_what_runs_op_by_op(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "users_code_False.py"
+    path.write_text(MODEL)
+    for technique in BY_OPS.values():
+        assert "the model recomputes parts of itself already" in str(technique.fits(plain_program(path), target_of(technique)))
