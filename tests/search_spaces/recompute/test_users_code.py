@@ -52,7 +52,7 @@ def loss(model, batch):
     return model(batch).square().mean()
 """
 BY_BLOCKS: dict[str, Technique] = {"full": Full(), "selective": Selective(), "planned": Planned(share=0.4)}
-BY_OPS: dict[str, Technique] = {"schedule": Dtr(ratio=0.6), "online": Dtr(ratio=0.6, online=True)}
+BY_OPS: dict[str, Technique] = {"schedule": Dtr(ratio=0.6), "online": Dtr(ratio=0.9, online=True)}
 
 
 @pytest.mark.parametrize("name", [*BY_BLOCKS, *BY_OPS])
