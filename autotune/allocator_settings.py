@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memtune.arena_settings import VARIABLE, ArenaSettings
 from memtune.errors import UsageError
 from memtune.search_spaces import did_you_mean
 from memtune.units import MIB
@@ -44,6 +45,8 @@ class AllocatorSettings:
     expandable_segments: bool = False
     per_process_memory_fraction: float | None = None
     """The limit as a share of the device's memory."""
+    arena: ArenaSettings | None = None
+    """memtune's own allocator in place of torch's, which then has no say."""
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
@@ -63,6 +66,8 @@ class AllocatorSettings:
         Raises:
             UsageError: As `parse` does.
         """
+        if own := environ.get(VARIABLE):
+            return cls(arena=ArenaSettings.parse(own))
         return cls.parse(environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
     def limit_bytes(self, capacity_bytes: int | None) -> int | None:
@@ -82,6 +87,7 @@ class AllocatorSettings:
             "garbage_collection_threshold": self.garbage_collection_threshold or 0.0,
             "expandable_segments": self.expandable_segments,
             "asynchronous": self.backend == "cudaMallocAsync",
+            "arena": None if self.arena is None else self.arena.options(),
         }
 
 

@@ -3,7 +3,8 @@
     python benchmarks/layout_traces.py --json out.json --markdown out.md
 
 `steady`: a step that repeats, its buffers laid out on a circle. `varying`: steps of different micro-batches in turn, as batches
-of varying length make them, laid out on a line. No GPU takes part: reserved bytes are those of memtune's allocator model.
+of varying length make them, laid out on a line. `mixed`: the same under recompute, offload or sharding (two streams), with large
+batches. No GPU takes part: reserved bytes are those of memtune's allocator model, for gmlake of its own allocator over books.
 """
 
 from __future__ import annotations
@@ -17,23 +18,52 @@ from typing import Any
 import numpy as np
 
 from memtune import hardware
+from memtune.arena_settings import ArenaSettings
 from memtune.autotune.allocator_model import Action, AllocatorEvents, AllocatorSettings, event_stream, replay
+from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.record import Recording, record
 from memtune.autotune.translate import translate
 from memtune.planners.layout import Buffers, fault, lay_out
+from memtune.program import Program, Step
+from memtune.search_spaces import find
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Target
 from memtune.workload import Workload
 
 MODELS = Path(__file__).parent / "predict_models"
 NAMES = ("gpt", "llama", "lora", "resnet", "unet", "vit")
 BATCH, VARYING, SEED = 16, 8, 0
 ALIGNMENT_BYTES = 512
+LAYOUT_S = 1.0
+ALLOCATORS = {
+    "native": AllocatorSettings(),
+    "expandable_segments": AllocatorSettings(expandable_segments=True),
+    "gmlake": AllocatorSettings(arena=ArenaSettings(kind="gmlake")),
+}
+MIXED: tuple[tuple[str, str, dict[str, dict[str, Any]], int, int], ...] = (
+    ("gpt", "full recompute", {"recompute": {"kind": "full"}}, 1, 256),
+    ("llama", "long", {}, 1, 128),
+    ("llama", "ZeRO-3 on 8 GPUs", {"sharding.states": {"kind": "fsdp"}}, 8, 128),
+    ("lora", "copied out", {"offload.activations": {"kind": "copy_out"}}, 1, 256),
+    ("vit", "full recompute", {"recompute": {"kind": "full"}}, 1, 256),
+)
+"""Model, name, techniques by slot, ranks, largest micro-batch."""
 
 
-def varying_events(recording: Recording, batches: list[int]) -> AllocatorEvents:
-    """Steps of these micro-batches one after the other."""
+def steps_under(recording: Recording, techniques: dict[str, dict[str, Any]], ranks: int, batches: list[int]) -> list[Step]:
+    """The recorded step at each of the batches under these techniques."""
+    rewriter = Rewriter(recording, Target(hardware.find("h100-80g"), ranks=ranks))
+    chosen = {slot: find(slot, knobs["kind"])(**knobs) for slot, knobs in techniques.items()}
+    programs = [rewriter.program(Choice.of(Execution(micro_batch=batch), chosen)) for batch in batches]
+    for program in programs:
+        assert isinstance(program, Program), program
+    return [program.step for program in programs if isinstance(program, Program)]
+
+
+def varying_events(steps: list[Step]) -> AllocatorEvents:
+    """These steps one after the other."""
     parts, first, n_events, n_ops = [], [], 0, 0
-    for number, batch in enumerate(batches):
-        step = recording.at(batch)
+    for number, step in enumerate(steps):
         events = event_stream(step, number + 1)
         rows = slice(int(events.step[number]), None)
         shift = n_ops - number * max(step.n_ops, 1)
@@ -71,25 +101,31 @@ def on_a_circle(events: AllocatorEvents) -> Buffers:
 
 def row(name: str, kind: str, events: AllocatorEvents, buffers: Buffers) -> dict[str, Any]:
     """One trace under the allocator's model and laid out."""
-    layout = lay_out(buffers, heuristic_s=5.0)
+    layout = lay_out(buffers, heuristic_s=LAYOUT_S)
     assert not fault(buffers, layout)
     made: dict[str, Any] = {"model": name, "steps": kind, "buffers": len(buffers)}
-    for settings in ("", "expandable_segments:True"):
-        result = replay(events, AllocatorSettings.parse(settings), None)
-        made[settings.partition(":")[0] or "native"] = result.peak_reserved_bytes / result.peak_allocated_bytes
+    for allocator, settings in ALLOCATORS.items():
+        result = replay(events, settings, None)
+        made[allocator] = result.peak_reserved_bytes / result.peak_allocated_bytes
     made |= {"live_bytes": layout.lower_bound_bytes, "planned": layout.height_bytes / layout.lower_bound_bytes}
     return made
 
 
 def model_rows(name: str) -> list[dict[str, Any]]:
-    """Both traces of a model on a modelled H100."""
+    """All traces of a model on a modelled H100."""
     recording = record(Workload.load(MODELS / f"{name}.py"), target="cuda")
     recording = translate(recording, hardware.find("h100-80g"))
     steady = event_stream(recording.at(BATCH), 3)
     batches = np.random.default_rng(SEED).integers(2, BATCH + 1, VARYING).tolist()
-    varying = varying_events(recording, batches)
+    varying = varying_events([recording.at(batch) for batch in batches])
     made = [row(name, "steady", steady, on_a_circle(steady))]
     made.append(row(name, "varying", varying, Buffers.of(lifetimes(varying), alignment_bytes=ALIGNMENT_BYTES)))
+    for model, kind, techniques, ranks, largest in MIXED:
+        if model == name:
+            batches = np.random.default_rng(SEED).integers(largest // 4, largest + 1, VARYING).tolist()
+            events = varying_events(steps_under(recording, techniques, ranks, batches))
+            buffers = Buffers.of(lifetimes(events), alignment_bytes=ALIGNMENT_BYTES)
+            made.append(row(name, f"mixed: {kind}, {largest // 4} to {largest}", events, buffers))
     return made
 
 
@@ -99,17 +135,19 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "# Layouts of training steps (model only)",
         "",
         f"Made by `make bench-layout`: models of `benchmarks/predict_models`, recorded without a GPU and translated to an H100; "
-        f"steady: micro-batch {BATCH}; varying: {VARYING} steps of 2 to {BATCH} samples (seed {SEED}).",
-        "Native and expandable: reserved / allocated bytes of memtune's allocator model, no GPU behind it. Planned: height",
-        "of the layout / most live bytes, on a circle where the step repeats.",
+        f"steady: micro-batch {BATCH}; varying: {VARYING} steps of 2 to {BATCH} samples (seed {SEED});",
+        f"mixed: {VARYING} steps of as many samples as the row says, under a technique.",
+        "Native, expandable and gmlake: peak reserved / peak allocated bytes, no GPU behind it: the first two are memtune's",
+        "model of torch's allocator, the third is its own over books. Planned: height of the layout / most live bytes, on a",
+        "circle where the step repeats.",
         "",
-        "| model | steps | buffers | live, MiB | native | expandable | planned |",
-        "|---|---|---|---|---|---|---|",
+        "| model | steps | buffers | live, MiB | native | expandable | gmlake | planned |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for each in rows:
         lines.append(
             f"| {each['model']} | {each['steps']} | {each['buffers']} | {each['live_bytes'] / 2**20:.0f} | {each['native']:.3f} "
-            f"| {each['expandable_segments']:.3f} | {each['planned']:.4f} |"
+            f"| {each['expandable_segments']:.3f} | {each['gmlake']:.3f} | {each['planned']:.4f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -124,7 +162,7 @@ def main() -> None:
     rows = []
     for name in asked.models:
         rows += model_rows(name)
-        print(*rows[-2:], sep="\n", file=sys.stderr, flush=True)
+        print(*(each for each in rows if each["model"] == name), sep="\n", file=sys.stderr, flush=True)
     print(markdown(rows))
     if asked.json:
         asked.json.write_text(json.dumps({"schema": 1, "rows": rows}, indent=1) + "\n")

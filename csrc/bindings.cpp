@@ -10,6 +10,7 @@
 #include "optim/bind.h"
 #include "remat/bind.h"
 #include "simulator/bind.h"
+#include "vmm/bind.h"
 
 namespace nb = nanobind;
 
@@ -22,5 +23,6 @@ NB_MODULE(_native, m) {
   bind_optim(m);
   bind_remat(m);
   bind_simulator(m);
+  bind_vmm(m);
   bind_allocator(m);
 }

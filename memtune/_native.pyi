@@ -192,6 +192,97 @@ def schedule(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], 
     When the ops of one optimizer step run on every rank class. `places`: for each class its PCIe root and how many of its ranks are behind it. ValueError where ops wait for each other.
     """
 
+class ArenaOptions:
+    """How memtune's own allocator serves requests."""
+
+    def __init__(self, *, defragment: bool = True, stitch_from_bytes: int = 0, reuse_limit: int = 10, most_stitched_bytes: int = 1099511627776, arena_below_bytes: int = 2097152, planned: bool = False, replan_after: int = 64, window: int = 64, layout_s: float = 1.0) -> None: ...
+
+class ArenaStatistics:
+    """What an allocator of this process has done."""
+
+    @property
+    def allocated_bytes(self) -> int: ...
+
+    @property
+    def peak_allocated_bytes(self) -> int: ...
+
+    @property
+    def reserved_bytes(self) -> int: ...
+
+    @property
+    def peak_reserved_bytes(self) -> int: ...
+
+    @property
+    def driver_calls(self) -> int: ...
+
+    @property
+    def requests(self) -> int: ...
+
+    @property
+    def failures(self) -> int: ...
+
+    @property
+    def stitched_bytes(self) -> int:
+        """Addresses in stitched blocks."""
+
+    @property
+    def states(self) -> list[int]:
+        """How often GMLake's states S1 to S5 were reached."""
+
+    @property
+    def plan_bytes(self) -> int:
+        """Height of the planned arena."""
+
+    @property
+    def plan_bound_bytes(self) -> int:
+        """The most bytes of the plan alive at once."""
+
+    @property
+    def plan_requests(self) -> int:
+        """Requests of a step that have a place."""
+
+    @property
+    def plan_served(self) -> int: ...
+
+    @property
+    def deviations(self) -> int:
+        """Requests that were not as planned."""
+
+    @property
+    def plans(self) -> int: ...
+
+    @property
+    def first_deviation(self) -> str: ...
+
+ARENA_CPU: int = -1
+
+def arena_configure(options: ArenaOptions) -> None:
+    """How allocators of this process are made from now on."""
+
+def arena_open(device: int) -> str:
+    """
+    Makes the allocator of a device if there is none; empty, or why it cannot be.
+    """
+
+def arena_retire(device: int) -> None:
+    """
+    Lets the allocator of a device end when what is in use there has been freed.
+    """
+
+def arena_end_step(device: int) -> None:
+    """Tells a planned arena that a training step has ended."""
+
+def arena_release_unused(device: int) -> None: ...
+
+def arena_restart_peaks(device: int) -> None: ...
+
+def arena_statistics(device: int) -> ArenaStatistics: ...
+
+def arena_functions() -> list[int]:
+    """
+    Addresses of the C functions that take and give memory of the CPU's allocator.
+    """
+
 class OutOfMemory:
     """
     The first allocation that could not be served; event is -1 where there is none.
@@ -260,6 +351,22 @@ class AllocatorReplay:
         """Peak by step."""
 
     @property
+    def step_device_calls(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Calls of the driver by step."""
+
+    @property
+    def plan_bytes(self) -> int:
+        """Height of the planned arena."""
+
+    @property
+    def plan_bound_bytes(self) -> int:
+        """The most bytes of the plan alive at once."""
+
+    @property
+    def deviations(self) -> int:
+        """Requests that were not as planned."""
+
+    @property
     def reserved_bytes(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
         """After each event, empty without `timeline`."""
 
@@ -271,7 +378,7 @@ class AllocatorReplay:
     def address(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
         """Of each allocation, else -1; empty without `timeline`."""
 
-def replay_allocator(action: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], stream: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], op: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], ready_op: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], step: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], max_split_bytes: int | None = None, max_non_split_rounding_bytes: int | None = None, large_segment_bytes: int = 20971520, roundup_divisions: Sequence[int] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], garbage_collection_threshold: float = 0.0, expandable_segments: bool = False, asynchronous: bool = False, capacity_bytes: int | None = None, allowed_bytes: int | None = None, timeline: bool = False) -> AllocatorReplay:
+def replay_allocator(action: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], bytes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], stream: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], op: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], ready_op: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], step: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], max_split_bytes: int | None = None, max_non_split_rounding_bytes: int | None = None, large_segment_bytes: int = 20971520, roundup_divisions: Sequence[int] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], garbage_collection_threshold: float = 0.0, expandable_segments: bool = False, asynchronous: bool = False, arena: ArenaOptions | None = None, capacity_bytes: int | None = None, allowed_bytes: int | None = None, timeline: bool = False) -> AllocatorReplay:
     """
     Runs allocations (action 0), frees (1) and calls of empty_cache (2) through PyTorch's CUDA caching allocator.
     """

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "simulator/caching_allocator.h"
+#include "simulator/vmm_pool.h"
 
 namespace memtune {
 namespace {
@@ -116,11 +117,15 @@ class Run {
     out_.device_allocs = allocator_.device_allocs();
     out_.device_frees = allocator_.device_frees();
     out_.retries = allocator_.retries();
+    if constexpr (kSteps) allocator_.report(out_);
     return std::move(out_);
   }
 
  private:
+  static constexpr bool kSteps = requires(Allocator allocator) { allocator.end_step(); };
+
   void step(std::int64_t first, std::int64_t end) {
+    const std::int64_t calls = allocator_.device_allocs() + allocator_.device_frees();
     allocator_.restart_peak();
     step_allocated_ = allocated_;
     for (std::int64_t event = first; event < end; ++event) {
@@ -135,6 +140,8 @@ class Run {
       out_.allocated_bytes.push_back(allocated_);
       out_.address.push_back(address);
     }
+    if constexpr (kSteps) allocator_.end_step();
+    out_.step_device_calls.push_back(allocator_.device_allocs() + allocator_.device_frees() - calls);
     out_.step_reserved_bytes.push_back(allocator_.peak_reserved_bytes());
     out_.step_allocated_bytes.push_back(step_allocated_);
     out_.peak_allocated_bytes = std::max(out_.peak_allocated_bytes, step_allocated_);
@@ -225,6 +232,7 @@ void AllocatorEvents::check() const {
 
 AllocatorReplay replay(const AllocatorEvents& events, const AllocatorConfig& config, bool timeline) {
   events.check();
+  if (config.arena) return Run<VmmPool>(events, config, timeline).all();
   return config.async ? Run<AsyncPool>(events, config, timeline).all() : Run<CachingAllocator>(events, config, timeline).all();
 }
 

@@ -9,8 +9,11 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
+
+#include "vmm/allocator.h"
 
 namespace memtune {
 
@@ -25,6 +28,7 @@ struct AllocatorConfig {
   double garbage_collection_threshold = 0;               // share of allowed_bytes above which old blocks are given back
   bool expandable_segments = false;
   bool async = false;                                    // cudaMallocAsync
+  std::optional<vmm::AllocatorOptions> arena;            // memtune's own, in place of torch's
   std::int64_t capacity_bytes = kUnlimited;              // what the driver has to give
   std::int64_t allowed_bytes = kUnlimited;               // the limit of the process (per_process_memory_fraction)
 };
@@ -62,8 +66,10 @@ struct AllocatorReplay {
   std::int64_t retries = 0, ooms = 0;
   OutOfMemory first_oom;
   std::vector<std::int64_t> step_reserved_bytes, step_allocated_bytes;  // peaks by step
+  std::vector<std::int64_t> step_device_calls;                          // of the driver, by step
   std::vector<std::int64_t> reserved_bytes, allocated_bytes;            // after each event, where asked for
   std::vector<std::int64_t> address;                                    // of each allocation, -1 for all other events
+  std::int64_t plan_bytes = 0, plan_bound_bytes = 0, deviations = 0;    // of a planned arena: its height, the most live bytes
 };
 
 // Runs `events` through an allocator that starts empty. After an allocation that cannot be served the program goes on as if it

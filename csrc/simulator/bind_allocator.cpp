@@ -35,6 +35,7 @@ memtune::AllocatorReplay replay(Column<std::uint8_t> action, Column<std::int32_t
                                 std::optional<std::int64_t> max_non_split_rounding_bytes, std::int64_t large_segment_bytes,
                                 std::array<std::int64_t, memtune::kRoundupIntervals> roundup_divisions,
                                 double garbage_collection_threshold, bool expandable_segments, bool async,
+                            std::optional<memtune::vmm::AllocatorOptions> arena,
                                 std::optional<std::int64_t> capacity_bytes, std::optional<std::int64_t> allowed_bytes,
                                 bool timeline) {
   const memtune::AllocatorEvents events{span(action), span(storage),  span(bytes), span(stream),
@@ -47,6 +48,7 @@ memtune::AllocatorReplay replay(Column<std::uint8_t> action, Column<std::int32_t
       .garbage_collection_threshold = garbage_collection_threshold,
       .expandable_segments = expandable_segments,
       .async = async,
+      .arena = arena,
       .capacity_bytes = capacity_bytes.value_or(memtune::kUnlimited),
       .allowed_bytes = allowed_bytes.value_or(memtune::kUnlimited)};
   nb::gil_scoped_release released;
@@ -78,6 +80,10 @@ void bind_allocator(nb::module_& m) {
       .def_ro("first_oom", &AllocatorReplay::first_oom)
       .def_prop_ro("step_reserved_bytes", &column<&AllocatorReplay::step_reserved_bytes>, "Peak by step.")
       .def_prop_ro("step_allocated_bytes", &column<&AllocatorReplay::step_allocated_bytes>, "Peak by step.")
+      .def_prop_ro("step_device_calls", &column<&AllocatorReplay::step_device_calls>, "Calls of the driver by step.")
+      .def_ro("plan_bytes", &AllocatorReplay::plan_bytes, "Height of the planned arena.")
+      .def_ro("plan_bound_bytes", &AllocatorReplay::plan_bound_bytes, "The most bytes of the plan alive at once.")
+      .def_ro("deviations", &AllocatorReplay::deviations, "Requests that were not as planned.")
       .def_prop_ro("reserved_bytes", &column<&AllocatorReplay::reserved_bytes>, "After each event, empty without `timeline`.")
       .def_prop_ro("allocated_bytes", &column<&AllocatorReplay::allocated_bytes>, "After each event, empty without `timeline`.")
       .def_prop_ro("address", &column<&AllocatorReplay::address>, "Of each allocation, else -1; empty without `timeline`.");
@@ -86,6 +92,7 @@ void bind_allocator(nb::module_& m) {
         "large_segment_bytes"_a = memtune::AllocatorConfig{}.large_segment_bytes,
         "roundup_divisions"_a = memtune::AllocatorConfig{}.roundup_divisions,
         "garbage_collection_threshold"_a = 0.0, "expandable_segments"_a = false, "asynchronous"_a = false,
+        "arena"_a = nb::none(),
         "capacity_bytes"_a = nb::none(), "allowed_bytes"_a = nb::none(), "timeline"_a = false,
         "Runs allocations (action 0), frees (1) and calls of empty_cache (2) through PyTorch's CUDA caching allocator.");
 }

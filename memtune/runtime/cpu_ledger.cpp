@@ -5,6 +5,8 @@
 //    size and tier live in front of the data, and 64 keeps torch's alignment.
 // 2. A block is given back to the tier that it was taken from, whatever the tier of the thread that frees it.
 // 3. Room is reserved before memory is asked for, and returned if that fails: after an error the counts are as before.
+// 4. Device blocks may come from another source (memtune's arenas). Each goes back where it came from; a forked child uses malloc
+//    alone and gives nothing back to the source, whose memory it shares with its parent.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -13,6 +15,7 @@
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 #include <execinfo.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -22,6 +25,7 @@
 #include <limits>
 #include <sstream>
 #include <string>
+#include <utility>
 
 namespace {
 
@@ -32,6 +36,7 @@ constexpr int64_t kNoBudget = std::numeric_limits<int64_t>::max();
 struct alignas(64) Header {
   int64_t bytes;
   int32_t tier;
+  bool from_source;
 };
 static_assert(sizeof(Header) == 64);
 
@@ -44,6 +49,16 @@ struct alignas(64) Account {
 
 Account accounts[kTiers];
 thread_local int current_tier = 0;
+
+using Take = void* (*)(int64_t);
+using Give = void (*)(void*);
+std::atomic<Take> source_take{nullptr};
+std::atomic<Give> source_give{nullptr};
+
+void leave_the_source() {  // Rule 4, in a forked child
+  source_take = nullptr;
+  source_give = [](void*) {};
+}
 
 bool starts_with(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
 
@@ -106,7 +121,17 @@ void release(void* data) {
   Header* header = static_cast<Header*>(data) - 1;
   c10::profiledCPUMemoryReporter().Delete(data);
   accounts[header->tier].live.fetch_sub(header->bytes, std::memory_order_relaxed);  // Rule 2
-  c10::free_cpu(header);
+  if (header->from_source) {
+    source_give.load()(header);
+  } else {
+    c10::free_cpu(header);
+  }
+}
+
+// Memory for a block with its header, and whether it is the source's. The source may have run out (null).
+std::pair<void*, bool> memory_for(int tier, size_t bytes) {
+  const Take take = tier == 0 ? source_take.load(std::memory_order_acquire) : nullptr;
+  return take == nullptr ? std::pair{c10::alloc_cpu(bytes), false} : std::pair{take(static_cast<int64_t>(bytes)), true};
 }
 
 class Ledger final : public c10::Allocator {
@@ -118,14 +143,17 @@ class Ledger final : public c10::Allocator {
     const auto request = static_cast<int64_t>(bytes);
     reserve(tier, request);
     Header* header = nullptr;
+    bool from_source = false;
     try {
-      header = static_cast<Header*>(c10::alloc_cpu(bytes + sizeof(Header)));
+      const auto [memory, is_source] = memory_for(tier, bytes + sizeof(Header));
+      if (memory == nullptr) refuse(tier, request, accounts[tier].live.load() - request);
+      header = static_cast<Header*>(memory);
+      from_source = is_source;
     } catch (...) {
       accounts[tier].live.fetch_sub(request, std::memory_order_relaxed);  // Rule 3
       throw;
     }
-    header->bytes = request;
-    header->tier = tier;
+    *header = {request, tier, from_source};
     void* data = header + 1;
     c10::profiledCPUMemoryReporter().New(data, bytes);
     return {data, data, &release, cpu};
@@ -147,6 +175,15 @@ void memtune_ledger_reset_peak() {
   for (Account& account : accounts) account.peak.store(account.live.load());
 }
 void memtune_ledger_set_budget(int tier, int64_t bytes) { accounts[tier].budget.store(bytes < 0 ? kNoBudget : bytes); }
+
+// Device blocks come from `take` from now on and go back through `give`; a null `take`: from malloc again.
+void memtune_ledger_set_source(Take take, Give give) {
+  static const int at_fork = pthread_atfork(nullptr, nullptr, &leave_the_source);
+  (void)at_fork;
+  if (give != nullptr) source_give = give;
+  source_take.store(take, std::memory_order_release);
+}
+
 void memtune_ledger_set_tier(int tier) { current_tier = tier; }
 
 // The tier of a c10::StorageImpl, or -1 when its bytes did not come from this ledger.

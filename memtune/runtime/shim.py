@@ -91,6 +91,7 @@ def _load() -> ctypes.PyDLL | EnvironmentFault:
     for name, arguments, result in (
         ("install", [], None), ("live", [ctypes.c_int], int64), ("peak", [ctypes.c_int], int64), ("reset_peak", [], None),
         ("set_budget", [ctypes.c_int, int64], None), ("set_tier", [ctypes.c_int], None), ("tier_of", [address], ctypes.c_int),
+        ("set_source", [address, address], None),
     ):  # fmt: skip
         function = getattr(library, f"memtune_ledger_{name}")
         function.argtypes, function.restype = arguments, result
@@ -150,6 +151,18 @@ def reset_peak() -> None:
 def set_budget(budget_bytes: int | None, tier: Tier = DEVICE) -> None:
     """A request that would bring `tier` above `budget_bytes` raises `torch.OutOfMemoryError` from now on; None: no limit."""
     _library().memtune_ledger_set_budget(TIERS.index(tier), -1 if budget_bytes is None else budget_bytes)
+
+
+def set_source(take: int | None, give: int | None) -> None:
+    """Storages of the device tier take their memory from the C function at address `take` from now on; None: from malloc again.
+
+    What was taken goes back through `give`, also later on.
+
+    Args:
+        take: `void* (int64_t bytes)`; null when it has no memory.
+        give: `void (void*)`.
+    """
+    _library().memtune_ledger_set_source(take, give)
 
 
 def counted(storage: torch.UntypedStorage) -> bool:

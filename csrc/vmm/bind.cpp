@@ -1,0 +1,63 @@
+#include "vmm/bind.h"
+
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <cstdint>
+
+#include "vmm/process.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+namespace vmm = memtune::vmm;
+
+void bind_vmm(nb::module_& m) {
+  using Options = vmm::AllocatorOptions;
+  using Statistics = vmm::Statistics;
+  nb::class_<Options>(m, "ArenaOptions", "How memtune's own allocator serves requests.")
+      .def("__init__",
+           [](Options* made, bool defragment, std::int64_t stitch_from_bytes, std::int64_t reuse_limit, std::int64_t most_stitched_bytes,
+              std::int64_t arena_below_bytes, bool planned, std::int64_t replan_after, std::int64_t window, double layout_s) {
+             new (made) Options{};
+             made->stitch = {defragment, stitch_from_bytes, reuse_limit, most_stitched_bytes};
+             made->arena_below_bytes = arena_below_bytes;
+             made->planned = planned;
+             made->plan.replan_after = replan_after;
+             made->plan.window = window;
+             made->plan.layout_s = layout_s;
+           },
+           nb::kw_only(), "defragment"_a = true, "stitch_from_bytes"_a = 0, "reuse_limit"_a = 10,
+           "most_stitched_bytes"_a = std::int64_t{1} << 40, "arena_below_bytes"_a = Options{}.arena_below_bytes, "planned"_a = false,
+           "replan_after"_a = vmm::PlanOptions{}.replan_after, "window"_a = vmm::PlanOptions{}.window,
+           "layout_s"_a = vmm::PlanOptions{}.layout_s);
+  nb::class_<Statistics>(m, "ArenaStatistics", "What an allocator of this process has done.")
+      .def_ro("allocated_bytes", &Statistics::allocated_bytes)
+      .def_ro("peak_allocated_bytes", &Statistics::peak_allocated_bytes)
+      .def_ro("reserved_bytes", &Statistics::reserved_bytes)
+      .def_ro("peak_reserved_bytes", &Statistics::peak_reserved_bytes)
+      .def_ro("driver_calls", &Statistics::driver_calls)
+      .def_ro("requests", &Statistics::requests)
+      .def_ro("failures", &Statistics::failures)
+      .def_ro("stitched_bytes", &Statistics::stitched_bytes, "Addresses in stitched blocks.")
+      .def_prop_ro("states", [](const Statistics& s) { return std::to_array(s.states); }, "How often GMLake's states S1 to S5 were reached.")
+      .def_ro("plan_bytes", &Statistics::plan_bytes, "Height of the planned arena.")
+      .def_ro("plan_bound_bytes", &Statistics::plan_bound_bytes, "The most bytes of the plan alive at once.")
+      .def_ro("plan_requests", &Statistics::plan_requests, "Requests of a step that have a place.")
+      .def_ro("plan_served", &Statistics::plan_served)
+      .def_ro("deviations", &Statistics::deviations, "Requests that were not as planned.")
+      .def_ro("plans", &Statistics::plans)
+      .def_ro("first_deviation", &Statistics::first_deviation);
+  m.attr("ARENA_CPU") = vmm::kCpu;
+  m.def("arena_configure", &vmm::configure, "options"_a, "How allocators of this process are made from now on.");
+  m.def("arena_open", &vmm::open, "device"_a, "Makes the allocator of a device if there is none; empty, or why it cannot be.");
+  m.def("arena_retire", &vmm::retire, "device"_a, "Lets the allocator of a device end when what is in use there has been freed.");
+  m.def("arena_end_step", &vmm::end_step, "device"_a, "Tells a planned arena that a training step has ended.",
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("arena_release_unused", &vmm::release_unused, "device"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("arena_restart_peaks", &vmm::restart_peaks, "device"_a);
+  m.def("arena_statistics", &vmm::statistics, "device"_a);
+  m.def("arena_functions", [] {
+    return std::array{reinterpret_cast<std::uintptr_t>(&memtune_arena_take), reinterpret_cast<std::uintptr_t>(&memtune_arena_give)};
+  }, "Addresses of the C functions that take and give memory of the CPU's allocator.");
+}

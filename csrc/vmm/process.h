@@ -1,0 +1,37 @@
+// The allocators of this process: one for the CPU, which torch reaches through memtune's shim, and one for each GPU, which torch reaches
+// as a pluggable allocator through the C symbols below. Each has a lock of its own and lives as long as the process.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "vmm/allocator.h"
+
+namespace memtune::vmm {
+
+inline constexpr int kCpu = -1;
+
+// How allocators of this process are made from now on; those that exist stay as they are.
+void configure(const AllocatorOptions& options);
+// Makes the allocator of a device (kCpu or a GPU's number) if there is none; empty, or why it cannot be.
+std::string open(int device);
+// The allocator of a device serves no more requests and ends when what is in use there has been freed; `open` makes another.
+void retire(int device);
+void end_step(int device);
+void release_unused(int device);
+void restart_peaks(int device);
+Statistics statistics(int device);
+
+}  // namespace memtune::vmm
+
+extern "C" {
+// Of the CPU's allocator, on the pool of this thread; null where memory has run out.
+__attribute__((visibility("default"))) void* memtune_arena_take(std::int64_t bytes);
+__attribute__((visibility("default"))) void memtune_arena_give(void* data);
+__attribute__((visibility("default"))) void memtune_arena_pool(int pool);
+
+// torch.cuda.memory.CUDAPluggableAllocator's; errors are std::runtime_error, which torch hands on to Python.
+__attribute__((visibility("default"))) void* memtune_cuda_alloc(std::size_t bytes, int device, void* stream);
+__attribute__((visibility("default"))) void memtune_cuda_free(void* data, std::size_t bytes, int device, void* stream);
+__attribute__((visibility("default"))) void memtune_cuda_record_stream(void* data, void* stream);
+}

@@ -1,0 +1,133 @@
+"""memtune's own allocator under torch: stitched memory and planned arenas (csrc/vmm), as torch's CPU allocator through the shim.
+
+One allocator a process: it serves whatever the device tier asks for from the moment it is installed. What was made before stays
+where it is, and each block goes back where it came from.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+from memtune import _native
+from memtune.arena_settings import ArenaSettings
+from memtune.errors import ApplyError
+from memtune.runtime import shim
+from memtune.runtime.context import Context
+from memtune.units import format_bytes
+
+_installed: ArenaSettings | None = None
+
+
+def installed() -> ArenaSettings | None:
+    """The settings under which torch's CPU storages are allocated now; None: not by memtune's allocator."""
+    return _installed
+
+
+def statistics() -> _native.ArenaStatistics:
+    """What the CPU's allocator has done since the process began."""
+    return _native.arena_statistics(_native.ARENA_CPU)
+
+
+def install(settings: ArenaSettings) -> None:
+    """Storages of the device tier come from memtune's allocator from now on, on CPU; where it serves already, nothing changes.
+
+    Raises:
+        ApplyError: It cannot be made here (no compiler, no Linux), or another one holds memory in this process.
+    """
+    global _installed
+    if _installed == settings:
+        return
+    if (fault := shim.available()) is not None:
+        raise ApplyError(
+            f"allocator: {{kind: {settings.kind}}} needs memtune's CPU ledger.", evidence=str(fault), fix=fault.fix, code="MT351"
+        )
+    _make(settings)
+    shim.install()
+    shim.set_source(*_native.arena_functions())
+    _installed = settings
+
+
+def uninstall() -> None:
+    """Storages come from malloc again; those of the arena stay there until they are freed."""
+    global _installed
+    if _installed is not None:
+        shim.set_source(None, None)
+        _installed = None
+
+
+def _make(settings: ArenaSettings) -> None:
+    """Makes the process's allocator anew; one that trains a model is not replaced under it."""
+    if _installed is not None:
+        gc.collect()
+        if held := statistics().allocated_bytes:
+            raise ApplyError(
+                f"this process trains with an allocator already, and {format_bytes(held)} are in use there.",
+                evidence=f"A model was tuned with allocator: {{kind: {_installed.kind}}} before.",
+                fix="apply one config with an allocator in a process, or let go of the first model", code="MT352",
+            )  # fmt: skip
+    uninstall()
+    _native.arena_retire(_native.ARENA_CPU)
+    _native.arena_configure(settings.options())
+    if why := _native.arena_open(_native.ARENA_CPU):
+        raise ApplyError(f"allocator: {{kind: {settings.kind}}} cannot be used here.", evidence=why, code="MT351")
+
+
+def use(context: Context, settings: ArenaSettings) -> None:
+    """Installs the allocator for the training in `context`: tells it where steps end, and adds its part of the audit.
+
+    Raises:
+        ApplyError: As `install` does, or the model is on a GPU.
+    """
+    if context.device.type != "cpu":
+        raise ApplyError(
+            f"allocator: {{kind: {settings.kind}}} trains on CPU only in this version.",
+            evidence="On a GPU it has been run on a stand-in for the driver alone.", fix="allocator: {kind: expandable_segments}",
+            code="MT351",
+        )  # fmt: skip
+    serves_already = _installed == settings
+    install(settings)
+    if not serves_already:
+        context.undo.callback(uninstall)
+    hook = context.optimizer.register_step_post_hook(_StepEnd())
+    context.undo.callback(hook.remove)
+    context.checks["allocator"] = lambda: _facts(settings)
+
+
+class _StepEnd:
+    """Called after each optimizer step; says once when a step was not as planned."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def __call__(self, *args: Any) -> None:
+        if _installed is None or not _installed.planned:
+            return
+        _native.arena_end_step(_native.ARENA_CPU)
+        found = statistics()
+        if found.deviations and not self._told:
+            self._told = True
+            warnings.warn(
+                f"memtune: a training step asks for other memory than planned ({found.first_deviation}). Such requests are "
+                f"served by the fallback allocator; after more than {_installed.replan_after} of them another step is planned.",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+
+
+def _facts(settings: ArenaSettings) -> dict[str, Any]:
+    if _installed != settings:
+        raise ApplyError(
+            f"allocator: {{kind: {settings.kind}}} is not what torch allocates from.",
+            evidence=f"In effect: {_installed.kind if _installed else 'malloc'}.", code="MT352",
+        )  # fmt: skip
+    found = statistics()
+    facts: dict[str, Any] = {
+        "kind": settings.kind,
+        "reserved_bytes": found.reserved_bytes,
+        "in_use_bytes": found.allocated_bytes,
+        "driver_calls": found.driver_calls,
+    }
+    if settings.planned:
+        facts |= {"planned_bytes": found.plan_bytes, "planned_requests": found.plan_served, "deviations": found.deviations}
+    return facts

@@ -1,0 +1,65 @@
+"""Virtual-memory stitching: free pieces of memory, wherever they are, become one block (GMLake)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.arena_settings import VARIABLE, ArenaSettings
+from memtune.program import Program
+from memtune.runtime import arena
+from memtune.runtime.context import Context
+from memtune.search_spaces.allocator import why_no_arena
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+
+
+class GMLake(Technique):
+    """Trades calls of the driver in the first steps, while blocks are stitched, for memory that no hole can hide.
+
+    Distinguishing test: after every second of many blocks is freed, one request as large as their sum needs no new memory.
+    """
+
+    kind: Literal["gmlake"] = "gmlake"
+    slot: ClassVar[str] = "allocator"
+    title: ClassVar[str] = "Stitched memory"
+    source: ClassVar[str] = "Guo et al. 2024, GMLake, ASPLOS 2024, arXiv:2401.08156"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    defragment: bool = True
+    """Stitch at all; without it pieces are only split and reused."""
+    stitch_from_mb: Annotated[int, Field(ge=2, le=1024)] = 2
+    """Smaller requests (MiB, the paper's fragLimit) are not stitched: fewer mappings, more holes. The paper's code has 512."""
+    reuse_limit: Annotated[int, Field(ge=1, le=16)] = 10
+    """A stitched block serves requests of at least this part of its size: fewer mappings, more pieces held by small requests."""
+    most_stitched_gb: Annotated[int, Field(ge=1)] = 1000
+    """Addresses (GiB) in stitched blocks before the longest unused ones are given up (the paper's autoGC)."""
+    arena_below_mb: Annotated[int, Field(ge=2, le=64)] = 2
+    """Smaller requests (MiB) share pages in an expandable arena: no rounding to 2 MiB, but holes of their own."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Not where something else must own the memory, and not on GPUs yet."""
+        return why_no_arena(target)
+
+    def env(self) -> dict[str, str]:
+        """Which allocator, with which knobs; read by the simulator, and by whoever starts the process."""
+        return {VARIABLE: self.settings().text()}
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Storages come from stitched memory from now on."""
+        arena.use(context, self.settings())
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """The allocator and its knobs."""
+        return {"allocator": {"stitched": dict(self.knobs())}}
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """From when on requests are stitched: at once, and where the paper's authors set it for small models."""
+        return {"stitch_from_mb": (2, 256)}
+
+    def settings(self) -> ArenaSettings:
+        """The knobs as the allocator takes them."""
+        return ArenaSettings(
+            kind=self.kind, defragment=self.defragment, stitch_from_mb=self.stitch_from_mb, reuse_limit=self.reuse_limit,
+            most_stitched_mb=self.most_stitched_gb * 1024, arena_below_mb=self.arena_below_mb,
+        )  # fmt: skip

@@ -1,0 +1,66 @@
+"""What both of memtune's own allocators must pass: `from arena_suite import ArenaSuite`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from zoo_paths import ZOO
+
+from memtune._apply import apply
+from memtune.errors import ApplyError
+from memtune.runtime import arena
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.recompute.full import Full
+from memtune.technique import Technique
+from memtune.testing import TechniqueSuite, differences, train
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, plain, settings_of
+
+
+def noticed(self: TechniqueSuite) -> None:
+    """A technique that does nothing is noticed by the audit: the step itself is the same."""
+    _, model, optimizer = build(ZOO["tied"])
+    tuned = apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)
+    assert tuned.audit()["allocator"]["kind"] == self.default().kind
+    arena.uninstall()
+    with pytest.raises(ApplyError, match="MT352"):
+        tuned.audit()
+
+
+class ArenaSuite(TechniqueSuite):
+    """On CPU these are used only where a config names them, so `fits` skips nothing here."""
+
+    models: ClassVar[Mapping[str, Path]] = {name: ZOO[name] for name in ("gpt", "tied")}
+    quick = ("tied",)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        cls.test_suite_fails_under = noticed  # type: ignore[method-assign]  # defects of rewrite cannot show: there is none
+        super().__init_subclass__(**kwargs)
+
+    @pytest.fixture(autouse=True)
+    def _alone(self) -> Iterator[None]:
+        yield
+        arena.uninstall()
+        gc.collect()
+
+    def _skip_unless_it_fits(self, model: str, variant: Technique) -> None:
+        return
+
+    def check_training(self, model: str, variant: Technique) -> None:
+        plain(self.models[model])  # kept by the suite: it is made before there is an arena
+        super().check_training(model, variant)
+
+    def sabotage(self, tuned: Any) -> bool:
+        arena.uninstall()
+        return True
+
+    def test_search_leaves_it_out_by_name(self) -> None:
+        assert "budget on CPU" in str(self.default().fits(plain_program(ZOO["tied"]), target_of(self.default())))
+
+    def test_beside_recompute_and_offload(self) -> None:
+        wanted = train(ZOO["gpt"], steps=5)
+        assert not differences(train(ZOO["gpt"], Full(), CopyOut(min_bytes=0), self.default(), steps=5), wanted)

@@ -1,0 +1,49 @@
+"""Training from stitched memory: the plain model's bits, a steady state without calls of the driver, one allocator a process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from arena_suite import ArenaSuite
+from zoo_paths import ZOO
+
+from memtune._apply import apply
+from memtune.errors import ApplyError
+from memtune.runtime import arena, shim
+from memtune.search_spaces.allocator.gmlake import GMLake
+from memtune.search_spaces.allocator.planned_layout import PlannedLayout
+from memtune.testing.training import build, one_step, settings_of
+
+pytestmark = pytest.mark.skipif(shim.available() is not None, reason=f"no native ledger here: {shim.available()}")
+
+
+class TestGMLake(ArenaSuite):
+    technique = GMLake
+
+    def test_trained_memory_is_its_own_and_no_call_is_made_once_steady(self) -> None:
+        workload, model, optimizer = build(ZOO["gpt"])
+        tuned = apply(model, optimizer, {"settings": settings_of(GMLake(arena_below_mb=2))}, strict=False)
+        calls = []
+        for step in range(12):
+            one_step(workload, model, optimizer, tuned, seed=step, size=8)
+            calls.append(arena.statistics().driver_calls)
+        assert arena.statistics().requests > 1000
+        assert calls[-1] == calls[5] > 0
+
+    def test_second_allocator_of_a_process_is_refused(self) -> None:
+        _, model, optimizer = build(ZOO["tied"])
+        tuned = apply(model, optimizer, {"settings": settings_of(GMLake())}, strict=False)
+        held = torch.ones(1000)
+        _, other, other_optimizer = build(ZOO["tied"])
+        with pytest.raises(ApplyError, match=r"MT352 .*trains with an allocator already(.|\n)*gmlake"):
+            apply(other, other_optimizer, {"settings": settings_of(PlannedLayout())}, strict=False)
+        assert tuned.audit()["allocator"]["in_use_bytes"] >= held.nbytes
+        assert torch.equal(held, torch.ones(1000))
+
+    def test_memory_that_runs_out_is_torchs_own_error(self) -> None:
+        arena.install(GMLake().settings())
+        base = shim.live_bytes()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 45, dtype=torch.uint8)
+        assert shim.live_bytes() == base
+        assert torch.ones(10).sum() == 10

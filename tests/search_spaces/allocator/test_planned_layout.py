@@ -1,0 +1,61 @@
+"""Training at planned offsets: the plain model's bits, also where steps are not as planned."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from arena_suite import ArenaSuite
+from zoo_paths import ZOO
+
+from memtune._apply import apply
+from memtune.runtime import arena, shim
+from memtune.search_spaces.allocator.planned_layout import PlannedLayout
+from memtune.testing.training import build, one_step, settings_of
+
+pytestmark = pytest.mark.skipif(shim.available() is not None, reason=f"no native ledger here: {shim.available()}")
+
+
+def trained(sizes: list[int], technique: PlannedLayout | None) -> tuple[list[torch.Tensor], list[str]]:
+    """Losses and final weights over steps of these sizes, and what was warned of."""
+    workload, model, optimizer = build(ZOO["gpt"])
+    tuned = None if technique is None else apply(model, optimizer, {"settings": settings_of(technique)}, strict=False)
+    found = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step, size in enumerate(sizes):
+            found.append(one_step(workload, model, optimizer, tuned, seed=step, micro_batches=1, size=size)[0])
+    if tuned is not None:
+        tuned.audit()
+    return [*found, *(p.detach() for p in model.parameters())], [str(each.message) for each in told]
+
+
+class TestPlannedLayout(ArenaSuite):
+    technique = PlannedLayout
+
+    def test_requests_of_equal_steps_are_served_by_plan(self) -> None:
+        _, told = trained([4] * 8, PlannedLayout())
+        found = arena.statistics()
+        assert found.plans == 1
+        assert found.plan_requests > 200
+        assert found.plan_served >= 4 * found.plan_requests * 0.95
+        assert found.plan_bytes <= 1.01 * found.plan_bound_bytes
+        assert not told
+
+    def test_steps_of_other_sizes_are_served_bit_for_bit_with_one_message(self) -> None:
+        sizes = [4, 4, 4, 4, 6, 4, 3, 4, 4, 8, 2, 4, 4]
+        got, told = trained(sizes, PlannedLayout(replan_after=10_000))
+        wanted, _ = trained(sizes, None)
+        assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+        assert arena.statistics().deviations > 50
+        assert arena.statistics().plans == 1
+        assert len(told) == 1
+        assert "other memory than planned (request" in told[0]
+
+    def test_after_enough_deviations_another_step_is_planned(self) -> None:
+        got, told = trained([4] * 4 + [7] * 8, PlannedLayout(replan_after=20))
+        wanted, _ = trained([4] * 4 + [7] * 8, None)
+        assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+        assert arena.statistics().plans >= 2
+        assert len(told) == 1
