@@ -87,7 +87,7 @@ class AllocatorSettings:
             "garbage_collection_threshold": self.garbage_collection_threshold or 0.0,
             "expandable_segments": self.expandable_segments,
             "asynchronous": self.backend == "cudaMallocAsync",
-            "arena": None if self.arena is None else self.arena.options(),
+            **({} if self.arena is None else {"arena": self.arena.options()}),
         }
 
 

@@ -256,17 +256,14 @@ class ArenaStatistics:
 
 ARENA_CPU: int = -1
 
-def arena_configure(options: ArenaOptions) -> None:
-    """How allocators of this process are made from now on."""
-
 def arena_open(device: int) -> str:
     """
     Makes the allocator of a device if there is none; empty, or why it cannot be.
     """
 
-def arena_retire(device: int) -> None:
+def arena_replace(device: int, options: ArenaOptions) -> str:
     """
-    Lets the allocator of a device end when what is in use there has been freed.
+    Makes the allocator of a device anew; the one before ends when what is in use there has been freed. Empty, or why it cannot be.
     """
 
 def arena_end_step(device: int) -> None:

@@ -54,6 +54,10 @@ class ArenaSuite(TechniqueSuite):
         plain(self.models[model])  # kept by the suite: it is made before there is an arena
         super().check_training(model, variant)
 
+    def check_untouched(self, model: str, variant: Technique) -> None:
+        arena.install(variant.settings())  # type: ignore[attr-defined]  # so that each apply makes the same calls
+        super().check_untouched(model, variant)
+
     def sabotage(self, tuned: Any) -> bool:
         arena.uninstall()
         return True

@@ -49,9 +49,9 @@ void bind_vmm(nb::module_& m) {
       .def_ro("plans", &Statistics::plans)
       .def_ro("first_deviation", &Statistics::first_deviation);
   m.attr("ARENA_CPU") = vmm::kCpu;
-  m.def("arena_configure", &vmm::configure, "options"_a, "How allocators of this process are made from now on.");
   m.def("arena_open", &vmm::open, "device"_a, "Makes the allocator of a device if there is none; empty, or why it cannot be.");
-  m.def("arena_retire", &vmm::retire, "device"_a, "Lets the allocator of a device end when what is in use there has been freed.");
+  m.def("arena_replace", &vmm::replace, "device"_a, "options"_a,
+        "Makes the allocator of a device anew; the one before ends when what is in use there has been freed. Empty, or why it cannot be.");
   m.def("arena_end_step", &vmm::end_step, "device"_a, "Tells a planned arena that a training step has ended.",
         nb::call_guard<nb::gil_scoped_release>());
   m.def("arena_release_unused", &vmm::release_unused, "device"_a, nb::call_guard<nb::gil_scoped_release>());

@@ -35,19 +35,12 @@ struct Device {
   std::vector<Waiting> waiting;
 };
 
-AllocatorOptions& options() {
-  static AllocatorOptions made;
-  return made;
-}
-
 // Never destroyed: tensors outlive whatever the process ends first.
 Device& device_of(int device) {
   static auto* const devices = new std::array<Device, kMostDevices + 1>();
   if (device < kCpu || device >= kMostDevices) throw std::out_of_range("no device " + std::to_string(device));
   return (*devices)[static_cast<std::size_t>(device + 1)];
 }
-
-thread_local int pool_of_thread = 0;
 
 const CudaApi& cuda() {
   std::string why;
@@ -84,11 +77,10 @@ void finish(Device& device, bool wait) {
                            std::to_string(found.allocated_bytes) + " are in use");
 }
 
-std::string open_locked(int number, Device& device) {
+std::string open_locked(int number, Device& device, AllocatorOptions wanted) {
   if (device.allocator) return "";
   std::string why;
   std::unique_ptr<Driver> driver = number == kCpu ? memory_file(why) : cuda_driver(number, why);
-  AllocatorOptions wanted = options();
   // A file in memory takes any size and ends the process when the machine's memory is used up.
   if (number == kCpu) wanted.limit_bytes = std::min(wanted.limit_bytes, std::int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE));
   if (driver) device.allocator = std::make_unique<Allocator>(std::move(driver), wanted);
@@ -97,22 +89,22 @@ std::string open_locked(int number, Device& device) {
 
 }  // namespace
 
-void configure(const AllocatorOptions& wanted) { options() = wanted; }
-
 std::string open(int number) {
   Device& device = device_of(number);
   const std::lock_guard guard(device.lock);
-  return open_locked(number, device);
+  return open_locked(number, device, {});
 }
 
-void retire(int number) {
+std::string replace(int number, const AllocatorOptions& options) {
   Device& device = device_of(number);
   const std::lock_guard guard(device.lock);
-  if (!device.allocator) return;
-  finish(device, true);
-  device.allocator->release_unused();
-  if (device.allocator->allocated_bytes() > 0) device.retired.push_back(std::move(device.allocator));
-  device.allocator.reset();
+  if (device.allocator) {
+    finish(device, true);
+    device.allocator->release_unused();
+    if (device.allocator->allocated_bytes() > 0) device.retired.push_back(std::move(device.allocator));
+    device.allocator.reset();
+  }
+  return open_locked(number, device, options);
 }
 
 void end_step(int number) {
@@ -152,7 +144,7 @@ extern "C" {
 void* memtune_arena_take(std::int64_t bytes) {
   auto& device = memtune::vmm::device_of(memtune::vmm::kCpu);
   const std::lock_guard guard(device.lock);
-  return reinterpret_cast<void*>(device.allocator->allocate(bytes, memtune::vmm::pool_of_thread));
+  return reinterpret_cast<void*>(device.allocator->allocate(bytes, 0));
 }
 
 void memtune_arena_give(void* data) {
@@ -163,14 +155,12 @@ void memtune_arena_give(void* data) {
   std::abort();
 }
 
-void memtune_arena_pool(int pool) { memtune::vmm::pool_of_thread = pool; }
-
 void* memtune_cuda_alloc(std::size_t bytes, int number, void* stream) {
   namespace vmm = memtune::vmm;
   if (bytes == 0) return nullptr;
   vmm::Device& device = vmm::device_of(number);
   const std::lock_guard guard(device.lock);
-  if (const std::string why = vmm::open_locked(number, device); !why.empty()) throw std::runtime_error("memtune's allocator: " + why);
+  if (const std::string why = vmm::open_locked(number, device, {}); !why.empty()) throw std::runtime_error("memtune's allocator: " + why);
   // Memory may not be mapped while a graph is captured, and what a graph has seen must stay as it is for good.
   int capturing = 0;
   if (vmm::cuda().stream_capturing(stream, &capturing) == 0 && capturing != 0) {

@@ -11,12 +11,10 @@ namespace memtune::vmm {
 
 inline constexpr int kCpu = -1;
 
-// How allocators of this process are made from now on; those that exist stay as they are.
-void configure(const AllocatorOptions& options);
 // Makes the allocator of a device (kCpu or a GPU's number) if there is none; empty, or why it cannot be.
 std::string open(int device);
-// The allocator of a device serves no more requests and ends when what is in use there has been freed; `open` makes another.
-void retire(int device);
+// Makes it anew with these options. The one before serves no more requests and ends when what is in use there has been freed.
+std::string replace(int device, const AllocatorOptions& options);
 void end_step(int device);
 void release_unused(int device);
 void restart_peaks(int device);
@@ -25,10 +23,9 @@ Statistics statistics(int device);
 }  // namespace memtune::vmm
 
 extern "C" {
-// Of the CPU's allocator, on the pool of this thread; null where memory has run out.
+// Of the CPU's allocator, which has been made; null where memory has run out.
 __attribute__((visibility("default"))) void* memtune_arena_take(std::int64_t bytes);
 __attribute__((visibility("default"))) void memtune_arena_give(void* data);
-__attribute__((visibility("default"))) void memtune_arena_pool(int pool);
 
 // torch.cuda.memory.CUDAPluggableAllocator's; errors are std::runtime_error, which torch hands on to Python.
 __attribute__((visibility("default"))) void* memtune_cuda_alloc(std::size_t bytes, int device, void* stream);

@@ -37,13 +37,12 @@ def install(settings: ArenaSettings) -> None:
         ApplyError: It cannot be made here (no compiler, no Linux), or another one holds memory in this process.
     """
     global _installed
-    if _installed == settings:
-        return
     if (fault := shim.available()) is not None:
         raise ApplyError(
             f"allocator: {{kind: {settings.kind}}} needs memtune's CPU ledger.", evidence=str(fault), fix=fault.fix, code="MT351"
         )
-    _make(settings)
+    if _installed != settings:
+        _make(settings)
     shim.install()
     shim.set_source(*_native.arena_functions())
     _installed = settings
@@ -61,16 +60,13 @@ def _make(settings: ArenaSettings) -> None:
     """Makes the process's allocator anew; one that trains a model is not replaced under it."""
     if _installed is not None:
         gc.collect()
-        if held := statistics().allocated_bytes:
+        if held := _native.arena_statistics(_native.ARENA_CPU).allocated_bytes:
             raise ApplyError(
                 f"this process trains with an allocator already, and {format_bytes(held)} are in use there.",
                 evidence=f"A model was tuned with allocator: {{kind: {_installed.kind}}} before.",
                 fix="apply one config with an allocator in a process, or let go of the first model", code="MT352",
             )  # fmt: skip
-    uninstall()
-    _native.arena_retire(_native.ARENA_CPU)
-    _native.arena_configure(settings.options())
-    if why := _native.arena_open(_native.ARENA_CPU):
+    if why := _native.arena_replace(_native.ARENA_CPU, settings.options()):
         raise ApplyError(f"allocator: {{kind: {settings.kind}}} cannot be used here.", evidence=why, code="MT351")
 
 
