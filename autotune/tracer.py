@@ -32,7 +32,7 @@ from memtune.autotune.owners import owners
 from memtune.autotune.resizes import watch_resizes
 from memtune.autotune.rows import Extent, Made, OpRow, Rows, op_columns
 from memtune.autotune.stand_in import stand_in_for
-from memtune.ops import SEAM
+from memtune.ops import SEAM, link_of
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.op_arguments import group_size, mutated, one_pass_bytes, tensors_in
 from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
@@ -244,10 +244,10 @@ class Tracer(WatchingMode):
         resource = seam.resource if seam else Resource.COMPUTE
         group = 0
         if name.startswith(_COLLECTIVES) or (seam and seam.collective):
-            resource, group = Resource.INTRA_LINK, group_size(args, kwargs)
+            resource, group = link_of(func, args) if seam else Resource.INTRA_LINK, group_size(args, kwargs)
         if seam or group:
-            on_host = seam is not None and seam.resource is Resource.HOST_THREADS
-            traffic = one_pass_bytes(inputs, written) if on_host else max([t.nbytes for t in inputs + fresh], default=0)
+            one_pass = seam is not None and seam.resource in (Resource.HOST_THREADS, Resource.COMPUTE)
+            traffic = one_pass_bytes(inputs, written) if one_pass else max([t.nbytes for t in inputs + fresh], default=0)
         else:
             traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
         rng = int(torch.Tag.nondeterministic_seeded in func.tags)

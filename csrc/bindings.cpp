@@ -8,6 +8,7 @@
 #include "edit/bind.h"
 #include "layout/bind.h"
 #include "optim/bind.h"
+#include "quant/bind.h"
 #include "remat/bind.h"
 #include "simulator/bind.h"
 #include "vmm/bind.h"
@@ -21,6 +22,7 @@ NB_MODULE(_native, m) {
   bind_edit(m);
   bind_layout(m);
   bind_optim(m);
+  bind_quant(m);
   bind_remat(m);
   bind_simulator(m);
   bind_vmm(m);

@@ -54,6 +54,16 @@ def optimizer_update(rule: str, moments: str, weight: object, gradient: object, 
     One optimizer step over one tensor in host memory, in one pass on `threads` threads: weight (float32) and moments in place, the new weight in bfloat16 to `out`, which may be the gradient's memory. ValueError names what does not fit.
     """
 
+def quantise(packed: object, values: object, error: object | None, lengths: Sequence[int], bits: int, block: int, nodes: int = 1, threads: int = 1, isa: str = '') -> None:
+    """
+    Rows of values into rows of bytes: stretches of `lengths` are, in turn, quantised in blocks and kept. csrc/quant/quantise.h has the form. ValueError names what does not fit.
+    """
+
+def dequantise(values: object, packed: object, lengths: Sequence[int], bits: int, block: int, sources: int = 1, factor: float = 1.0, threads: int = 1, isa: str = '') -> None:
+    """
+    Rows of bytes back into values: `factor` times the sum over `sources`, each with all rows. ValueError names what does not fit.
+    """
+
 class Rematerializer:
     """
     Dynamic rematerialization on the books of a program that runs; a tensor is a storage.

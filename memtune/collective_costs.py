@@ -62,6 +62,7 @@ def collective_s(
     seconds = rounds * (steps / ranks * n_bytes / bytes_per_s + steps * latency_s)
     if algorithms.any():
         local = np.minimum(ranks, hardware.gpus_per_node) if hardware.device == "cuda" else ranks
+        local = np.where(resource == Resource.INTER_LINK, 1.0, local)  # no two of its ranks share a node
         other = np.select(
             [algorithms == Algorithm.HIERARCHICAL, algorithms == Algorithm.ALL_TO_ALL],
             [rounds * _hierarchical_s(n_bytes, ranks, local, hardware), _all_to_all_s(n_bytes, ranks, local, hardware)],

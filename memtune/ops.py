@@ -13,12 +13,15 @@ So a recorder, a dry run and a byte counter see the same operators as the traini
 | `all_gather_into_(out, x, group, ranks)` | link | – |
 | `reduce_scatter_into_(out, x, group, ranks, op)` | link | – |
 | `all_reduce_(x, group, ranks, op)` | link | – |
+| `all_to_all_into_(out, x, group, ranks)` | link | – |
+| `quantise_(packed, x, error, lengths, bits, block, nodes)` | compute | – |
+| `dequantise_(out, packed, lengths, bits, block, sources, factor)` | compute | – |
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +30,7 @@ from torch import Tensor
 
 from memtune.program import Resource
 from memtune.program import Tier as TierId
-from memtune.runtime import host_update, transfer
+from memtune.runtime import host_update, nodes, quantised, transfer
 from memtune.runtime.nodes import count_collective
 
 
@@ -49,7 +52,17 @@ SEAM: dict[str, SeamOp] = {
     "memtune.all_gather_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.reduce_scatter_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.all_reduce_.default": SeamOp(Resource.INTRA_LINK, collective=True),
+    "memtune.all_to_all_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
+    "memtune.quantise_.default": SeamOp(Resource.COMPUTE),
+    "memtune.dequantise_.default": SeamOp(Resource.COMPUTE),
 }
+
+
+def link_of(func: torch._ops.OpOverload, args: Sequence[object]) -> Resource:
+    """The link that a collective of the seam occupies: the network where no two of its ranks share a node, else the node's."""
+    name = args[[each.name for each in func._schema.arguments].index("group")]
+    return Resource.INTER_LINK if nodes.is_between_nodes(_group(str(name))) else Resource.INTRA_LINK
+
 
 _LIBRARY = torch.library.Library("memtune", "DEF")
 _LIBRARY.define("to_device(Tensor x, Device device) -> Tensor")
@@ -64,6 +77,9 @@ _LIBRARY.define(
 _LIBRARY.define("all_gather_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
 _LIBRARY.define("reduce_scatter_into_(Tensor(a!) out, Tensor x, str group, int ranks, str op) -> ()")
 _LIBRARY.define("all_reduce_(Tensor(a!) x, str group, int ranks, str op) -> ()")
+_LIBRARY.define("all_to_all_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
+_LIBRARY.define("quantise_(Tensor(a!) packed, Tensor x, Tensor(b!)? error, int[] lengths, int bits, int block, int nodes) -> ()")
+_LIBRARY.define("dequantise_(Tensor(a!) out, Tensor packed, int[] lengths, int bits, int block, int sources, float factor) -> ()")
 
 # torch 2.13 has new names for these and warns of the old ones, which are all that 2.11 has.
 all_gather_single: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -141,6 +157,14 @@ def _all_reduce(x: Tensor, group: str, ranks: int, op: str) -> None:
     count_collective(_group(group), 2 * x.nbytes * (ranks - 1) // ranks)
 
 
+def _all_to_all_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    mine, theirs = out.detach(), x.detach()
+    dist.all_to_all_single(mine, theirs, group=_group(group))
+    if x.device.type == "cpu":
+        _let_go([mine, theirs])
+    count_collective(_group(group), x.nbytes // ranks * (ranks - 1))
+
+
 def _fake_to_device(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
 
@@ -162,7 +186,13 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("all_gather_into_", _all_gather_into, _key)
     _LIBRARY.impl("reduce_scatter_into_", _reduce_scatter_into, _key)
     _LIBRARY.impl("all_reduce_", _all_reduce, _key)
+    _LIBRARY.impl("all_to_all_into_", _all_to_all_into, _key)
+    _LIBRARY.impl("quantise_", quantised.quantise_, _key)
+    _LIBRARY.impl("dequantise_", quantised.dequantise_, _key)
 torch.library.register_fake("memtune::to_device", _fake_to_device, lib=_LIBRARY)
 torch.library.register_fake("memtune::to_host", _fake_to_host, lib=_LIBRARY)
-for _name in ("copy_to_host_", "copy_to_device_", "host_update_", "all_gather_into_", "reduce_scatter_into_", "all_reduce_"):
+for _name in (
+    "copy_to_host_", "copy_to_device_", "host_update_", "all_gather_into_", "reduce_scatter_into_", "all_reduce_",
+    "all_to_all_into_", "quantise_", "dequantise_",
+):  # fmt: skip
     torch.library.register_fake(f"memtune::{_name}", _nothing, lib=_LIBRARY)

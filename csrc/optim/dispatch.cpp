@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <string_view>
 
+#include "optim/isa.h"
 #include "optim/pool.h"
 #include "optim/update.h"
 
@@ -12,23 +13,8 @@ void update_avx2(Rule, Moments, const Tensors&, const Numbers&, std::int64_t, st
 void update_avx512(Rule, Moments, const Tensors&, const Numbers&, std::int64_t, std::int64_t);
 #endif
 
-namespace {
-
-bool has(std::string_view isa) {
-#ifdef MEMTUNE_X86
-  if (isa == "avx512") {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
-  }
-  if (isa == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#endif
-  return isa == "base";
-}
-
-}  // namespace
-
 Update named(const char* isa) {
-  if (!has(isa)) return nullptr;
+  if (!runs(isa)) return nullptr;
 #ifdef MEMTUNE_X86
   if (std::string_view(isa) == "avx512") return update_avx512;
   if (std::string_view(isa) == "avx2") return update_avx2;
@@ -36,7 +22,7 @@ Update named(const char* isa) {
   return update_base;
 }
 
-const char* best_name() { return has("avx512") ? "avx512" : has("avx2") ? "avx2" : "base"; }
+const char* best_name() { return runs("avx512") ? "avx512" : runs("avx2") ? "avx2" : "base"; }
 
 Update best() {
   static const Update found = named(best_name());

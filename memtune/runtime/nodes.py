@@ -1,18 +1,74 @@
-"""Which ranks share a node, and so over which class of link the members of a group talk."""
+"""Which ranks share a node: groups inside it and between nodes, and over which class of link the members of a group talk.
+
+A node is `ranks_per_node` consecutive ranks. On gloo, where all ranks may be on one machine, that is whatever a config
+declares; bytes are counted as if it were so.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from functools import cache
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.runtime.transfer import COUNTERS
 
+_declared: int | None = None
+
+
+def declare(ranks_per_node: int | None) -> None:
+    """Say how many consecutive ranks a node has; None takes it back."""
+    global _declared
+    _declared = ranks_per_node
+
 
 def ranks_per_node() -> int:
-    """Ranks on one node, as the starter of the processes says (`LOCAL_WORLD_SIZE`); all of them where it says nothing."""
+    """Ranks on one node: as declared, else as the starter of the processes says (`LOCAL_WORLD_SIZE`), else all of them."""
     ranks = dist.get_world_size()
-    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    return min(ranks, _declared or int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """The ranks that share a copy of the model state, as nodes × ranks of a node; groups are those of this rank."""
+
+    inside: dist.ProcessGroup
+    """Its node's."""
+    between: dist.ProcessGroup
+    """Those with its place, one of every node."""
+    nodes: int
+    local: int
+
+    @property
+    def place(self) -> int:
+        """This rank's among those of its node."""
+        return dist.get_rank(self.inside)
+
+    @property
+    def node(self) -> int:
+        """This rank's among the nodes."""
+        return dist.get_rank(self.between)
+
+
+def nodes_of(device_type: str, degree: int, local: int) -> Nodes:
+    """The groups of this rank among `degree` consecutive ranks on nodes of `local` each; made once per process group."""
+    with _disable_current_modes():
+        return _nodes(device_type, degree, local, id(dist.distributed_c10d._get_default_group()))
+
+
+@cache
+def _nodes(device_type: str, degree: int, local: int, group: int) -> Nodes:
+    shape, names = (dist.get_world_size() // degree, degree // local, local), ("copies", "nodes", "places")
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return Nodes(mesh["places"].get_group(), mesh["nodes"].get_group(), degree // local, local)
+
+
+def forget() -> None:
+    """Call when the process group is gone: the next one may have its address."""
+    _nodes.cache_clear()
 
 
 def count_collective(group: dist.ProcessGroup, n_bytes: int) -> None:
@@ -25,3 +81,12 @@ def count_collective(group: dist.ProcessGroup, n_bytes: int) -> None:
     members = dist.get_process_group_ranks(group)
     COUNTERS.add("collective", n_bytes)
     COUNTERS.add("intra_link" if members[0] // node == members[-1] // node else "inter_link", n_bytes)
+
+
+def is_between_nodes(group: dist.ProcessGroup) -> bool:
+    """Whether no two ranks of `group` share a node that others share; where every node has one rank, nothing tells links apart."""
+    size = ranks_per_node()
+    if size == 1:
+        return False
+    nodes = [rank // size for rank in dist.get_process_group_ranks(group)]
+    return len(nodes) > 1 and len(set(nodes)) == len(nodes)

@@ -46,6 +46,8 @@ def test_by_hand(name: str, ranks: int, expected: float) -> None:
 
 def test_over_the_network_only() -> None:
     assert seconds("memtune.all_reduce_.default", 4, Resource.INTER_LINK) == pytest.approx(2 * (3 / 4 * S / 1e8 + 3e-2))
+    # One rank of each node: nobody is near, however many devices a node has.
+    assert seconds("memtune.all_to_all_into_.default", 4, Resource.INTER_LINK) == pytest.approx(3 * (S / 4 / 1e8 + 1e-2))
     assert seconds("memtune.send.default", 2, Resource.INTER_LINK) == pytest.approx(S / 1e8 + 1e-2)
 
 

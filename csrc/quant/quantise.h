@@ -1,0 +1,72 @@
+// Values that travel in fewer bits: blocks of 8- or 4-bit integers relative to the largest of each block, packed row by row.
+//
+// A row is what one rank sends to another. It holds, in this order, the scales of its blocks (float32), the values that stay as they
+// are (float32), and the integers; its length is rounded up to 16 bytes. `Row` says which values are which: lengths of stretches that
+// are, in turn, quantised and kept. Blocks start anew in every stretch. 4-bit integers lie two to a byte, the first one low.
+//
+// Rules:
+// 1. scale = largest/levels, code = round_half_even(value * (levels/largest)), in float32 and uncontracted: every instruction set,
+//    torch and the GPU kernels give the same bits. levels is 127 or 7.
+// 2. A block whose largest is below 2^-119 is zero (levels/largest must not overflow); one that is not finite is NaN throughout.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace memtune::quant {
+
+enum class Format : std::uint8_t { float32, bfloat16 };
+
+struct Stretch {
+  std::int64_t begin, count;       // values of the row
+  std::int64_t scale, kept, code;  // first scale, first kept value; first byte of the integers. What it has none of: -1
+};
+
+struct Row {
+  int bits = 8;
+  std::int64_t block = 256;
+  std::int64_t numel = 0, n_bytes = 0;
+  std::int64_t kept_at = 0, codes_at = 0;  // bytes before the kept values and before the integers
+  std::vector<Stretch> stretches;
+};
+
+// Throws std::invalid_argument for lengths below zero, bits other than 4 and 8, or a block that is not in [2, 4096] and even.
+Row row_of(std::span<const std::int64_t> lengths, int bits, std::int64_t block);
+
+// Values (rows, numel) into packed (rows, n_bytes). With `nodes` > 1 the rows, which are (nodes, rows/nodes) in `values`, are written as
+// (rows/nodes, nodes). Where there is an `error` it is float32 and like `values`: quantised is value + error, what is lost becomes the
+// new error.
+struct Packing {
+  const void* values;
+  Format format;
+  float* error;
+  std::int64_t rows, nodes;
+  std::uint8_t* packed;
+};
+
+// Packed (sources, rows, n_bytes) into values (rows, numel): factor times the sum over the sources, added up in their order.
+struct Unpacking {
+  const std::uint8_t* packed;
+  std::int64_t sources, rows;
+  float factor;
+  void* values;
+  Format format;
+};
+
+// The blocks [first, last) of all blocks of all rows (`blocks_in` of each), row by row.
+struct Form {
+  void (*pack)(const Row&, const Packing&, std::int64_t first, std::int64_t last);
+  void (*unpack)(const Row&, const Unpacking&, std::int64_t first, std::int64_t last);
+};
+
+std::int64_t blocks_in(const Row& row);
+
+// The widest form that this machine runs, or the one named: "base", "avx2", "avx512"; null where the machine or the build lacks it.
+const Form* named(const char* isa);
+const Form* best();
+
+void pack(const Form& form, const Row& row, const Packing& what, int threads);
+void unpack(const Form& form, const Row& row, const Unpacking& what, int threads);
+
+}  // namespace memtune::quant

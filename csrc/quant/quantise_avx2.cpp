@@ -1,0 +1,2 @@
+#define MEMTUNE_ISA quantise_avx2
+#include "quant/quantise.inl"

@@ -1,0 +1,2 @@
+#define MEMTUNE_ISA quantise_avx512
+#include "quant/quantise.inl"

@@ -1,0 +1,2 @@
+#define MEMTUNE_ISA quantise_base
+#include "quant/quantise.inl"

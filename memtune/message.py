@@ -1,0 +1,92 @@
+"""What travels of a rank's values when they travel in fewer bits: the plan of a message, in plain numbers.
+
+A message is made of rows, one for each rank that something is sent to or comes from. Values of large parameters become integers
+of `bits` bits relative to the largest of each `block`; those of small ones (norms, biases, routers) go along in float32. The
+form of a row is that of `csrc/quant/quantise.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Bits = Literal[4, 8]
+ALIGNMENT_BYTES = 16
+SCALE_BYTES = 4
+"""A float32 per block."""
+KEPT_BYTES = 4
+"""What is not quantised travels in float32."""
+LEVELS: dict[int, int] = {4: 7, 8: 127}
+"""The largest integer of a code."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How values travel."""
+
+    bits: Bits
+    block: int
+    """Values that share a scale; even, so that no byte of 4-bit integers holds values of two blocks."""
+    exact_below: int
+    """Parameters with fewer elements are kept as they are."""
+
+    def row(self, numel: Sequence[int], kept: Sequence[bool]) -> Row:
+        """The row of a message that holds `numel[i]` values of the i-th parameter, quantised unless `kept[i]`."""
+        lengths: list[int] = []  # an even number of them: the next one is quantised
+        for count, stays in zip(numel, kept, strict=True):
+            if stays and lengths and len(lengths) % 2 == 0:
+                lengths[-1] += count
+                continue
+            if stays != (len(lengths) % 2 == 1):  # the blocks of every parameter are its own
+                lengths.append(0)
+            lengths.append(count)
+        return Row(tuple(lengths), self.bits, self.block)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Stretches of values, in turn quantised and kept."""
+
+    lengths: tuple[int, ...]
+    bits: Bits
+    block: int
+
+    @property
+    def numel(self) -> int:
+        """Values."""
+        return sum(self.lengths)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in a message: scales, kept values and codes, rounded up to 16."""
+        quantised, kept = self.lengths[::2], sum(self.lengths[1::2])
+        scales = sum(-(-count // self.block) for count in quantised)
+        codes = sum(count if self.bits == 8 else -(-count // 2) for count in quantised)
+        whole = SCALE_BYTES * scales + KEPT_BYTES * kept + codes
+        return -(-whole // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Communication:
+    """How sharded weights come together and gradients go apart over nodes of `ranks_per_node` consecutive ranks."""
+
+    ranks_per_node: int
+    weights: Form | None = None
+    """Gathered in this form (ZeRO++ qwZ); None: as they are."""
+    secondary: bool = False
+    """Every node keeps a copy of what forward gathered, divided over its ranks, and backward gathers that (ZeRO++ hpZ)."""
+    gradients: Form | None = None
+    """Exchanged in this form, first inside the node, then between nodes (ZeRO++ qgZ); None: reduce-scattered as they are."""
+    gather: Literal["flat", "hierarchical", "rings"] = "flat"
+    """All ranks in one ring; between nodes and then inside them (MiCS); both at once, chunk by chunk (PaRO)."""
+
+    @property
+    def by_node(self) -> bool:
+        """Whether it matters which ranks share a node."""
+        return self.secondary or self.gradients is not None or self.gather != "flat"
+
+    @property
+    def changes_gathers(self) -> bool:
+        """Whether parameters are gathered otherwise than by one all-gather."""
+        return self.weights is not None or self.secondary or self.gather != "flat"

@@ -1,0 +1,208 @@
+"""How a sharded model's weights come together and its gradients go apart: collectives put into FSDP2's units after they are made.
+
+Rules:
+
+1. Every rank computes with the same weights: what is gathered quantised is dequantised from the same bytes everywhere, this
+   rank's own shard too. Shards themselves, gradients' and optimizer's included, stay as they are.
+2. A secondary shard is made by the gather of a forward that will have a backward, serves that backward and is let go. If any
+   shard of the unit was written to in between (an optimizer's step, a checkpoint), it is stale, and backward gathers the shards
+   anew.
+3. What cannot be told apart by parameter (a unit of which only some parameters got gradients) goes as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from memtune.errors import ApplyError
+from memtune.message import Communication, Form, Row
+from memtune.runtime import nodes
+from memtune.runtime.collectives import SeamAllGather, SeamReduceScatter
+from memtune.runtime.context import Context
+from memtune.runtime.nodes import Nodes
+
+
+def communicate(context: Context, how: Communication) -> None:
+    """Put the collectives of `how` into every unit of the sharded model of `context`.
+
+    Raises:
+        ApplyError: The model is not sharded by FSDP2, or its ranks are not whole nodes.
+    """
+    units = {name: module for name, module in context.model.named_modules() if isinstance(module, FSDPModule)}
+    if not units:
+        raise ApplyError(
+            "sharding.communication changes the collectives of FSDP2, but nothing is sharded by it.",
+            fix="sharding: {states: {kind: fsdp}}, or leave communication out", code="MT341",
+        )  # fmt: skip
+    groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in units.values()]
+    degree = next(group.mesh_info.shard_mesh_size for group in groups if group is not None)
+    nodes.declare(how.ranks_per_node)
+    context.undo.callback(nodes.declare, None)
+    place = _place(context, how, degree)
+    forward = Forward(context.model) if how.secondary else None
+    for unit, group in zip(units.values(), groups, strict=True):
+        if group is None:  # a unit without parameters
+            continue
+        if how.changes_gathers:
+            unit.set_custom_all_gather(Gather(group, how, place, forward))
+        if how.gradients is not None and place is not None:
+            unit.set_custom_reduce_scatter(Exchange(group, how.gradients, place))
+    context.checks["sharding.communication"] = lambda: _check(how, groups)
+
+
+def _place(context: Context, how: Communication, degree: int) -> Nodes | None:
+    local = min(how.ranks_per_node, degree)
+    if not how.by_node:
+        return None
+    if degree % local:
+        raise ApplyError(
+            f"nodes of {local} ranks do not divide the {degree} ranks that share a copy of the model.",
+            fix="ranks_per_node: a divisor of the sharding degree", code="MT342",
+        )  # fmt: skip
+    return nodes.nodes_of(context.device.type, degree, local)
+
+
+def _check(how: Communication, groups: list[Any]) -> dict[str, Any]:
+    mine = [group for group in groups if group is not None]
+    gathers = sum(isinstance(group._all_gather_comm, Gather) for group in mine)
+    exchanges = sum(isinstance(group._reduce_scatter_comm, Exchange) for group in mine)
+    for name, there, expected in (("gathers", gathers, how.changes_gathers), ("exchanges", exchanges, how.gradients is not None)):
+        if there != (len(mine) if expected else 0):
+            raise ApplyError(f"{there} of {len(mine)} units have the {name} that the config asks for.", code="MT343")
+    return {"units": len(mine), "ranks_per_node": how.ranks_per_node, "gathers": gathers, "exchanges": exchanges}
+
+
+class Forward:
+    """Whether the model's forward that runs, or ran last, will have a backward; FSDP2's own hooks run without gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.has_backward = False
+        model.register_forward_pre_hook(self._begin, prepend=True)
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        self.has_backward = torch.is_grad_enabled()
+
+
+def _row(form: Form, group: Any, *, trainable: bool = False) -> Row:
+    """What one rank's shards of a unit are as a row of a message."""
+    parameters = [p for p in group.fsdp_params if p.sharded_param.requires_grad or not trainable]
+    numel = [p._sharded_param_data.numel() for p in parameters]
+    return form.row(numel, [count * group.mesh_info.shard_mesh_size < form.exact_below for count in numel])
+
+
+class Gather(SeamAllGather):
+    """All-gather of one unit's parameters: quantised, by nodes, or from the node's own copy (Rules 1 and 2).
+
+    Args:
+        group: FSDP2's parameters of the unit.
+        how: What is done.
+        place: This rank's nodes, where they matter.
+        forward: Says whether a backward will come; None: no copy is kept.
+    """
+
+    def __init__(self, group: Any, how: Communication, place: Nodes | None, forward: Forward | None) -> None:
+        self._group, self._how, self._place, self._forward = group, how, place, forward
+        self._secondary: tuple[Tensor, tuple[int, ...]] | None = None
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather `input_tensor` (numel) of all ranks into `output_tensor` (ranks · numel)."""
+        backward = torch._C._current_graph_task_id() != -1
+        kept, self._secondary = self._secondary, None
+        if backward and kept is not None and kept[1] == self._versions():
+            assert self._place is not None
+            inside = self._place.inside
+            torch.ops.memtune.all_gather_into_(output_tensor, kept[0], inside.group_name, inside.size())
+            return None
+        if self._how.weights is not None:
+            self._quantised(self._how.weights, output_tensor, input_tensor, group)
+        elif self._how.gather == "hierarchical":
+            self._by_node(output_tensor, input_tensor)
+        else:
+            super().__call__(output_tensor, input_tensor, group)
+        if not backward and self._forward is not None and self._forward.has_backward and self._group._reshard_after_forward:
+            assert self._place is not None
+            mine = output_tensor.view(self._place.local, -1)[self._place.place]
+            self._secondary = mine.clone(), self._versions()
+        return None
+
+    def _quantised(self, form: Form, whole: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+        row, ranks = _row(form, self._group), group.size()
+        lengths = list(row.lengths)
+        received = torch.empty(ranks * row.n_bytes, dtype=torch.uint8, device=whole.device)
+        packed = received.view(ranks, -1)[group.rank()]
+        torch.ops.memtune.quantise_(packed, mine, None, lengths, row.bits, row.block, 1)
+        torch.ops.memtune.all_gather_into_(received, packed, group.group_name, ranks)
+        torch.ops.memtune.dequantise_(whole, received, lengths, row.bits, row.block, 1, 1.0)
+
+    def _by_node(self, whole: Tensor, mine: Tensor) -> None:
+        """Between nodes first, among the ranks with one place; then what came from each node, inside the node."""
+        assert self._place is not None
+        inside, between = self._place.inside, self._place.between
+        from_nodes = torch.empty(self._place.nodes * mine.numel(), dtype=mine.dtype, device=mine.device)
+        torch.ops.memtune.all_gather_into_(from_nodes, mine, between.group_name, between.size())
+        for out, part in zip(whole.chunk(self._place.nodes), from_nodes.chunk(self._place.nodes), strict=True):
+            torch.ops.memtune.all_gather_into_(out, part, inside.group_name, inside.size())
+
+    def _versions(self) -> tuple[int, ...]:
+        """Changes with every write into a shard of the unit, be it through the DTensor or through what it wraps."""
+        parameters = [p.sharded_param for p in self._group.fsdp_params]
+        return tuple(version for p in parameters for version in (p._version, p._local_tensor._version))
+
+
+class Exchange(SeamReduceScatter):
+    """Reduce-scatter of one unit's gradients as two hops of all-to-all in few bits, added up in float32 after each (ZeRO++ qgZ).
+
+    Args:
+        group: FSDP2's parameters of the unit.
+        form: How gradients travel.
+        place: This rank's nodes.
+    """
+
+    def __init__(self, group: Any, form: Form, place: Nodes) -> None:
+        self._group, self._form, self._place = group, form, place
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce `input_tensor` (ranks · numel) over the ranks and keep this rank's part in `output_tensor` (numel)."""
+        row, place = _row(self._form, self._group, trainable=True), self._place
+        factor = {dist.ReduceOp.AVG: 1.0 / group.size(), dist.ReduceOp.SUM: 1.0}.get(op)
+        if row.numel * group.size() != input_tensor.numel() or factor is None:  # Rule 3
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        sums = torch.empty(place.nodes * row.numel, dtype=torch.float32, device=input_tensor.device)
+        sent = _packed(input_tensor, row, swizzle=place.nodes)
+        received = _exchanged(sent, place.inside)
+        del sent
+        _add_up(sums, received, row, place.local, 1.0)
+        del received
+        sent = _packed(sums, row)
+        del sums
+        received = _exchanged(sent, place.between)
+        del sent
+        _add_up(output_tensor, received, row, place.nodes, factor)
+        return None
+
+
+def _packed(x: Tensor, row: Row, *, swizzle: int = 1) -> Tensor:
+    """Rows of `x` in few bits; `swizzle` nodes by ranks of a node become ranks by nodes."""
+    packed = torch.empty(x.numel() // row.numel * row.n_bytes, dtype=torch.uint8, device=x.device)
+    torch.ops.memtune.quantise_(packed, x, None, list(row.lengths), row.bits, row.block, swizzle)
+    return packed
+
+
+def _exchanged(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What every rank of `group` sent to this one."""
+    received = torch.empty(sent.numel(), dtype=torch.uint8, device=sent.device)
+    torch.ops.memtune.all_to_all_into_(received, sent, group.group_name, group.size())
+    return received
+
+
+def _add_up(out: Tensor, received: Tensor, row: Row, sources: int, factor: float) -> None:
+    torch.ops.memtune.dequantise_(out, received, list(row.lengths), row.bits, row.block, sources, factor)

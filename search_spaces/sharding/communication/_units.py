@@ -1,0 +1,85 @@
+"""What the techniques have in common that change the collectives of FSDP2's units: over which ranks, and on which nodes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from memtune.runtime import nodes
+from memtune.technique import Plan, Reason, Target
+
+
+class Ranks(NamedTuple):
+    """Ranks that share a copy of the model state, and how many of them share a node."""
+
+    degree: int
+    per_node: int
+
+
+def node_size(target: Target, declared: int | None) -> int:
+    """Consecutive ranks on one node: as declared, else the hardware's."""
+    return declared or target.hardware.local_ranks(target.ranks)
+
+
+def ranks_of(target: Target, declared: int | None) -> Ranks:
+    """The ranks that gather a unit, where the states are sharded by `target.chosen`."""
+    degree = int(target.chosen["sharding.states"].record(target)["states.shard"]["parameters"])
+    return Ranks(degree, min(node_size(target, declared), degree))
+
+
+def planned(target: Target, declared: int | None) -> Plan:
+    """The size of a node, where the config does not declare it."""
+    return Plan() if declared else Plan(decisions={"ranks_per_node": node_size(target, None)})
+
+
+def live_node_size(plan: Plan, declared: int | None) -> int:
+    """Consecutive ranks on one node of a training that runs: as declared, as planned, or as its starter says."""
+    return declared or int(plan.decisions.get("ranks_per_node", 0)) or nodes.ranks_per_node()
+
+
+def one_node(target: Target, declared: int | None) -> Reason | None:
+    """Why not, where there are no two nodes; nothing else is looked at."""
+    if target.ranks < 2:
+        return Reason("there is only one rank", "--gpus or --workers 2 and more")
+    size = node_size(target, declared)
+    if size >= target.ranks:
+        return Reason(
+            f"all {target.ranks} ranks share a node: there is no slow link to spare", "--nodes 2 and more, or ranks_per_node"
+        )
+    return None
+
+
+def unsharded(target: Target) -> Reason | None:
+    """Why not, where no parameters are gathered unit by unit."""
+    if target.ranks < 2:
+        return Reason("there is only one rank", "--gpus or --workers 2 and more")
+    states = target.chosen.get("sharding.states")
+    if states is None or "states.gather" not in states.record(target):
+        kind = "none" if states is None else states.kind
+        return Reason(f"it changes how FSDP2 gathers parameters, and sharding.states is {kind}", "sharding.states: fsdp")
+    return None
+
+
+def uneven_nodes(ranks: Ranks) -> Reason | None:
+    """Why not, where the ranks that gather are one node or no whole nodes."""
+    if ranks.degree <= ranks.per_node:
+        return Reason(
+            f"the {ranks.degree} ranks that share a copy are on one node", "a larger sharding degree, or ranks_per_node"
+        )
+    if ranks.degree % ranks.per_node:
+        return Reason(
+            f"nodes of {ranks.per_node} ranks do not divide the {ranks.degree} ranks that share a copy",
+            "ranks_per_node or a sharding degree of whole nodes",
+        )
+    if ranks.per_node == 1:
+        return Reason("every node has one rank: there is no fast link to use instead", "sharding.communication: none")
+    return None
+
+
+def gathers_again(target: Target) -> bool:
+    """Whether units are gathered again in backward."""
+    return bool(_gather(target).get("again_in_backward"))
+
+
+def _gather(target: Target) -> dict[str, Any]:
+    found: dict[str, Any] = target.chosen["sharding.states"].record(target)["states.gather"]
+    return found

@@ -1,0 +1,121 @@
+"""Fewer bytes between nodes: quantised weight gathers, a copy of the weights in every node, quantised gradients (ZeRO++)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from memtune.message import Bits, Communication, Form
+from memtune.parameters import columns_of
+from memtune.passes.communicate import communicate as rewrite_collectives
+from memtune.program import Program, Step
+from memtune.runtime.communication import communicate
+from memtune.runtime.context import Context
+from memtune.search_spaces.sharding.communication import _units
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+
+
+class ZeroPp(Technique):
+    """Trades memory (hpZ) or exactness (qwZ, qgZ) for bytes on the link between nodes; each part is on or off by itself.
+
+    hpZ: every node keeps what forward gathered, 1/k of it on each of its k ranks, until the unit's backward gathers it inside
+    the node; bitwise. qwZ: weights are gathered as integers relative to the largest of each block, M bytes in bfloat16 become
+    M/2 with 8 bits; all ranks compute with the same rounded weights, masters stay exact; lossy. qgZ: gradients are exchanged as
+    integers in two hops of all-to-all, inside the node and then between nodes, and added up in float32 after each; M becomes
+    M/4 with 4 bits; lossy.
+
+    An element that is quantised is off by at most half a step, the largest of its block over 254 (8 bits) or 14 (4 bits).
+
+    Distinguishing test: hpZ leaves no byte between nodes in backward's gathers, qwZ and qgZ carry `bits`/(8·itemsize) of the
+    bytes and 4 bytes per block.
+    """
+
+    kind: Literal["zeropp"] = "zeropp"
+    slot: ClassVar[str] = "sharding.communication"
+    title: ClassVar[str] = "Fewer bytes between nodes"
+    source: ClassVar[str] = "Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 (qwZ), 3.2 (hpZ) and 3.3 (qgZ)"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    hpz: bool = True
+    """Backward gathers inside the node, from a copy that costs 1/k of the model's bytes on each of a node's k ranks."""
+    qwz: bool = False
+    """Weights are gathered in `weight_bits`."""
+    qgz: bool = False
+    """Gradients are exchanged in `gradient_bits`, in two hops."""
+    weight_bits: Bits = 8
+    """Of a weight on the link; 4 is half the bytes and eighteen times the step between two values."""
+    gradient_bits: Bits = 4
+    """Of a gradient on the link; 8 is twice the bytes and an eighteenth of the step."""
+    block: Annotated[int, Field(ge=16, le=4096, multiple_of=2)] = 256
+    """Values that share a scale of 4 bytes; small blocks are more exact and carry more scales."""
+    exact_below: Annotated[int, Field(ge=0)] = 65536
+    """Parameters with fewer elements (norms, biases, routers) travel in float32: few bytes, and the most sensitive ones."""
+    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
+    """Consecutive ranks on a node; by default what the hardware has."""
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if not (self.hpz or self.qwz or self.qgz):
+            raise ValueError("with hpz, qwz and qgz off it is sharding.communication: none")
+        return self
+
+    def exactly(self) -> Exactness:
+        """Lossy as soon as anything is quantised."""
+        return Exactness.LOSSY if self.qwz or self.qgz else Exactness.BITWISE
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs parameters that FSDP2 shards, for hpZ and qgZ over several nodes; to quantise, float parameters of one type."""
+        return (
+            (_units.one_node(target, self.ranks_per_node) if self.hpz or self.qgz else None)
+            or (_untravelled_types(program.step) if self.qwz or self.qgz else None)
+            or _units.unsharded(target)
+            or (self._no_copy_to_keep(target) if self.hpz else None)
+            or (_units.uneven_nodes(_units.ranks_of(target, self.ranks_per_node)) if self.hpz or self.qgz else None)
+        )
+
+    def _no_copy_to_keep(self, target: Target) -> Reason | None:
+        if not _units.gathers_again(target):
+            return Reason("nothing is gathered again in backward", "reshard_after_forward: true, or hpz: false")
+        return None
+
+    def _how(self, ranks_per_node: int) -> Communication:
+        weights = Form(self.weight_bits, self.block, self.exact_below) if self.qwz else None
+        gradients = Form(self.gradient_bits, self.block, self.exact_below) if self.qgz else None
+        return Communication(ranks_per_node, weights, self.hpz, gradients)
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """The size of a node."""
+        return _units.planned(target, self.ranks_per_node)
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Fewer bytes on the links, what packs and unpacks them, and the copies that nodes keep."""
+        degree, per_node = _units.ranks_of(target, self.ranks_per_node)
+        step = rewrite_collectives(program.step, self._how(per_node), degree, stages_messages=target.device == "cpu")
+        return program.with_step(step)
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Put the collectives into FSDP2's units."""
+        communicate(context, self._how(_units.live_node_size(plan, self.ranks_per_node)))
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """The size of a node."""
+        size = plan.decisions.get("ranks_per_node")
+        return () if size is None else (f"nodes of {size} ranks",)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Which collectives are used, and over nodes of how many ranks."""
+        return {"communication": asdict(self._how(_units.node_size(target, self.ranks_per_node)))}
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """Every part on and off; what is lossy is only asked for where the user allows it."""
+        return {"hpz": (True, False), "qwz": (False, True), "qgz": (False, True)}
+
+
+def _untravelled_types(step: Step) -> Reason | None:
+    """Why not, where a unit's parameters do not travel as one stretch of floats."""
+    sizes = set(columns_of(step.parameters).itemsize.tolist())
+    if len(sizes) > 1:
+        return Reason("parameters of several types travel as plain bytes", "one dtype for all parameters")
+    return None if sizes <= {2, 4} else Reason("only float32, bfloat16 and float16 are quantised", "sharding.communication: none")
