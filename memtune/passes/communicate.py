@@ -8,7 +8,9 @@ stream for gathers.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +74,7 @@ def _read(step: Step, op: int) -> I32:
     return storages
 
 
-def _ragged(parts: list[npt.NDArray[np.integer]]) -> Ragged:
+def _ragged(parts: Sequence[npt.NDArray[Any]]) -> Ragged:
     return Ragged(np.concatenate([np.empty(0, np.int64), *parts]), np.asarray([len(each) for each in parts], np.int64))
 
 

@@ -84,7 +84,7 @@ def count_collective(group: dist.ProcessGroup, n_bytes: int) -> None:
 
 
 def is_between_nodes(group: dist.ProcessGroup) -> bool:
-    """Whether no two ranks of `group` share a node that others share; where every node has one rank, nothing tells links apart."""
+    """Whether no two ranks of `group` share a node, on nodes of several ranks; else nothing tells the links apart."""
     size = ranks_per_node()
     if size == 1:
         return False
