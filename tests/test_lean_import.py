@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SEARCH_ONLY = {"ray", "optuna", "rich", "textual", "typer", "psutil", "filelock", "sqlalchemy", "scipy"}
 NOT_LIGHT = {"cli", "tui", "testing", "__main__"}
+GPU_KERNELS = "quantised_triton"  # imported for tensors on a GPU alone, where torch brings Triton along
 
 
 def loaded_after(code: str, tmp_path: Path) -> set[str]:
@@ -22,7 +23,7 @@ def loaded_after(code: str, tmp_path: Path) -> set[str]:
 def light_modules() -> list[str]:
     """Dotted names of the light runtime: memtune/*.py, memtune/runtime and search_spaces."""
     paths = [path for path in (ROOT / "memtune").glob("*.py") if path.stem not in NOT_LIGHT]
-    paths += (ROOT / "memtune" / "runtime").rglob("*.py")
+    paths += (path for path in (ROOT / "memtune" / "runtime").rglob("*.py") if path.stem != GPU_KERNELS)
     names = [path.relative_to(ROOT) for path in paths]
     names += [Path("memtune") / path.relative_to(ROOT) for path in (ROOT / "search_spaces").rglob("*.py")]
     return sorted(".".join(name.with_suffix("").parts).removesuffix(".__init__") for name in names)
