@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -228,6 +228,8 @@ class _Frame:
         self._budget = [0, 0]
         self._decided: dict[int, Entry] = {}
         self.count = 0
+        self.looks: list[_Look] = []
+        """Of each tensor that is recomputed."""
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
         self._random = RandomState.capture(region.module) if region.recompute else None
@@ -310,6 +312,7 @@ class _Frame:
         if self.left_out.made(tensor):
             return self.claim(tensor)
         self.wanted.add(self.count)
+        self.looks.append(_look(tensor))
         self.count += 1
         return _Number(self, self.count - 1)
 
@@ -397,11 +400,39 @@ class _Replay:
         key = id_of(tensor)
         if key in self._frame.fixed or key in self._inputs or not _is_plain(tensor) or self._frame.is_kept(tensor):
             return -1
+        self._compare(tensor)
         self._frame.keep_back(self.count, tensor.detach())
         self.count += 1
         if self.count == self.enough:
             raise _Enough
         return self.count - 1
+
+    def _compare(self, tensor: Tensor) -> None:
+        """The second run must save what the first one saved, as far as shape, type and the op that made it tell."""
+        before, now = self._frame.looks[self.count], _look(tensor)
+        if before != now:
+            raise ApplyError(
+                f"{self._frame.region.name} did something else when it was run again: {now.made_by or 'an op'} where the first "
+                f"run had {before.made_by or 'another'}.",
+                evidence=f"Saved tensor {self.count} was {before.dtype} {list(before.size)} and is {now.dtype} {list(now.size)}.",
+                fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
+                code="MT307",
+            )
+
+
+class _Look(NamedTuple):
+    """What a saved tensor is known by in both runs."""
+
+    made_by: str
+    """Name of the autograd node; '' for views, leaves, and functions in Python (FSDP2 has some in one run only)."""
+    size: torch.Size
+    dtype: torch.dtype
+
+
+def _look(tensor: Tensor) -> _Look:
+    node = None if tensor._is_view() else tensor.grad_fn
+    made_by = "" if node is None or isinstance(node, torch.autograd.function.BackwardCFunction) else node.name()
+    return _Look(made_by, tensor.shape, tensor.dtype)
 
 
 class _Enough(Exception):

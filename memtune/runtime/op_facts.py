@@ -18,6 +18,7 @@ from memtune.runtime.tape import BATCH_NORMS, Slot
 
 Key = tuple[Any, ...]
 _MOST_KEYS = 1 << 16
+_AS_IT_IS = (int, float, str)  # a union costs three times as much, at every argument
 _NOT_SEEN = ("prim", "prims", "profiler")
 _ONCE = ("c10d", "_c10d_functional", "memtune")
 
@@ -32,11 +33,11 @@ def key_of(func: Any, args: Any, kwargs: Any) -> Key:
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype
-    if value is None or isinstance(value, int | float | str):
+    if value is None or isinstance(value, _AS_IT_IS):
         return value
     if isinstance(value, Slot):
         return value.size, value.dtype
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     return str(value)
 
