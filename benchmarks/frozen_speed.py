@@ -5,14 +5,14 @@
 A GPT of six blocks (attention, layer norm, GELU, no dropout) is trained without an optimizer, in sizes at which the mean op of
 forward and backward takes about 0.05, 0.5 and 1 ms. The ways are timed in turn, round after round, in CPU seconds of this
 process, which other work on the machine does not lengthen; what is compared is the median of the ratios to the plain model of
-the same round. Nothing runs again in any of them, so what is left is what the way itself costs: the budgets of the online ones
-are just large enough, and the schedule is the plain order. Views are no ops.
+the same round. Views are no ops.
 
 - `mode`: a dispatch mode that does nothing, below which no online runtime in Python can get.
 - `online`: `dtr` decides while the model runs, and has nothing to evict.
-- `online, tight`: the same at 80 % of the bytes, without what its second runs of ops take by the plain op's time.
-- `warmed up`: what `online, tight` decided, frozen; without its second runs, too.
+- `warmed up`: what `online` decided, frozen.
 - `frozen`: the plain order as a frozen schedule.
+- `warmed up, tight`: what `dtr` decided at 80 % of the bytes, frozen; its second runs of ops are part of its time.
+- `online, tight`: the same decided while it runs; what it costs is taken beside `warmed up, tight`, which runs the same ops.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ CPU = torch.device("cpu")
 SIZES = {"0.05": (64, 8, 32), "0.5": (256, 8, 64), "1": (384, 8, 96)}
 """Width, batch and sequence by the milliseconds that a mean op takes, about."""
 LAYERS, HEADS, VOCAB = 6, 4, 256
-WAYS = ("plain", "mode", "online", "online, tight", "warmed up", "frozen")
+WAYS = ("plain", "mode", "online", "warmed up", "frozen", "warmed up, tight", "online, tight")
+BESIDE = {"online, tight": "warmed up, tight"}
+"""What a way is compared with where it is not the plain model."""
 COSTS = Costs(1e11, 1e10, 5e-6)
 
 
@@ -100,9 +102,9 @@ class Row:
     ratio: float
     """Median of step time over the plain step's in the same round."""
     us_per_op: float
-    """What it costs on top, by op of the plain model."""
+    """What it costs on top of `beside`, by op of the plain model."""
     replays: int
-    """Ops that run again in each step; their time, at the plain mean of an op, is not part of the cost."""
+    """Ops that run again in each step."""
 
 
 def _step(net: nn.Module, tokens: Tensor) -> Callable[[], None]:
@@ -130,7 +132,8 @@ def measured(size: str, rounds: int) -> list[Row]:
     _step(free, tokens)()
     tight_bytes = region.runs.peak_bytes * 8 // 10
     tight, tight_region = _online(width, tight_bytes, 0)
-    warm, warm_region = _online(width, tight_bytes, 1)
+    warm, warm_region = _online(width, 1 << 40, 1)
+    warm_tight, warm_tight_region = _online(width, tight_bytes, 1)
     tape = capture(frozen, frozen.forward, shapes_of(((tokens,), {})), autocast_state(), lambda i, out: True)
     schedule = FrozenRegion(frozen, plain_schedule(tape.graph), CPU)
     schedule.install()
@@ -141,7 +144,7 @@ def measured(size: str, rounds: int) -> list[Row]:
         with nothing:
             _step(plain, tokens)()
 
-    nets = {"online": free, "online, tight": tight, "warmed up": warm, "frozen": frozen}
+    nets = {"online": free, "online, tight": tight, "warmed up": warm, "warmed up, tight": warm_tight, "frozen": frozen}
     ways = {"plain": _step(plain, tokens), "mode": under_mode, **{name: _step(net, tokens) for name, net in nets.items()}}
     for _ in range(2):  # captures, code, caches
         for run in ways.values():
@@ -153,16 +156,14 @@ def measured(size: str, rounds: int) -> list[Row]:
             ways[name]()
             times[name].append(time.process_time() - started)
     assert schedule.runs.plain == 0
-    assert warm_region.frozen_steps >= rounds, warm_region.why_online
+    for each in (warm_region, warm_tight_region):
+        assert each.frozen_steps >= rounds, each.why_online
     replays = tight_region.runs.replays // tight_region.runs.steps
-    again = {"online, tight": replays, "warmed up": replays}
     op_s = min(times["plain"]) / nothing.ops
-    rows = []
-    for name in WAYS:
-        ratio = median(mine / base for mine, base in zip(times[name], times["plain"], strict=True))
-        cost = (ratio - 1) * op_s - again.get(name, 0) / nothing.ops * op_s
-        rows.append(Row(size, name, nothing.ops, 1e6 * op_s, ratio, 1e6 * cost, again.get(name, 0)))
-    return rows
+    ratios = {name: median(a / b for a, b in zip(times[name], times["plain"], strict=True)) for name in WAYS}
+    costs = {name: 1e6 * op_s * (ratios[name] - ratios[BESIDE.get(name, "plain")]) for name in WAYS}
+    again = {name: replays if name.endswith("tight") else 0 for name in WAYS}
+    return [Row(size, name, nothing.ops, 1e6 * op_s, ratios[name], costs[name], again[name]) for name in WAYS]
 
 
 def markdown(command: str, found: dict[str, Any], rows: list[Row]) -> str:
@@ -170,8 +171,8 @@ def markdown(command: str, found: dict[str, Any], rows: list[Row]) -> str:
     lines = [
         "# What deciding op by op costs", "",
         f"`{command}` on {found['machine']['cpu']}, one thread, {found['rounds']} rounds, the ways in turn.",
-        "Ratios are medians of CPU time over the plain step's of the same round. `over` is (ratio - 1) for each op of the plain",
-        "step, without the second runs.", "",
+        "Ratios are medians of CPU time over the plain step's of the same round. `over` is what a way adds for each op of the",
+        "plain step; for `online, tight` beside `warmed up, tight`, which runs the same ops again.", "",
         "| mean op | ops | way | ratio to plain | over, µs an op | over, part of a step | ops again |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
