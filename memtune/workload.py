@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,6 +161,14 @@ class Workload:
         if not any(id(param) in held for param in given):
             raise self._error(
                 "optimizer() holds none of the parameters it was given.", fix="return torch.optim.AdamW(params)", code="MT120"
+            )
+        needed = [each for each in inspect.signature(optimizer.step).parameters.values() if each.default is each.empty]
+        if any(each.kind is each.POSITIONAL_OR_KEYWORD for each in needed):
+            raise self._error(
+                f"{type(optimizer).__name__}.step needs {', '.join(each.name for each in needed)}: it runs forward and backward "
+                "several times in a step, and memtune plans steps of one.",
+                fix="return an optimizer whose step() needs nothing, like torch.optim.AdamW(params)",
+                code="MT120",
             )
         return optimizer
 

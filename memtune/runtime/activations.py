@@ -305,12 +305,12 @@ class _Frame:
         if key in self.fixed or not _is_plain(tensor):
             return tensor
         if not self.region.recompute or key in self.inputs:
-            return self.claim(tensor)
+            return _apart(self.claim(tensor))
         kept = next((kept for kept in self.kept.values() if kept.holds(tensor)), None)
         if kept is not None:
-            return kept.claimed(tensor, self.claim(tensor))
+            return _apart(kept.claimed(tensor, self.claim(tensor)))
         if self.left_out.made(tensor):
-            return self.claim(tensor)
+            return _apart(self.claim(tensor))
         self.wanted.add(self.count)
         self.looks.append(_look(tensor))
         self.count += 1
@@ -469,6 +469,14 @@ def _copies(region: Region) -> dict[str, Tensor]:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and not hasattr(value, "to_local")
+
+
+def _apart(saved: Tensor | Moved) -> Tensor | Moved:
+    """`saved` without its graph, which autograd puts back: a node that holds its own output would hold itself.
+
+    Backward ends that where it comes by; what nothing of the loss was made from would stay for ever.
+    """
+    return saved.detach() if isinstance(saved, Tensor) and saved.grad_fn is not None else saved
 
 
 def _unpack(packed: Tensor | Moved | _Number) -> Tensor:

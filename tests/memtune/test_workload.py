@@ -153,6 +153,11 @@ def test_a_loss_of_whole_numbers_is_refused(tmp_path):
     assert "torch.int64" in message(loss_of, Workload.load(written(tmp_path, text))).what
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
+    text = GOOD + "\ndef optimizer(params): return torch.optim.LBFGS(params)"
+    assert "LBFGS.step needs closure" in message(optimizer_of, Workload.load(written(tmp_path, text))).what
+
+
 def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
     text = GOOD + "\ndef optimizer(params): return torch.optim.SGD([nn.Parameter(torch.ones(1))])"
     assert "none of the parameters" in message(optimizer_of, Workload.load(written(tmp_path, text))).what

@@ -256,6 +256,27 @@ def test_the_second_run_finds_the_buffers_as_the_first_one_did(claim: Any) -> No
     assert {region.reads_back for region in table.regions} <= {None, frozenset({"u"})}
 
 
+def test_what_nothing_was_made_from_is_let_go_when_the_forward_returns() -> None:
+    """As in a recurrence whose last state nobody reads: backward never comes by to release what its ops saved."""
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = torch.exp(self.lin(x))  # saves its own output
+            made.append(weakref.ref(state.untyped_storage()))
+            return x + self.lin(x)
+
+    model = make(Idle)
+    table_on(model, lambda table, i: table.claim_move(i, 1.0, 1 << 30))  # too small to move, so it is saved as it is
+    loss = model(torch.randn(4, 16)).sum()
+    assert [ref() for ref in made] == [None] * 3
+    loss.backward()
+
+
 def test_bytes_cross_the_link_once_each_way() -> None:
     model = make(lambda: nn.Tanh(), n=2)
     table_on(model, CLAIMS["move"])
