@@ -94,7 +94,7 @@ LAYOUTS := benchmarks/results/layout
 bench-layout: setup  ## layouts of MiniMalloc's instances (MEMTUNE_MINIMALLOC says where they are), of 100,000 buffers and of training steps
 	mkdir -p $(dir $(LAYOUTS))
 	$(BIN)/python benchmarks/layout.py --json $(LAYOUTS).json --markdown $(LAYOUTS).md
-	$(BIN)/python benchmarks/layout_traces.py --json $(LAYOUTS)-traces.json --markdown $(LAYOUTS)-traces.md
+	$(BIN)/python benchmarks/layout_traces.py --json $(LAYOUTS)-traces.json --markdown $(LAYOUTS)-traces.md --plot $(LAYOUTS)-gpt.svg
 
 bench-offload: setup  ## the host optimizer against torch's fused AdamW and the memory's bandwidth (500M parameters: 12 GB of memory)
 	$(BIN)/python benchmarks/host_optimizer.py --json benchmarks/results/host-optimizer.json

@@ -40,12 +40,16 @@ ALLOCATORS = {
     "expandable_segments": AllocatorSettings(expandable_segments=True),
     "gmlake": AllocatorSettings(arena=ArenaSettings(kind="gmlake")),
 }
+FULL, COPY_OUT = {"recompute": {"kind": "full"}}, {"offload.activations": {"kind": "copy_out"}}
 MIXED: tuple[tuple[str, str, dict[str, dict[str, Any]], int, int], ...] = (
-    ("gpt", "full recompute", {"recompute": {"kind": "full"}}, 1, 256),
-    ("llama", "long", {}, 1, 128),
-    ("llama", "ZeRO-3 on 8 GPUs", {"sharding.states": {"kind": "fsdp"}}, 8, 128),
-    ("lora", "copied out", {"offload.activations": {"kind": "copy_out"}}, 1, 256),
-    ("vit", "full recompute", {"recompute": {"kind": "full"}}, 1, 256),
+    ("gpt", "full recompute", FULL, 1, 256),
+    ("gpt", "copied out", COPY_OUT, 1, 256),
+    ("llama", "full recompute", FULL, 1, 256),
+    ("llama", "ZeRO-3 on 8 GPUs", {"sharding.states": {"kind": "fsdp"}}, 8, 256),
+    ("lora", "full recompute", FULL, 1, 256),
+    ("lora", "copied out", COPY_OUT, 1, 256),
+    ("vit", "full recompute", FULL, 1, 256),
+    ("vit", "copied out", COPY_OUT, 1, 256),
 )
 """Model, name, techniques by slot, ranks, largest micro-batch."""
 
@@ -111,14 +115,34 @@ def row(name: str, kind: str, events: AllocatorEvents, buffers: Buffers) -> dict
     return made
 
 
-def model_rows(name: str) -> list[dict[str, Any]]:
+def plot(buffers: Buffers, path: Path) -> None:
+    """Draws a layout: time to the right (one circle), offset upwards, a rectangle a buffer."""
+    layout = lay_out(buffers, heuristic_s=LAYOUT_S)
+    width, height, period = 1000, 500, buffers.period or int(buffers.end.max())
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" shape-rendering="crispEdges">']
+    for row in range(len(buffers)):
+        start, end = int(buffers.start[row]), int(buffers.end[row])
+        top = int(layout.offset_bytes[row] + buffers.size_bytes[row])
+        y, tall = height * (1 - top / layout.height_bytes), height * int(buffers.size_bytes[row]) / layout.height_bytes
+        colour = f"hsl({row * 137 % 360},55%,65%)"
+        for begin, finish in ((start, min(end, period)), (0, end - period)):
+            if finish > begin:
+                x, wide = width * begin / period, width * (finish - begin) / period
+                lines.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" fill="{colour}"/>')
+    path.write_text("\n".join([*lines, "</svg>"]) + "\n")
+
+
+def model_rows(name: str, plot_to: Path | None = None) -> list[dict[str, Any]]:
     """All traces of a model on a modelled H100."""
     recording = record(Workload.load(MODELS / f"{name}.py"), target="cuda")
     recording = translate(recording, hardware.find("h100-80g"))
     steady = event_stream(recording.at(BATCH), 3)
     batches = np.random.default_rng(SEED).integers(2, BATCH + 1, VARYING).tolist()
     varying = varying_events([recording.at(batch) for batch in batches])
-    made = [row(name, "steady", steady, on_a_circle(steady))]
+    circle = on_a_circle(steady)
+    if plot_to is not None:
+        plot(circle, plot_to)
+    made = [row(name, "steady", steady, circle)]
     made.append(row(name, "varying", varying, Buffers.of(lifetimes(varying), alignment_bytes=ALIGNMENT_BYTES)))
     for model, kind, techniques, ranks, largest in MIXED:
         if model == name:
@@ -139,7 +163,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         f"mixed: {VARYING} steps of as many samples as the row says, under a technique.",
         "Native, expandable and gmlake: peak reserved / peak allocated bytes, no GPU behind it: the first two are memtune's",
         "model of torch's allocator, the third is its own over books. Planned: height of the layout / most live bytes, on a",
-        "circle where the step repeats.",
+        "circle where the step repeats. Stitched memory comes in pages of 2 MiB and shares none with the arena of small",
+        "requests: models that need a few hundred MiB lose more to it than large ones.",
         "",
         "| model | steps | buffers | live, MiB | native | expandable | gmlake | planned |",
         "|---|---|---|---|---|---|---|---|",
@@ -156,12 +181,13 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--plot", type=Path, help="draw the layout of the first model's steady step (SVG)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
     rows = []
     for name in asked.models:
-        rows += model_rows(name)
+        rows += model_rows(name, asked.plot if name == asked.models[0] else None)
         print(*(each for each in rows if each["model"] == name), sep="\n", file=sys.stderr, flush=True)
     print(markdown(rows))
     if asked.json:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from arena_suite import ArenaSuite
@@ -47,3 +49,15 @@ class TestGMLake(ArenaSuite):
             torch.empty(1 << 45, dtype=torch.uint8)
         assert shim.live_bytes() == base
         assert torch.ones(10).sum() == 10
+
+    def test_forked_child_writes_nothing_into_its_parents_memory(self) -> None:
+        arena.install(GMLake().settings())
+        before = torch.full((1 << 20,), 3.0)
+        child = os.fork()
+        if child == 0:  # what it makes and frees is its own; no more than this may run here
+            made = [torch.full((1 << 20,), 5.0) for _ in range(4)]
+            os._exit(0 if all(bool((each == 5).all()) for each in made) else 1)
+        after = [torch.full((1 << 20,), 7.0) for _ in range(4)]
+        assert os.waitpid(child, 0)[1] == 0
+        assert bool((before == 3).all())
+        assert all(bool((each == 7).all()) for each in after)
