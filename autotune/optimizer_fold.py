@@ -180,10 +180,10 @@ class OptimizerFold:
         return found
 
     def _rows(self, own: Tracer, group: Group, parameters: list[Tensor]) -> Rows:
-        start = own.extent()
+        start = own.draft.extent()
         with _only(self._optimizer, group, parameters):
             self._optimizer.step()
-        return own.rows(start)
+        return own.draft.rows(start)
 
     def _storages(self, own: Tracer, parameter: Tensor) -> list[int]:
         return [own.storage_of(each) for each in _tensors(parameter, self._state(parameter))]
@@ -258,9 +258,9 @@ def _segment(rows: Rows, outside: list[int], first: int, last: int, until: int) 
 
 def _write(tracer: Tracer, segment: _Segment, outside: list[int]) -> None:
     """Append `segment` to what `tracer` has recorded, for a parameter with these storages."""
-    start = tracer.extent()
+    start = tracer.draft.extent()
     number = [*outside, *range(start.storages, start.storages + len(segment.made))]
-    tracer.append(
+    tracer.draft.append(
         segment.ops,
         segment.signatures,
         [(start.ops + op, number[storage], written) for op, storage, written in segment.uses],

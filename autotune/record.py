@@ -171,7 +171,7 @@ class Session:
                 self.optimizer.step() if self.fold is None else self.fold.step(tracer)
                 self.optimizer.zero_grad(set_to_none=True)
                 del loss  # held as long as `train_step` holds it
-        return Trace(tracer.step(), Hints(tuple(calls.calls), tuple(tracer.signatures), foreach, counters))
+        return Trace(tracer.step(), Hints(tuple(calls.calls), tuple(tracer.draft.signatures), foreach, counters))
 
 
 @contextmanager

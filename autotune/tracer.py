@@ -14,10 +14,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,11 +25,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memtune import flops
-from memtune.autotune.block_calls import BlockCalls
 from memtune.autotune.in_place import SUM, is_in_place, number_of
-from memtune.autotune.owners import owners
 from memtune.autotune.resizes import watch_resizes
-from memtune.autotune.rows import Extent, Made, OpRow, Rows, op_columns
+from memtune.autotune.rows import Draft
 from memtune.autotune.stand_in import stand_in_for
 from memtune.ops import SEAM, link_of
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
@@ -61,42 +58,28 @@ class Tracer(WatchingMode):
         stand_ins: Whether saved tensors are replaced (rule 2). Off, autograd's and Python's holds are one.
 
     Attributes:
-        signatures: What to look each op up by in a WorkspaceTable, by row; empty for what is not an op.
+        draft: What is written down.
         composite_from: Op before which a function of `in_place.ADDS_TO_ITS_PRODUCT` began that runs now, -1 outside.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, blocks: list[str], *, stand_ins: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.signatures: list[str] = []
-        self._model, self._optimizer, self._blocks, self._stand_ins = model, optimizer, blocks, stand_ins
+        self._model, self._optimizer, self._stand_ins = model, optimizer, stand_ins
+        self._blocks = blocks
+        self.draft = Draft(blocks)
         self.phase = Phase.FORWARD
         self._paused = 0
         self.composite_from = -1
-        self._ops: list[OpRow] = []
-        self._bytes: list[int] = []
-        self._tier: list[int] = []
-        self._kind: list[int] = []
-        self._producer: list[int] = []
-        self._held: list[int] = []
-        self._uses: list[tuple[int, int, int]] = []
-        self._saves: list[list[int]] = []  # storage, before, until, used until, call, is output, asked, turn
         self._turn = 0
         self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for stand-ins
         self._sequence = -1  # autograd's counter when the last op ran
-        self._row_of: dict[int, int] = {}  # stand-in's storage address -> row of _saves
-        self._modules: dict[str, int] = {"(outside)": 0}
+        self._row_of: dict[int, int] = {}  # stand-in's storage address -> row of the saves
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._block_of = {id(model.get_submodule(name)): i for i, name in enumerate(blocks)}
         self._stack: list[tuple[int, int]] = [(0, -1)]  # module, call of a block
-        self._calls = BlockCalls(len(blocks))
         self._node_owner: dict[int, tuple[int, int]] = {}  # autograd sequence number -> (module, call), ascending
         self._nodes: list[int] = []  # the keys of _node_owner
-        self._parameters: list[Parameter] = []
-        self._enter_at, self._leave_at = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
-        self._inputs: dict[tuple[int, int], None] = {}  # (call, storage) of the blocks' arguments, in order
-        self._outputs: set[int] = set()
         self._last_writer: dict[int, int] = {}  # storage that backward wrote into -> the last op that did
-        self._ready: dict[int, int] = {}  # gradient storage -> op after which it was in place
 
     # -- what exists before the step ---------------------------------------------------------------------------------
 
@@ -108,9 +91,9 @@ class Tracer(WatchingMode):
             storage = self._register(local, Kind.PARAMETER)
             if storage in seen:
                 continue
-            seen[storage] = len(self._parameters)
+            seen[storage] = len(self.draft.parameters)
             shape = tuple(local.shape)
-            self._parameters.append(
+            self.draft.parameters.append(
                 Parameter(name, storage, -1, shape, local.element_size(), parameter.requires_grad, owners.get(id(parameter), -1))
             )
         for buffer in self._model.buffers():
@@ -134,13 +117,8 @@ class Tracer(WatchingMode):
         return known if known is not None else self._new_storage(storage, kind, producer=-1)
 
     def _new_storage(self, storage: torch.UntypedStorage, kind: Kind, producer: int) -> int:
-        index = len(self._bytes)
         on_host = current_tier() == HOST or tier_of_storage(storage) == HOST
-        self._bytes.append(storage.nbytes())
-        self._tier.append(Tier.HOST if on_host else Tier.DEVICE)
-        self._kind.append(kind)
-        self._producer.append(producer)
-        self._held.append(int(FOREVER))
+        index = self.draft.add(storage.nbytes(), Tier.HOST if on_host else Tier.DEVICE, kind, producer)
         self._ids[storage._cdata] = index
         weakref.finalize(storage, self._died, storage._cdata, index)
         return index
@@ -148,8 +126,8 @@ class Tracer(WatchingMode):
     def _died(self, address: int, index: int) -> None:
         # FSDP2 resizes to zero and back: the address then belongs to a later incarnation, which this death ends.
         current = self._ids.pop(address, index)
-        if self._held[current] == FOREVER:
-            self._held[current] = len(self._ops) - 1
+        if self.draft.held[current] == FOREVER:
+            self.draft.held[current] = len(self.draft.ops) - 1
 
     def storage_of(self, tensor: Tensor) -> int:
         """Row of the storage behind `tensor`."""
@@ -161,36 +139,7 @@ class Tracer(WatchingMode):
 
     def mark(self) -> Mark:
         """How far the recording has come."""
-        return Mark(len(self._ops), torch._C._autograd._get_sequence_nr(), len(self._saves))
-
-    def extent(self) -> Extent:
-        """How many rows have been written."""
-        return Extent(len(self._ops), len(self._bytes), len(self._uses))
-
-    def rows(self, start: Extent) -> Rows:
-        """What was written since `start`."""
-        made = [
-            Made(i, self._producer[i] - start.ops, self._bytes[i], self._tier[i], self._kind[i], self._held[i] - start.ops)
-            for i in range(start.storages, len(self._bytes))
-        ]
-        uses = [(op - start.ops, storage, written) for op, storage, written in self._uses[start.uses :]]
-        return Rows(self._ops[start.ops :], self.signatures[start.ops :], uses, made)
-
-    def append(
-        self,
-        ops: Iterable[OpRow],
-        signatures: Iterable[str],
-        uses: Iterable[tuple[int, int, int]],
-        made: Iterable[tuple[int, int, int, int, int]],
-    ) -> None:
-        """Write rows as if ops had just run; `made` holds bytes, tier, kind, producer and the op after which it goes."""
-        self._ops += ops
-        self.signatures += signatures
-        self._uses += uses
-        columns = self._bytes, self._tier, self._kind, self._producer, self._held
-        for storage in made:
-            for column, value in zip(columns, storage, strict=True):
-                column.append(value)
+        return Mark(len(self.draft.ops), torch._C._autograd._get_sequence_nr(), len(self.draft.saves))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -230,16 +179,16 @@ class Tracer(WatchingMode):
         self._sequence = sequence + 1
         if torch.is_grad_enabled() and any(t._is_view() for t in written) and any(t.requires_grad for t in inputs):
             self._sequence += 2  # writing into a view makes nodes for base and view, before the output is saved
-        op = len(self._ops)
+        op = len(self.draft.ops)
         reads = [self._register(t, Kind.BUFFER) for t in inputs]
         module, call, phase = self._place(sequence)
         handed = reads[0] if reads and self._is_in_place(func, args, out, reads[0], phase) else -1
         for storage in dict.fromkeys(reads):
-            self._uses.append((op, storage, HANDS_OVER if storage == handed else READS))
+            self.draft.uses.append((op, storage, HANDS_OVER if storage == handed else READS))
         for tensor in written:
-            self._uses.append((op, self._register(tensor, Kind.BUFFER), WRITES))
+            self.draft.uses.append((op, self._register(tensor, Kind.BUFFER), WRITES))
             if phase is Phase.BACKWARD:
-                self._last_writer[self._uses[-1][1]] = op
+                self._last_writer[self.draft.uses[-1][1]] = op
         seam = SEAM.get(name)
         resource = seam.resource if seam else Resource.COMPUTE
         group = 0
@@ -254,8 +203,8 @@ class Tracer(WatchingMode):
         n_flops = flops.count(func, args, kwargs, out)
         node: Any = torch._C._current_autograd_node()
         node_number = -1 if node is None or phase is not Phase.BACKWARD else number_of(node)
-        self._ops.append((name, module, call, int(phase), int(resource), n_flops, traffic, rng, group, node_number))
-        self.signatures.append("" if seam or group else signature(func, args, kwargs))
+        self.draft.ops.append((name, module, call, int(phase), int(resource), n_flops, traffic, rng, group, node_number))
+        self.draft.signatures.append("" if seam or group else signature(func, args, kwargs))
         kind = Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
         for tensor in fresh:
             made = tensor.untyped_storage()
@@ -263,12 +212,12 @@ class Tracer(WatchingMode):
                 continue
             index = self._new_storage(made, kind, producer=op)
             if seam and seam.output_tier != Tier.DEVICE:
-                self._tier[index] = int(seam.output_tier)
+                self.draft.tier[index] = int(seam.output_tier)
 
     def _is_in_place(self, func: Any, args: Any, out: Any, first: int, phase: Phase) -> bool:
-        maker = self._last_writer.get(first, self._producer[first])
+        maker = self._last_writer.get(first, self.draft.producer[first])
         if phase is Phase.BACKWARD:
-            return maker >= 0 and is_in_place(func, args, out, self._ops[maker][0], self._ops[maker][9])
+            return maker >= 0 and is_in_place(func, args, out, self.draft.ops[maker][0], self.draft.ops[maker][9])
         return func is SUM and maker >= self.composite_from >= 0
 
     def _inside_model(self) -> bool:
@@ -299,17 +248,13 @@ class Tracer(WatchingMode):
         if self._paused or before == after:
             return
         if index is not None and before > 0:
-            self._held[index] = len(self._ops) - 1
+            self.draft.held[index] = len(self.draft.ops) - 1
         if after > 0:
-            op = len(self._ops)
-            self._ops.append(("memtune.allocate", *self._stack[-1], int(self.phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1))
-            self.signatures.append("")
-            self._bytes.append(after)
-            self._tier.append(Tier.DEVICE)
-            self._kind.append(Kind.COMMUNICATION)
-            self._producer.append(op)
-            self._held.append(int(FOREVER))
-            self._ids[storage._cdata] = len(self._bytes) - 1
+            op = len(self.draft.ops)
+            row = ("memtune.allocate", *self._stack[-1], int(self.phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1)
+            self.draft.ops.append(row)
+            self.draft.signatures.append("")
+            self._ids[storage._cdata] = self.draft.add(after, Tier.DEVICE, Kind.COMMUNICATION, producer=op)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -318,16 +263,16 @@ class Tracer(WatchingMode):
         try:
             if index is None:
                 index = self._register(tensor, Kind.BUFFER)
-            if self._kind[index] in (Kind.PARAMETER, Kind.BUFFER) and self._producer[index] < 0:
+            if self.draft.kind[index] in (Kind.PARAMETER, Kind.BUFFER) and self.draft.producer[index] < 0:
                 return tensor
             base = tensor._base if tensor._is_view() else tensor
-            if isinstance(base, nn.Parameter) or self._kind[index] == Kind.COMMUNICATION:
+            if isinstance(base, nn.Parameter) or self.draft.kind[index] == Kind.COMMUNICATION:
                 return tensor
-            row = len(self._saves)
+            row = len(self.draft.saves)
             call = self._stack[-1][1]
             # An op saves its inputs after its autograd node is made and before it runs, its outputs after it has run.
             is_output = torch._C._autograd._get_sequence_nr() <= self._sequence
-            self._saves.append([index, len(self._ops), -1, -1, call, int(is_output), -1, -1])
+            self.draft.saves.append([index, len(self.draft.ops), -1, -1, call, int(is_output), -1, -1])
             return self._stand_in_for(tensor, row, column=2)
         finally:
             self._paused -= 1
@@ -337,8 +282,8 @@ class Tracer(WatchingMode):
         row = self._row_of.get(stand_in.untyped_storage()._cdata)
         if row is None:
             return stand_in
-        if self._saves[row][6] < 0:
-            self._saves[row][6:] = [len(self._ops), self._turn]
+        if self.draft.saves[row][6] < 0:
+            self.draft.saves[row][6:] = [len(self.draft.ops), self._turn]
             self._turn += 1
         self._paused += 1
         try:
@@ -349,7 +294,7 @@ class Tracer(WatchingMode):
     def _stand_in_for(self, tensor: Tensor, row: int, column: int) -> Tensor:
         stand_in = stand_in_for(tensor)
         twin = stand_in.untyped_storage()
-        self._ids[twin._cdata] = self._saves[row][0]
+        self._ids[twin._cdata] = self.draft.saves[row][0]
         self._row_of[twin._cdata] = row
         weakref.finalize(twin, self._released, twin._cdata, row, column)
         return stand_in
@@ -357,7 +302,7 @@ class Tracer(WatchingMode):
     def _released(self, address: int, row: int, column: int) -> None:
         self._ids.pop(address, None)
         self._row_of.pop(address, None)
-        self._saves[row][column] = len(self._ops) - 1
+        self.draft.saves[row][column] = len(self.draft.ops) - 1
 
     # -- start and finish --------------------------------------------------------------------------------------------
 
@@ -392,24 +337,24 @@ class Tracer(WatchingMode):
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch._C._current_autograd_node() is not None:
                 return
-            if self._enter_at[block] < 0:
-                self._enter_at[block] = len(self._ops)
+            if self.draft.enter[block] < 0:
+                self.draft.enter[block] = len(self.draft.ops)
             if block == len(self._blocks):
                 return
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
-                    self._inputs[self._stack[-1][1], self._register(_local(tensor), Kind.BUFFER)] = None
+                    self.draft.inputs[self._stack[-1][1], self._register(_local(tensor), Kind.BUFFER)] = None
 
         return note
 
     def _returned(self, block: int) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
             if torch._C._current_autograd_node() is None:
-                self._leave_at[block] = len(self._ops) - 1
+                self.draft.leave[block] = len(self.draft.ops) - 1
                 if block == len(self._blocks):
                     with torch._C.DisableTorchFunctionSubclass():  # or logits that are not there would be read
                         storages = [_local(t).untyped_storage() for t in tree_leaves(output) if isinstance(t, Tensor)]
-                    self._outputs |= {self._ids[each._cdata] for each in storages if each._cdata in self._ids}
+                    self.draft.outputs |= {self._ids[each._cdata] for each in storages if each._cdata in self._ids}
 
         return note
 
@@ -417,13 +362,13 @@ class Tracer(WatchingMode):
         if parameter.grad is not None:
             index = self._ids.get(_local(parameter.grad).untyped_storage()._cdata)
             if index is not None:
-                self._ready[index] = len(self._ops) - 1
+                self.draft.ready[index] = len(self.draft.ops) - 1
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._module_names.get(id(module), "")
-        number = self._modules.setdefault(name, len(self._modules))
+        number = self.draft.modules.setdefault(name, len(self.draft.modules))
         block = self._block_of.get(id(module), -1)
-        self._stack.append((number, self._calls.enter(block) if block >= 0 else self._stack[-1][1]))
+        self._stack.append((number, self.draft.calls.enter(block) if block >= 0 else self._stack[-1][1]))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
@@ -431,66 +376,18 @@ class Tracer(WatchingMode):
     def note_gradients(self) -> None:
         """Call between backward and optimizer: which storages are gradients, and whose."""
         by_name = dict(self._model.named_parameters())
-        for i, parameter in enumerate(self._parameters):
+        for i, parameter in enumerate(self.draft.parameters):
             gradient = by_name[parameter.name].grad
             if gradient is None:
                 continue
             index = self._ids.get(_local(gradient).untyped_storage()._cdata, -1)
             if index >= 0:
-                self._kind[index] = Kind.GRADIENT
-                self._parameters[i] = parameter._replace(gradient=index)
+                self.draft.kind[index] = Kind.GRADIENT
+                self.draft.parameters[i] = parameter._replace(gradient=index)
 
     def step(self) -> Step:
         """The Step recorded so far; checks its invariants."""
-        ops = list(zip(*self._ops, strict=True)) if self._ops else [()] * 10
-        names = {name: i for i, name in enumerate(dict.fromkeys(ops[0]))}
-        uses = np.asarray(self._uses, np.int32).reshape(-1, 3)
-        saves = np.asarray(self._saves, np.int32).reshape(-1, 8)
-        n_ops = len(self._ops)
-        ready = np.full(len(self._bytes), -1, np.int32)
-        ready[list(self._ready)] = list(self._ready.values())
-        until = np.where(saves[:, 2] < 0, n_ops - 1, saves[:, 2]).astype(np.int32)
-        until = np.maximum(until, saves[:, 3])  # a compiled graph takes all from autograd before its first backward op
-        held = np.asarray(self._held, np.int32)
-        handed = uses[uses[:, 2] == HANDS_OVER]
-        calls = self._calls.numbered()
-        mine = handed[held[handed[:, 1]] == handed[:, 0]]
-        held[mine[:, 1]] -= 1  # the engine held it, to add to it
-        step = Step(
-            names=tuple(names),
-            modules=tuple(self._modules),
-            blocks=tuple(self._blocks),
-            call_block=calls.block,
-            call_grad=calls.grad,
-            parameters=tuple(self._parameters),
-            **op_columns(ops, names, calls.number),
-            bytes=np.asarray(self._bytes, np.int64),
-            tier=np.asarray(self._tier, np.uint8),
-            kind=np.asarray(self._kind, np.uint8),
-            producer=np.asarray(self._producer, np.int32),
-            held_until=held,
-            ready_after=ready,
-            owner=owners(len(self._bytes), self._parameters, self._producer, ops[3], uses),
-            use_op=uses[:, 0],
-            use_storage=uses[:, 1],
-            use_mutates=uses[:, 2].astype(np.uint8),
-            save_storage=saves[:, 0],
-            save_before=saves[:, 1],
-            save_until=until,
-            save_used_until=np.where(saves[:, 3] < 0, until, saves[:, 3]).astype(np.int32),
-            save_asked=np.minimum(saves[:, 6], n_ops - 1),
-            save_turn=saves[:, 7],
-            save_is_output=saves[:, 5].astype(np.uint8),
-            save_call=calls.number[saves[:, 4]],
-            enter=np.asarray(self._enter_at, np.int32),
-            leave=np.asarray(self._leave_at, np.int32),
-            input_call=calls.number[np.asarray([call for call, _ in self._inputs], np.int32)],
-            input_storage=np.asarray([storage for _, storage in self._inputs], np.int32),
-            landing=np.asarray(list(self._ready), np.int32),
-            returned=np.asarray(sorted(self._outputs), np.int32),
-        )
-        step.validate()
-        return step
+        return self.draft.step()
 
 
 def _local(tensor: Tensor) -> Tensor:
