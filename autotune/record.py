@@ -21,10 +21,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.optim import Optimizer
 
+from memtune.autotune.block_fold import BlockFold, optimizer_mark
 from memtune.autotune.calls import CallRecorder
 from memtune.autotune.foreach import foreach_phase, step_counters
 from memtune.autotune.optimizer_fold import OptimizerFold
 from memtune.autotune.tracer import Tracer
+from memtune.autotune.unfold import Short
 from memtune.autotune.untraced import as_in_training
 from memtune.batches import map_tensors
 from memtune.edit import Edit
@@ -106,6 +108,8 @@ class Session:
     """The context in which a micro-batch runs, from whether it is the last; techniques that reduce gradients have one."""
     fold: OptimizerFold | None = None
     """What pays for the optimizer's step once per sort of parameter; None: every step runs whole."""
+    blocks_fold: BlockFold | None = None
+    """What pays for forward and backward of equal blocks once; None: all blocks run."""
     assumed: list[str] = field(default_factory=list)
     """What user code would have asked the data, and the answer it was given."""
 
@@ -150,6 +154,36 @@ class Session:
 
     def traced(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
         """As `trace`, with what the ops' workspaces are looked up by."""
+        fold = self.blocks_fold
+        if fold is None or micro_batches > 1:
+            return self._whole(size, micro_batches=micro_batches, trace_last=trace_last)
+        if fold.proven and (written := fold.attempt(lambda: fold.written(self._short(fold, size)))):
+            return Trace(*written)
+        trace = self._whole(size)
+        if not fold.proven and not fold.whole:
+            fold.attempt(lambda: fold.prove(trace.step, trace.hints, self._short(fold, size)))
+        return trace
+
+    def _short(self, fold: BlockFold, size: int) -> Short:
+        """Forward and backward without the blocks that `fold` leaves out."""
+        tracer = Tracer(self.model, self.optimizer, fold.kept)
+        with self.entered(), fold.without_blocks():
+            batches = [self.batch(size)]
+            calls = CallRecorder(tracer, fuse=self.target == "cuda")
+            try:
+                with tracer.recording():
+                    with calls:
+                        loss = accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync)
+                    tracer.note_gradients()
+                    seen = fold.gradients()
+                    optimizer_mark(tracer)
+                    self.optimizer.zero_grad(set_to_none=True)
+                    del loss  # as in `_whole`
+            finally:
+                self.optimizer.zero_grad(set_to_none=True)
+        return fold.short(tracer, calls.calls, self.optimizer, seen)
+
+    def _whole(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
         if self.compiled is not None:
             self.warm_up(size)
         tracer = Tracer(self.model, self.optimizer, self.blocks)
@@ -236,6 +270,8 @@ def record(
     notes += session.assumed
     if session.fold is not None and session.fold.whole:
         notes.append(f"the optimizer's step was recorded whole: {session.fold.whole}")
+    if session.blocks_fold is not None and session.blocks_fold.left_out and session.blocks_fold.whole:
+        notes.append(f"equal blocks were recorded one by one: {session.blocks_fold.whole}")
     if session.fake is None:
         notes.append(f"sizes may depend on the data: between micro-batches {small} and {large} and beyond they lie on a line")
     if not same:
@@ -358,7 +394,11 @@ def _folded(session: Session) -> Session:
     return (
         session
         if session.fake is None
-        else replace(session, fold=OptimizerFold(session.model, session.optimizer, session.blocks))
+        else replace(
+            session,
+            fold=OptimizerFold(session.model, session.optimizer, session.blocks),
+            blocks_fold=BlockFold(session.model, session.blocks),
+        )
     )
 
 

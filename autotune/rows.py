@@ -23,6 +23,15 @@ class Extent(NamedTuple):
     uses: int
 
 
+class Mark(NamedTuple):
+    """How far a recording has come."""
+
+    ops: int
+    nodes: int
+    """Autograd's next sequence number."""
+    saves: int
+
+
 class Made(NamedTuple):
     """A storage that an op made, and the op after which it was let go."""
 

@@ -15,7 +15,7 @@ import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from memtune import flops
 from memtune.autotune.in_place import SUM, is_in_place, number_of
 from memtune.autotune.resizes import watch_resizes
-from memtune.autotune.rows import Draft
+from memtune.autotune.rows import Draft, Mark
 from memtune.autotune.stand_in import stand_in_for
 from memtune.ops import SEAM, link_of
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
@@ -37,15 +37,6 @@ from memtune.runtime.watching import WatchingMode
 from memtune.runtime.workspace import FAKE_DEVICE, signature
 
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
-
-
-class Mark(NamedTuple):
-    """How far a recording has come."""
-
-    ops: int
-    nodes: int
-    """Autograd's next sequence number."""
-    saves: int
 
 
 class Tracer(WatchingMode):
@@ -59,6 +50,8 @@ class Tracer(WatchingMode):
 
     Attributes:
         draft: What is written down.
+        n_state: How many storages were there when the recording began.
+        entered: How far it had come when each block was first called.
         composite_from: Op before which a function of `in_place.ADDS_TO_ITS_PRODUCT` began that runs now, -1 outside.
     """
 
@@ -67,6 +60,8 @@ class Tracer(WatchingMode):
         self._model, self._optimizer, self._stand_ins = model, optimizer, stand_ins
         self._blocks = blocks
         self.draft = Draft(blocks)
+        self.n_state = 0
+        self.entered: dict[int, Mark] = {}
         self.phase = Phase.FORWARD
         self._paused = 0
         self.composite_from = -1
@@ -310,6 +305,7 @@ class Tracer(WatchingMode):
     def recording(self) -> Iterator[Tracer]:
         """Record everything that runs inside; the optimizer's `step` inside is the optimizer phase."""
         self._register_state()
+        self.n_state = len(self.draft.bytes)
         enter = module_hooks.register_module_forward_pre_hook(self._enter)
         leave = module_hooks.register_module_forward_hook(self._leave, always_call=True)
         before = self._optimizer.register_step_pre_hook(lambda *_: setattr(self, "phase", Phase.OPTIMIZER))
@@ -339,6 +335,7 @@ class Tracer(WatchingMode):
                 return
             if self.draft.enter[block] < 0:
                 self.draft.enter[block] = len(self.draft.ops)
+                self.entered[block] = self.mark()
             if block == len(self._blocks):
                 return
             for tensor in tree_leaves((args, kwargs)):
