@@ -78,8 +78,10 @@ class Communication:
     """Every node keeps a copy of what forward gathered, divided over its ranks, and backward gathers that (ZeRO++ hpZ)."""
     gradients: Form | None = None
     """Exchanged in this form, first inside the node, then between nodes (ZeRO++ qgZ); None: reduce-scattered as they are."""
-    gather: Literal["flat", "hierarchical", "rings"] = "flat"
-    """All ranks in one ring; between nodes and then inside them (MiCS); both at once, chunk by chunk (PaRO)."""
+    gather: Literal["flat", "hierarchical"] = "flat"
+    """All ranks in one ring; or between nodes and then inside them (MiCS)."""
+    feedback: bool = False
+    """Whether what the first hop loses of the gradients is added to the next ones, which takes float32 memory of their size."""
 
     @property
     def by_node(self) -> bool:

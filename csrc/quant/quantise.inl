@@ -139,7 +139,7 @@ void pack_blocks(const Row& row, const Packing& what, int64_t first, int64_t las
     if (what.error != nullptr) {
       decode(out + row.codes_at + p.code, p.count, found.scale, row.bits, back);
       float* __restrict error = what.error + at;
-      for (int64_t i = 0; i < p.count; ++i) error[i] = x[i] - back[i];
+      for (int64_t i = 0; i < p.count; ++i) error[i] = found.scale == found.scale ? x[i] - back[i] : 0.0f;  // NaN is not fed back
     }
   });
 }

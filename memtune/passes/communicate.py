@@ -19,7 +19,7 @@ from memtune.edit import Edit
 from memtune.message import Communication, Form, Row
 from memtune.parameters import columns_of
 from memtune.passes.units import Ragged
-from memtune.program import I32, I64, U8, Kind, Phase, Resource, Step
+from memtune.program import FOREVER, I32, I64, U8, Kind, Phase, Resource, Step
 
 GATHER = "memtune.all_gather_into_.default"
 REDUCE = "memtune.reduce_scatter_into_.default"
@@ -131,7 +131,7 @@ def communicate(step: Step, how: Communication, degree: int, *, stages_messages:
     if how.changes_gathers:
         _gathers(edit, step, how, degree, _COMPUTE_STREAM if stages_messages else _GATHER_STREAM)
     if how.gradients is not None:
-        _exchanges(edit, step, how.gradients, degree, how.ranks_per_node)
+        _exchanges(edit, step, how, how.gradients, degree)
     return edit.done()
 
 
@@ -224,9 +224,10 @@ def _secondary(edit: Edit, step: Step, found: Messages, kept: I32, served: I32, 
     _reads_and_writes(edit, gather, parts, found.buffer[served])
 
 
-def _exchanges(edit: Edit, step: Step, form: Form, degree: int, local: int) -> None:
+def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: int) -> None:
     """Two hops for every reduce-scatter: quantise, all-to-all, dequantise and add up, inside the node and then between nodes."""
-    found, nodes = reductions(step, degree), degree // local
+    found, local = reductions(step, degree), how.ranks_per_node
+    nodes = degree // local
     dropped = np.zeros(step.n_ops, bool)
     dropped[found.ops] = True
     edit.drop_ops(dropped)
@@ -237,7 +238,12 @@ def _exchanges(edit: Edit, step: Step, form: Form, degree: int, local: int) -> N
     stream = step.op_stream[found.ops]
     whole = step.bytes[found.buffer]
     inside = _Hop(found.ops, stream, Resource.INTRA_LINK, local)
-    inside.add(edit, (found.buffer, whole), (sums, 4 * nodes * numel), row * degree)
+    pack = inside.add(edit, (found.buffer, whole), (sums, 4 * nodes * numel), row * degree)
+    if how.feedback:
+        forever = np.full(len(pack), FOREVER, np.int32)
+        before = np.full(len(pack), -1, np.int32)
+        lost = edit.add_storages(4 * degree * numel, producer=before, kind=Kind.COMMUNICATION, held_until=forever)
+        edit.add_uses(pack, lost, mutates=True)
     between = _Hop(found.ops, stream, Resource.INTER_LINK, nodes)
     between.add(edit, (sums, 4 * nodes * numel), (out, whole // degree), row * nodes)
 
@@ -251,8 +257,8 @@ class _Hop:
     link: Resource
     ranks: int
 
-    def add(self, edit: Edit, given: tuple[I32, I64], made: tuple[I32, I64], n_bytes: I64) -> None:
-        """From storages and their bytes to others, `n_bytes` sent and received each."""
+    def add(self, edit: Edit, given: tuple[I32, I64], made: tuple[I32, I64], n_bytes: I64) -> I32:
+        """From storages and their bytes to others, `n_bytes` sent and received each; returns the ops that quantise."""
         sent, pack = self._buffer(edit, n_bytes), self._op(edit, "memtune.quantise_.default", given[1] + n_bytes)
         received = self._buffer(edit, n_bytes)
         exchange = self._op(edit, "memtune.all_to_all_into_.default", n_bytes, self.link, self.ranks)
@@ -260,6 +266,7 @@ class _Hop:
         _reads_and_writes(edit, pack, given[0], sent)
         _reads_and_writes(edit, exchange, sent, received)
         _reads_and_writes(edit, unpack, received, made[0])
+        return pack
 
     def _buffer(self, edit: Edit, n_bytes: I64) -> I32:
         make = edit.add_ops(_EMPTY, before=self.at, phase=Phase.BACKWARD, resource=Resource.NOTHING)

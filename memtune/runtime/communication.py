@@ -51,7 +51,7 @@ def communicate(context: Context, how: Communication) -> None:
         if how.changes_gathers:
             unit.set_custom_all_gather(Gather(group, how, place, forward))
         if how.gradients is not None and place is not None:
-            unit.set_custom_reduce_scatter(Exchange(group, how.gradients, place))
+            unit.set_custom_reduce_scatter(Exchange(group, how.gradients, place, feedback=how.feedback))
     context.checks["sharding.communication"] = lambda: _check(how, groups)
 
 
@@ -163,10 +163,12 @@ class Exchange(SeamReduceScatter):
         group: FSDP2's parameters of the unit.
         form: How gradients travel.
         place: This rank's nodes.
+        feedback: Whether what the first hop loses is added to the next gradients; held in float32, from the first of them on.
     """
 
-    def __init__(self, group: Any, form: Form, place: Nodes) -> None:
-        self._group, self._form, self._place = group, form, place
+    def __init__(self, group: Any, form: Form, place: Nodes, *, feedback: bool) -> None:
+        self._group, self._form, self._place, self._feedback = group, form, place, feedback
+        self._lost: Tensor | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -177,7 +179,9 @@ class Exchange(SeamReduceScatter):
         if row.numel * group.size() != input_tensor.numel() or factor is None:  # Rule 3
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         sums = torch.empty(place.nodes * row.numel, dtype=torch.float32, device=input_tensor.device)
-        sent = _packed(input_tensor, row, swizzle=place.nodes)
+        if self._feedback and self._lost is None:
+            self._lost = torch.zeros(input_tensor.shape, dtype=torch.float32, device=input_tensor.device)
+        sent = _packed(input_tensor, row, self._lost, swizzle=place.nodes)
         received = _exchanged(sent, place.inside)
         del sent
         _add_up(sums, received, row, place.local, 1.0)
@@ -190,10 +194,10 @@ class Exchange(SeamReduceScatter):
         return None
 
 
-def _packed(x: Tensor, row: Row, *, swizzle: int = 1) -> Tensor:
+def _packed(x: Tensor, row: Row, lost: Tensor | None = None, *, swizzle: int = 1) -> Tensor:
     """Rows of `x` in few bits; `swizzle` nodes by ranks of a node become ranks by nodes."""
     packed = torch.empty(x.numel() // row.numel * row.n_bytes, dtype=torch.uint8, device=x.device)
-    torch.ops.memtune.quantise_(packed, x, None, list(row.lengths), row.bits, row.block, swizzle)
+    torch.ops.memtune.quantise_(packed, x, lost, list(row.lengths), row.bits, row.block, swizzle)
     return packed
 
 

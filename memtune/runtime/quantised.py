@@ -111,7 +111,9 @@ def plain_quantise_(
         whole = codes[:, : part.count]
         if lost is not None:
             back = (codes.float().view(len(out), -1, block) * scale[..., None]).view(len(out), -1)[:, : part.count]
-            lost[..., part.begin : part.begin + part.count] = (mine - back).view(-1, nodes, part.count)
+            lost[..., part.begin : part.begin + part.count] = torch.where(back.isnan(), 0.0, mine - back).view(
+                -1, nodes, part.count
+            )
         data = whole.view(torch.uint8) if bits == 8 else _pairs(codes, part.count)
         out[:, part.codes : part.codes + data.shape[1]] = data
 

@@ -100,7 +100,7 @@ def _pack(
     # The low bits of a sum with 1.5 * 2^23 are the integer nearest to the other summand.
     code = tl.where(used[:, None], (x * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True), 0)
     if FEEDBACK:
-        lost = x - _signed(code, BITS) * scale[:, None]
+        lost = tl.where(finite[:, None], x - _signed(code, BITS) * scale[:, None], 0.0)  # NaN is not fed back
         tl.store(error + source * numel + begin + at, lost, there)
     out = packed + row * row_bytes + codes_at
     if BITS == 8:

@@ -48,6 +48,8 @@ class ZeroPp(Technique):
     """Of a weight on the link; 4 is half the bytes and eighteen times the step between two values."""
     gradient_bits: Bits = 4
     """Of a gradient on the link; 8 is twice the bytes and an eighteenth of the step."""
+    error_feedback: bool = False
+    """With qgz: what a rank's gradients lose is added to its next ones, for 4 bytes per element of a whole gradient."""
     block: Annotated[int, Field(ge=16, le=4096, multiple_of=2)] = 256
     """Values that share a scale of 4 bytes; small blocks are more exact and carry more scales."""
     exact_below: Annotated[int, Field(ge=0)] = 65536
@@ -59,6 +61,8 @@ class ZeroPp(Technique):
     def _does_something(self) -> Self:
         if not (self.hpz or self.qwz or self.qgz):
             raise ValueError("with hpz, qwz and qgz off it is sharding.communication: none")
+        if self.error_feedback and not self.qgz:
+            raise ValueError("error_feedback is of the gradients that qgz quantises")
         return self
 
     def exactly(self) -> Exactness:
@@ -83,7 +87,7 @@ class ZeroPp(Technique):
     def _how(self, ranks_per_node: int) -> Communication:
         weights = Form(self.weight_bits, self.block, self.exact_below) if self.qwz else None
         gradients = Form(self.gradient_bits, self.block, self.exact_below) if self.qgz else None
-        return Communication(ranks_per_node, weights, self.hpz, gradients)
+        return Communication(ranks_per_node, weights, self.hpz, gradients, feedback=self.error_feedback)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """The size of a node."""
@@ -110,7 +114,7 @@ class ZeroPp(Technique):
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Every part on and off; what is lossy is only asked for where the user allows it."""
-        return {"hpz": (True, False), "qwz": (False, True), "qgz": (False, True)}
+        return {"hpz": (True, False), "qwz": (False, True), "qgz": (False, True), "error_feedback": (False, True)}
 
 
 def _untravelled_types(step: Step) -> Reason | None:

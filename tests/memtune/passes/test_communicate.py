@@ -27,7 +27,7 @@ CASES: tuple[tuple[str, Fsdp, Technique], ...] = (
     ("gpt", Fsdp(), ZeroPp()),
     ("gpt", Fsdp(blocks_per_unit=2), ZeroPp(**LOSSY)),
     ("gpt", Fsdp(reshard_after_forward=False), ZeroPp(hpz=False, qgz=True, weight_bits=4, **LOSSY)),
-    ("lora", Fsdp(), ZeroPp(qgz=True, **LOSSY)),
+    ("lora", Fsdp(), ZeroPp(qgz=True, error_feedback=True, **LOSSY)),
     ("gpt", Fsdp(), Hierarchical()),
 )
 

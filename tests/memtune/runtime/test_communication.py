@@ -26,7 +26,7 @@ RANKS, LOCAL, DIM, WIDTH = 4, 2, 16, 24
 BLOCK, EXACT_BELOW = 16, 100
 LOSSY = {"block": BLOCK, "exact_below": EXACT_BELOW, "hpz": False}
 EXACT = {"hpz": {"kind": "zeropp"}, "hierarchical": {"kind": "hierarchical"}}
-QUANTISED = {"quantised": {"kind": "zeropp", "qwz": True, "qgz": True, "gradient_bits": 8, **LOSSY}}
+QUANTISED = {"quantised": {"kind": "zeropp", "qwz": True, "qgz": True, "gradient_bits": 8, "error_feedback": True, **LOSSY}}
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {"kind": "none"}, **EXACT, **QUANTISED}
 
 
@@ -317,3 +317,31 @@ def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
         for name, measured in rank.items():
             wanted = predicted[name].peak_bytes()
             assert all(0 <= peak - wanted <= 16 for peak in measured), (name, measured, wanted)
+
+
+# -- what quantised training comes to -----------------------------------------------------------------------------
+
+
+def converged(path: str, steps: int) -> dict[str, float]:
+    """The mean loss of the first and of the last 16 steps on the same few samples, exact and with all that is quantised."""
+    from memtune.testing.training import build
+
+    found = {}
+    lossy = {"kind": "zeropp", "qwz": True, "qgz": True, "exact_below": 1000, "ranks_per_node": LOCAL}
+    for name, how in (("exact", {"kind": "none"}), ("lossy", lossy)):
+        workload, model, optimizer = build(Path(path))
+        sharding = {"states": {"kind": "fsdp"}, "communication": how}
+        made = apply(model, optimizer, {"settings": {"sharding": sharding}}, loss=workload.loss, strict=False)
+        torch.manual_seed(dist.get_rank())
+        batches = [workload.make_batch(2) for _ in range(16)]
+        losses = torch.stack([made.step([batches[step % 16]]) for step in range(steps)])
+        dist.all_reduce(losses)
+        found |= {name: float(losses[-16:].mean()) / RANKS, f"{name} first": float(losses[:16].mean()) / RANKS}
+    return found
+
+
+@pytest.mark.slow
+def test_a_small_gpt_trains_to_the_exact_loss_within_a_percent() -> None:
+    found = run_ranks(converged, RANKS, str(ZOO["gpt"]), 200, deadline_s=900)[0]
+    assert found["exact"] < 0.97 * found["exact first"]  # it does learn
+    assert found["lossy"] == pytest.approx(found["exact"], rel=0.01)

@@ -59,6 +59,8 @@ def test_only_floats_of_one_type_are_quantised() -> None:
 def test_what_quantises_is_lossy_and_what_does_nothing_is_refused() -> None:
     assert ZeroPp().exactly() is Exactness.BITWISE
     assert ZeroPp(qwz=True).exactly() is Exactness.LOSSY
+    with pytest.raises(ValidationError, match="of the gradients that qgz quantises"):
+        ZeroPp(error_feedback=True)
     with pytest.raises(ValidationError, match=r"it is sharding\.communication: none"):
         ZeroPp(hpz=False)
 
@@ -74,7 +76,8 @@ def test_the_plan_is_the_size_of_a_node() -> None:
 
 def test_every_choice_is_a_valid_knob() -> None:
     assert find("sharding.communication", "zeropp") is ZeroPp
+    assert ZeroPp(hpz=False, qgz=True).exactly() is Exactness.LOSSY
     for knob, values in ZeroPp().choices().items():
         assert values[0] == getattr(ZeroPp(), knob)
         for value in values:
-            ZeroPp(**{"hpz": True, knob: value} if knob != "hpz" else {"qwz": True, knob: value})
+            ZeroPp(**{"qgz": True, knob: value} if knob != "qgz" else {"hpz": True, knob: value})
