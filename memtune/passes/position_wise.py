@@ -62,11 +62,13 @@ def position_wise(step: Step) -> tuple[PositionWise, ...]:
     for call in np.unique(step.op_call[forward]).tolist():
         ops = forward[step.op_call[forward] == call]
         taken: list[str] = []
-        for name in sorted(_modules_in(step, ops, step.blocks[step.call_block[call]]), key=lambda each: (each.count("."), each)):
+        block = step.blocks[step.call_block[call]]
+        around = [i for i, name in enumerate(step.modules) if name.startswith(f"{block}.")]
+        for name in sorted(_modules_in(step, ops, block), key=lambda each: (each.count("."), each)):
             if any(f"{name}.".startswith(f"{other}.") for other in taken):
                 continue
             try:
-                found.append(_found(step, call, name, ops))
+                found.append(_found(step, call, name, ops, around))
                 taken.append(name)
             except _No:
                 continue
@@ -84,16 +86,17 @@ def _modules_in(step: Step, ops: I32, block: str) -> set[str]:
     return names
 
 
-def _found(step: Step, call: int, name: str, block_ops: I32) -> PositionWise:
-    inside = np.asarray([each == name or each.startswith(f"{name}.") for each in step.modules], bool)
+def _found(step: Step, call: int, name: str, block_ops: I32, around: list[int]) -> PositionWise:
+    inside = np.zeros(len(step.modules), bool)
+    inside[[i for i in around if f"{step.modules[i]}.".startswith(f"{name}.")]] = True
     forward = _in_one_piece(block_ops[inside[step.op_module[block_ops]]])
     backward = _in_one_piece(np.flatnonzero(inside[step.op_module] & (step.op_phase == Phase.BACKWARD)))
     if (step.op_phase[backward[0] : backward[-1] + 1] != Phase.BACKWARD).any() or step.op_rng[list(forward)].any():
         raise _No
-    made = set(np.flatnonzero(np.isin(step.producer, forward) & (step.kind != Kind.WORKSPACE)).tolist())
+    made = set(made_by(step, forward))
     x = _only(_all_alike(step, forward, made))
-    outside = (step.use_op > forward[-1]) & ~np.isin(step.use_op, backward)
-    read_later = made & set(step.use_storage[outside].tolist())
+    later, again, after = np.searchsorted(step.use_op, (forward[-1] + 1, backward[0], backward[-1] + 1)).tolist()
+    read_later = _among(made, step.use_storage[later:again]) | _among(made, step.use_storage[after:])
     kept = {s for s in made if step.held_until[s] > forward[-1]}
     y = _only(read_later or kept)
     if kept - {y}:
@@ -104,7 +107,7 @@ def _found(step: Step, call: int, name: str, block_ops: I32) -> PositionWise:
     window &= (step.save_before <= forward[-1]) | ((step.save_before == forward[-1] + 1) & (step.save_is_output == 1))
     saves = np.flatnonzero(window & (step.save_call == call))
     mine = saves[step.save_storage[saves] == x]
-    if not len(mine) or any(s == y and i not in saves for i, s in enumerate(step.save_storage.tolist())):
+    if not len(mine) or not np.isin(np.flatnonzero(step.save_storage == y), saves).all():
         raise _No
     held = np.unique(step.save_storage[saves])
     inner = int(step.bytes[held[(held != x) & np.isin(held, list(made))]].sum())
@@ -112,6 +115,25 @@ def _found(step: Step, call: int, name: str, block_ops: I32) -> PositionWise:
         name, int(step.op_module[forward[-1]]), call, forward, backward, x, y, rows, given, dx, gradients, int(mine[0]),
         tuple(saves.tolist()), inner,
     )  # fmt: skip
+
+
+def made_by(step: Step, ops: tuple[int, ...]) -> list[int]:
+    """Storages that `ops` make, workspaces left out; there are no other ops in between."""
+    mine = (step.producer >= ops[0]) & (step.producer <= ops[-1]) & (step.kind != Kind.WORKSPACE)
+    found: list[int] = np.flatnonzero(mine).tolist()
+    return found
+
+
+def _uses(step: Step, first: int, last: int) -> slice:
+    """Rows of the uses of ops `first` to `last`."""
+    start, stop = np.searchsorted(step.use_op, (first, last + 1)).tolist()
+    return slice(start, stop)
+
+
+def _among(storages: set[int], rows: I32) -> set[int]:
+    """Those of `storages` that occur in `rows`."""
+    mine = np.asarray(sorted(storages), np.int32)
+    return set(mine[np.isin(mine, rows)].tolist())
 
 
 def _in_one_piece(ops: np.ndarray) -> tuple[int, ...]:
@@ -132,7 +154,7 @@ def _all_alike(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int]:
     products = 0
     for op in ops:
         name = step.names[step.op_name[op]]
-        used = step.use_op == op
+        used = _uses(step, op, op)
         reads = set(step.use_storage[used].tolist())
         if name not in _ALIKE or step.use_mutates[used].any():
             raise _No
@@ -150,7 +172,7 @@ def _all_alike(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int]:
 def _rows(step: Step, forward: tuple[int, ...], x: int) -> int:
     """Tokens in `x`, from the first product with a weight."""
     for op in forward:
-        weights = [step.parameter_of[s] for s in step.use_storage[step.use_op == op].tolist() if step.parameter_of[s] >= 0]
+        weights = [step.parameter_of[s] for s in step.use_storage[_uses(step, op, op)].tolist() if step.parameter_of[s] >= 0]
         shapes = [step.parameters[each] for each in weights if len(step.parameters[each].shape) == 2]
         if shapes:
             width = shapes[0].shape[1] * int(step.bytes[shapes[0].storage]) // int(np.prod(shapes[0].shape))
@@ -162,17 +184,14 @@ def _rows(step: Step, forward: tuple[int, ...], x: int) -> int:
 
 def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int, int, tuple[int, ...]]:
     """The gradient that backward is given, those of the input and of the parameters."""
-    made = set(np.flatnonzero(np.isin(step.producer, backward) & (step.kind != Kind.WORKSPACE)).tolist())
-    inside = np.isin(step.use_op, backward)
-    weights = {s for s in np.unique(step.use_storage).tolist() if step.parameter_of[s] >= 0}
-    given = _only(set(step.use_storage[inside].tolist()) - made - known - weights)
+    made = set(made_by(step, backward))
+    inside = _uses(step, backward[0], backward[-1])
+    read = set(step.use_storage[inside].tolist()) - made - known
+    given = _only({s for s in read if step.parameter_of[s] < 0})
     if step.use_mutates[inside].any():
         raise _No
-    landed = set(step.landing.tolist()) | {s for s in made if step.owner[s] >= 0}
-    later = set(step.use_storage[step.use_op > backward[-1]].tolist()) | set(
-        np.flatnonzero(step.held_until > backward[-1]).tolist()
-    )
-    left = made & later
+    landed = _among(made, step.landing) | {s for s in made if step.owner[s] >= 0}
+    left = _among(made, step.use_storage[inside.stop :]) | {s for s in made if step.held_until[s] > backward[-1]}
     gradients = tuple(sorted(left & landed, key=lambda s: int(step.producer[s])))
     others = left - landed
     if len(others) > 1:

@@ -6,8 +6,8 @@ import numpy as np
 
 from memtune.edit import Edit
 from memtune.passes.new_ops import NewOps
-from memtune.passes.position_wise import PositionWise
-from memtune.program import Kind, Phase, Step
+from memtune.passes.position_wise import PositionWise, made_by
+from memtune.program import Phase, Step
 
 
 def tile_regions(step: Step, regions: tuple[PositionWise, ...], chunks: int) -> Step:
@@ -39,8 +39,10 @@ class _Tiled:
         size = -(-region.rows // chunks)
         self.parts = [min(size, region.rows - start) for start in range(0, region.rows, size)]
         inside = [*region.forward, *region.backward]
+        uses = np.searchsorted(step.use_op, [(op, op + 1) for op in inside]).tolist()
+        self.reads = {op: step.use_storage[start:stop].tolist() for op, (start, stop) in zip(inside, uses, strict=True)}
         self.made: dict[int, list[int]] = {op: [] for op in inside}
-        for storage in np.flatnonzero(np.isin(step.producer, inside) & (step.kind != Kind.WORKSPACE)).tolist():
+        for storage in [*made_by(step, region.forward), *made_by(step, region.backward)]:
             self.made[int(step.producer[storage])].append(storage)
 
     def insert(self) -> None:
@@ -97,7 +99,7 @@ class _Tiled:
         share = part / region.rows
         held: list[tuple[int, int]] = []
         for op in rows:
-            reads = [made.get(s, s) for s in step.use_storage[step.use_op == op].tolist()]
+            reads = [made.get(s, s) for s in self.reads[op]]
             lasts[op] = ops.run(step.names[step.op_name[op]], *reads, like=op, share=share)
             for storage in self.made[op]:
                 if storage in region.gradients:
