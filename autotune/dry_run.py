@@ -23,7 +23,7 @@ from memtune.autotune.simulate import simulate
 from memtune.config import MadeFor, TunedConfig
 from memtune.edit import Edit
 from memtune.program import Kind, Step
-from memtune.runtime import nodes, sharding
+from memtune.runtime import nodes, sharding, states
 from memtune.runtime.workspace import WorkspaceTable
 from memtune.technique import Reason, Target
 from memtune.workload import Workload
@@ -139,6 +139,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sharding.forget_meshes()
+        states.forget_meshes()
         nodes.forget()
         nodes.declare(None)
 

@@ -37,6 +37,18 @@ class Partitioning:
     """Whether each one is reduced, and shards are summed up; else whole gradients are, and reduced once."""
     stages_messages: bool = False
     """Whether reductions copy their whole message first and compute waits for collectives, as with gloo on CPU."""
+    at_end: bool = False
+    """Whether gradients have been divided before, by groups whose results are divided further when backward has ended."""
+    link: Resource = Resource.INTRA_LINK
+    """Between the ranks that divide."""
+    copies: int = 1
+    """Ranks that hold the same in the end, if this is the last division."""
+    between_copies: Resource = Resource.INTRA_LINK
+
+    @property
+    def once(self) -> bool:
+        """Whether the reductions run once per step."""
+        return self.accumulate > 1 and not self.every_micro_batch
 
 
 def partition_states(step: Step, how: Partitioning) -> Step:
@@ -44,7 +56,7 @@ def partition_states(step: Step, how: Partitioning) -> Step:
     if not len(_buckets(columns_of(step.parameters), how.bucket_bytes).count):
         return step
     done = _partitioned(step, how, sums_stay=False)
-    if how.accumulate > 2 and not how.every_micro_batch and _middle_peak(step, how) > _backward_peak(done):
+    if how.accumulate > 2 and how.once and not how.at_end and _middle_peak(step, how) > _backward_peak(done):
         return _partitioned(step, how, sums_stay=True)
     return done
 
@@ -56,6 +68,8 @@ def _partitioned(step: Step, how: Partitioning, *, sums_stay: bool) -> Step:
     # Gradients, the loss: what is held to the end of the step is held while weights are gathered.
     late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
     held = np.concatenate([np.flatnonzero(late).astype(np.int32), taken])
+    if _optimizer_end(step, how) < step.n_ops:  # what earlier divisions gather comes last
+        last = step.n_ops - 1
     edit.hold_through(held, np.full(len(held), last, np.int32))
     return edit.done()
 
@@ -91,9 +105,11 @@ class _Arrivals:
 
 
 @functools.lru_cache(maxsize=16)
-def _arrivals(step: Step, every_micro_batch: bool) -> _Arrivals:
-    gradient, raw = columns_of(step.parameters).gradient, raw_gradients(step)
-    end = _end(step)
+def _arrivals(step: Step, every_micro_batch: bool, at_end: bool) -> _Arrivals:
+    gradient, end = columns_of(step.parameters).gradient, _end(step, at_end=at_end)
+    if at_end:
+        return _Arrivals(gradient, np.full(len(gradient), end, np.int32), np.zeros(step.n_ops, bool))
+    raw = raw_gradients(step)
     added = np.full(step.n_storages + 1, -1, np.int32)  # the last entry serves "none"
     adds = (step.use_mutates == 1) & (step.producer[step.use_storage] < 0) & (step.use_phase < Phase.BOUNDARY)
     np.maximum.at(added, step.use_storage[adds], step.use_op[adds])
@@ -104,7 +120,15 @@ def _arrivals(step: Step, every_micro_batch: bool) -> _Arrivals:
     return _Arrivals(raw if every_micro_batch else gradient, np.where(at < 0, end, at).astype(np.int32), rows)
 
 
-def _end(step: Step) -> int:
+def _optimizer_end(step: Step, how: Partitioning) -> int:
+    """Op before which weights are gathered: what earlier divisions gather comes later."""
+    return int(np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[-1]) + 1 if how.at_end else step.n_ops
+
+
+def _end(step: Step, *, at_end: bool = False) -> int:
+    """The last op of backward; with `at_end` what earlier divisions have put at its end counts, too."""
+    if at_end:
+        return int(np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[0]) - 1
     return int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
 
 
@@ -123,33 +147,37 @@ class _Places:
     reduce: I64
     add: I64
     """Empty where there are no sums to add to."""
+    average: I64
+    """Empty where there are no other copies."""
     per_bucket: I64
 
     @staticmethod
-    def of(missing: Ragged, *, adds: bool) -> _Places:
+    def of(missing: Ragged, *, adds: bool, averages: bool) -> _Places:
         """The places for buckets with these parts missing."""
-        per_bucket = 5 + 2 * missing.count + adds
+        per_bucket = 5 + 2 * missing.count + adds + averages
         make = np.cumsum(per_bucket) - per_bucket
         fill = missing.places(make + 2) + missing._within
         pack = make + 2 + 2 * missing.count
         add = pack[: len(pack) * adds] + 3
-        return _Places(make, make + 1, fill, fill + 1, pack, pack + 1, pack + 2, add, per_bucket)
+        average = pack[: len(pack) * averages] + 3 + adds
+        return _Places(make, make + 1, fill, fill + 1, pack, pack + 1, pack + 2, add, average, per_bucket)
 
 
 def _reduce(edit: Edit, step: Step, how: Partitioning, *, sums_stay: bool) -> I32:
     """Reduce-scatter every bucket; returns the gradients it makes, one storage a bucket."""
-    columns, arrivals = columns_of(step.parameters), _arrivals(step, how.every_micro_batch)
+    columns, arrivals = columns_of(step.parameters), _arrivals(step, how.every_micro_batch, how.at_end)
     buckets = _buckets(columns, how.bucket_bytes)
     there = buckets.where(arrivals.whole[buckets.values] >= 0)
     missing = buckets.where(arrivals.whole[buckets.values] < 0)
-    at = _Places.of(missing, adds=how.every_micro_batch and bool(arrivals.adds.any()))
+    at = _Places.of(missing, adds=_has_sums(how, arrivals), averages=how.copies > 1)
     after = np.maximum.accumulate(np.maximum.reduceat(arrivals.at[buckets.values], buckets.starts)).astype(np.int32)
     rows, n_bytes = _reduction_ops(edit, how, columns, at, after)
     given, taken = _buffers(edit, how, columns, at, rows, n_bytes)
     zeros = columns.numel[missing.values] * columns.itemsize[missing.values]
     edit.add_uses(rows[at.pack][missing.part], edit.add_storages(zeros, producer=rows[at.zeros], kind=Kind.TEMPORARY))
-    whole, end = arrivals.whole[there.values], _end(step)
-    edit.add_uses(rows[at.pack][there.part], whole)
+    whole, end = arrivals.whole[there.values], _end(step, at_end=how.at_end)
+    packed = np.unique(np.stack([rows[at.pack][there.part], whole]), axis=1)  # groups have put several into one storage
+    edit.add_uses(packed[0], packed[1])
     edit.held_until[whole] = end if sums_stay else -1
     edit.ready_after[whole] = -1
     if not sums_stay or how.accumulate == 1:
@@ -157,15 +185,33 @@ def _reduce(edit: Edit, step: Step, how: Partitioning, *, sums_stay: bool) -> I3
 
     landed = np.append(after[1:], end).astype(np.int32)  # rule 4
     edit.hold_through(np.concatenate([given, given]), np.concatenate([landed, rows[at.make + at.per_bucket - 1]]))
-    for op in rows[at.make + at.per_bucket - 1][after == end].tolist():
-        edit.hold_to_the_end_of_backward(op)
+    _hold_to_the_end_of_backward(edit, step, rows[at.make + at.per_bucket - 1][after == end], end)
     _resize(edit, step, how)
     if len(at.add):
-        edit.hold_through(taken, landed)
-        taken = _sums(edit, step, there, arrivals, n_bytes)
-        edit.add_uses(rows[at.add], taken, mutates=True)
+        sums = _sums(edit, step, there, arrivals, n_bytes, stay=how.copies == 1)
+        edit.add_uses(rows[at.add], taken if how.copies == 1 else sums)
+        edit.add_uses(rows[at.add], sums if how.copies == 1 else taken, mutates=True)
+        if how.copies == 1:
+            edit.hold_through(taken, landed)
+            taken = sums
+    edit.add_uses(rows[at.average], taken[: len(at.average)], mutates=True)
     _rebind(edit, step, there, taken, how)
     return taken
+
+
+def _has_sums(how: Partitioning, arrivals: _Arrivals) -> bool:
+    """Whether earlier micro-batches have left divided sums."""
+    return how.every_micro_batch and (how.accumulate > 1 if how.at_end else bool(arrivals.adds.any()))
+
+
+def _hold_to_the_end_of_backward(edit: Edit, step: Step, ops: I32, end: int) -> None:
+    """What Python holds until backward returns is still there when the new `ops` run, after what ends it so far."""
+    last = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    mine = (step.held_until >= last) & (step.held_until <= end) & (step.producer >= 0)
+    mine &= step.kind != Kind.COMMUNICATION  # FSDP2 lets go of gathered parameters by itself
+    storages = np.flatnonzero(mine & (step.op_phase[step.producer] == Phase.FORWARD)).astype(np.int32)
+    for op in ops.tolist():
+        edit.hold_through(storages, np.full(len(storages), op, np.int32))
 
 
 def _reduction_ops(edit: Edit, how: Partitioning, columns: ParameterColumns, at: _Places, after: I32) -> tuple[I32, I64]:
@@ -177,20 +223,27 @@ def _reduction_ops(edit: Edit, how: Partitioning, columns: ParameterColumns, at:
         (at.make, "aten.new_empty.default"), (at.flags, "aten.new_ones.default"), (at.zeros, "aten.zeros_like.default"),
         (at.clear, "aten.zero_.default"), (at.pack, "aten._chunk_cat.out"), (at.take, "aten.new_empty.default"),
         (at.reduce, "memtune.reduce_scatter_into_.default"), (at.add, "aten._foreach_add_.List"),
+        (at.average, "memtune.all_reduce_.default"),
     ]  # fmt: skip
     n_ops = int(at.per_bucket.sum())
-    once = how.accumulate > 1 and not how.every_micro_batch
     rows = edit.add_ops(
         column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
         after=np.repeat(after, at.per_bucket),
-        phase=Phase.BOUNDARY if once else Phase.BACKWARD,  # what runs once per step belongs to the boundary
-        resource=column(n_ops, np.uint8, (at.make, NOTHING), (at.take, NOTHING), (at.reduce, Resource.INTRA_LINK)),
+        # What runs once per step belongs to the boundary.
+        phase=column(
+            n_ops, np.uint8, (slice(None), Phase.BOUNDARY if how.once else Phase.BACKWARD),
+            (at.average, Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY),
+        ),
+        resource=column(
+            n_ops, np.uint8, (at.make, NOTHING), (at.take, NOTHING), (at.reduce, how.link), (at.average, how.between_copies)
+        ),
         traffic_bytes=column(
             n_ops, np.int64,
             (at.pack, 2 * n_bytes * how.ranks), (at.reduce, n_bytes * how.ranks), (at.add, 3 * n_bytes[: len(at.add)]),
+            (at.average, n_bytes[: len(at.average)]),
         ),
-        group=column(n_ops, np.int32, (at.reduce, how.ranks)),
-        stream=column(n_ops, np.uint8, (at.reduce, _COMPUTE_STREAM * how.stages_messages)),
+        group=column(n_ops, np.int32, (at.reduce, how.ranks), (at.average, how.copies)),
+        stream=column(n_ops, np.uint8, *((each, _COMPUTE_STREAM * how.stages_messages) for each in (at.reduce, at.average))),
     )  # fmt: skip
     return rows, n_bytes
 
@@ -235,18 +288,24 @@ def _of_the_optimizer(step: Step) -> tuple[I32, I32]:
     """Storages that are divided with their parameter, itself and its gradient left out, and the row of that parameter."""
     columns = columns_of(step.parameters)
     rows, owner = divided(step)
+    producer = step.producer[rows]
     mine = columns.trainable[owner] & (rows != columns.storage[owner]) & (rows != columns.gradient[owner])
+    state = (producer < 0) & (step.kind[rows] == Kind.OPTIMIZER)
+    mine &= state | (
+        (producer >= 0) & (step.op_phase[producer] == Phase.OPTIMIZER)
+    )  # no gradient on its way through earlier divisions
     return rows[mine], owner[mine]
 
 
-def _sums(edit: Edit, step: Step, there: Ragged, arrivals: _Arrivals, n_bytes: I64) -> I32:
+def _sums(edit: Edit, step: Step, there: Ragged, arrivals: _Arrivals, n_bytes: I64, *, stay: bool) -> I32:
     """What earlier micro-batches have left, one storage a bucket in place of one a parameter; returns them."""
-    edit.drop_ops(arrivals.adds)
-    gradient = columns_of(step.parameters).gradient[there.values]
-    edit.bytes[gradient] = 0
-    edit.held_until[gradient] = -1
-    forever = np.full(len(n_bytes), -1, np.int32)
-    return edit.add_storages(n_bytes, producer=forever, kind=Kind.GRADIENT, held_until=forever)
+    if arrivals.adds.any():
+        edit.drop_ops(arrivals.adds)
+        gradient = columns_of(step.parameters).gradient[there.values]
+        edit.bytes[gradient] = 0
+        edit.held_until[gradient] = -1
+    before = np.full(len(n_bytes), -1, np.int32)
+    return edit.add_storages(n_bytes, producer=before, kind=Kind.GRADIENT, held_until=before if stay else None)
 
 
 def _rebind(edit: Edit, step: Step, there: Ragged, taken: I32, how: Partitioning) -> None:
@@ -254,7 +313,7 @@ def _rebind(edit: Edit, step: Step, there: Ragged, taken: I32, how: Partitioning
     columns = columns_of(step.parameters)
     moved = np.full(step.n_storages, -1, np.int32)
     moved[columns.gradient[there.values]] = taken[there.part]
-    target = np.where(step.use_phase >= Phase.BOUNDARY, moved[step.use_storage], -1)
+    target = np.where(step.use_op > _end(step, at_end=how.at_end), moved[step.use_storage], -1)
     edit.use_storage = np.where(target >= 0, target, edit.use_storage)
     gradient = np.full(len(columns.gradient), -1, np.int32)
     gradient[there.values] = taken[there.part]
@@ -284,9 +343,9 @@ def _gather(edit: Edit, step: Step, how: Partitioning) -> int:
     n_ops = 4 * count
     rows = edit.add_ops(
         column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names)),
-        before=np.full(n_ops, step.n_ops, np.int32),
+        before=np.full(n_ops, _optimizer_end(step, how), np.int32),
         phase=Phase.BOUNDARY,  # the optimizer itself may run elsewhere
-        resource=column(n_ops, np.uint8, (make, NOTHING), (gather, Resource.INTRA_LINK)),
+        resource=column(n_ops, np.uint8, (make, NOTHING), (gather, how.link)),
         traffic_bytes=column(
             n_ops, np.int64, (pack, 2 * n_bytes), (gather, n_bytes * how.ranks), (copy, 2 * n_bytes * how.ranks)
         ),

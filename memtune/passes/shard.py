@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from memtune.program import I32, I64, Kind, Phase, Resource, Step
 
 NOTHING = Resource.NOTHING
 TO_HOST = "memtune.to_host.default"
+
+
+Sums = Literal["shards", "whole", "further"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class Sharding:
     """Whether reductions copy their whole message first and compute waits for collectives, as with gloo on CPU."""
     two_hop: bool = False
     """Whether gradients are averaged between the copies once a step, not in every micro-batch."""
+    sums: Sums = "shards"
+    """What micro-batches add up: shards, or whole gradients that are reduced in the last one; or nothing here, as shards are
+    divided further in every micro-batch."""
+    micro_batches: int = 1
+    """Per step."""
 
     @property
     def between_copies(self) -> Resource:
@@ -48,7 +57,12 @@ class Sharding:
     @property
     def average_phase(self) -> Phase:
         """What runs once per step although it stands in the middle of backward belongs to the boundary."""
-        return Phase.BOUNDARY if self.two_hop else Phase.BACKWARD
+        return Phase.BOUNDARY if self.two_hop else self.reduce_phase
+
+    @property
+    def reduce_phase(self) -> Phase:
+        """Whole sums are reduced once per step."""
+        return Phase.BOUNDARY if self.sums == "whole" and self.micro_batches > 1 else Phase.BACKWARD
 
     @property
     def reduce_streams(self) -> tuple[int, int]:
@@ -212,15 +226,15 @@ class _Reductions:
 
 
 @functools.lru_cache(maxsize=8)
-def _reductions(step: Step, blocks_per_unit: int) -> _Reductions:
-    units, raw = units_of(step, blocks_per_unit), raw_gradients(step)
+def _reductions(step: Step, blocks_per_unit: int, kept: Sums) -> _Reductions:
+    units, gradient = units_of(step, blocks_per_unit), columns_of(step.parameters).gradient
+    raw = gradient if kept == "whole" else raw_gradients(step)
     order = np.argsort(units.last_backward, kind="stable")
     parameters = units.parameters.picked(order)
     parameters = parameters.where(raw[parameters.values] >= 0)
     used = np.flatnonzero(parameters.count)
     parameters = parameters.picked(used)
-    gradient = columns_of(step.parameters).gradient
-    sums = parameters.where(step.producer[gradient[parameters.values]] < 0)
+    sums = parameters.where((step.producer[gradient[parameters.values]] < 0) & (kept == "shards"))
     accumulated = bool(((raw >= 0) & (raw != gradient)).any())
     return _Reductions(parameters, units.last_backward[order][used], raw, sums, accumulated)
 
@@ -239,7 +253,7 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     Ops of a unit: a buffer, the copy into it, the sharded gradient, the reduction, the all-reduce between replicas if there
     are any, an addition for each sum. In two hops what is all-reduced are the sums of the unit before.
     """
-    of, shards = _reductions(step, how.blocks_per_unit), shards_of(columns_of(step.parameters), how.degree)
+    of, shards = _reductions(step, how.blocks_per_unit, how.sums), shards_of(columns_of(step.parameters), how.degree)
     if not len(of.after):
         return _Reduced(of, np.empty(0, np.int32))
     averaged = _averaged(how, len(of.after))
@@ -261,7 +275,7 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     rows = edit.add_ops(
         column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
         after=np.repeat(of.after, per_unit),
-        phase=column(n_ops, np.uint8, (slice(None), Phase.BACKWARD), (exchange, how.average_phase)),
+        phase=column(n_ops, np.uint8, (slice(None), how.reduce_phase), (exchange, how.average_phase)),
         resource=column(
             n_ops, np.uint8, (make, NOTHING), (take, NOTHING), (reduce, Resource.INTRA_LINK), (exchange, how.between_copies)
         ),
@@ -344,14 +358,21 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: _Reduced) -> Step:
     columns, mine = columns_of(step.parameters), reduced.of.parameters
     shards = shards_of(columns, how.degree)
     raw = reduced.of.raw[reduced.of.raw >= 0]
-    edit.held_until[raw] = -1
+    # Between the first and the last micro-batch whole sums all stay to the end: with three and more an upper end.
+    end = np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]
+    edit.held_until[raw] = int(end) if how.sums == "whole" and how.micro_batches > 2 else -1
     edit.kind[raw] = Kind.TEMPORARY
     rows, owner = divided(step)
     ratio = shards.numel / np.maximum(columns.numel, 1)
     edit.bytes[rows] = np.round(edit.bytes[rows] * ratio[owner]).astype(np.int64)
+    edit.bytes[raw] = step.bytes[raw]
     gradient = np.full(len(columns.gradient), -1, np.int32)
     if reduced.of.accumulated:
         edit.drop_ops(_whole_sums(step))
+    if reduced.of.accumulated and how.sums == "further":
+        sums = columns.gradient[columns.gradient >= 0]
+        edit.bytes[sums], edit.held_until[sums] = 0, -1
+    if reduced.of.accumulated and how.sums == "shards":
         joined = _sums_by_unit(edit, columns.gradient, mine)
         edit.use_storage = joined[edit.use_storage]
         gone = np.flatnonzero(joined[: step.n_storages] != np.arange(step.n_storages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -44,7 +45,14 @@ def forget_meshes() -> None:
 
 
 def shard(
-    context: Context, *, degree: int, reshard_after_forward: bool, blocks_per_unit: int, two_hop: bool = False, kind: str = "fsdp"
+    context: Context,
+    *,
+    degree: int,
+    reshard_after_forward: bool,
+    blocks_per_unit: int,
+    two_hop: bool = False,
+    kind: str = "fsdp",
+    sharers: DeviceMesh | None = None,
 ) -> None:
     """Shard the model of `context` over `degree` ranks (replicated over the others) and rebind its optimizer.
 
@@ -55,6 +63,8 @@ def shard(
         blocks_per_unit: Blocks gathered together; what is in no block is the root unit, gathered once per step.
         two_hop: Average gradients between the copies in the last micro-batch alone, not in each.
         kind: Of the technique, for messages.
+        sharers: The `degree` ranks that share parameters where other states are divided further: the caller averages between
+            copies and rebinds the optimizer.
 
     Raises:
         ApplyError: There is no process group, its size is no multiple of `degree`, or the ranks' weights differ.
@@ -67,8 +77,8 @@ def shard(
             code="MT321",
         )
     before = dict(context.model.named_parameters())
-    copies, sharers = meshes(context.device.type, degree)
-    arguments: dict[str, Any] = {"mesh": sharers, "reshard_after_forward": reshard_after_forward}
+    copies, mesh = meshes(context.device.type, degree) if sharers is None else (None, sharers)
+    arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
     units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
     for names in units:
         modules = [context.model.get_submodule(name) for name in names]
@@ -81,20 +91,26 @@ def shard(
             module.set_custom_reduce_scatter(SeamReduceScatter())
     if copies is not None:
         _average_copies(context, copies, two_hop)
-    rebind(context.optimizer, before, dict(context.model.named_parameters()))
+    if sharers is None:
+        rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
 
 
 def _average_copies(context: Context, copies: DeviceMesh, two_hop: bool) -> None:
     """By hooks: FSDP2's own all-reduce of two-dimensional meshes does not go through the seam."""
     once = OncePerStep(copies.get_group())
-    for module in context.model.modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            unit = tuple(each.sharded_param for each in group.fsdp_params) if group is not None else ()
-            module.set_all_reduce_hook(once.hook(unit) if two_hop else SeamAllReduce(copies.get_group()))
+    for module, unit in units_of(context.model):
+        module.set_all_reduce_hook(once.hook(unit) if two_hop else SeamAllReduce(copies.get_group()))
     if two_hop:
         context.sync = once.sync
+
+
+def units_of(model: nn.Module) -> Iterator[tuple[FSDPModule, tuple[nn.Parameter, ...]]]:
+    """FSDP2's modules, each with the sharded parameters that are gathered and reduced with it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            yield module, tuple(each.sharded_param for each in group.fsdp_params) if group is not None else ()
 
 
 def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:

@@ -35,7 +35,8 @@ def _optimizer_state(context: Context) -> dict[str, Any]:
 
 def _like(value: Any, parameter: nn.Parameter, device_parameter: nn.Parameter | None) -> Any:
     """A state tensor of `parameter`; a host shard becomes a shard of its device parameter's layout first."""
-    if isinstance(value, Tensor) and device_parameter is not None and value.shape == parameter.shape:
+    is_host_shard = isinstance(value, Tensor) and not hasattr(value, "full_tensor")
+    if is_host_shard and device_parameter is not None and value.shape == parameter.shape:
         placements = getattr(device_parameter, "placements", None)
         if placements is not None:
             from torch.distributed.tensor import DTensor

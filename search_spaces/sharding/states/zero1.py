@@ -6,10 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune.factors import Factors
 from memtune.passes.partition import partition_states
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.runtime.partition import Partition
+from memtune.runtime.states import divide
 from memtune.search_spaces.sharding.states._divided import partitioning, settings, unfit
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -49,7 +50,7 @@ class Zero1(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to this rank's rows of every parameter."""
-        Partition(context, kind=self.kind, bucket_cap_mb=self.bucket_cap_mb, every_micro_batch=False)
+        divide(context, Factors(1, 1, context.ranks), kind=self.kind, bucket_cap_mb=self.bucket_cap_mb)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Ranks over which each state is divided, and the buckets."""

@@ -11,18 +11,21 @@ import pytest
 import torch
 from zoo_paths import ZOO
 
-import memtune.runtime.partition as mechanism
+import memtune.runtime.rows as mechanism
 from memtune.autotune.dry_run import fake_ranks
 from memtune.autotune.record import record, start_session
 from memtune.edit import accumulate_gradients
+from memtune.factors import Factors
 from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.move import MoveClaim, move_activations
 from memtune.passes.partition import Partitioning, partition_states
 from memtune.passes.recompute import recompute_blocks
+from memtune.passes.states import Division, divide_states
 from memtune.program import Kind, Recording, Step, Tier
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.states import divide
 from memtune.testing.drift import compare
 from memtune.workload import Workload
 
@@ -39,11 +42,13 @@ class Case:
     full: bool = False
     move: bool = False
     host: bool = False
+    factors: tuple[int, int, int] = (1, 1, RANKS)
 
     def __str__(self) -> str:
         flags = {"every": self.every, "full": self.full, "moved": self.move, "host": self.host}
         on = [name for name, is_on in flags.items() if is_on]
-        return " ".join([self.model, f"{self.bucket_bytes} bytes", f"{self.micro_batches} micro-batches", *on])
+        over = [] if self.factors == (1, 1, RANKS) else [f"over {self.factors}"]
+        return " ".join([self.model, *over, f"{self.bucket_bytes} bytes", f"{self.micro_batches} micro-batches", *on])
 
 
 CASES = (
@@ -58,6 +63,17 @@ CASES = (
     Case("lstm", micro_batches=2, every=True),
     Case("autocast", full=True, move=True),
     Case("tobf16", micro_batches=2, every=True, host=True),
+    Case("gpt", factors=(1, 1, 2)),
+    Case("gpt", factors=(1, 2, 2), micro_batches=2),
+    Case("gpt", factors=(1, 2, 4), micro_batches=2),
+    Case("gpt", factors=(2, 2, 4)),
+    Case("gpt", factors=(2, 2, 4), micro_batches=2, full=True),
+    Case("gpt", factors=(2, 4, 4), micro_batches=2),
+    Case("gpt", factors=(2, 1, 4), micro_batches=2),
+    Case("gpt", factors=(4, 1, 4), micro_batches=2),
+    Case("lora", factors=(2, 1, 2), micro_batches=2, move=True),
+    Case("cnn_bn", factors=(2, 2, 4), micro_batches=2),
+    Case("tied", factors=(2, 4, 4), host=True),
 )
 
 
@@ -82,7 +98,8 @@ def predicted(case: Case) -> Step:
         step = recompute_blocks(step, blocks, None)
     if case.move:
         step = move_activations(step, [MoveClaim(block, 1.0) for block in blocks])
-    step = partition_states(step, Partitioning(RANKS, case.bucket_bytes, case.micro_batches, case.every))
+    factors = Factors(1, RANKS, RANKS) if case.every else Factors(*case.factors)
+    step = divide_states(step, Division(factors, RANKS, RANKS, case.micro_batches, case.bucket_bytes))
     if case.host:
         step = optimizer_on_host(step)
     step.validate()
@@ -103,7 +120,7 @@ def real(case: Case) -> Step:
             if case.move:
                 context.activations.claim_move(region.index, 1.0, 0)
         context.activations.install()
-        mechanism.Partition(context, kind="zero1", bucket_cap_mb=1, every_micro_batch=case.every)
+        divide(context, Factors(1, RANKS, RANKS) if case.every else Factors(*case.factors), kind="amsp", bucket_cap_mb=1)
         if case.host:
             HostOptimizer(context)
     session = replace(session, sync=context.sync or session.sync)

@@ -341,6 +341,6 @@ def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
         for kind, (stays, measured) in rank.items():
             wanted = predicted[kind]
             always = int(wanted.bytes[(wanted.producer < 0) & (wanted.held_until == FOREVER) & (wanted.tier == 0)].sum())
-            spare = {"ddp": 0, "fsdp": 16, "zero1": 16}[kind]  # a scalar or two of FSDP2 and of gloo's average
+            spare = {"ddp": 0, "fsdp": 16, "zero1": 24}[kind]  # scalars of FSDP2 and of gloo's average, a mesh's ranks
             assert 0 <= stays - always <= spare
             assert all(0 <= peak - wanted.peak_bytes() <= spare for peak in measured)

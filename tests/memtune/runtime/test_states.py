@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 
 from memtune._apply import apply
 from memtune.errors import MemtuneError
+from memtune.factors import Bytes, Factors, Schedule, every, traffic
 from memtune.runtime.transfer import COUNTERS
 
-SAMPLES, DIM = 16, 6
+SAMPLES, DIM, EVEN = 16, 6, 64
 STEPS = 5
 MICS = {"kind": "mics", "group": 2}
 Case = tuple[str, int, float]
@@ -25,8 +27,20 @@ STATES: dict[str, dict[str, Any]] = {
     "mics, kept, by two": MICS | {"reshard_after_forward": False, "blocks_per_unit": 2},
     "fsdp of two": {"kind": "fsdp", "degree": 2},
     "zero3": {"kind": "zero3"},
+    **{
+        f"paro {letters}": {"kind": "paro", "strategy": letters, "group": 2}
+        for letters in ("NII", "NIG", "IIG", "IGG", "INI", "ING")
+    },
 }
-CASES: list[Case] = [(name, parts, clip) for name in STATES for parts in (1, 4) for clip in (0.0, 0.05)]
+AMSP = {
+    f"amsp {p}, {g}, {o}": {"kind": "amsp", "parameters": p, "gradients": g, "optimizer": o}
+    for p, g, o in (astuple(each) for each in every(4)) if o > 1
+}  # fmt: skip
+EXACT = [name for name in STATES if not name.startswith("paro")]
+CASES: list[Case] = [(name, parts, clip) for name in EXACT for parts in (1, 4) for clip in (0.0, 0.05)]
+CASES += [(name, 4, 0.05) for name in STATES if name not in EXACT]
+SENT = [astuple(each) for each in every(4) if each.optimizer > 1]
+GRID: list[Case] = [(name, parts, clip) for name in AMSP for parts in (1, 4) for clip in (0.0, 0.05)]
 
 
 class Net(nn.Module):
@@ -71,7 +85,7 @@ def settings(states: dict[str, Any]) -> dict[str, Any]:
 def trained(name: str, parts: int, clip: float, *, says_last: bool = True) -> dict[str, Any]:
     """Five steps of a loop of one's own; `says_last`: whether it says which micro-batch is the last one."""
     model, optimizer = build()
-    tuned = apply(model, optimizer, settings(STATES[name]), loss=loss, strict=False)
+    tuned = apply(model, optimizer, settings((STATES | AMSP)[name]), loss=loss, strict=False)
     sync = (tuned._context.sync if says_last else None) or (lambda last: nullcontext())
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     norms, losses = [], []
@@ -129,7 +143,8 @@ def everything() -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks
     return {
         "trained": {case: trained(*case) for case in CASES},
-        "silent": {name: trained(name, 4, 0.05, says_last=False) for name in ("mics",)},
+        "silent": {name: trained(name, 4, 0.05, says_last=False) for name in ("mics", "paro IIG", "paro NIG")},
+        "sent": {(factors, parts): sent(factors, parts) for factors in SENT for parts in (1, 3)},
         "refused": {each: refused({"kind": "mics", "group": each}) for each in (3, 8)} | {"none": refused({"kind": "mics"})},
     }
 
@@ -159,7 +174,44 @@ def test_five_steps_are_those_of_one_rank(ranks: list[Any], case: Case) -> None:
 
 
 def test_a_loop_that_does_not_say_which_micro_batch_is_last_trains_the_same(ranks: list[Any]) -> None:
-    check([rank["silent"]["mics"] for rank in ranks], 0.05)
+    for name in ranks[0]["silent"]:
+        check([rank["silent"][name] for rank in ranks], 0.05)
+
+
+def the_grid() -> dict[Case, Any]:
+    return {case: trained(*case) for case in GRID}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_five_steps_of_every_division_are_those_of_one_rank() -> None:
+    found = run_ranks(the_grid, 4, deadline_s=3500)
+    for case in GRID:
+        check([rank[case] for rank in found], case[2])
+
+
+def sent(factors: tuple[int, int, int], parts: int) -> dict[str, int]:
+    """Bytes per step of three blocks whose rows four ranks divide."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(EVEN, EVEN), nn.Tanh()) for _ in range(3)))
+    states = {"kind": "amsp", **Factors(*factors).document()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tuned = apply(model, optimizer, settings(states), loss=lambda model, x: model(x).square().mean(), strict=False)
+    COUNTERS.take()
+    tuned.step([torch.ones(2, EVEN)] * parts)
+    return COUNTERS.take()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_bytes_on_each_class_of_link_are_the_formula(ranks: list[Any], parts: int) -> None:
+    whole = 3 * 4 * (EVEN * EVEN + EVEN)
+    for factors in SENT:
+        wanted = traffic(Factors(*factors), Bytes(whole, whole, 0), Schedule(4, 2, parts))
+        for rank in ranks:
+            counted = rank["sent"][factors, parts]
+            flags = 6 * 4 * 8 * parts  # a number for each of six parameters, in few messages
+            assert wanted.intra_bytes <= counted.get("intra_link", 0) <= wanted.intra_bytes + flags, factors
+            assert wanted.inter_bytes <= counted.get("inter_link", 0) <= wanted.inter_bytes + flags, factors
 
 
 def rows(*shapes: tuple[int, int], over: int = 2) -> int:

@@ -1,0 +1,221 @@
+"""Each state of the model divided over its own factor: FSDP2 where parameters are, hops of our own where the factors differ.
+
+Factors (p, g, o) make up to three divisions, one inside the other, each over ranks that hold the same part so far:
+
+1. Parameters over p: FSDP2, which also reduces gradients to p; with p = 1, `Partition` does what comes first of 2 and 3.
+2. Gradients from p to g, in every micro-batch; with g = 1 beside p > 1 they stay whole instead until the last one.
+3. Sums from max(p, g) to o in the last micro-batch, then averaged over the N/o ranks that hold the same.
+
+The optimizer holds what the last division left. After its step every division gathers what the one before it holds, from the
+inside out. Between backward and step a model's parameter has the gradient of its last shard.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memtune.errors import ApplyError
+from memtune.factors import Factors
+from memtune.runtime.context import Context
+from memtune.runtime.partition import Hop, Partition
+from memtune.runtime.ranks import require_ranks
+from memtune.runtime.rows import Axes, Part, Rows
+from memtune.runtime.sharding import rebind, shard, units_of
+
+_DIMS = ("copies", "parameters", "gradients", "optimizer")
+
+
+@cache
+def _mesh(device_type: str, ranks: int, factors: Factors, group: int) -> DeviceMesh:
+    """Dims of size 1 are left out: every dim is a communicator."""
+    s, o = factors.summed_over, factors.optimizer
+    p = factors.parameters
+    sizes = {"copies": ranks // o, "parameters": p, "gradients": s // p, "optimizer": o // s}
+    # Neighbours share parameters; the slowest index is the copy.
+    where = torch.arange(ranks).view(ranks // o, o // s, s // p, p).permute(0, 3, 2, 1)
+    kept = [dim for dim in _DIMS if sizes[dim] > 1]
+    return DeviceMesh(device_type, where.reshape([sizes[dim] for dim in kept]), mesh_dim_names=tuple(kept))
+
+
+def forget_meshes() -> None:
+    """Call when the process group is gone: the next one may have its address."""
+    _mesh.cache_clear()
+
+
+def mesh_of(device_type: str, factors: Factors) -> DeviceMesh:
+    """The ranks by copy, and by the part of parameters, gradients and optimizer state that they hold; made once."""
+    default = dist.distributed_c10d._get_default_group()
+    with _disable_current_modes():
+        return _mesh(device_type, dist.get_world_size(), factors, id(default))
+
+
+def divide(
+    context: Context,
+    factors: Factors,
+    *,
+    kind: str,
+    bucket_cap_mb: int,
+    reshard_after_forward: bool = True,
+    blocks_per_unit: int = 1,
+) -> None:
+    """Divide the states of the model in `context` by `factors` and rebind its optimizer to what this rank holds.
+
+    Args:
+        context: Model and optimizer; gets a check and a `sync`.
+        factors: Over how many ranks each state is divided.
+        kind: Of the technique, for messages.
+        bucket_cap_mb: What FSDP2 does not send goes in buckets of about this many MiB.
+        reshard_after_forward: Of divided parameters, see `sharding.shard`.
+        blocks_per_unit: Of divided parameters, see `sharding.shard`.
+
+    Raises:
+        ApplyError: There is no process group, the ranks cannot be divided so, or their weights differ.
+    """
+    require_ranks(context, kind)
+    problem = factors.problem(context.ranks)
+    if problem:
+        raise ApplyError(f"{kind} cannot divide the model: {problem}.", fix="factors that divide one another", code="MT345")
+    p, o, whole_gradients = factors.parameters, factors.optimizer, factors.gradients == 1 < factors.parameters
+    before = dict(context.model.named_parameters())
+    if p > 1:
+        sharers = mesh_of(context.device.type, factors)["parameters"] if o > p else None
+        shard(
+            context, degree=p, reshard_after_forward=reshard_after_forward, blocks_per_unit=blocks_per_unit, kind=kind,
+            two_hop=not whole_gradients, sharers=sharers,
+        )  # fmt: skip
+    levels = _Levels(context, factors, before, bucket_cap_mb) if o > p else None
+    if whole_gradients or levels is not None:
+        context.sync = functools.partial(_sync, context, levels, whole_gradients)
+
+
+@contextmanager
+def _sync(context: Context, levels: _Levels | None, whole_gradients: bool, last: bool) -> Iterator[None]:
+    """The context of a micro-batch: which divisions it passes."""
+    _pass_through(context, levels, whole_gradients, last)
+    try:
+        yield
+    finally:
+        _pass_through(context, levels, whole_gradients, True)
+
+
+def _pass_through(context: Context, levels: _Levels | None, whole_gradients: bool, last: bool) -> None:
+    if whole_gradients:
+        context.model.set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP2's module
+    if levels is not None:
+        for level in levels.rows:
+            level.is_last = last
+
+
+class _Levels:
+    """The divisions that are not FSDP2's, from the outside in; see the top of this file."""
+
+    def __init__(self, context: Context, factors: Factors, before: dict[str, nn.Parameter], bucket_cap_mb: int) -> None:
+        self._factors = factors
+        self._queued = False
+        self.rows: list[Rows] = []
+        held = {name: p for name, p in context.model.named_parameters() if p.requires_grad and p.numel()}
+        inputs = list(held.values())
+        self._parts: list[list[Part]] = [[] for _ in inputs]  # (trainable parameters,) its parts, from the outside in
+        for axes, every_micro_batch in _divisions(context, factors):
+            kind = Hop if self.rows or factors.parameters > 1 else Partition
+            level = kind(context, inputs, axes, bucket_cap_mb=bucket_cap_mb, every_micro_batch=every_micro_batch)
+            self.rows.append(level)
+            part_of = {part.parameter: part for part in level.parts}
+            for chain, each in zip(self._parts, inputs, strict=True):
+                chain.append(part_of[each])
+            inputs = [chain[-1].shard for chain in self._parts]
+        for chain in self._parts:
+            for part in chain:
+                part.last = chain[-1]
+        self._listen(context)
+        finals = dict(zip(held, inputs, strict=True))
+        rebind(context.optimizer, before, {name: finals.get(name, p) for name, p in context.model.named_parameters()})
+        context.represented.update({held[name]: final for name, final in finals.items()})
+        context.optimizer.register_step_pre_hook(self._before_step)
+        context.optimizer.register_step_post_hook(self._after_step)
+        others = context.checks.get("sharding.states")
+        context.checks["sharding.states"] = lambda: (others() if others is not None else {}) | self._check()
+
+    def _listen(self, context: Context) -> None:
+        """Hear of the end of a backward that reduces, and beforehand of every sum that FSDP2 is about to add to."""
+        first = self.rows[0]
+        if isinstance(first, Partition):
+            first.on_end = self._end
+            return
+        chain_of = {chain[0].parameter: chain[0] for chain in self._parts}
+        for module, unit in units_of(context.model):
+            parts = [chain_of[parameter] for parameter in unit if parameter in chain_of]
+            module.set_all_reduce_hook(functools.partial(self._unit_reduced, parts))
+
+    def _unit_reduced(self, parts: list[Part], shard: Tensor) -> None:
+        for part in parts:
+            self.rows[0].set_aside(part)
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._end)  # FSDP2 has queued its own before any unit is reduced
+
+    def _end(self) -> None:
+        """Backward has ended: pass the boundaries that this micro-batch is to pass."""
+        self._queued = False
+        for depth, level in enumerate(self.rows):
+            if not isinstance(level, Hop):
+                continue
+            if not level.reduces:
+                break
+            if depth:
+                for chain in self._parts:  # the sums are let go as they are packed
+                    chain[0].parameter.grad = None
+            level.cross()
+            for chain in self._parts:
+                gradient = chain[depth].shard.grad
+                chain[depth].parameter.grad = None
+                chain[0].parameter.grad = gradient
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """What was zeroed on one side is zeroed on both (rule 5 of rows)."""
+        for chain in self._parts:
+            parameter, final = chain[0].parameter, chain[-1].shard
+            if parameter.grad is None or final.grad is None:
+                parameter.grad = final.grad = None
+            elif parameter.grad is not final.grad:  # the user has put another one there
+                final.grad = parameter.grad
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Gather what the other ranks have updated, from the inside out."""
+        for level in reversed(self.rows):
+            level.gather()
+
+    def _check(self) -> dict[str, Any]:
+        apart = sum(level.strays() for level in self.rows)
+        if apart:
+            raise ApplyError(
+                f"{apart} parameters no longer share memory with the shards that the optimizer updates.",
+                fix="move or convert the model before memtune.apply, not after",
+                code="MT325",
+            )
+        buckets = sum(len(level) for level in self.rows)
+        return {"ranks": self._factors.optimizer, "buckets": buckets, "shard_bytes": self.rows[-1].shard_bytes()}
+
+
+def _divisions(context: Context, factors: Factors) -> Iterator[tuple[Axes, bool]]:
+    """Who divides among whom after FSDP2, and whether in every micro-batch."""
+    mesh = mesh_of(context.device.type, factors)
+    names = mesh.mesh_dim_names or ()
+    copies = mesh["copies"].get_group() if "copies" in names else None
+    inside = [dim for dim in names if dim != "copies"]
+    for dim in inside:
+        if dim == "parameters":
+            continue
+        upto = tuple(inside[: inside.index(dim) + 1])
+        yield Axes(mesh[upto] if upto != names else mesh, copies if dim == inside[-1] else None), dim == "gradients"

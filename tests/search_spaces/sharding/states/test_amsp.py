@@ -1,0 +1,88 @@
+"""AMSP: factors by hand and by plan, within the budget. On real ranks: memtune/runtime/test_states.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sharding_program import program, target
+
+from memtune.config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.factors import Factors, held, seconds
+from memtune.program import Program
+from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.sharding.states._factors import schedule_of, whole_bytes
+from memtune.search_spaces.sharding.states.amsp import Amsp
+from memtune.search_spaces.sharding.states.paro import Paro
+from memtune.technique import Plan
+
+RANKS = 16
+
+
+def factors(p: int, g: int, o: int) -> dict[str, int]:
+    return Factors(p, g, o).document()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "ranks", "accumulate", "reason"),
+    [
+        ({}, 1, 4, "only one rank"),
+        ({"parameters": 2}, 16, 4, "some factors but not all"),
+        (factors(3, 3, 3), 16, 4, "the 16 ranks are no multiple of optimizer=3"),
+        (factors(2, 4, 32), 16, 4, "the 16 ranks are no multiple of optimizer=32"),
+        (factors(1, 1, 16), 16, 4, "(1, 1, 16) is zero1"),
+        (factors(1, 16, 16), 16, 4, "(1, 16, 16) is zero2"),
+        (factors(16, 16, 16), 16, 4, "is fsdp"),
+        (factors(4, 4, 4), 16, 1, "is fsdp, degree: 4"),
+        (factors(2, 4, 8), 16, 1, "it is (2, 2, 8) (gradients: 2)"),
+        (factors(2, 4, 8), 16, 4, ""),
+        (factors(2, 2, 8), 16, 1, ""),
+        (factors(16, 1, 16), 16, 4, ""),
+    ],
+)
+def test_fits(knobs: dict[str, Any], ranks: int, accumulate: int, reason: str) -> None:
+    found = str(Amsp(**knobs).fits(program(ranks=ranks, accumulate=accumulate), target(ranks)) or "")
+    assert reason in found
+    assert bool(reason) == bool(found)
+
+
+def planned(budget_bytes: int | None, before: Program) -> Factors:
+    where = replace(target(RANKS), budget_bytes=budget_bytes)
+    return Factors(**Amsp().plan(before, where).decisions)
+
+
+def test_the_plan_fits_the_budget_and_less_memory_never_saves_time() -> None:
+    before, where = program(ranks=RANKS, accumulate=4), target(RANKS)
+    whole, schedule = whole_bytes(before.step), schedule_of(before, where, gathers=2)
+    beside = before.step.peak_bytes() - whole.total
+    times = []
+    for share in (1.1, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1):
+        found = planned(int(beside + share * whole.total), before)
+        assert held(found, whole).total <= share * whole.total
+        times.append(seconds(found, whole, schedule, where.hardware))
+    assert times == sorted(times)
+    assert times[0] < times[-1]
+
+
+def test_where_nothing_fits_all_is_divided_over_all() -> None:
+    assert planned(1, program(ranks=RANKS, accumulate=4)) == Factors(RANKS, RANKS, RANKS)
+
+
+def test_the_plan_is_what_is_applied_and_explained() -> None:
+    technique, before = Amsp(), program(ranks=RANKS, accumulate=4)
+    plan = Plan(decisions={"parameters": 2, "gradients": 2, "optimizer": 16})
+    by_hand = Amsp(**factors(2, 2, 16)).rewrite(before, Plan(), target(RANKS)).step
+    by_plan = technique.rewrite(before, plan, target(RANKS)).step
+    assert by_plan.live_bytes().tolist() == by_hand.live_bytes().tolist()
+    assert technique.explain(plan) == ("parameters over 2 ranks", "gradients over 2 ranks", "optimizer over 16 ranks")
+
+
+def test_factors_are_one_candidate_whoever_asks() -> None:
+    assert Amsp(**factors(8, 8, 16)).record(target(RANKS)) == Paro(strategy="IIG").record(target(RANKS))
+    assert Amsp(**factors(1, 8, 16)).record(target(RANKS)) == Paro(strategy="NIG").record(target(RANKS))
+
+
+def test_survives_yaml() -> None:
+    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Amsp(**factors(2, 4, 8))}))
+    assert load_config(dump_yaml(config)) == config

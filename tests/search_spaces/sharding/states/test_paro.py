@@ -1,0 +1,127 @@
+"""PaRO: which letters fit and why others do not, and that letters are factors. On real ranks: memtune/runtime/test_states.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sharding_program import program, target, with_parameter
+
+from memtune.config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.program import Kind, Phase, Program, Resource, Step, Tier
+from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.sharding.states.mics import Mics
+from memtune.search_spaces.sharding.states.paro import Paro
+
+RANKS = 16
+FITTING = ("NNI", "NIG", "IIG", "IGG")
+BUILT = (*FITTING, "NII", "INI", "ING")
+
+
+def verdict(ranks: int = RANKS, accumulate: int = 4, **knobs: Any) -> str:
+    found = Paro(**knobs).fits(program(ranks=ranks, accumulate=accumulate), target(ranks))
+    return str(found) if found is not None else ""
+
+
+def test_letters_that_nothing_else_beats_fit() -> None:
+    assert [letters for letters in FITTING if verdict(strategy=letters)] == []
+
+
+@pytest.mark.parametrize(
+    ("letters", "reason"),
+    [
+        ("IGI", "IGI cannot be built: optimizer=8 is no multiple of gradients=16"),
+        ("IIN", "IIN cannot be built: optimizer=1 is no multiple of gradients=8"),
+        ("GIG", "GIG cannot be built: gradients=8 is neither 1 nor a multiple of parameters=16"),
+        ("NII", "NII holds no less and sends no less on any link than NIG (strategy: NIG)"),
+        ("ING", "ING holds no less and sends no less on any link than NIG"),
+        ("GGG", "GGG does not use the groups"),
+        ("III", "III holds no less and sends no less on any link than IIG"),
+    ],
+)
+def test_why_others_do_not(letters: str, reason: str) -> None:
+    assert reason in verdict(strategy=letters)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "reason"),
+    [
+        ({"ranks": 1}, "only one rank"),
+        ({"ranks": 8}, "all 8 ranks are in one group"),
+        ({"group": 3}, "group=3 must divide the 16 ranks"),
+        ({"group": 32}, "group=32 is more than the 16 ranks"),
+        ({"accumulate": 1, "strategy": "NIG"}, "there are no sums of gradients"),
+        ({"blocks_per_unit": 9}, "there are 4 blocks"),
+    ],
+)
+def test_groups_and_batches_that_do_not_fit(knobs: dict[str, Any], reason: str) -> None:
+    assert reason in verdict(**knobs)
+
+
+def test_a_scalar_is_a_reason() -> None:
+    scalar = Program(with_parameter(3, shape=()).rank_classes, 2, accumulate=4)
+    assert "has no dimension" in str(Paro(strategy="NIG").fits(scalar, target(RANKS)))
+
+
+def rewritten(letters: str) -> Step:
+    technique, where = Paro(strategy=letters), target(RANKS)
+    before = program(ranks=RANKS, accumulate=4)
+    step = technique.rewrite(before, technique.plan(before, where), where).step
+    step.validate()
+    return step
+
+
+def sent(step: Step, name: str) -> set[tuple[int, int, int]]:
+    rows = [op for op in range(step.n_ops) if name in step.names[step.op_name[op]]]
+    return {(int(step.op_phase[op]), int(step.op_group[op]), int(step.op_resource[op])) for op in rows}
+
+
+def test_iig_reduces_in_groups_and_crosses_them_once() -> None:
+    step, inside, between = rewritten("IIG"), (8, Resource.INTRA_LINK), (2, Resource.INTER_LINK)
+    assert sent(step, "reduce_scatter") == {(Phase.BACKWARD, *inside), (Phase.BOUNDARY, *between)}
+    assert sent(step, "all_gather") == {(Phase.FORWARD, *inside), (Phase.BACKWARD, *inside), (Phase.BOUNDARY, *between)}
+    assert not sent(step, "all_reduce")
+
+
+def test_ing_sends_no_gradient_before_the_last_micro_batch() -> None:
+    step = rewritten("ING")
+    assert {phase for phase, *_ in sent(step, "reduce_scatter")} == {Phase.BOUNDARY}
+    assert {group for _, group, _ in sent(step, "reduce_scatter")} == {8, 2}
+
+
+def test_nii_averages_groups_once() -> None:
+    assert sent(rewritten("NII"), "all_reduce") == {(Phase.BOUNDARY, 2, Resource.INTER_LINK)}
+
+
+def test_what_a_rank_holds_follows_the_letters() -> None:
+    whole = program().step
+
+    def held(step: Step, kind: Kind) -> int:
+        return int(step.bytes[(step.kind == kind) & (step.tier == Tier.DEVICE) & (step.producer < 0) & (step.bytes > 8)].sum())
+
+    for letters in BUILT:
+        step = rewritten(letters)
+        for letter, kind in zip(letters[::2], (Kind.PARAMETER, Kind.OPTIMIZER), strict=True):
+            assert held(step, kind) * {"N": 1, "I": 8, "G": 16}[letter] == held(whole, kind), (letters, kind)
+
+
+def test_records_are_factors_and_groups_default_to_nodes() -> None:
+    where = target(RANKS)
+    assert Paro().record(where)["states.shard"] == {"parameters": 8, "gradients": 8, "optimizer": 16}
+    assert Paro().record(where) == Paro(group=8).record(where) != Paro(group=4).record(where)
+    assert Paro().plan(program(), where).decisions == {"group": 8}
+    assert Paro().explain(Paro().plan(program(), where)) == ("groups of 8 ranks",)
+    assert Paro(strategy="III").record(where)["states.shard"] == Mics().record(where)["states.shard"]
+
+
+def test_choices_are_letters_and_sizes() -> None:
+    choices = Paro().choices_on(target(RANKS))
+    assert choices["strategy"][0] == "IIG"
+    assert len(set(choices["strategy"])) == 18
+    assert choices["group"] == (None, 8, 4)
+    assert Paro().choices_on(target(2)) == {}
+
+
+def test_survives_yaml() -> None:
+    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Paro(strategy="ING", group=4)}))
+    assert load_config(dump_yaml(config)) == config
