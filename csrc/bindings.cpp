@@ -6,6 +6,7 @@
 #include <string>
 
 #include "edit/bind.h"
+#include "io/bind.h"
 #include "layout/bind.h"
 #include "optim/bind.h"
 #include "quant/bind.h"
@@ -20,6 +21,7 @@ NB_MODULE(_native, m) {
   m.def("version", [] { return std::string(MEMTUNE_VERSION); },
         "Version of memtune this module was built from; another one than the package's means: build again.");
   bind_edit(m);
+  bind_io(m);
   bind_layout(m);
   bind_optim(m);
   bind_quant(m);

@@ -29,6 +29,58 @@ def sort_uses(op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C',
     (op, storage, mutates) sorted by op, uses of one op in their order. ValueError for an op outside the step.
     """
 
+IO_ALIGN: int = 4096
+
+IO_WRONG_CHECKSUM: int = -1
+
+IO_END_OF_FILE: int = -2
+
+IO_CANCELLED: int = -3
+
+def checksum(data: object) -> int:
+    """XXH3, 64 bits, of more than 240 bytes."""
+
+class IoEngine:
+    """
+    Reads and writes of tensors in files, block by block; csrc/io/engine.h has the rules.
+    """
+
+    def __init__(self, *, which: str = 'auto', depth: int = 16, block_bytes: int = 1048576, checksums: bool = True) -> None: ...
+
+    def start(self, write: bool, fd: int, offset: int, memory: object, sums: object, priority: int = 0) -> int:
+        """
+        Begin to move `memory` (bytes); keep it, `sums` and the file until `wait` with the ticket has returned.
+        """
+
+    def wait(self, ticket: int) -> tuple[int, int]:
+        """
+        Until it is over: (0, an errno or an IO_ constant, first block that failed). Each ticket once.
+        """
+
+    def close(self) -> None:
+        """
+        End what is under way; what has not begun is cancelled, as is all that is started later.
+        """
+
+    def blocks(self, bytes: int) -> int:
+        """Blocks, and so checksums, of that many bytes."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Moved by the kernel so far."""
+
+    @property
+    def written_bytes(self) -> int:
+        """Moved by the kernel so far."""
+
+    @property
+    def backend(self) -> str:
+        """`io_uring` or `threads`."""
+
+    @property
+    def refused(self) -> str:
+        """Why io_uring is not used; empty where it is, or was not tried."""
+
 def lay_out(start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], end: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], alignment: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], period: int, goal_bytes: int, heuristic_s: float, exact_s: float, seed: int) -> tuple[Annotated[NDArray[numpy.int64], dict(shape=(None,))], int, int, float, float]:
     """
     Offsets for buffers on a line (period 0) or a circle: (offsets, proven lower bound, placements tried by the exact tier, seconds on a core of the heuristic and of the exact tier). ValueError names a row that is no buffer.

@@ -1,0 +1,15 @@
+// XXH3, 64 bits, seed 0, for inputs of more than 240 bytes: what a block on SSD is recognised by when it comes back.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace memtune::io {
+
+constexpr std::size_t kShortest = 241;  // shorter inputs have other formulas, which no block on a disk needs
+
+// The hash of `bytes` >= kShortest bytes at `data`, as the published algorithm defines it (xxHash fast digest algorithm, XXH3
+// section "large inputs", https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md).
+std::uint64_t checksum(const void* data, std::size_t bytes);
+
+}  // namespace memtune::io

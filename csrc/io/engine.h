@@ -1,0 +1,107 @@
+// Reads and writes of whole tensors in files: cut into blocks, a number of them under way at once, most urgent first.
+//
+// Rule 1. Every block goes through one of `depth` aligned buffers of the engine's own, so that tensors may lie anywhere; the last
+//         block of a tensor is filled up with zeros to a multiple of kAlign.
+// Rule 2. A block's checksum is made before it is written and compared after it was read. What differs is an error, never data.
+// Rule 3. What the kernel moves only in part is asked for again from there on; nothing moved at all is an error.
+// Rule 4. One thread of the engine's own does all of it. The caller keeps memory, checksums and file until `wait` has returned.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "io/backend.h"
+
+namespace memtune::io {
+
+constexpr std::uint64_t kAlign = 4096;
+
+// What a transfer ended with, beside 0 and errno.
+enum Failure : int { kWrongChecksum = -1, kEndOfFile = -2, kCancelled = -3 };
+
+struct Transfer {
+  bool write;
+  int fd;
+  unsigned char* memory;
+  std::uint64_t bytes, offset;  // offset: a multiple of kAlign
+  std::uint64_t* sums;          // one per block
+  std::int64_t priority;        // smaller is sooner; equal ones in order of their start
+};
+
+struct Result {
+  int error;            // 0, an errno, or a Failure
+  std::uint64_t block;  // the first one that failed
+};
+
+struct Counters {
+  std::uint64_t read_bytes, written_bytes;  // as moved by the kernel, filling included
+};
+
+class Engine {
+ public:
+  // `which`: "auto", "io_uring" or "threads"; "auto" takes io_uring where it works. Throws std::runtime_error when there is no
+  // memory for the buffers, or when io_uring alone is wanted and refused.
+  Engine(const std::string& which, std::uint32_t depth, std::uint32_t block_bytes, bool checksums);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  std::uint64_t start(const Transfer& transfer);
+  Result wait(std::uint64_t ticket);  // each ticket once
+  void close();  // ends what is under way; what has not begun never will. What is started later is cancelled.
+  Counters counters();
+  std::uint64_t blocks(std::uint64_t bytes) const { return (bytes + block_bytes_ - 1) / block_bytes_; }
+  std::string name() const { return backend_->name(); }
+  const std::string& refused() const { return refused_; }
+
+ private:
+  struct Active {
+    Transfer transfer;
+    std::uint64_t next = 0, left = 0;  // blocks not started, blocks not done
+    Result result{0, 0};
+  };
+  struct Slot {
+    std::uint64_t ticket = 0, block = 0;
+    std::uint32_t bytes = 0, moved = 0;  // with filling
+  };
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(unsigned char* memory) const;
+  };
+
+  void serve();
+  bool fill(std::unique_lock<std::mutex>& lock);
+  void begin(std::uint32_t slot, Transfer transfer);
+  void finish(const Done& done);
+  void end_block(std::uint32_t slot, int error);
+  std::uint32_t net_bytes(const Transfer& transfer, std::uint64_t block) const;
+
+  const std::uint32_t depth_, block_bytes_;
+  const bool checksums_;
+  std::string refused_;
+  std::unique_ptr<unsigned char, Unmap> memory_;
+  std::unique_ptr<Backend> backend_;
+
+  std::mutex mutex_;
+  std::condition_variable work_, done_;
+  std::map<std::uint64_t, Active> active_;
+  std::map<std::pair<std::int64_t, std::uint64_t>, std::uint64_t> waiting_;  // (priority, ticket) of what has blocks to start
+  std::vector<Slot> slots_;
+  std::vector<std::uint32_t> free_;
+  std::uint64_t next_ticket_ = 1;
+  Counters counters_{0, 0};
+  bool stop_ = false;
+  std::mutex closing_;
+  std::thread thread_;
+};
+
+}  // namespace memtune::io

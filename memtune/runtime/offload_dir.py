@@ -1,0 +1,178 @@
+"""Where tensors may go on SSD: the directory that the user allows, and a locked folder in it for every process that uses it.
+
+The directory is given by `MEMTUNE_OFFLOAD_DIR` (`--offload-dir` sets it), never by a config, which may come from a stranger: a
+config can only name a folder below it. A folder's owner holds a lock that the kernel lets go when the process ends, however it
+ends, so what a dead run left is known for certain and removed by `clean` or by the next run in the same directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from memtune.errors import EnvironmentFault
+
+VARIABLE: Final = "MEMTUNE_OFFLOAD_DIR"
+_NETWORK: Final = (
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "9p", "afs", "beegfs", "glusterfs", "pvfs2",
+    "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs", "fuse.ceph",
+)  # fmt: skip
+_RUN, _NEW = "memtune-run-", ".memtune-new-"
+_OWNER = "owner"
+
+
+def allowed() -> str:
+    """The directory that the user allows, empty where none was given; looks at nothing but the environment."""
+    return os.environ.get(VARIABLE, "")
+
+
+def checked(folder: str = "", root: str | None = None) -> Path:
+    """The directory to use, if it may be used.
+
+    Args:
+        folder: What a config asks for: a folder below the directory, empty for the directory itself.
+        root: The directory; default: `allowed()`.
+
+    Raises:
+        EnvironmentFault: None was given, it is missing, not a directory, a link, on a network mount, not writable or writable by
+            all; or `folder` leads out of it.
+    """
+    text = allowed() if root is None else root
+    if not text:
+        raise _fault("No directory for tensors on SSD was given.", fix=f"export {VARIABLE}=/path/on/your/drive, or --offload-dir")
+    if "\0" in folder or "\0" in text or os.path.isabs(folder) or ".." in Path(folder).parts:
+        raise _fault(
+            f"The folder {folder[:80]!r} leads out of the offload directory.", fix="name a folder below it, or leave it out"
+        )
+    path = Path(text)
+    for each in (path, *(path.joinpath(*Path(folder).parts[: n + 1]) for n in range(len(Path(folder).parts)))):
+        _must_be_a_plain_directory(each)
+    path = path / folder
+    kind = file_system(path)
+    if kind in _NETWORK:
+        raise _fault(f"The offload directory {path} is on a network mount ({kind}).", fix="choose a directory on a local drive")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise _fault(f"The offload directory {path} is not writable.", fix=f"chmod u+w {path}, or choose another")
+    mode = path.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise _fault(f"Everybody may write into the offload directory {path}.", fix=f"chmod o-w {path}")
+    return path
+
+
+def _must_be_a_plain_directory(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _fault(
+            f"The offload directory {str(path)[:200]} cannot be used: {reason}.", fix="make it, or choose another"
+        ) from None
+    if stat.S_ISLNK(mode):
+        raise _fault(f"The offload directory {path} is a symbolic link.", fix=f"give what it points to: {os.path.realpath(path)}")
+    if not stat.S_ISDIR(mode):
+        raise _fault(f"The offload directory {path} is a file.", fix="choose a directory")
+
+
+def _fault(what: str, *, fix: str) -> EnvironmentFault:
+    return EnvironmentFault(what, fix=fix, code="MT340")
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that holds `path` as the kernel names it (`ext4`, `nfs4`), empty where it does not say."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        left, _, right = line.partition(" - ")
+        if left.split()[2:3] == [wanted]:
+            return right.split()[0]
+    return ""
+
+
+class RunFolder:
+    """A folder of this process's own, mode 0700, locked while it lives and removed by `close` or at a normal end.
+
+    Args:
+        directory: Where; folders of dead runs there are removed first.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        clean(directory)
+        try:
+            made = Path(tempfile.mkdtemp(prefix=_NEW, dir=directory))
+            lock = os.open(made / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(lock, f"{os.getpid()}\n".encode())
+            self.path = made.rename(directory / f"{_RUN}{os.getpid()}-{made.name.removeprefix(_NEW)}")  # only now `clean` looks
+        except OSError as error:
+            raise _fault(
+                f"Nothing can be made in the offload directory {directory}: {error.strerror}.", fix="free space"
+            ) from None
+        self._end = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
+
+    def close(self) -> None:
+        """Remove the folder and all in it."""
+        self._end()
+
+
+def _remove_own(path: Path, lock: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child holds the same lock and must leave the folder alone
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a dead run left behind."""
+
+    path: Path
+    n_bytes: int
+
+
+def orphans(directory: Path) -> Iterator[Left]:
+    """Folders in `directory` whose owner is gone; those of other users and links are not looked at."""
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.scandir(directory), key=lambda each: each.name):
+            mine = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+            if mine and entry.name.startswith((_RUN, _NEW)) and _is_dead(Path(entry.path)):
+                files = [each.stat() for each in Path(entry.path).iterdir() if not each.is_symlink()]
+                yield Left(Path(entry.path), sum(each.st_blocks * 512 for each in files))
+
+
+def _is_dead(path: Path) -> bool:
+    try:
+        lock = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return path.name.startswith(_RUN)  # one that is just being made has no lock yet
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def clean(directory: Path) -> list[Left]:
+    """Remove what dead runs left in `directory`; says what was removed."""
+    removed = []
+    for each in list(orphans(directory)):
+        shutil.rmtree(each.path, ignore_errors=True)
+        if not each.path.exists():
+            removed.append(each)
+    return removed
