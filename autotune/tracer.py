@@ -32,7 +32,7 @@ from memtune.autotune.stand_in import stand_in_for
 from memtune.ops import SEAM, link_of
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.op_arguments import group_size, mutated, one_pass_bytes, tensors_in
-from memtune.runtime.tiers import HOST, current_tier, tier_of_storage
+from memtune.runtime.tiers import DEVICE, TIERS, current_tier, tier_of_storage
 from memtune.runtime.watching import WatchingMode
 from memtune.runtime.workspace import FAKE_DEVICE, signature
 
@@ -112,8 +112,9 @@ class Tracer(WatchingMode):
         return known if known is not None else self._new_storage(storage, kind, producer=-1)
 
     def _new_storage(self, storage: torch.UntypedStorage, kind: Kind, producer: int) -> int:
-        on_host = current_tier() == HOST or tier_of_storage(storage) == HOST
-        index = self.draft.add(storage.nbytes(), Tier.HOST if on_host else Tier.DEVICE, kind, producer)
+        place = tier_of_storage(storage)
+        place = current_tier() if place == DEVICE else place
+        index = self.draft.add(storage.nbytes(), Tier(TIERS.index(place)), kind, producer)
         self._ids[storage._cdata] = index
         weakref.finalize(storage, self._died, storage._cdata, index)
         return index

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from memtune.runtime import offload_dir
+
 if TYPE_CHECKING:
     from memtune.hardware import Hardware
     from memtune.program import Program
@@ -60,6 +62,8 @@ class Target:
     """Techniques by slot (`sharding.states`), as chosen in the candidate at hand."""
     compiled: CompileScope = False
     """What of the model runs compiled."""
+    offload_dir: str = field(default_factory=offload_dir.allowed)
+    """Where tensors may go on SSD; empty: nowhere."""
 
     @property
     def device(self) -> str:
@@ -71,6 +75,13 @@ class Target:
         node = self.hardware.local_ranks(self.ranks)
         whole = (size for size in range(self.ranks // 2, 1, -1) if self.ranks % size == 0)
         return tuple(size for size in whole if size % node == 0 or node % size == 0)
+
+
+def no_directory(target: Target) -> Reason | None:
+    """Why nothing may go to SSD on `target`: nobody said where. Whether the directory can be used is looked at when it is."""
+    if target.offload_dir:
+        return None
+    return Reason("no directory for tensors on SSD was given", f"--offload-dir, or {offload_dir.VARIABLE}")
 
 
 class Plan(BaseModel):

@@ -1,5 +1,7 @@
 """The pass of `runtime.activations`' move claims: what a block saves goes to the host and comes back when backward asks.
 
+What goes on to SSD is written when its copy has landed and read when it, or what left after it, is fetched (`runtime.shelf`).
+
 It runs after `passes.recompute` and mirrors Rules 2 and 6 there: the same tensors are chosen by the same running sums,
 each copy holds its source until the next one starts or the next block ends, and each comes back once.
 """
@@ -15,7 +17,8 @@ from memtune.calls import INPUTS, Call
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
 from memtune.passes.recompute import calls_of
-from memtune.program import FOREVER, I32, Phase, Resource, Step, Tier
+from memtune.program import FOREVER, I32, I64, Phase, Resource, Step, Tier
+from memtune.runtime.shelf import WRITES, reads
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,19 @@ class MoveClaim:
     """Calls whose outputs are claimable, `INPUTS` for what the block was called with; None: everything is."""
 
 
-def move_activations(step: Step, claims: list[MoveClaim]) -> Step:
-    """`step` with saved activations of the claimed blocks on the host between forward and backward, call by call."""
+def move_activations(step: Step, claims: list[MoveClaim], ssd_ahead: int | None = None) -> Step:
+    """`step` with saved activations of the claimed blocks on the host, or on SSD, between forward and backward, call by call.
+
+    Args:
+        step: Any step.
+        claims: At most one per block.
+        ssd_ahead: All goes on from the host to SSD, and so many tensors are read before they are asked for; None: the host
+            keeps them.
+    """
     claim_of = {claim.block: claim for claim in claims}
     each = [(call, claim_of[block]) for call, block in enumerate(step.call_block.tolist()) if block in claim_of]
     calls = split_calls(step)
-    new = _move_calls(calls, [replace(claim, block=call) for call, claim in each], _lands_after(step))
+    new = _move_calls(calls, [replace(claim, block=call) for call, claim in each], _lands_after(step), ssd_ahead)
     return step if new is calls else join_calls(new, step)
 
 
@@ -50,7 +60,7 @@ def _lands_after(step: Step) -> I32:
     return np.where(step.call_block == len(step.blocks) - 1, end, lands).astype(np.int32)
 
 
-def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32) -> Step:
+def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead: int | None) -> Step:
     """`move_activations`, with blocks that run once."""
     rows = _chosen_rows(step, claims)
     if not len(rows):
@@ -62,29 +72,39 @@ def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32) -> Step:
     moved = _Moved(storage, block, claimed)
     edit = Edit(step)
 
-    leave = edit.add_ops(
-        "memtune.to_host.default",
-        before=step.save_before[rows],
-        phase=Phase.FORWARD,
-        resource=Resource.DEVICE_TO_HOST,
-        traffic_bytes=n_bytes,
-        call=block,
-        prefetch=1,  # the side stream waits for the compute stream
-    )
-    edit.add_uses(leave, storage)
-    host = edit.add_storages(n_bytes, producer=leave, tier=Tier.HOST)
-    _hold_sources(edit, step, rows, leave, moved, lands_after[block])
-
     readers = _reader_rows(step, moved)
     moved_save = _shared_saves(step, moved)
     first, asked = _first_asked(step, moved_save, len(storage))
-    back = _come_back(edit, step, storage, block, first, asked, host)
+    by_next = np.append(step.save_before[rows][1:], step.n_ops) <= lands_after[block]
+    landing = _Landing(lands_after[block], by_next, int(first.min(initial=step.n_ops)))
+    leave, write = _leave(edit, step, rows, landing, to_ssd=ssd_ahead is not None)
+    edit.add_uses(leave, storage)
+    host = edit.add_storages(n_bytes, producer=leave, tier=Tier.HOST)
+    _hold_sources(edit, step, rows, leave, write, moved, landing)
+
+
+    ops, read = _come_back(edit, step, storage, block, first, asked, ssd_ahead)
+    if ssd_ahead is not None:
+        host = _shelve(edit, n_bytes, host, write, asked, ops, read)
+    edit.add_uses(ops, host[asked])
+    _hold_locals(edit, step, storage[asked], ops)
+    back = np.full(len(storage), -1, np.int32)
+    back[asked] = edit.add_storages(n_bytes[asked], producer=ops)
     edit.use_storage = np.where(readers >= 0, back[readers], edit.use_storage).astype(np.int32)
     # Some saves are let go without ever being asked for.
     edit.drop_saves((moved_save >= 0) & (step.save_until < first[moved_save]))
     returned = (moved_save >= 0) & (back[moved_save] >= 0)
     edit.save_storage = np.where(returned, back[moved_save], edit.save_storage).astype(np.int32)
     return edit.done()
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """When copies land (Rule 6): op after which at the latest, whether the next copy comes before, and what backward asks first."""
+
+    after: I32  # (moved,)
+    by_next: npt.NDArray[np.bool_]  # (moved,)
+    first_asked: int
 
 
 @dataclass(frozen=True)
@@ -153,8 +173,8 @@ def _named(step: Step, rows: npt.NDArray[np.intp], claims: list[MoveClaim]) -> n
     return found
 
 
-def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, moved: _Moved, lands_after: I32) -> None:
-    """Rule 6: a source stays until just before the next copy, or through the op `lands_after`.
+def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, write: I32, moved: _Moved, landing: _Landing) -> None:
+    """Rule 6: a source stays until just before the next copy, or through the op after which it lands.
 
     An op that saves its own outputs holds all it was given and has made until it has packed the last one.
     """
@@ -167,12 +187,12 @@ def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, moved: _Moved, 
         free_after = _end_without(step, moved)
         waits = np.flatnonzero((free_after < step.n_ops) & (last_packed[np.minimum(free_after, step.n_ops - 1)] >= 0))
         edit.hold_through(waits.astype(np.int32), last_packed[free_after[waits]])
-    _hold_over_leavers(edit, step, rows, leave, _forward_end(step))
-    next_before = np.append(before[1:], step.n_ops)
-    by_next = next_before <= lands_after
-    edit.let_go_before(storage[:-1][by_next[:-1]], leave[1:][by_next[:-1]])
+    _hold_over_leavers(edit, step, rows, leave, write, landing)
+    by_next = landing.by_next
+    landed_by = write[:-1] if len(write) else leave[1:]
+    edit.let_go_before(storage[:-1][by_next[:-1]], landed_by[by_next[:-1]])
     late = ~by_next
-    edit.hold_through(storage[late], lands_after[late])
+    edit.hold_through(storage[late], landing.after[late])
 
 
 def _forward_end(step: Step) -> I32:
@@ -192,12 +212,15 @@ def _end_without(step: Step, moved: _Moved) -> I32:
     return end
 
 
-def _hold_over_leavers(edit: Edit, step: Step, rows: I32, leave: I32, end: I32) -> None:
-    """What a block's callers hold until it returns is there until the last copy that leaves at its end has started."""
-    block = step.save_block[rows]
+def _hold_over_leavers(edit: Edit, step: Step, rows: I32, leave: I32, write: I32, landing: _Landing) -> None:
+    """What a block's callers hold until it returns is there until the last copy that leaves, or is written, at its end starts."""
+    block, end = step.save_block[rows], _forward_end(step)
     at_end = step.save_before[rows] == end[block] + 1
     last_leave = np.full(step.n_ops, -1, np.int32)
-    last_leave[end[block[at_end]]] = leave[at_end]  # ascending, so the last one stays
+    np.maximum.at(last_leave, end[block[at_end]], leave[at_end])
+    if len(write):
+        at_return = ~landing.by_next & (landing.after < step.n_ops)
+        np.maximum.at(last_leave, landing.after[at_return], write[at_return])
     returns = np.full(step.n_ops, -1, np.int32)
     returns[end[end >= 0]] = np.flatnonzero(end >= 0)
     until = np.clip(step.held_until, 0, step.n_ops - 1)
@@ -232,26 +255,92 @@ def _made_in(step: Step) -> I32:
     return np.where(step.producer >= 0, step.op_block[step.producer], -1).astype(np.int32)
 
 
-def _come_back(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, host: I32) -> I32:
-    """Insert the copies back, each just before it is asked for; returns the new storages (-1: never asked).
+def _leave(edit: Edit, step: Step, rows: I32, landing: _Landing, *, to_ssd: bool) -> tuple[I32, I32]:
+    """Insert the copies to the host and, with `to_ssd`, the write of each where its copy lands; returns the rows of both."""
+    n_bytes, block, before = step.bytes[step.save_storage[rows]], step.save_block[rows], step.save_before[rows]
+    if not to_ssd:
+        copies = edit.add_ops(
+            "memtune.to_host.default",
+            before=before,
+            phase=Phase.FORWARD,
+            resource=Resource.DEVICE_TO_HOST,
+            traffic_bytes=n_bytes,
+            call=block,
+            prefetch=1,  # the side stream waits for the compute stream
+        )
+        return copies, copies[:0]
+    end = _forward_end(step)
+    returns = np.full(step.n_ops + 1, -1, np.int32)  # the call that returns after each op; the last entry: none
+    returns[end[end >= 0]] = np.flatnonzero(end >= 0)
+    late = np.where(landing.after < step.n_ops, landing.after + 1, landing.first_asked)
+    lands_before = np.where(landing.by_next, np.append(before[1:], step.n_ops), late)
+    lands_in = np.where(landing.by_next, np.append(block[1:], -1), returns[landing.after])
+    names = [edit.name_id(f"memtune.{name}.default") for name in ("to_host", "to_ssd")]
+    ops = edit.add_ops(  # a copy, the write of it, the next copy
+        np.tile(np.asarray(names, np.int32), len(rows)),
+        before=_in_turn(before, lands_before),
+        phase=Phase.FORWARD,
+        resource=np.tile(np.asarray([Resource.DEVICE_TO_HOST, Resource.SSD_WRITE], np.uint8), len(rows)),
+        traffic_bytes=np.repeat(n_bytes, 2),
+        call=_in_turn(block, lands_in),
+        prefetch=1,
+    )
+    return ops[0::2], ops[1::2]
+
+
+def _in_turn(one: I32, other: npt.NDArray[np.integer]) -> I32:
+    return np.stack([one, other], axis=1).ravel().astype(np.int32)
+
+
+def _come_back(
+    edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, ssd_ahead: int | None
+) -> tuple[I32, I32]:
+    """Insert the copies back, each just before it is asked for and after the reads that it starts; returns both, as asked.
 
     A copy belongs to the block whose backward asks for it: what several blocks saved comes back with the last of them.
     """
-    asking = step.op_block[first[asked]]
+    fetched, is_read = asked, np.zeros(len(asked), bool)
+    moving = asked
+    if ssd_ahead is not None:
+        pairs: list[tuple[int, int, bool]] = []
+        starts: dict[int, list[int]] = {}
+        for fetch, tensor in reads(np.sort(asked).tolist(), asked.tolist(), ssd_ahead):
+            starts.setdefault(fetch, []).append(tensor)
+        for each in asked.tolist():
+            pairs += [(each, tensor, True) for tensor in starts.get(each, [])] + [(each, each, False)]
+        fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
+        is_read = np.asarray([pair[2] for pair in pairs], bool)
+    asking = step.op_block[first[fetched]]
+    names = [edit.name_id(f"memtune.{name}.default") for name in ("to_device", "from_ssd")[: 1 + int(ssd_ahead is not None)]]
     ops = edit.add_ops(
-        "memtune.to_device.default",
-        before=first[asked],
+        np.asarray(names, np.int32)[is_read.astype(np.int32)],
+        before=first[fetched],
         phase=Phase.BACKWARD,
-        resource=Resource.HOST_TO_DEVICE,
-        traffic_bytes=step.bytes[storage[asked]],
-        call=np.where(asking >= 0, asking, block[asked]),
-        stream=1,  # a copy back is complete in stream order
+        resource=np.where(is_read, np.uint8(Resource.SSD_READ), np.uint8(Resource.HOST_TO_DEVICE)),
+        traffic_bytes=step.bytes[storage[moving]],
+        call=np.where(asking >= 0, asking, block[fetched]),
+        stream=np.where(is_read, 0, 1).astype(np.uint8),  # a copy back is complete in stream order
+        prefetch=is_read.astype(np.uint8),
     )
-    edit.add_uses(ops, host[asked])
-    _hold_locals(edit, step, storage[asked], ops)
-    back = np.full(len(storage), -1, np.int32)
-    back[asked] = edit.add_storages(step.bytes[storage[asked]], producer=ops)
-    return back
+    read = np.full(len(storage), -1, np.int32)
+    read[moving[is_read]] = ops[is_read]
+    return ops[~is_read], read[asked]
+
+
+def _shelve(edit: Edit, n_bytes: I64, host: I32, write: I32, asked: I32, back: I32, read: I32) -> I32:
+    """Host memory until the write is over, SSD until the copy back, host memory again from the read on; returns the last."""
+    shelved = edit.add_storages(n_bytes, producer=write, tier=Tier.SSD)
+    edit.add_uses(write, host)
+    edit.let_go_before(host[:-WRITES], write[WRITES:])
+    last = host[-WRITES:]
+    if not len(asked):
+        return host
+    edit.let_go_before(last, np.full(len(last), read[0], np.int32))
+    edit.add_uses(read, shelved[asked])
+    edit.hold_through(shelved[asked], back)
+    again = host.copy()
+    again[asked] = edit.add_storages(n_bytes[asked], producer=read, tier=Tier.HOST)
+    return again
 
 
 def _hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:

@@ -13,6 +13,7 @@ Rule 5. A kept tensor that is changed in place after it was kept is no longer ke
 Rule 6. A copy to the host holds its source until the next copy is started, the forward of another call of a region ends, that
         of the last region ends, or backward fetches, whichever comes first: one tensor at most is on its way, and when it is
         freed does not depend on timing. Calls under `no_grad` do not count.
+Rule 7. What goes on to SSD is written from host memory from then on; `runtime.shelf` has the rules of that.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
 from memtune.runtime.moved import Entry, Moved, View, id_of
 from memtune.runtime.random_state import RandomState
+from memtune.runtime.shelf import Shelf
 
 
 @dataclass
@@ -55,6 +57,8 @@ class Region:
     """Calls whose outputs may move, `INPUTS` for what the region is called with; None: all that is claimable."""
     reads_back: frozenset[str] | None = None
     """Buffers that its forward changes and may read, as far as its runs have shown; None before the first one."""
+    ssd: bool = False
+    """What moves goes on from the host to SSD."""
 
 
 @dataclass
@@ -79,6 +83,7 @@ class ActivationTable:
         self._lasting = {id_of(buffer) for buffer in model.buffers()}
         self.regions = [Region(name, model.get_submodule(name), index) for index, name in enumerate(regions)]
         self.traffic = Traffic()
+        self.shelf = Shelf(0)
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._on_the_way: tuple[Entry, int] | None = None
         self._call = 0
@@ -92,15 +97,17 @@ class ActivationTable:
             raise ApplyError(f"two techniques recompute {region.name}.", fix="choose one recompute technique", code="MT305")
         region.recompute, region.keep = True, keep
 
-    def claim_move(self, index: int, fraction: float, min_bytes: int, only: frozenset[Call] | None = None) -> None:
-        """`fraction` of the claimable bytes of region `index` goes to the host, tensors under `min_bytes` never.
+    def claim_move(
+        self, index: int, fraction: float, min_bytes: int, only: frozenset[Call] | None = None, ssd: bool = False
+    ) -> None:
+        """`fraction` of the claimable bytes of region `index` goes to the host (with `ssd`: on to SSD), none under `min_bytes`.
 
         With `only`, nothing but what these calls return counts as claimable.
         """
         region = self.regions[index]
         if region.move:
             raise ApplyError(f"two techniques move the activations of {region.name}.", fix="choose one", code="MT305")
-        region.move, region.min_bytes, region.only = fraction, min_bytes, only
+        region.move, region.min_bytes, region.only, region.ssd = fraction, min_bytes, only, ssd
 
     def install(self) -> None:
         """Wrap the forward of every region that has a claim, and of those at whose end a copy lands (Rule 6)."""
@@ -173,7 +180,7 @@ class ActivationTable:
         if wanted:
             budget[0] += n_bytes
         moved = wanted and region.move > 0 and budget[1] + n_bytes <= region.move * budget[0]
-        entry = Entry(self.land, tensor, moved)
+        entry = Entry(self, tensor, moved, f"a saved activation of {region.name}" if region.ssd else "")
         if moved:
             budget[1] += n_bytes
             self.traffic.moved_bytes += n_bytes
@@ -187,11 +194,10 @@ class ActivationTable:
         """`tensor` stays on the device whatever happens here: a parameter, or a buffer of any module."""
         return isinstance(tensor, nn.Parameter) or id_of(tensor) in self._lasting
 
-    def land(self) -> None:
-        """Complete the copy that is on its way (Rule 6)."""
-        if self._on_the_way is not None:
-            self._on_the_way[0].arrive()
-            self._on_the_way = None
+Rule 6. A copy to the host holds its source until the next copy is started, the forward of another call of a region ends, that
+        of the last region ends, or backward fetches, whichever comes first: one tensor at most is on its way, and when it is
+        freed does not depend on timing. Calls under `no_grad` do not count.
+Rule 7. What goes on to SSD is written from host memory from then on; `runtime.shelf` has the rules of that.
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Rule 6 at the end of the call `number`, of `region`."""

@@ -293,7 +293,12 @@ def _opened(path: Path) -> tuple[int, bool]:
 _disk: tuple[int, str, Disk, offload_dir.RunFolder] | None = None
 
 
-def current(folder: str = "") -> Disk:
+def is_open() -> bool:
+    """Whether this process has a disk by now."""
+    return _disk is not None and _disk[0] == os.getpid()
+
+
+def current() -> Disk:
     """This process's disk in the offload directory, opened at the first call and again after a fork.
 
     Raises:
@@ -302,6 +307,6 @@ def current(folder: str = "") -> Disk:
     global _disk
     root = offload_dir.allowed()
     if _disk is None or _disk[:2] != (os.getpid(), root):
-        run = offload_dir.RunFolder(offload_dir.checked(folder))
+        run = offload_dir.RunFolder(offload_dir.checked())
         _disk = os.getpid(), root, Disk(run.path / "tensors"), run
     return _disk[2]

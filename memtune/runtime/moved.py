@@ -1,10 +1,10 @@
-"""One storage that autograd saved and the activation table moved: on its way, on the host, or back."""
+"""One storage that autograd saved and the activation table moved: on its way, on the host, on SSD, or back."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,16 +13,39 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.runtime import transfer
 
 
-class Entry:
-    """One storage that autograd saved: on the device, on its way, on the host, or back."""
+class Moves(Protocol):
+    """What an entry asks of the activation table."""
 
-    def __init__(self, land: Callable[[], None], tensor: Tensor, moved: bool) -> None:
-        self._land, self.moved = land, moved
+    def land(self) -> None:
+        """Complete the copy that is on its way."""
+
+    def take(self, entry: Entry) -> None:
+        """Read `entry` from SSD into host memory."""
+
+
+class Entry:
+    """One storage that autograd saved: on the device, on its way, on the host, on SSD, or back.
+
+    Args:
+        moves: The table that it belongs to.
+        tensor: A look into the storage.
+        moved: Whether it leaves the device.
+        name: What errors call it, where it goes on to SSD; else empty.
+    """
+
+    def __init__(self, moves: Moves, tensor: Tensor, moved: bool, name: str = "") -> None:
+        self._moves, self.moved, self._name = moves, moved, name
         self._source: Tensor | None = None
         self._host: Tensor | None = None
+        self._ssd: Tensor | None = None
         self._device = tensor.device
         self._storage = weakref.ref(tensor.untyped_storage())  # addresses are used again, storages are not
         self._back: Tensor | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """From the host to SSD."""
+        return self._name != ""
 
     def is_of(self, tensor: Tensor) -> bool:
         """`tensor` looks into this storage."""
@@ -39,14 +62,32 @@ class Entry:
         transfer.wait(self._host)
         self._source = None
 
+    def shelve(self) -> tuple[Tensor, Tensor]:
+        """Start the write from host to SSD; returns both, and holds the one on SSD alone."""
+        host, self._host = self._host, None
+        assert host is not None
+        self._ssd = torch.ops.memtune.to_ssd(host, self._name)
+        return host, self._ssd
+
+    def read(self) -> None:
+        """Start the read from SSD to the host."""
+        assert self._ssd is not None
+        self._host = torch.ops.memtune.from_ssd(self._ssd)
+
     def fetch(self, like: View) -> Tensor:
         """The tensor on the device again; the storage comes back once and is shared by all that look into it."""
         if self._back is None:
-            self._land()
+            self._moves.land()
+            if self._ssd is not None:
+                self._moves.take(self)
             assert self._host is not None
             self._back = torch.ops.memtune.to_device(self._host, self._device)
-            self._host = None
+            self._host = self._ssd = None
         return like.of(self._back)
+
+    def __del__(self) -> None:
+        if self._ssd is not None and self._host is not None:
+            transfer.abandon(self._host)  # was read ahead and never asked for
 
 
 @dataclass(frozen=True)
@@ -72,7 +113,7 @@ class View:
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor whose storage is (or may be) on the host."""
+    """A tensor whose storage is (or may be) on the host or on SSD."""
 
     entry: Entry
     view: View

@@ -1,8 +1,8 @@
 """Where tensors may go on SSD: the directory that the user allows, and a locked folder in it for every process that uses it.
 
-The directory is given by `MEMTUNE_OFFLOAD_DIR` (`--offload-dir` sets it), never by a config, which may come from a stranger: a
-config can only name a folder below it. A folder's owner holds a lock that the kernel lets go when the process ends, however it
-ends, so what a dead run left is known for certain and removed by `clean` or by the next run in the same directory.
+The directory is given by `MEMTUNE_OFFLOAD_DIR` (`--offload-dir` sets it), never by a config, which may come from a stranger: no
+key of a config names a path, so none leads out of it. A folder's owner holds a lock that the kernel lets go when the process
+ends, however it ends, so what a dead run left is known for certain and removed by `clean` or by the next run in the same place.
 """
 
 from __future__ import annotations
@@ -35,28 +35,21 @@ def allowed() -> str:
     return os.environ.get(VARIABLE, "")
 
 
-def checked(folder: str = "", root: str | None = None) -> Path:
+def checked(root: str | None = None) -> Path:
     """The directory to use, if it may be used.
 
     Args:
-        folder: What a config asks for: a folder below the directory, empty for the directory itself.
         root: The directory; default: `allowed()`.
 
     Raises:
-        EnvironmentFault: None was given, it is missing, not a directory, a link, on a network mount, not writable or writable by
-            all; or `folder` leads out of it.
+        EnvironmentFault: None was given, it is missing, not a directory, a link, on a network mount, not writable, or writable by
+            all.
     """
     text = allowed() if root is None else root
     if not text:
         raise _fault("No directory for tensors on SSD was given.", fix=f"export {VARIABLE}=/path/on/your/drive, or --offload-dir")
-    if "\0" in folder or "\0" in text or os.path.isabs(folder) or ".." in Path(folder).parts:
-        raise _fault(
-            f"The folder {folder[:80]!r} leads out of the offload directory.", fix="name a folder below it, or leave it out"
-        )
     path = Path(text)
-    for each in (path, *(path.joinpath(*Path(folder).parts[: n + 1]) for n in range(len(Path(folder).parts)))):
-        _must_be_a_plain_directory(each)
-    path = path / folder
+    _must_be_a_plain_directory(path)
     kind = file_system(path)
     if kind in _NETWORK:
         raise _fault(f"The offload directory {path} is on a network mount ({kind}).", fix="choose a directory on a local drive")
@@ -71,7 +64,7 @@ def checked(folder: str = "", root: str | None = None) -> Path:
 def _must_be_a_plain_directory(path: Path) -> None:
     try:
         mode = path.lstat().st_mode
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a null byte
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _fault(
             f"The offload directory {str(path)[:200]} cannot be used: {reason}.", fix="make it, or choose another"

@@ -1,18 +1,24 @@
 """Copies between tiers: a side stream with events on CUDA, a thread on CPU, and a counter of the bytes on every link.
 
+To and from SSD (`runtime.disk`) likewise: `to_ssd` and `from_ssd` only start; `written` and `wait` say when they are over.
+
 `to_host` and `copy_to_host` only *start* a copy; whoever reads the host tensor or frees the source calls `wait` first.
 `to_device` and `copy_to_device` wait for what they read and are complete, in stream order, when they return.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from memtune.errors import EnvironmentFault
+from memtune.runtime import disk
 from memtune.runtime.tiers import HOST, tier
 
 
@@ -38,8 +44,8 @@ class ByteCounters:
 COUNTERS = ByteCounters()
 _pool: ThreadPoolExecutor | None = None
 _side_streams: dict[int, torch.cuda.Stream] = {}
-# What is under way, by address of the host storage: the thread's future on CPU, the stream's event on CUDA.
-_pending: dict[int, Future[None] | torch.cuda.Event] = {}
+# What is under way, by address of the host storage: the thread's future on CPU, the stream's event on CUDA, a read from SSD.
+_pending: dict[int, Future[None] | torch.cuda.Event | disk.Ticket] = {}
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -80,7 +86,7 @@ def _copy(host: Tensor, x: Tensor) -> None:
 def wait(host: Tensor) -> None:
     """Return once the copy into `host` is complete (CPU), or make the current stream wait for it (CUDA)."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
-    if isinstance(pending, Future):
+    if isinstance(pending, Future | disk.Ticket):
         pending.result()
     elif pending is not None:
         pending.wait()
@@ -89,7 +95,7 @@ def wait(host: Tensor) -> None:
 def finish(host: Tensor) -> None:
     """Return once the copy into `host` is complete for the host as well: host code may read it."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
-    if isinstance(pending, Future):
+    if isinstance(pending, Future | disk.Ticket):
         pending.result()
     elif pending is not None:
         pending.synchronize()
@@ -123,3 +129,39 @@ def copy_to_device(x: Tensor, host: Tensor) -> None:
     COUNTERS.add("host_to_device", x.nbytes)
     with torch.no_grad():
         x.copy_(host, non_blocking=True)
+
+
+def to_ssd(host: Tensor, name: str) -> Tensor:
+    """A tensor on SSD to which a write of `host` has been started, once the copy into `host` is complete for the host as well.
+
+    Raises:
+        EnvironmentFault: There is no room, with `name` in the message; or the offload directory cannot be used.
+    """
+    finish(host)
+    place = disk.current()
+    ssd = place.tensor(name, host)
+    COUNTERS.add("ssd_write", host.nbytes)
+    place.store(ssd, host)
+    return ssd
+
+
+def from_ssd(ssd: Tensor) -> Tensor:
+    """A host tensor of `ssd`'s layout into which a read has been started."""
+    with tier(HOST):
+        pinned = torch.cuda.is_available()  # whatever is read goes on to a device, where there is one
+        host = torch.empty_strided(ssd.size(), ssd.stride(), dtype=ssd.dtype, device="cpu", pin_memory=pinned)
+    COUNTERS.add("ssd_read", ssd.nbytes)
+    _pending[host.untyped_storage()._cdata] = disk.current().load(host, ssd)
+    return host
+
+
+def written(ssd: Tensor) -> None:
+    """Return once what was stored in `ssd` is there, or raise what went wrong; nothing for a fake tensor."""
+    if not isinstance(ssd, FakeTensor):
+        disk.current().written(ssd)
+
+
+def abandon(host: Tensor) -> None:
+    """Wait for what is under way into `host`, whose bytes nobody wants."""
+    with contextlib.suppress(EnvironmentFault):
+        finish(host)

@@ -17,7 +17,10 @@ from memtune.search_spaces.execution import Execution
 from memtune.technique import Plan, Target, Technique
 from memtune.workload import Workload
 
-_LINKS = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_LINK, Resource.INTER_LINK)
+_LINKS = (
+    *(Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST, Resource.INTRA_LINK, Resource.INTER_LINK),
+    *(Resource.SSD_READ, Resource.SSD_WRITE),
+)
 
 
 @cache

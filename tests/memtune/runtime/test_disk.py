@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 
@@ -83,9 +84,9 @@ def test_free_ranges_never_overlap_what_is_taken(steps: list[tuple[int, int]]) -
         elif (offset := free.take(size)) is not None:
             taken.append((offset, size))
         both = sorted(free.ranges + taken)
-        assert all(a + n <= b for (a, n), (b, _) in zip(both, both[1:], strict=False))
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(both))
         assert sum(n for _, n in both) == 40
-        assert all(a + n < b for (a, n), (b, _) in zip(free.ranges, free.ranges[1:], strict=False))
+        assert all(a + n < b for (a, n), (b, _) in pairwise(free.ranges))
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------------

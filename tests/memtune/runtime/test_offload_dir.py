@@ -9,17 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime import offload_dir
 from memtune.runtime.offload_dir import RunFolder, checked, clean, orphans
 
 
-def refusal(folder: str = "", root: str | None = None) -> str:
+def refusal(root: str | None = None) -> str:
     with pytest.raises(EnvironmentFault) as caught:
-        checked(folder, root)
+        checked(root)
     assert caught.value.code == "MT340"
     assert caught.value.fix
     return caught.value.what
@@ -37,34 +35,24 @@ def test_what_is_no_usable_directory_is_refused_by_name(tmp_path: Path, monkeypa
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    (tmp_path / "inside").mkdir()
-    (tmp_path / "inside" / "link").symlink_to("/")
-    assert "No such file" in refusal(root=str(tmp_path / "missing"))
-    assert "is a file" in refusal(root=str(tmp_path / "file"))
-    assert "symbolic link" in refusal(root=str(tmp_path / "link"))
-    assert "symbolic link" in refusal("inside/link", str(tmp_path))
-    assert "Everybody may write" in refusal(root=str(tmp_path / "open"))
+    assert "No such file" in refusal(str(tmp_path / "missing"))
+    assert "is a file" in refusal(str(tmp_path / "file"))
+    assert "symbolic link" in refusal(str(tmp_path / "link"))
+    assert "Everybody may write" in refusal(str(tmp_path / "open"))
     monkeypatch.setattr(offload_dir, "file_system", lambda path: "nfs4")
-    assert "network mount (nfs4)" in refusal(root=str(tmp_path))
+    assert "network mount (nfs4)" in refusal(str(tmp_path))
     monkeypatch.undo()
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    assert "not writable" in refusal(root=str(tmp_path))
+    assert "not writable" in refusal(str(tmp_path))
 
 
 def test_the_kernel_says_which_file_system_it_is() -> None:
     assert offload_dir.file_system(Path("/proc")) == "proc"
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.one_of(st.text(max_size=300), st.lists(st.sampled_from(["..", ".", "a", "/", "\0", "x" * 300, "link"])).map("/".join)))
-def test_no_name_in_a_config_leads_out(tmp_path: Path, folder: str) -> None:
-    (tmp_path / "link").unlink(missing_ok=True)
-    (tmp_path / "link").symlink_to("/")
-    try:
-        found = checked(folder, str(tmp_path))
-    except EnvironmentFault:
-        return
-    assert found.resolve().is_relative_to(tmp_path.resolve())
+@pytest.mark.parametrize("name", ["\0", "a\0b", "x" * 5000, "\udcff"])
+def test_names_that_no_file_system_takes_are_refused(name: str) -> None:
+    assert "cannot be used" in refusal("/" + name)
 
 
 def test_a_folder_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
@@ -78,7 +66,8 @@ def test_a_folder_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
 def test_what_a_killed_run_left_is_removed_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from memtune.runtime.offload_dir import RunFolder\n"
-        "run = RunFolder(Path(sys.argv[1])); (run.path / 'tensors').write_bytes(bytes(10000)); print('made', flush=True); time.sleep(60)"
+        "run = RunFolder(Path(sys.argv[1])); (run.path / 'tensors').write_bytes(bytes(10000))\n"
+        "print('made', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from zoo_paths import ZOO
 
-from memtune.program import Resource
+from memtune.program import Resource, Tier
+from memtune.runtime import disk, offload_dir
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
@@ -16,15 +21,23 @@ from memtune.testing.training import differences, plain
 
 ALL = CopyOut(kind="copy_out", min_bytes=0)
 HALF = CopyOut(kind="copy_out", min_bytes=0, ratio=0.5)
+SSD = CopyOut(kind="copy_out", min_bytes=0, target="ssd", ahead=2)
 
 
 class TestCopyOut(TechniqueSuite):
     technique = CopyOut
     models = ZOO
     quick = ("tied",)
-    variants = (ALL, HALF)
+    variants = (ALL, HALF, SSD)
 
-    @pytest.mark.parametrize("variant", [ALL, HALF], ids=["all", "half"])
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+        yield
+        gc.collect()
+        assert not disk.is_open() or disk.current().used_bytes == 0  # nothing is left on SSD when a test ends
+
+    @pytest.mark.parametrize("variant", [ALL, HALF, SSD], ids=["all", "half", "ssd"])
     @pytest.mark.parametrize("recompute", [Full(kind="full"), Selective(kind="selective")], ids=lambda each: each.kind)
     @pytest.mark.parametrize("model", ZOO)
     def test_composes_with_recompute(self, model: str, recompute: Technique, variant: CopyOut) -> None:
