@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from memtune import _native
 from memtune.program import F64, Resource, Step
-from memtune.units import format_seconds
+from memtune.units import format_bytes, format_seconds
 
 RESOURCES = (*(each.name.lower() for each in Resource), "host_issue")
 TOP = 10
@@ -55,7 +55,7 @@ def critical_path(steps: list[Step], timeline: _native.Timeline) -> tuple[tuple[
 def time_lines(prediction: Mapping[str, Any]) -> list[str]:
     """For people: the critical path of a prediction by resource, and the five ops that compute waits for longest.
 
-    Nothing for a prediction of the coarse level.
+    Nothing of both for a prediction of the coarse level. What is written to SSD in a step, where anything is: drives wear.
     """
     critical, waits = prediction.get("critical_s") or {}, prediction.get("exposed_by_op") or ()
     total = sum(critical.values())
@@ -66,6 +66,8 @@ def time_lines(prediction: Mapping[str, Any]) -> list[str]:
     for each in waits[:5]:
         place = f" in {each['module']}" if each["module"] else ""
         lines.append(f"not hidden: {format_seconds(each['seconds'])} of {each['op']}{place} ({each['resource']})")
+    if written := prediction.get("ssd_written_bytes"):
+        lines.append(f"written to SSD: {format_bytes(written)} a step and rank")
     return lines
 
 

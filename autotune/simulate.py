@@ -92,6 +92,8 @@ class Prediction:
     """The longest parts of the chain of ops that decides `step_s`; empty at the coarse level."""
     critical_s: dict[str, float] = field(default_factory=dict)
     """All of that chain by resource; without `step_correction` it sums up to `step_s`."""
+    ssd_written_bytes: int = 0
+    """In one optimizer step, all micro-batches; drives wear."""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -216,7 +218,16 @@ def simulate(
         exposed_by_op=slowest.exposed_by_op,
         critical_path=slowest.critical_path,
         critical_s=slowest.critical_s,
+        ssd_written_bytes=max(_ssd_written_bytes(run.step, program.accumulate) for run in runs),
     )
+
+
+def _ssd_written_bytes(step: Step, accumulate: int) -> int:
+    writes = step.op_resource == Resource.SSD_WRITE
+    if not writes.any():
+        return 0
+    times = np.where(np.isin(step.op_phase[writes], _REPEATED), accumulate, 1)
+    return int((step.op_traffic_bytes[writes] * times).sum())
 
 
 class _Time(NamedTuple):

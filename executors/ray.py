@@ -229,7 +229,7 @@ class RayExecutor(PoolExecutor):
         require("ray.util.scheduling_strategies", extra="ray")
         self.log_dir = make_log_dir(log_dir).resolve()
         self.command, self._silence_s = tuple(command), silence_s
-        own = ("OMP_NUM_THREADS",) if address is None else ()
+        own = ("OMP_NUM_THREADS", "MEMTUNE_OFFLOAD_DIR") if address is None else ()
         self.env = {name: os.environ[name] for name in own if name in os.environ}
         self.cluster: Cluster | None = None
         """The own cluster; None on one that was there before."""

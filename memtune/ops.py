@@ -11,6 +11,7 @@ So a recorder, a dry run and a byte counter see the same operators as the traini
 | `copy_to_device_(x, host)` | host → device | – |
 | `to_ssd(x, name)` | SSD write | SSD |
 | `from_ssd(x)` | SSD read | host |
+| `write_ssd_(ssd, x)` | SSD write | – |
 | `host_update_(rule, …, weight, gradient, …)` | host threads | – |
 | `all_gather_into_(out, x, group, ranks)` | link | – |
 | `reduce_scatter_into_(out, x, group, ranks, op)` | link | – |
@@ -52,6 +53,7 @@ SEAM: dict[str, SeamOp] = {
     "memtune.copy_to_device_.default": SeamOp(Resource.HOST_TO_DEVICE),
     "memtune.to_ssd.default": SeamOp(Resource.SSD_WRITE, TierId.SSD),
     "memtune.from_ssd.default": SeamOp(Resource.SSD_READ, TierId.HOST),
+    "memtune.write_ssd_.default": SeamOp(Resource.SSD_WRITE),
     "memtune.host_update_.default": SeamOp(Resource.HOST_THREADS),
     "memtune.all_gather_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.reduce_scatter_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
@@ -75,6 +77,7 @@ _LIBRARY.define("copy_to_host_(Tensor(a!) host, Tensor x) -> ()")
 _LIBRARY.define("copy_to_device_(Tensor(a!) x, Tensor host) -> ()")
 _LIBRARY.define("to_ssd(Tensor x, str name) -> Tensor")
 _LIBRARY.define("from_ssd(Tensor x) -> Tensor")
+_LIBRARY.define("write_ssd_(Tensor(a!) ssd, Tensor x) -> ()")
 _LIBRARY.define(
     "host_update_(str rule, str moments, Tensor(a!) weight, Tensor gradient, Tensor(b!)? out, Tensor(c!)? first, "
     "Tensor(d!)? second, Tensor(e!)? first_scale, Tensor(f!)? second_scale, Tensor(g!)? step, float[] settings, bool maximize, "
@@ -194,6 +197,7 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("copy_to_device_", transfer.copy_to_device, _key)
     _LIBRARY.impl("to_ssd", transfer.to_ssd, _key)
     _LIBRARY.impl("from_ssd", transfer.from_ssd, _key)
+    _LIBRARY.impl("write_ssd_", transfer.write_ssd, _key)
     _LIBRARY.impl("host_update_", host_update.update_, _key)
     _LIBRARY.impl("all_gather_into_", _all_gather_into, _key)
     _LIBRARY.impl("reduce_scatter_into_", _reduce_scatter_into, _key)
@@ -206,7 +210,7 @@ torch.library.register_fake("memtune::to_host", _fake_to_host, lib=_LIBRARY)
 torch.library.register_fake("memtune::to_ssd", _fake_to_ssd, lib=_LIBRARY)
 torch.library.register_fake("memtune::from_ssd", _fake_to_host, lib=_LIBRARY)
 for _name in (
-    "copy_to_host_", "copy_to_device_", "host_update_", "all_gather_into_", "reduce_scatter_into_", "all_reduce_",
+    "copy_to_host_", "copy_to_device_", "write_ssd_", "host_update_", "all_gather_into_", "reduce_scatter_into_", "all_reduce_",
     "all_to_all_into_", "quantise_", "dequantise_",
 ):  # fmt: skip
     torch.library.register_fake(f"memtune::{_name}", _nothing, lib=_LIBRARY)

@@ -43,6 +43,7 @@ Axes = Annotated[str | None, typer.Option(help="Search only these axes: recomput
 Freeze = Annotated[list[str] | None, typer.Option(metavar="AXIS=KIND", help="Do not search this axis; repeatable.")]
 Seed = Annotated[int, typer.Option(help="Of weights, data and sampling.")]
 AllowLossy = Annotated[bool, typer.Option("--allow-lossy", help="Also use techniques that change results.")]
+OffloadDir = Annotated[str | None, typer.Option(metavar="DIR", help="Tensors may go to SSD, into this directory.")]
 MicroBatch = Annotated[int | None, typer.Option(min=1, help="Instead of the config's.")]
 
 
@@ -61,6 +62,7 @@ def search(
     freeze: Freeze = None,
     global_batch: GlobalBatch = None,
     allow_lossy: AllowLossy = False,
+    offload_dir: OffloadDir = None,
     seed: Seed = 0,
     study: Annotated[str | None, typer.Option(help="Name of the study; default: from the model's file.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the study.")] = False,
@@ -94,6 +96,7 @@ def plan(
     freeze: Freeze = None,
     global_batch: GlobalBatch = None,
     allow_lossy: AllowLossy = False,
+    offload_dir: OffloadDir = None,
     seed: Seed = 0,
     config: Annotated[Path | None, typer.Option(help="Predict this config alone.")] = None,
     micro_batch: MicroBatch = None,
@@ -118,6 +121,7 @@ def trial(
     max_memory: Memory = None,
     micro_batch: MicroBatch = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 3,
+    offload_dir: OffloadDir = None,
     seed: Seed = 0,
     executor: Annotated[str, typer.Option(metavar="auto|local|ray", help="How it is started.")] = "auto",
     ray_address: Annotated[str | None, typer.Option(help="Join this Ray cluster.")] = None,
@@ -166,6 +170,17 @@ def doctor(
     if calibrate:
         return _tools.calibrate(device, as_json)
     return _tools.doctor(as_json)
+
+
+@app.command()
+def clean(
+    directory: Annotated[Path | None, typer.Argument(metavar="DIR", help="Default: $MEMTUNE_OFFLOAD_DIR.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Remove what dead runs left in an offload directory."""
+    from memtune.cli import _tools
+
+    return _tools.clean(directory, as_json)
 
 
 @app.command()

@@ -115,10 +115,21 @@ def frozen(pairs: list[str] | None) -> dict[str, str]:
     return found
 
 
+def offload_dir(given: dict[str, Any], *, for_trials: bool) -> None:
+    """`--offload-dir` for this process and those it starts; where trials run, it must be usable here."""
+    from memtune.runtime import offload_dir
+
+    if given["offload_dir"] is not None:
+        os.environ[offload_dir.VARIABLE] = given["offload_dir"]
+    if for_trials and offload_dir.allowed():
+        offload_dir.checked()
+
+
 def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
     """What a search and a plan share."""
     target = workload(given["model"])
     device, ranks = place(given, for_trials=for_trials)
+    offload_dir(given, for_trials=for_trials)
     return {
         "workload": target,
         "device": device,

@@ -26,6 +26,7 @@ def trial(given: dict[str, Any]) -> int:
     tuned = load_config(given["config"])
     executor: Any = _options.one_of("--executor", given["executor"], ("auto", "local", "ray"))
     device, ranks = _options.place(given, for_trials=True)
+    _options.offload_dir(given, for_trials=True)
 
     from memtune.autotune.trials import run_trial
 
@@ -192,6 +193,21 @@ def doctor(as_json: bool) -> int:
     for device, source in (known or {"rates": "not measured; memtune doctor --calibrate does it in a minute"}).items():
         print(f"{device}: {source}")
     print("Ray: " + ("installed" if facts["ray"] else "not installed; for several GPUs  pip install 'memtune[ray]'"))
+    return 0
+
+
+def clean(directory: Path | None, as_json: bool) -> int:
+    """`memtune clean`: what was removed, and what it took."""
+    from memtune.runtime import offload_dir
+
+    removed = offload_dir.clean(offload_dir.checked(None if directory is None else str(directory)))
+    if as_json:
+        emit({"schema": SCHEMA, "removed": [{"path": str(each.path), "bytes": each.n_bytes} for each in removed]})
+        return 0
+    for each in removed:
+        print(f"removed {each.path}: {format_bytes(each.n_bytes)}")
+    if not removed:
+        print("nothing to remove")
     return 0
 
 

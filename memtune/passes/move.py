@@ -82,7 +82,6 @@ def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead
     host = edit.add_storages(n_bytes, producer=leave, tier=Tier.HOST)
     _hold_sources(edit, step, rows, leave, write, moved, landing)
 
-
     ops, read = _come_back(edit, step, storage, block, first, asked, ssd_ahead)
     if ssd_ahead is not None:
         host = _shelve(edit, n_bytes, host, write, asked, ops, read)
@@ -100,7 +99,7 @@ def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead
 
 @dataclass(frozen=True)
 class _Landing:
-    """When copies land (Rule 6): op after which at the latest, whether the next copy comes before, and what backward asks first."""
+    """When copies land (Rule 6): op after which at the latest, whether the next copy is earlier, and what backward asks first."""
 
     after: I32  # (moved,)
     by_next: npt.NDArray[np.bool_]  # (moved,)

@@ -194,10 +194,17 @@ class ActivationTable:
         """`tensor` stays on the device whatever happens here: a parameter, or a buffer of any module."""
         return isinstance(tensor, nn.Parameter) or id_of(tensor) in self._lasting
 
-Rule 6. A copy to the host holds its source until the next copy is started, the forward of another call of a region ends, that
-        of the last region ends, or backward fetches, whichever comes first: one tensor at most is on its way, and when it is
-        freed does not depend on timing. Calls under `no_grad` do not count.
-Rule 7. What goes on to SSD is written from host memory from then on; `runtime.shelf` has the rules of that.
+    def land(self) -> None:
+        """Complete the copy that is on its way (Rule 6); what goes on to SSD does so now (Rule 7)."""
+        if self._on_the_way is not None:
+            (entry, _), self._on_the_way = self._on_the_way, None
+            entry.arrive()
+            if entry.goes_on:
+                self.shelf.put(entry)
+
+    def take(self, entry: Entry) -> None:
+        """Rule 7: read `entry` from SSD."""
+        self.shelf.take(entry)
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Rule 6 at the end of the call `number`, of `region`."""

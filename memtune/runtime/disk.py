@@ -249,18 +249,18 @@ class Disk:
         return EnvironmentFault(what.format(name=name, text=text), evidence=evidence, fix=fix, code=code)
 
 
-_FULL: Final = ("There is no room for {name} on SSD: {text}.", "free space, or move less to SSD", "MT341")
-_OTHER: Final = ("{name} could not be moved to or from SSD: {text}.", "check the drive", "MT344")
+_FULL: Final = ("There is no room for {name} on SSD: {text}.", "free space, or move less to SSD", "MT362")
+_OTHER: Final = ("{name} could not be moved to or from SSD: {text}.", "check the drive", "MT365")
 _FAILURES: Final[dict[int, tuple[str, str, str]]] = {
     _native.IO_WRONG_CHECKSUM: (
         "The bytes of {name} that came back from SSD are not those that were written.",
         "check the drive; go on from a checkpoint",
-        "MT342",
+        "MT363",
     ),
     _native.IO_END_OF_FILE: (
         "The file with {name} on SSD has been cut off.",
         "let nothing else write into the offload directory; go on from a checkpoint",
-        "MT343",
+        "MT364",
     ),
 }
 
@@ -284,7 +284,7 @@ def _opened(path: Path) -> tuple[int, bool]:
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise EnvironmentFault(
-                    f"The file {path} cannot be made: {error.strerror}.", fix="choose another offload directory", code="MT340"
+                    f"The file {path} cannot be made: {error.strerror}.", fix="choose another offload directory", code="MT361"
                 ) from None
             path.unlink(missing_ok=True)  # some kernels make the file before they refuse
     raise AssertionError("unreachable")

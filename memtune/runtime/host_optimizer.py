@@ -83,14 +83,14 @@ class HostOptimizer:
         return MethodType(Optimizer.profile_hook_step(step), self._optimizer)
 
     def _host_copy(self, parameter: nn.Parameter) -> nn.Parameter:
-        host = _to_host_now(local(parameter))
+        host = to_host_now(local(parameter))
         if self._native is not None:
-            host = _master(host, self._master)
+            host = master_of(host, self._master)
         copy = nn.Parameter(host, requires_grad=parameter.requires_grad)
         mark(copy, HOST)
         state = self._optimizer.state.pop(parameter, None)
         if state is not None:
-            self._optimizer.state[copy] = {name: _state_to_host(value) for name, value in state.items()}
+            self._optimizer.state[copy] = {name: state_to_host(value) for name, value in state.items()}
         self._pairs.append((parameter, copy))
         return copy
 
@@ -150,7 +150,7 @@ class HostOptimizer:
         }
 
 
-def _master(host: Tensor, narrow_too: bool) -> Tensor:
+def master_of(host: Tensor, narrow_too: bool) -> Tensor:
     """What the native update works on: float32, or in place of bfloat16 a float32 copy."""
     if host.dtype is torch.float32:
         return host
@@ -164,15 +164,17 @@ def _master(host: Tensor, narrow_too: bool) -> Tensor:
     )
 
 
-def _to_host_now(tensor: Tensor) -> Tensor:
+def to_host_now(tensor: Tensor) -> Tensor:
+    """A host copy of `tensor`, complete."""
     host: Tensor = torch.ops.memtune.to_host(tensor.detach())
     transfer.finish(host)
     return host
 
 
-def _state_to_host(value: Any) -> Any:
+def state_to_host(value: Any) -> Any:
+    """A host copy of a state tensor, `value` itself if it is no tensor."""
     if not isinstance(value, Tensor):
         return value
-    host = _to_host_now(local(value))
+    host = to_host_now(local(value))
     mark(host, HOST)
     return host

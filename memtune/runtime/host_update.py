@@ -140,19 +140,33 @@ class NativeUpdate:
         for group, parameter, _ in given:
             self._make_state(optimizer.state[parameter], parameter, group)
         for index, (group, parameter, gradient) in enumerate(given):
-            state = optimizer.state[parameter]
-            first, second = _FIRST.get(self.rule, ""), _SECOND.get(self.rule, "")
-            torch.ops.memtune.host_update_(
-                self.rule,
-                self._moments,
-                parameter.detach(),
-                gradient,
-                gradient if gradient.dtype is torch.bfloat16 else None,
-                *(state.get(name) for name in (first, second, f"{first}_scale", f"{second}_scale", "step")),
-                self._settings(group),
-                bool(group.get("maximize", False)),
-                index,
-            )
+            self.one(group, parameter.detach(), gradient, optimizer.state[parameter], index)
+
+    def one(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, state: dict[str, Any], seed: int) -> None:
+        """Update one float32 `weight` and its `state` in place; a bfloat16 gradient's memory takes the new weight."""
+        first, second = _FIRST.get(self.rule, ""), _SECOND.get(self.rule, "")
+        torch.ops.memtune.host_update_(
+            self.rule,
+            self._moments,
+            weight,
+            gradient,
+            gradient if gradient.dtype is torch.bfloat16 else None,
+            *(state.get(name) for name in (first, second, f"{first}_scale", f"{second}_scale", "step")),
+            self._settings(group),
+            bool(group.get("maximize", False)),
+            seed,
+        )
+
+    def moment_names(self, group: dict[str, Any]) -> list[str]:
+        """Names of the state that is as large as the parameter."""
+        if self.rule == "sgd" and group["momentum"] == 0:
+            return []
+        return [name for name in (_FIRST.get(self.rule), _SECOND.get(self.rule)) if name]
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the state also holds the number of steps."""
+        return self.rule in ("adamw", "adagrad")
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
         lr = float(group["lr"])
@@ -166,12 +180,10 @@ class NativeUpdate:
 
     def _make_state(self, state: dict[str, Any], parameter: nn.Parameter, group: dict[str, Any]) -> None:
         """What torch makes at the first step, in the format asked for; state that is there already is kept."""
-        names = [name for name in (_FIRST.get(self.rule), _SECOND.get(self.rule)) if name]
-        if self.rule == "sgd" and group["momentum"] == 0:
-            names = []
+        names = self.moment_names(group)
         fresh = not any(state.get(name) is not None for name in names)
         with tier(HOST):
-            if self.rule in ("adamw", "adagrad") and "step" not in state:
+            if self.counts_steps and "step" not in state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
             for name in names:
                 value = state.get(name)

@@ -76,7 +76,7 @@ def _must_be_a_plain_directory(path: Path) -> None:
 
 
 def _fault(what: str, *, fix: str) -> EnvironmentFault:
-    return EnvironmentFault(what, fix=fix, code="MT340")
+    return EnvironmentFault(what, fix=fix, code="MT361")
 
 
 def file_system(path: Path) -> str:

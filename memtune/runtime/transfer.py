@@ -155,6 +155,13 @@ def from_ssd(ssd: Tensor) -> Tensor:
     return host
 
 
+def write_ssd(ssd: Tensor, host: Tensor) -> None:
+    """Start writing `host` to the tensor `ssd`."""
+    finish(host)
+    COUNTERS.add("ssd_write", host.nbytes)
+    disk.current().store(ssd, host)
+
+
 def written(ssd: Tensor) -> None:
     """Return once what was stored in `ssd` is there, or raise what went wrong; nothing for a fake tensor."""
     if not isinstance(ssd, FakeTensor):

@@ -231,6 +231,18 @@ def test_explain_names_source_and_exactness(folder: Path, monkeypatch: pytest.Mo
     assert json.loads(capsys.readouterr().out)["settings"][0]["slot"] == "allocator"
 
 
+def test_clean_removes_what_dead_runs_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    left = tmp_path / "memtune-run-1-x"
+    left.mkdir(mode=0o700)
+    (left / "tensors").write_bytes(bytes(5000))
+    assert cli.run(["clean", str(tmp_path)]) == 0
+    assert str(left) in capsys.readouterr().out
+    assert not left.exists()
+    assert cli.run(["clean", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"] == []
+    assert cli.run(["clean", str(tmp_path / "missing")]) == 3
+
+
 def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]):
     assert cli.run(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -112,7 +112,7 @@ def test_every_flipped_bit_is_found(disk: Disk) -> None:
                 file.flush()
                 os.fsync(file.fileno())
                 if byte != right:
-                    assert failure(disk, ssd).code == "MT342"
+                    assert failure(disk, ssd).code == "MT363"
     back = torch.empty_like(values)
     disk.load(back, ssd).result()
     assert torch.equal(back, values)
@@ -122,9 +122,9 @@ def test_a_deleted_file_does_no_harm_and_one_cut_off_is_named(disk: Disk) -> Non
     values = torch.randn(25_000)
     ssd = stored(disk, values)
     os.truncate(disk.path, ALIGN * 2)
-    assert failure(disk, ssd).code == "MT343"
+    assert failure(disk, ssd).code == "MT364"
     os.truncate(disk.path, 64 << 20)  # long enough again, but zeros
-    assert failure(disk, ssd).code == "MT342"
+    assert failure(disk, ssd).code == "MT363"
     disk.store(ssd, values).result()
     disk.path.unlink()
     back = torch.empty_like(values)
@@ -162,7 +162,7 @@ def test_a_full_disk_is_named_before_anything_is_written(tmp_path: Path) -> None
         """,
         str(tmp_path),
     )
-    assert "MT341 There is no room for layer.2 on SSD" in out
+    assert "MT362 There is no room for layer.2 on SSD" in out
     assert "MiB free in" in out or "GiB free in" in out
 
 

@@ -18,7 +18,7 @@ from memtune.runtime.offload_dir import RunFolder, checked, clean, orphans
 def refusal(root: str | None = None) -> str:
     with pytest.raises(EnvironmentFault) as caught:
         checked(root)
-    assert caught.value.code == "MT340"
+    assert caught.value.code == "MT361"
     assert caught.value.fix
     return caught.value.what
 

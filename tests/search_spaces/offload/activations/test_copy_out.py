@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from zoo_paths import ZOO
 
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.exposure import time_lines
+from memtune.autotune.simulate import simulate
+from memtune.errors import EnvironmentFault
 from memtune.program import Resource, Tier
 from memtune.runtime import disk, offload_dir
+from memtune.runtime.shelf import WRITES
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite, drift, rewritten, train
 from memtune.testing.drift import plain_program, target_of
-from memtune.testing.training import differences, plain
+from memtune.testing.training import build, config_of, differences, plain
 
 ALL = CopyOut(kind="copy_out", min_bytes=0)
 HALF = CopyOut(kind="copy_out", min_bytes=0, ratio=0.5)
 SSD = CopyOut(kind="copy_out", min_bytes=0, target="ssd", ahead=2)
 
 
+QUICK = [name if name in ("tied", "lstm") else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
+
+
 class TestCopyOut(TechniqueSuite):
     technique = CopyOut
     models = ZOO
     quick = ("tied",)
-    variants = (ALL, HALF, SSD)
+    variants = (ALL, HALF)
 
     @pytest.fixture(autouse=True)
     def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -37,7 +47,7 @@ class TestCopyOut(TechniqueSuite):
         gc.collect()
         assert not disk.is_open() or disk.current().used_bytes == 0  # nothing is left on SSD when a test ends
 
-    @pytest.mark.parametrize("variant", [ALL, HALF, SSD], ids=["all", "half", "ssd"])
+    @pytest.mark.parametrize("variant", [ALL, HALF], ids=["all", "half"])
     @pytest.mark.parametrize("recompute", [Full(kind="full"), Selective(kind="selective")], ids=lambda each: each.kind)
     @pytest.mark.parametrize("model", ZOO)
     def test_composes_with_recompute(self, model: str, recompute: Technique, variant: CopyOut) -> None:
@@ -55,6 +65,58 @@ class TestCopyOut(TechniqueSuite):
         up = int(step.op_traffic_bytes[step.op_resource == Resource.HOST_TO_DEVICE].sum())
         batch = int(before.op_traffic_bytes[before.op_resource == Resource.HOST_TO_DEVICE].sum())
         assert down == up - batch == sum(before.saved_bytes(block) for block in range(blocks))
+
+    @pytest.mark.parametrize("recompute", [(), (Full(kind="full"),), (Selective(kind="selective"),)], ids=str)
+    @pytest.mark.parametrize("model", QUICK)
+    def test_ssd_is_used_as_predicted(self, model: str, recompute: tuple[Technique, ...]) -> None:
+        assert drift(ZOO[model], *recompute, SSD) == ""
+
+    @pytest.mark.parametrize("model", ["gpt"])
+    def test_half_of_it_and_nothing_read_ahead(self, model: str) -> None:
+        assert drift(ZOO[model], SSD.model_copy(update={"ahead": 0, "ratio": 0.5})) == ""
+
+    @pytest.mark.parametrize("model", QUICK)
+    def test_ssd_trains_as_the_plain_model(self, model: str) -> None:
+        assert not differences(train(ZOO[model], SSD), plain(ZOO[model]))
+
+    @pytest.mark.parametrize("ahead", [0, 2])
+    def test_ssd_is_written_and_read_once_and_host_memory_holds_a_few_tensors(self, ahead: int) -> None:
+        host, step = rewritten(ZOO["gpt"], ALL), rewritten(ZOO["gpt"], SSD.model_copy(update={"ahead": ahead}))
+        moved = int(host.op_traffic_bytes[host.op_resource == Resource.DEVICE_TO_HOST].sum())
+        for resource in (Resource.DEVICE_TO_HOST, Resource.SSD_WRITE, Resource.SSD_READ):
+            assert int(step.op_traffic_bytes[step.op_resource == resource].sum()) == moved
+        largest = int(step.op_traffic_bytes[step.op_resource == Resource.SSD_WRITE].max())
+        batch = host.peak_bytes(Tier.HOST) - moved
+        assert step.peak_bytes(Tier.SSD) == moved
+        assert step.peak_bytes(Tier.HOST) - batch <= (max(WRITES, ahead) + 1) * largest < moved
+        assert step.peak_bytes() == host.peak_bytes()
+
+    def test_ssd_shows_what_it_writes_and_the_simulator_prices_it(self) -> None:
+        program = plain_program(ZOO["gpt"])
+        step = rewritten(ZOO["gpt"], SSD)
+        found = simulate(replace(program, accumulate=3).with_step(step), hardware.find("a100-80g"), level="events")
+        assert found.ssd_written_bytes == 3 * int(step.op_traffic_bytes[step.op_resource == Resource.SSD_WRITE].sum())
+        assert any("written to SSD" in line for line in time_lines(found.to_dict()))
+        slower = replace(hardware.find("a100-80g"), ssd_read_bytes_per_s=1e7)
+        assert simulate(program.with_step(step), slower, level="events").step_s > found.step_s / 3
+
+    def test_ssd_needs_a_directory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(offload_dir.VARIABLE)
+        assert "no directory" in str(SSD.fits(plain_program(ZOO["gpt"]), target_of(SSD)))
+        with pytest.raises(EnvironmentFault, match="No directory"):
+            train(ZOO["tied"], SSD)
+
+    def test_a_damaged_file_stops_training_with_the_name_of_the_block(self) -> None:
+        """Every byte that is written while the forward runs is flipped before backward asks for it."""
+        workload, model, optimizer = build(ZOO["tied"])
+        apply(model, optimizer, config_of(ZOO["tied"], SSD), strict=False)
+        batch = workload.make_batch(2)
+        loss = workload.loss(model, batch)
+        path = disk.current().path
+        path.write_bytes(bytes(each ^ 1 for each in path.read_bytes()[: 1 << 20]))
+        with pytest.raises(EnvironmentFault, match="a saved activation of") as caught:
+            loss.backward()
+        assert caught.value.code in ("MT363", "MT364")
 
     def test_small_tensors_stay(self) -> None:
         step = rewritten(ZOO["gpt"], CopyOut(kind="copy_out", min_bytes=20_000))

@@ -1,0 +1,102 @@
+"""The pass of `runtime.ssd_optimizer`: weights and state on SSD, read, updated and written parameter by parameter."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.edit import Edit
+from memtune.parameters import columns_of
+from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
+from memtune.runtime.shelf import WRITES
+
+_READ, _DOWN, _UPDATE, _UP, _WRITE = range(5)
+_OPS = (
+    ("from_ssd", Resource.SSD_READ),
+    ("to_host", Resource.DEVICE_TO_HOST),
+    ("host_update_", Resource.HOST_THREADS),
+    ("copy_to_device_", Resource.HOST_TO_DEVICE),
+    ("write_ssd_", Resource.SSD_WRITE),
+)
+
+
+def optimizer_on_ssd(step: Step, ahead: int) -> Step:
+    """`step` with the optimizer's ops replaced by reads, native updates and writes; `ahead` pieces are read ahead."""
+    columns = columns_of(step.parameters)
+    mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0))
+    optimizer = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
+    if not len(mine) or not optimizer.any():
+        return step
+    edit = Edit(step)
+    edit.drop_ops(optimizer)
+    state, at = _moments(step, mine)
+    numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
+    moment_bytes = np.bincount(at, np.full(len(at), 4), len(mine)).astype(np.int64) * numel
+    piece_bytes = 4 * numel + moment_bytes
+    edit.bytes[state] = 4 * numel[at]
+    edit.tier = np.where(step.kind == Kind.OPTIMIZER, np.uint8(Tier.HOST), step.tier).astype(np.uint8)
+    edit.tier[state] = Tier.SSD
+    nowhere, forever = np.full(len(mine), -1, np.int32), np.full(len(mine), FOREVER, np.int32)
+    weights, gradients = columns.storage[mine], columns.gradient[mine]
+    owner = step.owner[gradients]
+    masters = edit.add_storages(4 * numel, producer=nowhere, tier=Tier.SSD, kind=Kind.PARAMETER, held_until=forever, owner=owner)
+    update_bytes = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel + 2 * moment_bytes
+    traffic = np.stack([piece_bytes, itemsize * numel, update_bytes, itemsize * numel, piece_bytes])
+    rows = _insert(edit, int(np.flatnonzero(optimizer)[0]), traffic, ahead)
+
+    host = edit.add_storages(piece_bytes, producer=rows[_READ], tier=Tier.HOST, owner=owner)
+    down = edit.add_storages(itemsize * numel, producer=rows[_DOWN], tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
+    for kind in (_READ, _WRITE):
+        edit.add_uses(rows[kind], masters, mutates=kind == _WRITE)
+        edit.add_uses(rows[kind][at], state, mutates=kind == _WRITE)
+    edit.add_uses(rows[_DOWN], gradients)
+    edit.add_uses(rows[_UPDATE], host, mutates=True)
+    edit.add_uses(rows[_UPDATE], down, mutates=True)
+    edit.add_uses(rows[_UP], np.where(itemsize == 4, host, down))
+    edit.add_uses(rows[_UP], weights, mutates=True)
+    edit.add_uses(rows[_WRITE], host)
+    edit.let_go_before(host[:-WRITES], rows[_WRITE][WRITES:])
+    edit.hold_through(host[-WRITES:], np.full(len(host[-WRITES:]), rows[_WRITE][-1], np.int32))
+    freed = step.held_until[gradients] != FOREVER  # DDP's buckets stay
+    edit.held_until[gradients[freed]] = -1
+    edit.let_go_before(gradients[freed], rows[_UPDATE][freed])
+    # What Python holds to the end of the step (the loss) is there until the last piece is written.
+    late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
+    late &= step.kind != Kind.GRADIENT  # a tiled loss makes some in forward
+    kept = np.flatnonzero(late).astype(np.int32)
+    edit.hold_through(kept, np.full(len(kept), rows[_WRITE][-1], np.int32))
+    return edit.done()
+
+
+def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:
+    """State storages as large as their parameter, and the index of each one's parameter among `mine`."""
+    columns = columns_of(step.parameters)
+    sizes = columns.numel[mine] * columns.itemsize[mine]
+    state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & np.isin(step.owner, mine)).astype(np.int32)
+    at = np.searchsorted(mine, step.owner[state])
+    moments = step.bytes[state] == sizes[at]  # the others count steps
+    return state[moments], at[moments]
+
+
+def _insert(edit: Edit, anchor: int, traffic: I64, ahead: int) -> I32:
+    """The ops in the order of Rules 1 and 2, before the op `anchor`; returns (5, parameters) rows."""
+    count = traffic.shape[1]
+    turns = [(_READ, i) for i in range(min(ahead, count))]
+    for i in range(count):
+        turns += [(_READ, i)] if ahead == 0 else []
+        turns += [(_DOWN, i), (_UPDATE, i), (_UP, i), (_WRITE, i)]
+        turns += [(_READ, i + ahead)] if ahead and i + ahead < count else []
+    kind, index = np.asarray(turns, np.int32).T
+    names = np.asarray([edit.name_id(f"memtune.{name}.default") for name, _ in _OPS], np.int32)
+    rows = edit.add_ops(
+        names[kind],
+        before=np.full(len(kind), anchor, np.int32),
+        phase=Phase.OPTIMIZER,
+        resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
+        traffic_bytes=traffic[kind, index],
+        stream=(kind == _UP).astype(np.uint8),  # a copy back is complete in stream order
+        prefetch=(kind == _DOWN).astype(np.uint8),
+    )
+    found = np.empty((len(_OPS), count), np.int32)
+    found[kind, index] = rows
+    return found

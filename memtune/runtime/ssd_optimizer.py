@@ -1,0 +1,161 @@
+"""The user's optimizer with master weights and state on SSD: they stream through a few host buffers while it steps.
+
+The optimizer object stays the user's own; its groups and its state hold tensors that lie on SSD, each parameter's weight and
+moments in one piece. A step goes from parameter to parameter (Rajbhandari et al. 2021, section 5.2.2, with reads, update and
+writes at once):
+
+Rule 1. The pieces of the next `ahead` parameters are being read while one is updated.
+Rule 2. Its gradient comes down and is let go on the device; one native pass updates the piece; the weight goes up; the piece is
+        written. `WRITES` pieces are being written at most: before another one begins, the oldest is finished.
+Rule 3. When `step` returns, everything is written: a state dict, which reads the file, finds it there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.errors import ApplyError
+from memtune.runtime import transfer
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import master_of, state_to_host, to_host_now
+from memtune.runtime.host_update import NativeUpdate
+from memtune.runtime.shelf import WRITES
+from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
+from memtune.runtime.tree import local
+
+
+@dataclass(eq=False)
+class _Piece:
+    """One parameter's weight and moments on SSD, one after the other."""
+
+    device: nn.Parameter
+    held: nn.Parameter  # what the optimizer holds in its place, on SSD
+    ssd: Tensor
+    group: dict[str, Any]
+    moments: list[str]
+
+    def parts(self, of: Tensor) -> list[Tensor]:
+        """Weight and moments in `of`, which is laid out as the piece."""
+        return [part.view(self.held.shape) for part in of.split(self.held.numel())]
+
+
+class SsdOptimizer:
+    """Moves an optimizer's weights and state to SSD.
+
+    Args:
+        context: Its model and optimizer; the optimizer is rebound in place.
+        master: bfloat16 parameters have float32 masters.
+        ahead: Pieces that are read ahead.
+
+    Raises:
+        ApplyError: The optimizer or a parameter's type is none that the native update knows.
+        EnvironmentFault: There is no room on SSD; says for which parameter.
+    """
+
+    def __init__(self, context: Context, *, master: bool, ahead: int) -> None:
+        self._optimizer, self._ahead, self._master = context.optimizer, ahead, master
+        self._native = NativeUpdate(context.optimizer, "float32")
+        names = {parameter: name for name, parameter in context.model.named_parameters()}
+        names |= {shard: names[whole] for whole, shard in context.represented.items() if whole in names}
+        self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
+        self._pieces: list[_Piece] = []
+        for group in self._optimizer.param_groups:
+            moved = [self._move(each, group, names.get(each, "a parameter")) for each in group["params"]]
+            group["params"] = [piece.held for piece in moved]
+            self._pieces += moved
+        context.represented.update({piece.device: piece.held for piece in self._pieces})
+        step = MethodType(Optimizer.profile_hook_step(self._step()), self._optimizer)
+        self._optimizer.step = step  # type: ignore[method-assign]
+
+    def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> _Piece:
+        weight = master_of(to_host_now(local(parameter)), self._master)
+        state = {key: state_to_host(value) for key, value in self._optimizer.state.pop(parameter, {}).items()}
+        moments = self._native.moment_names(group)
+        with tier(HOST):
+            parts = [weight, *(state.get(each, torch.zeros_like(weight)) for each in moments)]
+            together = torch.cat([part.detach().float().reshape(-1) for part in parts])
+        ssd = torch.ops.memtune.to_ssd(together, f"the optimizer state of {name}")
+        transfer.written(ssd)
+        mark(ssd, SSD)
+        held = nn.Parameter(ssd[: weight.numel()].view(weight.shape), requires_grad=parameter.requires_grad)
+        piece = _Piece(parameter, held, ssd, group, moments)
+        mine = self._optimizer.state[held]
+        mine.update(state)
+        mine.update(zip(moments, piece.parts(ssd)[1:], strict=True))
+        if self._native.counts_steps and "step" not in mine:
+            with tier(HOST):
+                mine["step"] = torch.tensor(0.0, dtype=torch.float32)
+            mark(mine["step"], HOST)
+        return piece
+
+    def _step(self) -> Any:
+        @torch.no_grad()
+        def step(optimizer: Optimizer, closure: None = None) -> None:
+            if closure is not None:
+                raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
+            self._stream([piece for piece in self._pieces if piece.device.grad is not None])
+
+        return step
+
+    def _stream(self, pieces: list[_Piece]) -> None:
+        read: deque[Tensor] = deque(torch.ops.memtune.from_ssd(piece.ssd) for piece in pieces[: self._ahead])
+        writing: deque[tuple[Tensor, Tensor]] = deque()  # (on SSD, on the host)
+        for index, piece in enumerate(pieces):
+            if not read:
+                read.append(torch.ops.memtune.from_ssd(piece.ssd))
+            self._update(piece, read[0], index)
+            if len(writing) == WRITES:
+                transfer.written(writing.popleft()[0])
+            torch.ops.memtune.write_ssd_(piece.ssd, read[0])
+            writing.append((piece.ssd, read.popleft()))
+            if self._ahead and index + self._ahead < len(pieces):
+                read.append(torch.ops.memtune.from_ssd(pieces[index + self._ahead].ssd))
+        for ssd, _ in writing:
+            transfer.written(ssd)
+
+    def _update(self, piece: _Piece, host: Tensor, seed: int) -> None:
+        parameter = piece.device
+        assert parameter.grad is not None
+        gradient: Tensor = torch.ops.memtune.to_host(local(parameter.grad))
+        mark(gradient, HOST)
+        transfer.finish(gradient)
+        parameter.grad = None
+        if parameter in self._whole:
+            self._whole[parameter].grad = None
+        transfer.finish(host)
+        weight, *moments = piece.parts(host)
+        state = self._optimizer.state[piece.held]
+        self._adopt(piece, state, moments)
+        here = {**state, **dict(zip(piece.moments, moments, strict=True))}
+        self._native.one(piece.group, weight, gradient, here, seed)
+        up = weight if gradient.dtype is torch.float32 else gradient
+        del gradient
+        torch.ops.memtune.copy_to_device_(local(parameter), up)
+
+    def _adopt(self, piece: _Piece, state: dict[str, Any], moments: list[Tensor]) -> None:
+        """State that was loaded since the last step is elsewhere: its values go into the piece, which takes its place again."""
+        for name, host, own in zip(piece.moments, moments, piece.parts(piece.ssd)[1:], strict=True):
+            value = state.get(name)
+            if value is None or value.untyped_storage()._cdata != own.untyped_storage()._cdata:
+                host.zero_() if value is None else host.copy_(value)
+                state[name] = own
+
+    def check(self) -> dict[str, Any]:
+        """Bytes on SSD.
+
+        Raises:
+            ApplyError: Some state is elsewhere.
+        """
+        for piece in self._pieces:
+            state = self._optimizer.state[piece.held]
+            if tier_of(piece.held) != SSD or any(tier_of(state[name]) != SSD for name in piece.moments if name in state):
+                raise ApplyError("Some of the optimizer's state is not on SSD.", code="MT309")
+        return {"parameters": len(self._pieces), "ssd_bytes": sum(piece.ssd.nbytes for piece in self._pieces)}

@@ -1,0 +1,128 @@
+"""Optimizer state on SSD: 12 bytes per parameter are read and written in a step, and host memory holds a few pieces."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from zoo_paths import ZOO
+
+from memtune._apply import Tuned, apply
+from memtune.errors import EnvironmentFault
+from memtune.program import Kind, Resource, Step, Tier
+from memtune.runtime import disk, offload_dir
+from memtune.runtime.tiers import DEVICE, SSD, mark, tier_of
+from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
+from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
+from memtune.testing import TechniqueSuite, rewritten
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import SEED, build, config_of, differences, one_step, train
+
+DEFAULT = ZeroInfinity(kind="zero_infinity")
+
+
+def rows(step: Step, name: str) -> list[int]:
+    return np.flatnonzero(step.op_name == step.names.index(f"memtune.{name}.default")).tolist()
+
+
+def total(step: Step, resource: Resource) -> int:
+    return int(step.op_traffic_bytes[step.op_resource == resource].sum())
+
+
+class TestZeroInfinity(TechniqueSuite):
+    technique = ZeroInfinity
+    models: ClassVar = {name: ZOO[name] for name in ("tied", "tobf16")}
+    quick = ("tied",)
+    tolerance = 1e-5
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+        yield
+        gc.collect()
+        assert not disk.is_open() or disk.current().used_bytes == 0  # nothing is left on SSD when a model is gone
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        mark(next(iter(tuned.optimizer.state.values()))["exp_avg"], DEVICE)
+        return True
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("model", ZOO)
+    def test_any_model(self, model: str) -> None:
+        self._skip_unless_it_fits(model, DEFAULT)
+        self.check_drift(model, DEFAULT)
+        native = OptimizerCpu(kind="optimizer_cpu", update="native")
+        assert not differences(train(ZOO[model], DEFAULT), train(ZOO[model], native))
+
+    def test_has_the_bits_of_the_native_update_in_host_memory(self) -> None:
+        native = OptimizerCpu(kind="optimizer_cpu", update="native")
+        assert not differences(train(ZOO["tied"], DEFAULT), train(ZOO["tied"], native))
+
+    @pytest.mark.parametrize("ahead", [0, 3])
+    def test_bytes_on_the_drive_and_in_host_memory(self, ahead: int) -> None:
+        plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], DEFAULT.model_copy(update={"ahead": ahead}))
+        numel = sum(int(plain.bytes[each.gradient]) // 4 for each in plain.parameters)
+        largest = max(int(plain.bytes[each.gradient]) // 4 for each in plain.parameters)
+        assert total(step, Resource.SSD_READ) == total(step, Resource.SSD_WRITE) == step.peak_bytes(Tier.SSD) == 12 * numel
+        assert total(step, Resource.DEVICE_TO_HOST) == 4 * numel
+        counters = 4 * len(plain.parameters)
+        batch = plain.peak_bytes(Tier.HOST)
+        assert step.peak_bytes(Tier.HOST) - counters - batch <= (12 * (ahead + 3) + 4) * largest
+        assert not (step.kind[step.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
+
+    def test_reads_go_ahead_of_updates(self) -> None:
+        """The mechanism: three deep. Without reading ahead, each read waits for the update before it."""
+        deep, flat = (rewritten(ZOO["gpt"], DEFAULT.model_copy(update={"ahead": ahead})) for ahead in (3, 0))
+        assert rows(deep, "from_ssd")[2] < rows(deep, "host_update_")[0]
+        assert rows(deep, "from_ssd")[3] < rows(deep, "host_update_")[1]
+        assert rows(flat, "from_ssd")[1] > rows(flat, "host_update_")[0]
+
+    def test_float32_masters_of_bfloat16_parameters(self) -> None:
+        master = ZeroInfinity(kind="zero_infinity", update="master")
+        self.check_drift("tobf16", master)
+        host = OptimizerCpu(kind="optimizer_cpu", update="master")
+        assert not differences(train(ZOO["tobf16"], master), train(ZOO["tobf16"], host))
+
+    def test_a_state_dict_is_whole_and_can_be_loaded(self) -> None:
+        workload, model, optimizer = build(ZOO["tied"])
+        tuned = apply(model, optimizer, config_of(ZOO["tied"], DEFAULT), strict=False)
+        one_step(workload, model, optimizer, tuned, seed=SEED)
+        saved = copy.deepcopy((tuned.state_dict(), optimizer.state_dict()))
+        wanted = one_step(workload, model, optimizer, tuned, seed=SEED + 1)
+        after = {name: value.clone() for name, value in model.state_dict().items()}
+
+        workload, model, optimizer = build(ZOO["tied"])
+        model.load_state_dict(saved[0]["model"])
+        tuned = apply(model, optimizer, config_of(ZOO["tied"], DEFAULT), strict=False)
+        optimizer.load_state_dict(saved[1])
+        got = one_step(workload, model, optimizer, tuned, seed=SEED + 1)
+        assert torch.equal(got[0], wanted[0])
+        assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
+        assert all(tier_of(state["exp_avg"]) == SSD for state in optimizer.state.values())
+
+    def test_a_damaged_file_stops_the_step_with_the_name_of_the_parameter(self) -> None:
+        workload, model, optimizer = build(ZOO["tied"])
+        tuned = apply(model, optimizer, config_of(ZOO["tied"], DEFAULT), strict=False)
+        one_step(workload, model, optimizer, tuned, seed=SEED)
+        with open(disk.current().path, "r+b") as file:
+            (right,) = file.read(1)
+            file.seek(0)
+            file.write(bytes([right ^ 4]))
+        name = next(name for name, each in model.named_parameters() if each.requires_grad)
+        with pytest.raises(EnvironmentFault, match="the optimizer state of ") as caught:
+            one_step(workload, model, optimizer, tuned, seed=SEED + 1)
+        assert caught.value.code == "MT363"
+        assert name in caught.value.what
+
+    def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "master" in str(DEFAULT.fits(plain_program(ZOO["tobf16"]), target_of()))
+        master = ZeroInfinity(kind="zero_infinity", update="master")
+        assert "native" in str(master.fits(plain_program(ZOO["tied"]), target_of()))
+        monkeypatch.delenv(offload_dir.VARIABLE)
+        assert "no directory" in str(DEFAULT.fits(plain_program(ZOO["tied"]), target_of()))
