@@ -18,7 +18,7 @@ from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
 from memtune.passes.recompute import calls_of
 from memtune.program import FOREVER, I32, I64, Phase, Resource, Step, Tier
-from memtune.runtime.shelf import WRITES, reads
+from memtune.read_ahead import WRITES, reads
 
 
 @dataclass(frozen=True)

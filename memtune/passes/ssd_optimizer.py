@@ -8,7 +8,7 @@ import numpy.typing as npt
 from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
-from memtune.runtime.shelf import WRITES
+from memtune.read_ahead import WRITES
 
 _READ, _DOWN, _UPDATE, _UP, _WRITE = range(5)
 _OPS = (

@@ -293,9 +293,9 @@ def _opened(path: Path) -> tuple[int, bool]:
 _disk: tuple[int, str, Disk, offload_dir.RunFolder] | None = None
 
 
-def is_open() -> bool:
-    """Whether this process has a disk by now."""
-    return _disk is not None and _disk[0] == os.getpid()
+def opened() -> Disk | None:
+    """This process's disk, if it has one by now."""
+    return _disk[2] if _disk is not None and _disk[0] == os.getpid() else None
 
 
 def current() -> Disk:

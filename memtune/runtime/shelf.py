@@ -12,16 +12,12 @@ None of it depends on timing, so the pass `passes.move` says at which op each te
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Final, TypeVar
 
 from torch import Tensor
 
+from memtune.read_ahead import WRITES
 from memtune.runtime import transfer
 from memtune.runtime.moved import Entry
-
-WRITES: Final = 2
-T = TypeVar("T")
 
 
 class Shelf:
@@ -68,26 +64,3 @@ class Shelf:
     def _finish_oldest(self) -> None:
         ssd, _ = self._writing.pop(0)
         transfer.written(ssd)
-
-
-def reads(left: Sequence[T], asked: Sequence[T], ahead: int) -> list[tuple[T, T]]:
-    """The reads that Rule 3 makes: (the tensor that is fetched, a tensor that is read then), in order.
-
-    Args:
-        left: Tensors that are fetched some time, in the order in which they left.
-        asked: The same ones in the order in which they are fetched.
-        ahead: As of `Shelf`.
-    """
-    shelved, waiting, found = list(left), 0, []
-    is_read: set[T] = set()
-    for each in asked:
-        if each in is_read:
-            waiting -= 1
-        else:
-            shelved.remove(each)
-            found.append((each, each))
-        while shelved and waiting < ahead:
-            found.append((each, shelved.pop()))
-            is_read.add(found[-1][1])
-            waiting += 1
-    return found

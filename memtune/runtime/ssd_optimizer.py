@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
+from memtune.read_ahead import WRITES
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import master_of, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
-from memtune.runtime.shelf import WRITES
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from memtune.runtime import activations, frozen, frozen_code, moved, random_stat
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context, Snapshot
 from memtune.runtime.kept import Keep
+from memtune.runtime.tree import local
 from memtune.schedule import plain_schedule
 from memtune.technique import Technique
 
@@ -207,6 +208,7 @@ def _skipped_copy(technique: type[Technique]) -> AbstractContextManager[Any]:
 @contextmanager
 def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
     from memtune.runtime.host_optimizer import HostOptimizer
+    from memtune.runtime.ssd_optimizer import SsdOptimizer
 
     original = HostOptimizer._weights_up
 
@@ -216,13 +218,21 @@ def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
         self._pairs = pairs
         pairs[0][1].grad = None
 
-    with patch.object(HostOptimizer, "_weights_up", up):
+    def stays(self: Any, piece: Any, host: Any, seed: int) -> None:
+        before = local(piece.device).clone()
+        on_ssd(self, piece, host, seed)
+        if seed == 0:
+            local(piece.device).copy_(before)
+
+    on_ssd = SsdOptimizer._update
+    with patch.object(HostOptimizer, "_weights_up", up), patch.object(SsdOptimizer, "_update", stays):
         yield
 
 
 @contextmanager
 def _gradient_stays(technique: type[Technique]) -> Iterator[None]:
     from memtune.runtime.host_optimizer import HostOptimizer
+    from memtune.runtime.ssd_optimizer import SsdOptimizer
 
     kept: list[Any] = []
     original = HostOptimizer._arrived
@@ -231,8 +241,12 @@ def _gradient_stays(technique: type[Technique]) -> Iterator[None]:
         kept.append(self._source.grad)
         original(self, host)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(HostOptimizer, "_arrived", arrived))
+    def update(self: Any, piece: Any, host: Any, seed: int) -> None:
+        kept.append(piece.device.grad)
+        on_ssd(self, piece, host, seed)
+
+    on_ssd = SsdOptimizer._update
+    with patch.object(HostOptimizer, "_arrived", arrived), patch.object(SsdOptimizer, "_update", update):
         yield
 
 
