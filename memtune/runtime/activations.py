@@ -111,7 +111,7 @@ class ActivationTable:
 
     def install(self) -> None:
         """Wrap the forward of every region that has a claim, and of those at whose end a copy lands (Rule 6)."""
-        moves = any(region.move for region in self.regions)
+        moves = [region for region in self.regions if region.move]
         for region in self.regions:
             if region.recompute or region.move:
                 self._wrap(region, self._claimed(region))
