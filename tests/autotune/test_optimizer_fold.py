@@ -73,7 +73,14 @@ def assert_folds_alike(path: Any, make: Make | None = None, sizes: Sequence[int]
     return folded.fold.whole
 
 
-@pytest.mark.parametrize("model", [name for name in ZOO if name not in ("moe", "tobf16")])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=() if name in ("gpt", "lora", "tied") else pytest.mark.slow)
+        for name in ZOO
+        if name not in ("moe", "tobf16")
+    ],
+)
 def test_the_zoo_is_recorded_as_without_folding(model: str) -> None:
     assert assert_folds_alike(ZOO[model], sizes=[2]) == ""
 

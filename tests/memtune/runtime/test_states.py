@@ -37,10 +37,10 @@ AMSP = {
     for p, g, o in (astuple(each) for each in every(4)) if o > 1
 }  # fmt: skip
 EXACT = [name for name in STATES if not name.startswith("paro")]
-CASES: list[Case] = [(name, parts, clip) for name in EXACT for parts in (1, 4) for clip in (0.0, 0.05)]
-CASES += [(name, 4, 0.05) for name in STATES if name not in EXACT]
+CASES: list[Case] = [(name, 4, 0.05) for name in STATES]
+CASES += [("mics", parts, 0.0) for parts in (1, 4)]
 SENT = [astuple(each) for each in every(4) if each.optimizer > 1]
-GRID: list[Case] = [(name, parts, clip) for name in AMSP for parts in (1, 4) for clip in (0.0, 0.05)]
+GRID: list[Case] = [(name, parts, clip) for name in (*AMSP, *EXACT) for parts in (1, 4) for clip in (0.0, 0.05)]
 
 
 class Net(nn.Module):
