@@ -38,7 +38,7 @@ AMSP = {
 }  # fmt: skip
 EXACT = [name for name in STATES if not name.startswith("paro")]
 CASES: list[Case] = [(name, 4, 0.05) for name in STATES]
-CASES += [("mics", parts, 0.0) for parts in (1, 4)]
+CASES += [(name, parts, 0.0) for name in ("mics", "fsdp of two") for parts in (1, 4)]
 SENT = [astuple(each) for each in every(4) if each.optimizer > 1]
 GRID: list[Case] = [(name, parts, clip) for name in (*AMSP, *EXACT) for parts in (1, 4) for clip in (0.0, 0.05)]
 
