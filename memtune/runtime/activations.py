@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.calls import INPUTS, Call
 from memtune.errors import ApplyError
+from memtune.runtime.changed_buffers import changed_buffers, only_written
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
+from memtune.runtime.look import Look, look
 from memtune.runtime.moved import Entry, Moved, View, id_of
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.shelf import Shelf
@@ -241,7 +243,7 @@ class _Frame:
         self._budget = [0, 0]
         self._decided: dict[int, Entry] = {}
         self.count = 0
-        self.looks: list[_Look] = []
+        self.looks: list[Look] = []
         """Of each tensor that is recomputed."""
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
@@ -274,9 +276,9 @@ class _Frame:
                     fix="write x = x + y instead of x += y at the start of its forward, or choose recompute: {kind: none}",
                     code="MT306",
                 )
-            self._changed_buffers = _changed_buffers(self.region.module, buffers)
+            self._changed_buffers = changed_buffers(self.region.module, buffers)
             self._before = {name: copy for name, copy in self._before.items() if name in self._changed_buffers}
-            changed = frozenset(self._changed_buffers) - _only_written(self.region.module)
+            changed = frozenset(self._changed_buffers) - only_written(self.region.module)
             self.region.reads_back = changed | (self.region.reads_back or frozenset())
         self.inputs = {}
         del args, kwargs, inputs, mode  # the mode names all that was kept, needed or not
@@ -325,7 +327,7 @@ class _Frame:
         if self.left_out.made(tensor):
             return _apart(self.claim(tensor))
         self.wanted.add(self.count)
-        self.looks.append(_look(tensor))
+        self.looks.append(look(tensor))
         self.count += 1
         return _Number(self, self.count - 1)
 
@@ -422,7 +424,7 @@ class _Replay:
 
     def _compare(self, tensor: Tensor) -> None:
         """The second run must save what the first one saved, as far as shape, type and the op that made it tell."""
-        before, now = self._frame.looks[self.count], _look(tensor)
+        before, now = self._frame.looks[self.count], look(tensor)
         if before != now:
             raise ApplyError(
                 f"{self._frame.region.name} did something else when it was run again: {now.made_by or 'an op'} where the first "
@@ -433,50 +435,14 @@ class _Replay:
             )
 
 
-class _Look(NamedTuple):
-    """What a saved tensor is known by in both runs."""
-
-    made_by: str
-    """Name of the autograd node; '' for views, leaves, and functions in Python (FSDP2 has some in one run only)."""
-    size: torch.Size
-    dtype: torch.dtype
-
-
-def _look(tensor: Tensor) -> _Look:
-    node = None if tensor._is_view() else tensor.grad_fn
-    made_by = "" if node is None or isinstance(node, torch.autograd.function.BackwardCFunction) else node.name()
-    return _Look(made_by, tensor.shape, tensor.dtype)
-
-
 class _Enough(Exception):
     """The second run has saved the last tensor that is needed."""
-
-
-def _changed_buffers(module: nn.Module, versions: dict[str, int]) -> list[str]:
-    """Names of the buffers that a forward changed.
-
-    BatchNorm's kernel writes its statistics without counting it as a change; its counter of batches does count.
-    """
-    changed = [name for name, buffer in module.named_buffers() if buffer._version != versions.get(name)]
-    parents = {name.rpartition(".")[0] for name in changed}
-    norms = {name for name in parents if isinstance(module.get_submodule(name), nn.modules.batchnorm._NormBase)}
-    return [name for name, _ in module.named_buffers() if name in changed or name.rpartition(".")[0] in norms]
-
-
-def _only_written(module: nn.Module) -> set[str]:
-    """Names of the buffers that a forward may change but does not read: statistics of PyTorch's own norms in training."""
-    norms = {
-        name: norm
-        for name, norm in module.named_modules()
-        if isinstance(norm, nn.modules.batchnorm._NormBase) and type(norm).__module__.startswith("torch.nn.")
-    }
-    return {f"{name}.{buffer}".lstrip(".") for name, norm in norms.items() for buffer, _ in norm.named_buffers(recurse=False)}
 
 
 def _copies(region: Region) -> dict[str, Tensor]:
     """What is in the buffers that the second run must find as they are now; of all, before it is known which change."""
     buffers = dict(region.module.named_buffers())
-    names = set(buffers) - _only_written(region.module) if region.reads_back is None else region.reads_back
+    names = set(buffers) - only_written(region.module) if region.reads_back is None else region.reads_back
     return {name: buffer.detach().clone() for name, buffer in buffers.items() if name in names}
 
 
