@@ -139,8 +139,9 @@ class Disk:
                 self._grow(name, padded)
                 offset = self._free.take(padded)
                 assert offset is not None
+            extent = Extent(name, offset, n_bytes, np.zeros(self.engine.blocks(n_bytes), np.uint64))
             self.used_bytes += padded
-        return Extent(name, offset, n_bytes, np.zeros(self.engine.blocks(n_bytes), np.uint64))
+        return extent
 
     def release(self, extent: Extent) -> None:
         """The space may be used for something else; nothing must be under way."""
@@ -189,19 +190,27 @@ class Disk:
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
         """A new tensor on SSD of `like`'s type, shape and strides; its bytes are whatever is there until it is written."""
-        n_bytes = like.untyped_storage().nbytes()
-        extent = self.reserve(name, n_bytes)
+        extent = self.reserve(name, like.untyped_storage().nbytes())
+        try:
+            return self._over(extent, like)
+        except BaseException:  # the system gives a process so many mappings and no more
+            self.release(extent)
+            raise
+
+    def _over(self, extent: Extent, like: Tensor) -> Tensor:
+        """A tensor like `like` over the mapped bytes of `extent`, which it gives back when it goes."""
+        n_bytes = extent.n_bytes
         mapped = mmap.mmap(self._fd, max(n_bytes, 1), offset=extent.offset)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             flat = torch.frombuffer(mapped, dtype=torch.uint8, count=max(n_bytes, 1))
         out = torch.empty(0, dtype=like.dtype)
         out.set_(flat.untyped_storage(), 0, like.size(), like.stride())
+        mark(out, SSD)
         key = out.untyped_storage().data_ptr()
         with self._lock:
             self._tensors[key] = extent, None
         weakref.finalize(mapped, self._forget, key).atexit = False
-        mark(out, SSD)
         return out
 
     def store(self, ssd: Tensor, host: Tensor) -> Ticket:
