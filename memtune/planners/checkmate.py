@@ -115,7 +115,8 @@ def over_budget(problem: Problem, computes: Sequence[Sequence[int]], kept: Seque
 def completed(problem: Problem, kept: Flags, *, proven: bool = False) -> Solution:
     """The cheapest schedule that keeps at least what `kept` says, (n, n): stage, node (the paper's second phase).
 
-    A stage runs its own node, what the next stage keeps and this one was not handed, and all that these need.
+    A stage runs its own node, what the next stage keeps and this one was not handed, and all that these need; of these, what must
+    not run again is kept from its first run on.
     """
     n = problem.n
     keep = np.tril(kept, -1)
@@ -129,9 +130,12 @@ def completed(problem: Problem, kept: Flags, *, proven: bool = False) -> Solutio
         if stage + 1 < n:
             run[: stage + 1] |= keep[stage + 1, : stage + 1] & ~keep[stage, : stage + 1]
         for node in range(stage, -1, -1):
-            if run[node]:
-                for each in problem.reads[node]:
-                    run[each] |= not keep[stage, each]
+            if not run[node]:
+                continue
+            for each in problem.reads[node]:
+                if each in problem.once:
+                    keep[each + 1 : stage + 1, each] = True
+                run[each] |= not keep[stage, each]
         computes.append(tuple(np.flatnonzero(run).tolist()))
     # What is kept into a stage but neither used there nor kept on only takes memory.
     rows = [set(np.flatnonzero(row).tolist()) for row in keep]

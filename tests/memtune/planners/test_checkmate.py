@@ -155,6 +155,12 @@ def test_chains_cost_what_revolve_costs(n: int, slots: int) -> None:
     assert found.cost_s == n + revolve(n, slots)
 
 
+def test_what_must_run_once_is_kept_for_what_is_run_again_from_it() -> None:
+    reads = ((), (0,), (0,), (0,), (0,), (0,), (0,), (1,))
+    problem = Problem((1.0,) * 8, (1,) * 8, reads, (4,) * 8, (0,) * 6 + (3, 0), once=frozenset({0}))
+    check(problem, solve_rounded(problem))  # 7 wants 1 again, long after the last that reads 0 itself
+
+
 @settings(max_examples=15, deadline=None)
 @given(problems(8))
 def test_rounding_is_near_the_optimum(problem: Problem) -> None:
