@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -35,3 +36,21 @@ def one_thread() -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("ray") and importlib.util.find_spec("ray") is None:
         pytest.skip("needs the extra memtune[ray]")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`drawn(n)`: n of a test's cases run by default, evenly spread and other ones for each test; the rest is marked slow."""
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in grids.items():
+        mark = cases[0].get_closest_marker("drawn")
+        assert mark is not None
+        (n,) = mark.args
+        first = zlib.crc32(name.encode())
+        kept = {(first + i * len(cases) // n) % len(cases) for i in range(n)}
+        for i, case in enumerate(cases):
+            if i not in kept:
+                case.add_marker(pytest.mark.slow)

@@ -1,37 +1,23 @@
-"""Run a function on N gloo ranks, each in a child process of its own, with a deadline: `run_ranks(function, 2, argument)`."""
+"""Run a function on N gloo ranks, each in a process of its own, with a deadline: `run_ranks(function, 2, argument)`."""
 
 from __future__ import annotations
 
+import importlib.util
+import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_TESTS = Path(__file__).parent
-_CHILD = """
-import importlib.util, pickle, sys
-import torch, torch.distributed as dist
-rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.set_num_threads(1)
-file, name, arguments = pickle.load(open(f"{folder}/call", "rb"))
-spec = importlib.util.spec_from_file_location("gloo_test", file)
-module = importlib.util.module_from_spec(spec)
-sys.modules["gloo_test"] = module
-if ranks:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-spec.loader.exec_module(module)
-result = getattr(module, name)(*arguments)
-with open(f"{folder}/result{rank}", "wb") as out:
-    pickle.dump(result, out)
-if ranks:
-    dist.barrier()
-    dist.destroy_process_group()
-"""
+# Processes are forked from one that has imported torch, which takes most of the time of a test otherwise. It has run no
+# op, so that it has no threads which a fork would lose.
+_FRESH = multiprocessing.get_context("forkserver")
+_FRESH.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "memtune.testing"])
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, deadline_s: float = 90) -> list[Any]:
@@ -46,37 +32,63 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, deadlin
     Raises:
         AssertionError: A rank failed or hung; with the end of what it printed.
     """
+    file, name = function.__code__.co_filename, function.__name__
     with tempfile.TemporaryDirectory() as folder:
-        call = (function.__code__.co_filename, function.__name__, arguments)
-        Path(folder, "call").write_bytes(pickle.dumps(call))
-        children = [_start(folder, rank, ranks) for rank in range(max(ranks, 1))]
+        children: list[BaseProcess] = [
+            _FRESH.Process(target=_rank, args=(folder, rank, ranks, file, name, arguments)) for rank in range(max(ranks, 1))
+        ]
         try:
+            for child in children:
+                child.start()
             _wait(children, folder, time.monotonic() + deadline_s)
         finally:
             for child in children:
-                child.kill()
-                child.wait()
+                if child.pid is not None:
+                    child.kill()
+                    child.join()
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(max(ranks, 1))]
 
 
-def _start(folder: str, rank: int, ranks: int) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join([str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with Path(folder, f"log{rank}").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(rank), str(ranks), folder],
-            stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+def _rank(folder: str, rank: int, ranks: int, file: str, name: str, arguments: tuple[Any, ...]) -> None:
+    log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if ranks:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    result = getattr(_module(file), name)(*arguments)
+    Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
+    if ranks:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-def _wait(children: list[subprocess.Popen[bytes]], folder: str, until: float) -> None:
-    while any(child.poll() is None for child in children):
-        failed = [rank for rank, child in enumerate(children) if child.poll() not in (None, 0)]
+def _module(file: str) -> Any:
+    spec = importlib.util.spec_from_file_location("gloo_test", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gloo_test"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _wait(children: list[BaseProcess], folder: str, until: float) -> None:
+    while any(child.exitcode is None for child in children):
+        failed = [rank for rank, child in enumerate(children) if child.exitcode]
         assert time.monotonic() < until, f"ranks hang\n{_logs(folder, len(children))}"
         assert not failed, f"rank {failed[0]} failed\n{_logs(folder, len(children))}"
         time.sleep(0.02)
-    codes = [child.returncode for child in children]
+    codes = [child.exitcode for child in children]
     assert not any(codes), f"exit codes {codes}\n{_logs(folder, len(children))}"
 
 
 def _logs(folder: str, count: int) -> str:
-    return "\n".join(f"-- rank {r} --\n{Path(folder, f'log{r}').read_text(errors='replace')[-3000:]}" for r in range(count))
+    return "\n".join(f"-- rank {r} --\n{_log(Path(folder, f'log{r}'))}" for r in range(count))
+
+
+def _log(path: Path) -> str:
+    return path.read_text(errors="replace")[-3000:] if path.exists() else ""

@@ -48,7 +48,10 @@ class TechniqueSuite:
     tolerance: ClassVar[float] = 0.0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives the subclass a copy of every test, once per model, variant or mutation."""
+        """Gives the subclass a copy of every test, once per model, variant or mutation.
+
+        The grids carry the mark `drawn(n)`: a test run that takes too long may leave all but n of a grid's cases to a longer one.
+        """
         import pytest
 
         super().__init_subclass__(**kwargs)
@@ -59,13 +62,14 @@ class TechniqueSuite:
         variant = pytest.mark.parametrize("variant", variants, ids=[_named(each) for each in variants])
         model = pytest.mark.parametrize("model", list(cls.models))
         mutation = pytest.mark.parametrize("mutation", mutations(cls.technique), ids=str)
+        drawn = pytest.mark.drawn
         for name, marks in {
             "test_survives_yaml_and_json": (variant,),
-            "test_plan_is_plain_data_and_stable": (model, variant),
-            "test_trains_as_the_plain_model": (model, variant),
-            "test_rewrite_equals_the_recording_of_apply": (model, variant),
-            "test_failed_apply_leaves_everything_untouched": (variant,),
-            "test_suite_fails_under": (mutation,),
+            "test_plan_is_plain_data_and_stable": (model, variant, drawn(4)),
+            "test_trains_as_the_plain_model": (model, variant, drawn(5)),
+            "test_rewrite_equals_the_recording_of_apply": (model, variant, drawn(5)),
+            "test_failed_apply_leaves_everything_untouched": (variant, drawn(2)),
+            "test_suite_fails_under": (mutation, drawn(4)),
         }.items():
             if name not in vars(cls):
                 setattr(cls, name, functools.reduce(lambda test, mark: mark(test), marks, _copied(getattr(TechniqueSuite, name))))

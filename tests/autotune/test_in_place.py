@@ -79,6 +79,7 @@ def _native(one_thread: None) -> None:
         pytest.skip(f"no native ledger here: {shim.available()}")
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("forward", "shape", "wanted"), CASES.values(), ids=CASES)
 def test_what_is_made_in_place(forward: str, shape: str, wanted: set[str], tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL.replace("{forward}", forward).replace("{shape}", shape))
@@ -125,6 +126,7 @@ def test_the_optimizer_may_read_numbers(tmp_path: Path) -> None:
     assert recording.at(2).peak_bytes() == native_peak_bytes(workload)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"])
 def test_a_reduced_loss_holds_the_memory_of_all_its_elements(loss: str, tmp_path: Path) -> None:
     text = MODEL.replace("{forward}", "x @ self.first").replace("{shape}", "64 * size, 64")

@@ -92,6 +92,7 @@ def tiny(tmp_path: Any) -> Any:
     return path
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "make",
     [
@@ -111,6 +112,7 @@ class Own(torch.optim.SGD):
     """A user's optimizer."""
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

@@ -56,6 +56,7 @@ def test_blocks_and_their_ops(model: str) -> None:
 
 
 # moe: routing follows the data; lstm: oneDNN rounds the reserve of its kernel up in steps.
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("model", [name for name in ZOO if name not in ("moe", "lstm")])
 def test_sizes_at_a_third_micro_batch_lie_on_the_line(model: str) -> None:
     recording = recording_of(ZOO[model])

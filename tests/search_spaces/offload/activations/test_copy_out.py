@@ -43,12 +43,14 @@ class TestCopyOut(TechniqueSuite):
     def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
 
+    @pytest.mark.drawn(6)
     @pytest.mark.parametrize("variant", [ALL, HALF], ids=["all", "half"])
     @pytest.mark.parametrize("recompute", [Full(kind="full"), Selective(kind="selective")], ids=lambda each: each.kind)
     @pytest.mark.parametrize("model", ZOO)
     def test_composes_with_recompute(self, model: str, recompute: Technique, variant: CopyOut) -> None:
         assert drift(ZOO[model], recompute, variant) == ""
 
+    @pytest.mark.drawn(3)
     @pytest.mark.parametrize("recompute", [Full(kind="full"), Selective(kind="selective")], ids=lambda each: each.kind)
     @pytest.mark.parametrize("model", ["gpt", "cnn_bn", "inplace_views"])
     def test_trains_with_recompute(self, model: str, recompute: Technique) -> None:
