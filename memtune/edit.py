@@ -153,15 +153,7 @@ class Edit:
         columns = {column: getattr(step, column)[ops] for column in _OP_COLUMNS}
         columns |= {"op_copy_of": ops, "op_phase": phase}
         if empty is not None and empty.any():
-            nothing: dict[str, Any] = {
-                "op_name": self.name_id("aten.empty_strided.default"),
-                "op_resource": Resource.NOTHING,
-                "op_copy_of": -1,
-            }
-            nothing |= {"op_flops": 0.0, "op_traffic_bytes": 0, "op_rng": 0}
-            columns |= {
-                name: np.where(empty, value, columns[name]).astype(columns[name].dtype) for name, value in nothing.items()
-            }
+            columns |= self._only_allocating(columns, empty)
         self._new_ops.append(columns)
         self.n_ops += count
 
@@ -190,6 +182,15 @@ class Edit:
         same_group = (new_storage[storages] >= 0) & (group_end[step.producer[storages]] == group_end[readers])
         self._more_uses.append((new_op[readers], np.where(same_group, new_storage[storages], storages), step.use_mutates[copied]))
         return new_op, new_storage
+
+    def _only_allocating(self, columns: dict[str, Any], empty: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        """The columns in which ops that do no more than allocate differ from those they are copies of."""
+        nothing: dict[str, Any] = {
+            "op_name": self.name_id("aten.empty_strided.default"), "op_resource": Resource.NOTHING, "op_copy_of": -1,
+            "op_flops": 0.0, "op_traffic_bytes": 0, "op_rng": 0,
+        }  # fmt: skip
+        now = {name: np.broadcast_to(np.asarray(columns[name]), empty.shape) for name in nothing}
+        return {name: np.where(empty, value, now[name]).astype(now[name].dtype) for name, value in nothing.items()}
 
     # -- changes and removals ------------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ def op_class(name: str) -> str:
     return _CLASSES[_class_index(name)][0]
 
 
+@functools.cache  # there are some hundreds of names
 def _class_index(name: str) -> int:
     return next(i for i, (_, parts, _, _) in enumerate(_CLASSES) if any(part in name for part in parts))
 

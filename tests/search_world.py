@@ -49,8 +49,19 @@ def prepared(options: TargetOptions, **_: object) -> Setup:
     made = _prepared(
         options.workload, options.ranks, options.goal, options.axes, options.global_batch, options.budget_bytes if batch else None
     )
-    target = replace(made.scorer.rewriter.target, budget_bytes=options.budget_bytes)
-    return replace(made, budget_bytes=options.budget_bytes, scorer=Scorer(Rewriter(made.recording, target)))
+    scorer = Scorer(
+        _rewriter(options.workload, options.ranks, options.goal, options.axes, options.global_batch, options.budget_bytes)
+    )
+    return replace(made, budget_bytes=options.budget_bytes, scorer=scorer)
+
+
+@cache
+def _rewriter(
+    workload: str, ranks: int, goal: Any, axes: tuple[str, ...], global_batch: int | None, budget_bytes: int | None
+) -> Rewriter:
+    """What it has rewritten once, no other search of the same model and budget has to."""
+    made = _prepared(workload, ranks, goal, axes, global_batch, budget_bytes if goal == "batch" else None)
+    return Rewriter(made.recording, replace(made.scorer.rewriter.target, budget_bytes=budget_bytes))
 
 
 def truth(

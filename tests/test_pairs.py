@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from zoo_paths import ZOO
 
+from memtune.runtime import offload_dir
 from memtune.search_spaces import NULL_KINDS, all_techniques
 from memtune.technique import Technique
 from memtune.testing import differences, train
@@ -40,6 +41,11 @@ def pair_id(pair: tuple[Technique, ...]) -> str:
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)

@@ -8,7 +8,7 @@ right after its last reader and so never holds more than the policy did.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -90,13 +90,10 @@ def least_bytes(step: Step, region: Region) -> int:
 
 def freeze(
     region: Region,
-    op_s: F64,
+    traces: Sequence[Callable[[], Trace]],
     policy: Policy,
     budget_bytes: int,
-    is_cheap: Callable[[str], bool],
     peak_of: Callable[[Schedule], int],
-    *,
-    online: bool = False,
 ) -> Frozen | None:
     """The schedule of `policy` whose step stays within `budget_bytes`; None where it finds none.
 
@@ -105,15 +102,12 @@ def freeze(
 
     Args:
         region: The model's forward and backward.
-        op_s: (n,) seconds of each op of the region.
+        traces: What `region_trace` makes of it; each is asked for where the ones before make no right schedule.
         policy: Who is evicted; with `in_place`, which is what the ops do.
         budget_bytes: For the whole step.
-        is_cheap: See `region_trace`.
         peak_of: Peak bytes of the whole step under a schedule.
-        online: See `region_trace`.
     """
     policy = replace(policy, in_place=True, forget=True)
-    traces = [region_trace(region, op_s, is_cheap, keep_written=keep, online=online) for keep in (False, True)]
     rest = region.background_bytes + region.scratch_bytes
     allowed = budget_bytes - int(rest.min())
     if policy.addressed:
@@ -130,9 +124,11 @@ def freeze(
     return None
 
 
-def _frozen(region: Region, traces: list[Trace], policy: Policy, budget_bytes: int) -> tuple[Schedule, float] | None:
-    """What the policy does within `budget_bytes` of values; the second trace is for where the first makes no right schedule."""
-    for trace in traces:
+def _frozen(
+    region: Region, traces: Sequence[Callable[[], Trace]], policy: Policy, budget_bytes: int
+) -> tuple[Schedule, float] | None:
+    """What the policy does within `budget_bytes` of values."""
+    for trace in (each() for each in traces):
         done = replay(trace, policy, budget_bytes, cost_limit=COST_LIMIT * float(trace.op_cost.sum()), journal=True)
         if done.outcome != "done":
             continue

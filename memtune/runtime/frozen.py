@@ -29,6 +29,7 @@ from memtune.errors import ApplyError
 from memtune.runtime.frozen_code import Code, LayoutError, generate
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
+from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tape import CaptureError, GradientLike, Outside, Slot, Tape, autocast_state, capture, no_autocast, shapes_of
 from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Schedule, wrong_with
@@ -103,7 +104,7 @@ class _Captured:
         return next(iter(self.codes.values()))
 
 
-class FrozenRegion:
+class FrozenRegion(ReplacedForward):
     """A module under a schedule; `install` makes its forward follow it.
 
     Args:
@@ -116,28 +117,11 @@ class FrozenRegion:
     def __init__(
         self, module: nn.Module, schedule: Schedule, device: torch.device, instead: Callable[..., Any] | None = None
     ) -> None:
-        self.module, self.schedule, self.runs = module, schedule, Runs()
+        super().__init__(module)
+        self.schedule, self.runs = schedule, Runs()
         self._device, self._latest = device, weakref.WeakSet[_Run]()
         self._captured: dict[Any, _Captured | str] = {}
-        self._original: Callable[..., Any] = module.forward
         self._instead = instead or self._original
-        self._had_own = "forward" in vars(module)
-
-    def install(self) -> None:
-        """Put the executor in the place of the module's forward."""
-        self.module.forward = self.forward
-
-    def remove(self) -> None:
-        """Give the module its own forward back."""
-        if self._had_own:
-            self.module.forward = self._original
-        else:
-            vars(self.module).pop("forward", None)
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the module's forward is the executor's."""
-        return bool(vars(self.module).get("forward") == self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward under the schedule, or the plain one (Rules 1 and 2)."""

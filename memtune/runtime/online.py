@@ -29,6 +29,7 @@ from memtune.remat import Policy
 from memtune.runtime.guards import call_key
 from memtune.runtime.online_table import OnlineTable
 from memtune.runtime.op_facts import Costs, OpFacts
+from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, storages_of, tier
 from memtune.runtime.warmed_up import Decided, WarmUp
 
@@ -62,7 +63,7 @@ class OnlineSettings:
     """Runs of the same ops, one after the other, after which what was decided runs as a schedule; 0: never."""
 
 
-class OnlineRegion:
+class OnlineRegion(ReplacedForward):
     """A module whose forward and backward stay within a budget; `install` makes its forward do so.
 
     Args:
@@ -73,23 +74,14 @@ class OnlineRegion:
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, settings: OnlineSettings, device: torch.device) -> None:
-        self.module, self.settings, self.runs, self.device = module, settings, OnlineRuns(), device
+        super().__init__(module)
+        self.settings, self.runs, self.device = settings, OnlineRuns(), device
         self._optimizer, self.facts = optimizer, OpFacts(settings.costs, settings.scratch)
-        self._original: Callable[..., Any] = module.forward
         self._table: OnlineTable | None = None
         self._live: weakref.WeakSet[_Run] = weakref.WeakSet()
         self.warm_up = WarmUp(module, self._original, self.online, settings.freeze_after, device)
         with tier(HOST):  # it is none of the model's bytes
             self.token = torch.zeros((), device=device, requires_grad=True)
-
-    def install(self) -> None:
-        """Put the runtime in the place of the module's forward."""
-        self.module.forward = self.forward
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the module's forward is the runtime's."""
-        return bool(vars(self.module).get("forward") == self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, within the budget."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_class, op_costs
 from memtune.passes.by_data import depends_on_data
-from memtune.passes.policy import Frozen, freeze, least_bytes
+from memtune.passes.policy import Frozen, freeze, least_bytes, region_trace
 from memtune.passes.region import Region, region_of
 from memtune.passes.schedule import run_schedule
 from memtune.program import Kind, Program, Step, Tier
-from memtune.remat import Policy
+from memtune.remat import Policy, Trace
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online import OnlineRegion, OnlineSettings
@@ -215,11 +215,17 @@ def solved(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, on
     region = region_of(step)
     if isinstance(region, str):
         return None
+    traces = [partial(_trace, step, hardware, online, keep_written) for keep_written in (False, True)]
+    return freeze(region, traces, policy, budget_bytes, lambda schedule: run_schedule(step, region, schedule).peak_bytes())
+
+
+@lru_cache(maxsize=16)
+def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> Trace:
+    """The same for all policies and budgets."""
+    region = region_of(step)
+    assert not isinstance(region, str)  # `solved` has seen to it
     op_s = op_costs(step, hardware).op_s[region.rows]
-    return freeze(
-        region, op_s, policy, budget_bytes, _is_cheap, lambda schedule: run_schedule(step, region, schedule).peak_bytes(),
-        online=online,
-    )  # fmt: skip
+    return region_trace(region, op_s, _is_cheap, keep_written=keep_written, online=online)
 
 
 def _is_cheap(name: str) -> bool:

@@ -1,62 +1,29 @@
 from __future__ import annotations
 
-import os
-import random
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from search_world import AXES, GPT, prepared, truth
+from search_runs import BUDGET, asked, log, of, run
+from search_world import prepared, truth
 
 from memtune.autotune import events, setup, study
 from memtune.autotune.candidates import Choice
 from memtune.autotune.control import Control
-from memtune.autotune.events import read_events
-from memtune.autotune.options import SearchOptions
 from memtune.autotune.outcome import SearchOutcome
 from memtune.autotune.scoring import Scored
-from memtune.autotune.store import StudyFolder
 from memtune.config import load_config
-from memtune.errors import EnvironmentFault, MemtuneError, NothingFits, UsageError
+from memtune.errors import MemtuneError, NothingFits, UsageError
 from memtune.executors.base import Trial, TrialResult
-from memtune.executors.simulated import SimulatedExecutor
 from memtune.search_spaces.execution import Execution
-
-BUDGET = 6 * 2**20  # the plain model needs 8.1 MiB, full recompute 4.9
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study, "prepare", prepared)
-
-
-def asked(**changes: Any) -> SearchOptions:
-    base = SearchOptions(
-        workload=GPT, device="cpu", axes=AXES, budget_bytes=BUDGET, trials=8, repeats=1, study="s", out=Path("tuned.yaml")
-    )
-    return replace(base, **changes)
-
-
-def run(
-    options: SearchOptions, predict: Callable[[Trial], TrialResult] | None = None, control: Control | None = None, slots: int = 1
-) -> SearchOutcome:
-    return study.search(options, control, executor=SimulatedExecutor(predict or truth(options), slots=slots))
-
-
-def log() -> list[Any]:
-    return list(read_events(".memtune/s/events.jsonl"))
-
-
-def of(kind: type[Any]) -> list[Any]:
-    return [each for each in log() if isinstance(each, kind)]
 
 
 def test_a_search_measures_guards_audits_confirms_and_writes_what_can_be_loaded():
@@ -229,115 +196,11 @@ def test_a_winner_that_fails_when_confirmed_is_replaced_by_the_next():
     assert outcome.config["settings"] == confirms[1]["settings"] != confirms[0]["settings"]  # type: ignore[index]
 
 
-def interrupting(honest: Callable[[Trial], TrialResult], after: int, control: Control) -> Callable[[Trial], TrialResult]:
-    """Ctrl-C while a trial runs: the first, or the one `after` so many."""
-    ran: list[int] = []  # not every number runs: those that cannot fit are struck out by number too
-
-    def run(trial: Trial) -> TrialResult:
-        ran.append(trial.number)
-        if len(ran) == after + 1:
-            control.interrupt()
-        return honest(trial)
-
-    return run
-
-
-@pytest.mark.parametrize("after", [0, 1, 2, 5])
-def test_ctrl_c_keeps_the_best_so_far(after: int):
-    options, control = asked(), Control()
-    outcome = run(options, interrupting(truth(options), after, control), control)
-    assert outcome.interrupted
-    assert outcome.exit_code == 130
-    assert Path("tuned.yaml").exists() == (outcome.config is not None)
-    assert (outcome.config is not None) == (after >= 1)  # trial 0, the plain setting, does not fit
-    assert of(events.SearchFinished)[0].status == "interrupted"
-
-
-def test_a_real_ctrl_c_ends_the_search_orderly():
-    options = asked()
-    honest = truth(options)
-
-    def signalling(trial: Trial) -> TrialResult:
-        if trial.number == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return honest(trial)
-
-    outcome = run(options, signalling)
-    assert outcome.exit_code == 130
-    assert Path("tuned.yaml").exists()
-
-
-def test_an_interrupted_search_goes_on_where_it_was_and_ends_like_another():
-    options, control = asked(), Control()
-    honest = truth(options)
-    run(options, lambda trial: (control.interrupt() if trial.number == 4 else None, honest(trial))[1], control)
-    told = [(each.number, each.result) for each in of(events.TrialFinished)]
-    outcome = run(replace(options, resume=True, force=True))
-    assert outcome.status == "done"
-    finished = [(each.number, each.result) for each in of(events.TrialFinished)]
-    assert finished[: len(told)] == told
-    assert [number for number, _ in finished] == [each["number"] for each in outcome.trials]
-    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
-    assert len(counted) == 8
-    assert len(set(counted)) == 8
-
-
-def test_a_result_that_a_crash_left_out_of_the_log_is_added():
-    options, control = asked(), Control()
-    honest = truth(options)
-    run(options, lambda trial: (control.interrupt() if trial.number == 4 else None, honest(trial))[1], control)
-    path = Path(".memtune/s/events.jsonl")
-    lines = path.read_bytes().splitlines(keepends=True)
-    last = max(i for i, line in enumerate(lines) if b'"trial_finished"' in line[:40])
-    path.write_bytes(b"".join(lines[:last]) + lines[last][:50])  # torn, as a crash in the middle of the write leaves it
-    outcome = run(replace(options, resume=True, force=True))
-    assert sorted(each.number for each in of(events.TrialFinished)) == [each["number"] for each in outcome.trials]
-
-
 def test_a_space_that_is_exhausted_ends_the_search_and_nothing_runs_twice():
     options = asked(axes=("recompute",), trials=50, budget_bytes=64 * 2**20, repeats=0)
     outcome = run(options, truth(options, step=0.0, noise=0.0))
     counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
     assert 2 < len(counted) == len(set(counted)) < 10
-
-
-def test_a_finished_study_prints_its_result_however_often():
-    outcome = run(asked())
-
-    def never(trial: Trial) -> TrialResult:
-        raise AssertionError("a trial was run")
-
-    for _ in range(3):
-        Path("tuned.yaml").unlink()
-        again = run(asked(resume=True), never)
-        assert again.config == outcome.config
-        assert load_config("tuned.yaml").document() == outcome.config
-
-
-def test_a_changed_budget_is_refused_with_the_difference():
-    control = Control()
-    control.stop()
-    run(asked(), control=control)
-    with pytest.raises(UsageError, match="made for something else") as caught:
-        run(asked(budget_bytes=BUDGET + 1, resume=True))
-    assert f"options.budget_bytes: {BUDGET} → {BUDGET + 1}" in caught.value.evidence
-
-
-def test_a_study_in_use_is_refused_at_once():
-    with StudyFolder(Path(".memtune/s")), pytest.raises(EnvironmentFault, match=f"in use by pid {os.getpid()}"):
-        run(asked())
-
-
-def test_a_damaged_study_is_rebuilt_from_the_event_log():
-    options, control = asked(), Control()
-    run(options, interrupting(truth(options), 5, control), control)
-    told = {each.summary for each in of(events.TrialFinished)}
-    Path(".memtune/s/study.db").write_bytes(b"garbage" * 1000)
-    outcome = run(replace(options, resume=True, force=True))
-    assert told <= {each["summary"] for each in outcome.trials}
-    assert Path(".memtune/s/study.db.corrupt").exists()
-    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
-    assert len(counted) == len(set(counted)) == 8
 
 
 def test_goal_memory_ships_the_lowest_peak_that_was_measured():
@@ -433,47 +296,6 @@ def slower(result: TrialResult, factor: float) -> TrialResult:
     return result.model_copy(
         update={"step_s": result.step_s * factor, "step_s_all": [each * factor for each in result.step_s_all]}
     )
-
-
-DRIVER = """
-import sys
-sys.path[:0] = {path!r}
-from pathlib import Path
-from search_world import prepared, truth
-from memtune.autotune import study
-from memtune.executors.simulated import SimulatedExecutor
-from test_study_options import OPTIONS
-study.prepare = prepared
-study.search(OPTIONS, executor=SimulatedExecutor(truth(OPTIONS)))
-"""
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 17))])
-def test_kill_9_at_a_random_moment_loses_at_most_what_ran(seed: int, tmp_path: Path):
-    options = asked(force=True, resume=True, study=str(tmp_path / "killed"), out=tmp_path / "tuned.yaml")
-    (tmp_path / "test_study_options.py").write_text(
-        f"from pathlib import Path, PosixPath\nfrom memtune.autotune.options import SearchOptions\nOPTIONS = {options!r}\n"
-    )
-    program = DRIVER.format(path=[str(tmp_path), *sys.path])
-    moments = random.Random(seed)
-    kept: dict[int, Any] = {}
-    log_path = tmp_path / "killed" / "events.jsonl"
-    for _ in range(2):
-        process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
-        target = moments.randint(3, 9)  # events of this process after which it is killed, while it goes on writing
-        before = len(list(read_events(log_path)))
-        while process.poll() is None and len(list(read_events(log_path))) < before + target:
-            time.sleep(0.002)
-        process.kill()
-        process.wait()
-        told = {each.number: each.result for each in read_events(log_path) if isinstance(each, events.TrialFinished)}
-        assert kept.items() <= told.items()
-        kept = told
-    outcome = study.search(options, executor=SimulatedExecutor(truth(options)))
-    rows = {each["number"]: each for each in outcome.trials}
-    assert kept.keys() <= rows.keys()
-    counted = [each["summary"] for each in outcome.trials if each["role"] in ("guard", "search", "audit")]
-    assert len(counted) == len(set(counted)) == 8
 
 
 def test_real_trials_on_this_machine(monkeypatch: pytest.MonkeyPatch):

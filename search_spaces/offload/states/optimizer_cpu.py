@@ -9,6 +9,7 @@ from memtune.program import Kind, Program
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.host_update import BLOCK, DTYPES, Moments
+from memtune.search_spaces.offload.states._native_update import no_native_update
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -44,12 +45,7 @@ class OptimizerCpu(Technique):
             return Reason("the optimizer has nothing to update")
         if self.update == "own":
             return None if self.moments == "float32" else Reason("the optimizer's own update keeps its moments", "set update")
-        sizes = {parameter.itemsize for parameter in step.parameters if parameter.gradient >= 0}
-        if self.update == "native" and sizes != {4}:
-            return Reason("the native update keeps float32 weights", "update: master")
-        if self.update == "master" and 2 not in sizes:
-            return Reason("the parameters are float32 themselves", "update: native")
-        return None
+        return no_native_update(step, self.update)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State to the host tier, update to host threads, copies around it."""

@@ -11,6 +11,7 @@ from memtune.program import Kind, Program
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.ssd_optimizer import SsdOptimizer
+from memtune.search_spaces.offload.states._native_update import no_native_update
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 
 
@@ -44,14 +45,9 @@ class ZeroInfinity(Technique):
         if (reason := no_directory(target)) is not None:
             return reason
         step = program.step
-        sizes = {parameter.itemsize for parameter in step.parameters if parameter.gradient >= 0}
-        if not sizes or not (step.kind == Kind.OPTIMIZER).any():
+        if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
-        if self.update == "native" and sizes != {4}:
-            return Reason("the native update keeps float32 weights", "update: master")
-        if self.update == "master" and 2 not in sizes:
-            return Reason("the parameters are float32 themselves", "update: native")
-        return None
+        return no_native_update(step, self.update)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State and masters to SSD; reads, updates and writes in place of the optimizer's ops."""

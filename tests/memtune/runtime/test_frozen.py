@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from training_runs import same, trained_values
 from zoo_paths import ZOO
 
 from memtune.errors import ApplyError
@@ -47,21 +48,7 @@ def train(name: str, schedule: Schedule | None, steps: int) -> tuple[list[Tensor
     frozen = None if schedule is None else FrozenRegion(model, schedule, CPU)
     if frozen is not None:
         frozen.install()
-    out: list[Tensor] = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        for batch in [workload.make_batch(2) for _ in range(2)]:  # gradients are added up
-            loss = workload.loss(model, batch)
-            loss.backward()
-            out.append(loss.detach())
-        out += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return [*out, *(each.clone() for each in model.state_dict().values())], frozen
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return trained_values(workload, model, optimizer, 2, steps, micro_batches=2), frozen
 
 
 @pytest.mark.parametrize("name", CAPTURED)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training_runs import same, trained_values
 from zoo_paths import ZOO
 
 from memtune._apply import apply
@@ -45,21 +46,7 @@ def online(model: nn.Module, optimizer: Any, policy: Policy, budget_bytes: int, 
 def train(name: str, policy: Policy | None, budget_bytes: int, steps: int = 2) -> tuple[list[Tensor], OnlineRegion | None]:
     workload, model, optimizer = build(ZOO[name])
     region = None if policy is None else online(model, optimizer, policy, budget_bytes)
-    out: list[Tensor] = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        for _ in range(2):  # gradients are added up
-            loss = workload.loss(model, workload.make_batch(12))
-            loss.backward()
-            out.append(loss.detach())
-        out += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return [*out, *(each.clone() for each in model.state_dict().values())], region
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return trained_values(workload, model, optimizer, 12, steps, micro_batches=2), region
 
 
 CASES = [

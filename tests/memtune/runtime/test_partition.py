@@ -2,56 +2,36 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from five_steps import DIM, SAMPLES, TiedNet, alone, check, loss, on_this_rank, optimizer_of
 from gloo import run_ranks
 from torch import Tensor, nn
 
 from memtune._apply import apply
 from memtune.errors import ApplyError
 
-SAMPLES, DIM = 16, 6
 KINDS = ("zero1", "zero2")
 CASES = [(kind, parts, clip) for kind in KINDS for parts in (1, 4) for clip in (0.0, 0.05)]
 
 
-class Net(nn.Module):
-    """A tied head, a frozen layer, seven rows, one row, what nobody uses, and what only some samples use."""
+class Net(TiedNet):
+    """Also with what nobody uses, and what only some samples use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wte = nn.Embedding(11, DIM)
-        self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
-        self.h = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, DIM)) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(1, DIM))
         self.unused, self.sometimes = nn.Linear(DIM, 3), nn.Linear(DIM, DIM)
-        self.head = nn.Linear(DIM, 11, bias=False)
-        self.head.weight = self.wte.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.frozen(self.wte(tokens))
-        for block in self.h:
-            x = x + block(x)
-        if tokens[0, 0] == 0:
-            x = x + self.sometimes(x)
-        out: Tensor = self.head(x * self.scale)
-        return out
-
-
-def loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    def extra(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + self.sometimes(x) if tokens[0, 0] == 0 else x
 
 
 def build() -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(3)
     model = Net()
-    # Decay moves what has a zero gradient and leaves what has none.
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return model, torch.optim.SGD(trained, lr=0.2, momentum=0.9, weight_decay=0.01)
+    return model, optimizer_of(model)
 
 
 def batches(step: int) -> list[Tensor]:
@@ -62,50 +42,18 @@ def batches(step: int) -> list[Tensor]:
 
 
 def trained(kind: str, parts: int, clip: float) -> dict[str, Any]:
-    """Weights after five steps of a loop of one's own, and whose they are."""
+    """Also whose the parameters are."""
     model, optimizer = build()
     before = dict(model.named_parameters())
     settings = {"sharding": {"states": {"kind": kind}}}
     tuned = apply(model, optimizer, {"settings": settings}, loss=loss, strict=False)
-    sync = tuned._context.sync or (lambda last: nullcontext())
-    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    norms, losses = [], []
-    for step in range(5):
-        mine = torch.cat(batches(step)[rank * SAMPLES // ranks : (rank + 1) * SAMPLES // ranks])
-        total = 0.0
-        for index, part in enumerate(mine.chunk(parts)):
-            with sync(index == parts - 1):
-                value = loss(tuned.model, part) / parts
-                value.backward()
-                total += float(value.detach())
-        losses.append(total)
-        if clip:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    state = tuned.state_dict()
-    return {
-        "weights": state["model"], "losses": losses, "norms": norms, "audit": tuned.audit(),
-        "momenta": {index: each["momentum_buffer"] for index, each in state["optimizer"]["state"].items()},
-        "same": all(parameter is before[name] for name, parameter in model.named_parameters()),
-    }  # fmt: skip
+    found = on_this_rank(model, optimizer, tuned, batches, parts, clip)
+    same = all(parameter is before[name] for name, parameter in model.named_parameters())
+    return found | {"audit": tuned.audit(), "same": same}
 
 
 def plain(clip: float) -> dict[str, Any]:
-    model, optimizer = build()
-    norms, losses = [], []
-    for step in range(5):
-        each = [loss(model, part) / SAMPLES for part in batches(step)]
-        sum(each).backward()  # type: ignore[union-attr]
-        losses.append(sum(float(value.detach()) for value in each))
-        if clip:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        optimizer.step()
-        optimizer.zero_grad()
-    state = optimizer.state_dict()["state"]
-    momenta = {index: each["momentum_buffer"] for index, each in state.items()}
-    return {"weights": model.state_dict(), "losses": losses, "norms": norms, "momenta": momenta}
+    return alone(*build(), batches, clip)
 
 
 # -- gradients that are zeroed, kept or summed in other ways ---------------------------------------------------------------
@@ -157,31 +105,17 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(everything, 2)
 
 
-def check(runs: list[dict[str, Any]], clip: float) -> None:
-    wanted = plain(clip)
-    for run in runs:
-        for name, weight in wanted["weights"].items():
-            assert torch.allclose(run["weights"][name], weight, rtol=0, atol=1e-6), name
-        assert run["momenta"].keys() == wanted["momenta"].keys()
-        for index, momentum in wanted["momenta"].items():
-            assert torch.allclose(run["momenta"][index], momentum, rtol=0, atol=1e-6), index
-        assert run["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
-        assert run["same"]
-    for step, value in enumerate(wanted["losses"]):
-        assert sum(run["losses"][step] for run in runs) / len(runs) == pytest.approx(value, rel=1e-6)
-    assert all(torch.equal(run["weights"][name], runs[0]["weights"][name]) for run in runs for name in runs[0]["weights"])
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_five_steps_are_those_of_one_rank(ranks: list[Any], case: tuple[str, int, float]) -> None:
-    check([rank["trained"][case] for rank in ranks], case[2])
+    check([rank["trained"][case] for rank in ranks], plain(case[2]))
+    assert all(rank["trained"][case]["same"] for rank in ranks)
 
 
 @pytest.mark.slow
 def test_five_steps_on_four_ranks() -> None:
     found = run_ranks(on_four, 4)
     for case in found[0]:
-        check([rank[case] for rank in found], case[2])
+        check([rank[case] for rank in found], plain(case[2]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from dataclasses import astuple
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from five_steps import SAMPLES, STEPS, TiedNet, alone, check, loss, on_this_rank, optimizer_of
 from gloo import run_ranks
 from torch import Tensor, nn
 
@@ -18,8 +17,7 @@ from memtune.errors import MemtuneError
 from memtune.factors import Bytes, Factors, Schedule, every, traffic
 from memtune.runtime.transfer import COUNTERS
 
-SAMPLES, DIM, EVEN = 16, 6, 64
-STEPS = 5
+EVEN = 64
 MICS = {"kind": "mics", "group": 2}
 Case = tuple[str, int, float]
 STATES: dict[str, dict[str, Any]] = {
@@ -43,35 +41,10 @@ SENT = [astuple(each) for each in every(4) if each.optimizer > 1]
 GRID: list[Case] = [(name, parts, clip) for name in (*AMSP, *EXACT) for parts in (1, 4) for clip in (0.0, 0.05)]
 
 
-class Net(nn.Module):
-    """A tied head, a frozen layer, seven rows, one row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(11, DIM)
-        self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
-        self.h = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, DIM)) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(1, DIM))
-        self.head = nn.Linear(DIM, 11, bias=False)
-        self.head.weight = self.wte.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.frozen(self.wte(tokens))
-        for block in self.h:
-            x = x + block(x)
-        out: Tensor = self.head(x * self.scale)
-        return out
-
-
-def loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-
-
-def build() -> tuple[Net, torch.optim.Optimizer]:
+def build() -> tuple[TiedNet, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    model = Net()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return model, torch.optim.SGD(trained, lr=0.2, momentum=0.9, weight_decay=0.01)
+    model = TiedNet()
+    return model, optimizer_of(model)
 
 
 def batches(step: int) -> list[Tensor]:
@@ -83,49 +56,13 @@ def settings(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained(name: str, parts: int, clip: float, *, says_last: bool = True) -> dict[str, Any]:
-    """Five steps of a loop of one's own; `says_last`: whether it says which micro-batch is the last one."""
     model, optimizer = build()
     tuned = apply(model, optimizer, settings((STATES | AMSP)[name]), loss=loss, strict=False)
-    sync = (tuned._context.sync if says_last else None) or (lambda last: nullcontext())
-    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    norms, losses = [], []
-    COUNTERS.take()
-    for step in range(STEPS):
-        mine = torch.cat(batches(step)[rank * SAMPLES // ranks : (rank + 1) * SAMPLES // ranks])
-        total = 0.0
-        for index, part in enumerate(mine.chunk(parts)):
-            with sync(index == parts - 1):
-                value = loss(tuned.model, part) / parts
-                value.backward()
-                total += float(value.detach())
-        losses.append(total)
-        if clip:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    counted = COUNTERS.take()
-    state = tuned.state_dict()
-    return {
-        "weights": state["model"], "losses": losses, "norms": norms, "counted": counted, "audit": tuned.audit(),
-        "momenta": {index: each["momentum_buffer"] for index, each in state["optimizer"]["state"].items()},
-    }  # fmt: skip
+    return on_this_rank(model, optimizer, tuned, batches, parts, clip, says_last) | {"audit": tuned.audit()}
 
 
 def plain(clip: float) -> dict[str, Any]:
-    model, optimizer = build()
-    norms, losses = [], []
-    for step in range(STEPS):
-        each = [loss(model, part) / SAMPLES for part in batches(step)]
-        sum(each).backward()  # type: ignore[union-attr]
-        losses.append(sum(float(value.detach()) for value in each))
-        if clip:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        optimizer.step()
-        optimizer.zero_grad()
-    state = optimizer.state_dict()["state"]
-    momenta = {index: each["momentum_buffer"] for index, each in state.items()}
-    return {"weights": model.state_dict(), "losses": losses, "norms": norms, "momenta": momenta}
+    return alone(*build(), batches, clip)
 
 
 def refused(states: dict[str, Any]) -> str:
@@ -154,28 +91,14 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(everything, 4, deadline_s=600)
 
 
-def check(runs: list[dict[str, Any]], clip: float) -> None:
-    wanted = plain(clip)
-    for run in runs:
-        for name, weight in wanted["weights"].items():
-            assert torch.allclose(run["weights"][name], weight, rtol=0, atol=1e-6), name
-        assert run["momenta"].keys() == wanted["momenta"].keys()
-        for index, momentum in wanted["momenta"].items():
-            assert torch.allclose(run["momenta"][index], momentum, rtol=0, atol=1e-6), index
-        assert run["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
-    for step, value in enumerate(wanted["losses"]):
-        assert sum(run["losses"][step] for run in runs) / len(runs) == pytest.approx(value, rel=1e-6)
-    assert all(torch.equal(run["weights"][name], runs[0]["weights"][name]) for run in runs for name in runs[0]["weights"])
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_five_steps_are_those_of_one_rank(ranks: list[Any], case: Case) -> None:
-    check([rank["trained"][case] for rank in ranks], case[2])
+    check([rank["trained"][case] for rank in ranks], plain(case[2]))
 
 
 def test_a_loop_that_does_not_say_which_micro_batch_is_last_trains_the_same(ranks: list[Any]) -> None:
     for name in ranks[0]["silent"]:
-        check([rank["silent"][name] for rank in ranks], 0.05)
+        check([rank["silent"][name] for rank in ranks], plain(0.05))
 
 
 def the_grid() -> dict[Case, Any]:
@@ -187,7 +110,7 @@ def the_grid() -> dict[Case, Any]:
 def test_five_steps_of_every_division_are_those_of_one_rank() -> None:
     found = run_ranks(the_grid, 4, deadline_s=3500)
     for case in GRID:
-        check([rank[case] for rank in found], case[2])
+        check([rank[case] for rank in found], plain(case[2]))
 
 
 def sent(factors: tuple[int, int, int], parts: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training_runs import same, trained_values
 from zoo_paths import ZOO
 
 from memtune.remat import DTR
@@ -32,21 +33,7 @@ def online(model: nn.Module, optimizer: Any, budget_bytes: int, freeze_after: in
 def train(path: Path, budget_bytes: int, freeze_after: int, steps: int, micro_batches: int) -> tuple[list[Tensor], OnlineRegion]:
     workload, model, optimizer = build(path)
     region = online(model, optimizer, budget_bytes, freeze_after)
-    out: list[Tensor] = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        for _ in range(micro_batches):
-            loss = workload.loss(model, workload.make_batch(8))
-            loss.backward()
-            out.append(loss.detach())
-        out += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return [*out, *(each.clone() for each in model.state_dict().values())], region
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return trained_values(workload, model, optimizer, 8, steps, micro_batches), region
 
 
 @pytest.mark.parametrize(
