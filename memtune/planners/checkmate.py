@@ -76,7 +76,10 @@ class Solution:
     over_bytes: int
     """The largest excess over a stage's budget; 0 or less where it is within all."""
     proven: bool = False
-    """No cheaper schedule exists for this order of nodes."""
+    """No cheaper schedule exists in the paper's space: in a stage every node runs at most once, and in the order of the graph.
+
+    Running a stage's nodes in another order can be cheaper still, where what one needs may go before the other runs.
+    """
 
     def order(self) -> list[int]:
         """The nodes in the order in which they run, again and again."""

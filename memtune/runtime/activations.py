@@ -35,7 +35,7 @@ from memtune.errors import ApplyError
 from memtune.runtime.changed_buffers import changed_buffers, only_written
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
-from memtune.runtime.look import Look, look
+from memtune.runtime.look import Look, Trail, difference
 from memtune.runtime.moved import Entry, Moved, View, id_of
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.shelf import Shelf
@@ -243,7 +243,7 @@ class _Frame:
         self._budget = [0, 0]
         self._decided: dict[int, Entry] = {}
         self.count = 0
-        self.looks: list[Look] = []
+        self._trail, self.looks = Trail(), list[Look]()
         """Of each tensor that is recomputed."""
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
@@ -327,7 +327,7 @@ class _Frame:
         if self.left_out.made(tensor):
             return _apart(self.claim(tensor))
         self.wanted.add(self.count)
-        self.looks.append(look(tensor))
+        self.looks.append(self._trail.look(tensor))
         self.count += 1
         return _Number(self, self.count - 1)
 
@@ -408,7 +408,7 @@ class _Replay:
     """Collects what the second run saves; stops it when all is there."""
 
     def __init__(self, frame: _Frame, inputs: set[int]) -> None:
-        self._frame, self._inputs, self.count = frame, inputs, 0
+        self._frame, self._inputs, self.count, self._trail = frame, inputs, 0, Trail()
         self.enough = max(frame.wanted) + 1
 
     def pack(self, tensor: Tensor) -> int:
@@ -423,12 +423,13 @@ class _Replay:
         return self.count - 1
 
     def _compare(self, tensor: Tensor) -> None:
-        """The second run must save what the first one saved, as far as shape, type and the op that made it tell."""
-        before, now = self._frame.looks[self.count], look(tensor)
+        """The second run must save what the first one saved, as far as shape, type and the ops that led to it tell."""
+        before, now = self._frame.looks[self.count], self._trail.look(tensor)
         if before != now:
+            was, is_now = difference(before, now)
             raise ApplyError(
-                f"{self._frame.region.name} did something else when it was run again: {now.made_by or 'an op'} where the first "
-                f"run had {before.made_by or 'another'}.",
+                f"{self._frame.region.name} did something else when it was run again: {is_now or 'nothing'} where the first "
+                f"run had {was or 'nothing'}.",
                 evidence=f"Saved tensor {self.count} was {before.dtype} {list(before.size)} and is {now.dtype} {list(now.size)}.",
                 fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
                 code="MT307",

@@ -335,6 +335,21 @@ FICKLE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], 
         lambda y: y.sigmoid().sin(),
         "SigmoidBackward0 where the first run had TanhBackward0",
     ),
+    "another op that saves nothing": (
+        lambda y: (y + 1).tanh().sin(),
+        lambda y: (-y).tanh().sin(),
+        "NegBackward0 where the first run had AddBackward0",
+    ),
+    "an op less": (
+        lambda y: y.tanh().flip(0).sin(),
+        lambda y: y.tanh().sin(),
+        "nothing where the first run had FlipBackward0",
+    ),
+    "a view of another part": (
+        lambda y: y.t().exp(),
+        lambda y: y.view(16, 4).exp(),
+        "ViewBackward0 where the first run had TBackward0",
+    ),
     "another shape": (
         lambda y: y[:2].exp().exp(),
         lambda y: y[:3].exp().exp(),
