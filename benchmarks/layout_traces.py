@@ -4,7 +4,8 @@
 
 `steady`: a step that repeats, its buffers laid out on a circle. `varying`: steps of different micro-batches in turn, as batches
 of varying length make them, laid out on a line. `mixed`: the same under recompute, offload or sharding (two streams), with large
-batches. No GPU takes part: reserved bytes are those of memtune's allocator model, for gmlake of its own allocator over books.
+batches. No GPU takes part: reserved bytes are those of memtune's allocator model, for gmlake and pools of its own
+allocator over books.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ LAYOUT_S = 1.0
 ALLOCATORS = {
     "native": AllocatorSettings(),
     "expandable_segments": AllocatorSettings(expandable_segments=True),
+    "pools": AllocatorSettings(arena=ArenaSettings(kind="lifetime_pools", pools=True)),
     "gmlake": AllocatorSettings(arena=ArenaSettings(kind="gmlake")),
 }
 FULL, COPY_OUT = {"recompute": {"kind": "full"}}, {"offload.activations": {"kind": "copy_out"}}
@@ -161,18 +163,18 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         f"Made by `make bench-layout`: models of `benchmarks/predict_models`, recorded without a GPU and translated to an H100; "
         f"steady: micro-batch {BATCH}; varying: {VARYING} steps of 2 to {BATCH} samples (seed {SEED});",
         f"mixed: {VARYING} steps of as many samples as the row says, under a technique.",
-        "Native, expandable and gmlake: peak reserved / peak allocated bytes, no GPU behind it: the first two are memtune's",
-        "model of torch's allocator, the third is its own over books. Planned: height of the layout / most live bytes, on a",
-        "circle where the step repeats. Stitched memory comes in pages of 2 MiB and shares none with the arena of small",
-        "requests: models that need a few hundred MiB lose more to it than large ones.",
+        "All but planned: peak reserved / peak allocated bytes, no GPU behind it: native and expandable are memtune's model of",
+        "torch's allocator, pools and gmlake are its own over books; pools are learned in the first three steps. Planned: height",
+        "of the layout / most live bytes, on a circle where the step repeats. Stitched memory comes in pages of 2 MiB and shares",
+        "none with the arena of small requests: models that need a few hundred MiB lose more to it than large ones.",
         "",
-        "| model | steps | buffers | live, MiB | native | expandable | gmlake | planned |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | steps | buffers | live, MiB | native | expandable | pools | gmlake | planned |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for each in rows:
         lines.append(
             f"| {each['model']} | {each['steps']} | {each['buffers']} | {each['live_bytes'] / 2**20:.0f} | {each['native']:.3f} "
-            f"| {each['expandable_segments']:.3f} | {each['gmlake']:.3f} | {each['planned']:.4f} |"
+            f"| {each['expandable_segments']:.3f} | {each['pools']:.3f} | {each['gmlake']:.3f} | {each['planned']:.4f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -257,7 +257,7 @@ def schedule(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], 
 class ArenaOptions:
     """How memtune's own allocator serves requests."""
 
-    def __init__(self, *, defragment: bool = True, stitch_from_bytes: int = 0, reuse_limit: int = 10, most_stitched_bytes: int = 1099511627776, arena_below_bytes: int = 2097152, planned: bool = False, replan_after: int = 64, window: int = 64, layout_s: float = 1.0) -> None: ...
+    def __init__(self, *, defragment: bool = True, stitch_from_bytes: int = 0, reuse_limit: int = 10, most_stitched_bytes: int = 1099511627776, arena_below_bytes: int = 2097152, planned: bool = False, replan_after: int = 64, window: int = 64, layout_s: float = 1.0, pools: bool = False, transient_within: int = 64) -> None: ...
 
 class ArenaStatistics:
     """What an allocator of this process has done."""
@@ -311,7 +311,8 @@ class ArenaStatistics:
         """Requests that were not as planned."""
 
     @property
-    def plans(self) -> int: ...
+    def plans(self) -> int:
+        """How often a step was laid out, or its lifetimes were learned."""
 
     @property
     def first_deviation(self) -> str: ...

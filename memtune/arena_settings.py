@@ -31,6 +31,10 @@ class ArenaSettings:
     """Smaller requests (MiB) come from an expandable arena, in multiples of 512 bytes."""
     replan_after: int = 64
     """Requests that are not as planned before another step is watched; doubles each time."""
+    pools: bool = False
+    """All requests come from expandable arenas, one for each lifetime, as the requests of a watched step lived."""
+    transient_within: int = 64
+    """What is freed within so many requests and frees is transient."""
 
     def text(self) -> str:
         """As `VARIABLE` holds it; fields at their defaults are left out."""
@@ -56,5 +60,5 @@ class ArenaSettings:
         return _native.ArenaOptions(
             defragment=self.defragment, stitch_from_bytes=self.stitch_from_mb * MIB, reuse_limit=self.reuse_limit,
             most_stitched_bytes=self.most_stitched_mb * MIB, arena_below_bytes=self.arena_below_mb * MIB, planned=self.planned,
-            replan_after=self.replan_after,
+            replan_after=self.replan_after, pools=self.pools, transient_within=self.transient_within,
         )  # fmt: skip

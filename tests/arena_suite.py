@@ -1,13 +1,15 @@
-"""What both of memtune's own allocators must pass: `from arena_suite import ArenaSuite`."""
+"""What techniques with memtune's own allocator must pass: `from arena_suite import ArenaSuite`."""
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from zoo_paths import ZOO
 
 from memtune._apply import apply
@@ -18,7 +20,21 @@ from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite, differences, train
 from memtune.testing.drift import plain_program, target_of
-from memtune.testing.training import build, plain, settings_of
+from memtune.testing.training import build, one_step, plain, settings_of
+
+
+def trained(sizes: list[int], technique: Technique | None) -> tuple[list[torch.Tensor], list[str]]:
+    """Losses and final weights over steps of these sizes, and what was warned of."""
+    workload, model, optimizer = build(ZOO["gpt"])
+    tuned = None if technique is None else apply(model, optimizer, {"settings": settings_of(technique)}, strict=False)
+    found = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step, size in enumerate(sizes):
+            found.append(one_step(workload, model, optimizer, tuned, seed=step, micro_batches=1, size=size)[0])
+    if tuned is not None:
+        tuned.audit()
+    return [*found, *(p.detach() for p in model.parameters())], [str(each.message) for each in told]
 
 
 def noticed(self: TechniqueSuite) -> None:

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "rows.h"
 #include "simulator/caching_allocator.h"
 #include "simulator/vmm_pool.h"
 
@@ -34,22 +35,11 @@ class AsyncPool {
     }
     live_ += size;
     if (live_ > reserved_) grow();
-    if (recycled_.empty()) {
-      sizes_.push_back(size);
-      return static_cast<std::int32_t>(sizes_.size()) - 1;
-    }
-    const std::int32_t index = recycled_.back();
-    recycled_.pop_back();
-    sizes_[index] = size;
-    return index;
+    return sizes_.add(size);
   }
 
   void free(std::int32_t block, std::int64_t op, std::int64_t ready_op) {
-    if (ready_op > op) {
-      pending_.add(ready_op, block);
-    } else {
-      release(block);
-    }
+    pending_.free(block, op, ready_op, [&](std::int32_t ready) { release(ready); });
   }
 
   void release_cached() {
@@ -59,10 +49,7 @@ class AsyncPool {
     reserved_ = needed;
   }
 
-  struct Block {
-    std::int64_t address, bytes;
-  };
-  Block block(std::int32_t index) const { return {-1, sizes_[index]}; }  // the driver does not say where it is
+  PlacedBlock block(std::int32_t index) const { return {-1, sizes_[index]}; }  // the driver does not say where it is
   std::int64_t reserved_bytes() const { return reserved_; }
   std::int64_t peak_reserved_bytes() const { return peak_reserved_; }
   void restart_peak() { peak_reserved_ = reserved_; }
@@ -83,14 +70,13 @@ class AsyncPool {
 
   void release(std::int32_t block) {
     live_ -= sizes_[block];
-    recycled_.push_back(block);
+    sizes_.give_up(block);
   }
 
   void finish_until(std::int64_t op) { pending_.finish_until(op, [&](std::int32_t block) { release(block); }); }
 
   std::int64_t limit_, live_ = 0, reserved_ = 0, peak_reserved_ = 0, device_allocs_ = 0, device_frees_ = 0, retries_ = 0;
-  std::vector<std::int64_t> sizes_;
-  std::vector<std::int32_t> recycled_;
+  Rows<std::int64_t> sizes_;
   PendingFrees pending_;
 };
 

@@ -33,6 +33,11 @@ struct AllocatorConfig {
   std::int64_t allowed_bytes = kUnlimited;               // the limit of the process (per_process_memory_fraction)
 };
 
+// Where a live storage is, and how many bytes its allocator counts for it.
+struct PlacedBlock {
+  std::int64_t address, bytes;
+};
+
 enum Action : std::uint8_t { kAlloc, kFree, kEmptyCache, kActions };
 
 // What a program does, one row an event; ops count up and say when.

@@ -36,14 +36,6 @@ std::int32_t CachingAllocator::allocate(std::int64_t bytes, std::int32_t stream,
   return block;
 }
 
-void CachingAllocator::free(std::int32_t block, std::int64_t op, std::int64_t ready_op) {
-  if (ready_op > op) {
-    pending_.add(ready_op, block);
-  } else {
-    make_free(block);
-  }
-}
-
 void CachingAllocator::release_cached() {
   finish_until(kUnlimited);
   for (auto& pools : pools_) {
@@ -116,7 +108,7 @@ bool CachingAllocator::splits(const Block& block, std::int64_t bytes) const {
 std::int32_t CachingAllocator::split(std::int32_t block, std::int64_t bytes) {
   Block front = blocks_[block];
   front.bytes = bytes;
-  const std::int32_t index = new_block(front);
+  const std::int32_t index = blocks_.add(front);
   Block& rest = blocks_[block];
   link(index, rest.previous, block);
   rest.address += bytes;
@@ -135,7 +127,7 @@ std::int32_t CachingAllocator::grow(const Request& request) {
                     .small = request.small};
   next_address_ += round_up(request.segment_bytes, kRoundLargeBytes);
   reserve(request.segment_bytes);
-  return new_block(block);
+  return blocks_.add(block);
 }
 
 std::int32_t CachingAllocator::grow_range(const Request& request) {
@@ -163,7 +155,7 @@ std::int32_t CachingAllocator::find_room(const Request& request) {
   const std::int64_t capacity = config_.capacity_bytes;
   const std::int64_t bytes = round_up(capacity > kVastBytes ? kVastBytes : capacity + capacity / 8, page);
   ranges_.push_back({next_address_, bytes, page});
-  const std::int32_t block = new_block({.address = next_address_, .bytes = bytes, .searched = 0, .stream = request.stream,
+  const std::int32_t block = blocks_.add({.address = next_address_, .bytes = bytes, .searched = 0, .stream = request.stream,
                                         .range = static_cast<std::int32_t>(ranges_.size()) - 1, .small = request.small,
                                         .mapped = false});
   next_address_ += round_up(bytes, kRoundLargeBytes);
@@ -187,7 +179,7 @@ bool CachingAllocator::map(std::int32_t block, std::int64_t bytes) {
     Block rest = blocks_[block];
     rest.address += mapped;
     rest.bytes -= mapped;
-    const std::int32_t index = new_block(rest);
+    const std::int32_t index = blocks_.add(rest);
     link(index, block, blocks_[block].next);
     pool.unmapped.emplace(rest.address, index);
     blocks_[block].bytes = mapped;
@@ -214,7 +206,7 @@ void CachingAllocator::unmap(std::int32_t block) {
   if (from > whole.address) {
     Block before = whole;
     before.bytes = from - whole.address;
-    const std::int32_t index = new_block(before);
+    const std::int32_t index = blocks_.add(before);
     link(index, whole.previous, block);
     insert_free(index);
   }
@@ -222,7 +214,7 @@ void CachingAllocator::unmap(std::int32_t block) {
     Block after = whole;
     after.address = to;
     after.bytes = end - to;
-    const std::int32_t index = new_block(after);
+    const std::int32_t index = blocks_.add(after);
     link(index, block, whole.next);
     insert_free(index);
   }
@@ -298,7 +290,7 @@ void CachingAllocator::release_unused(Pool& pool) {
       const Block& left = blocks_[block];
       if (left.previous >= 0 || left.next >= 0 || left.mapped) continue;
       pool.unmapped.erase({left.address, block});  // nothing of the range is mapped any more: its addresses go as well
-      recycled_.push_back(block);
+      blocks_.give_up(block);
     } else if (blocks_[block].previous < 0 && blocks_[block].next < 0) {
       release(block);
     }
@@ -308,7 +300,7 @@ void CachingAllocator::release_unused(Pool& pool) {
 void CachingAllocator::release(std::int32_t block) {
   erase_free(blocks_[block]);
   give_back(blocks_[block].bytes);
-  recycled_.push_back(block);
+  blocks_.give_up(block);
 }
 
 // Bookkeeping
@@ -338,7 +330,7 @@ void CachingAllocator::merge(std::int32_t block, std::int32_t neighbour) {
   } else {
     link(block, into.previous, from.next);
   }
-  recycled_.push_back(neighbour);
+  blocks_.give_up(neighbour);
 }
 
 void CachingAllocator::insert_free(std::int32_t index) {
@@ -356,17 +348,6 @@ void CachingAllocator::reserve(std::int64_t bytes) {
 void CachingAllocator::give_back(std::int64_t bytes) {
   reserved_ -= bytes;
   ++device_frees_;
-}
-
-std::int32_t CachingAllocator::new_block(const Block& block) {
-  if (recycled_.empty()) {
-    blocks_.push_back(block);
-    return static_cast<std::int32_t>(blocks_.size()) - 1;
-  }
-  const std::int32_t index = recycled_.back();
-  recycled_.pop_back();
-  blocks_[index] = block;
-  return index;
 }
 
 void CachingAllocator::link(std::int32_t block, std::int32_t previous, std::int32_t next) {

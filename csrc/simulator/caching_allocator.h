@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "rows.h"
 #include "simulator/allocator.h"
 #include "simulator/free_list.h"
 
@@ -23,7 +24,15 @@ inline constexpr std::int64_t kRoundLargeBytes = 2 << 20;  // … of a multiple 
 // Frees that wait for other streams: blocks by the op at which those have finished.
 class PendingFrees {
  public:
-  void add(std::int64_t ready_op, std::int32_t block) { heap_.emplace(ready_op, block); }
+  // Calls `make_free` for the block at once, or later on if other streams still use it at `op`.
+  template <typename MakeFree>
+  void free(std::int32_t block, std::int64_t op, std::int64_t ready_op, MakeFree make_free) {
+    if (ready_op > op) {
+      heap_.emplace(ready_op, block);
+    } else {
+      make_free(block);
+    }
+  }
 
   // Calls `make_free` for every block that is ready at `op`, and forgets it.
   template <typename MakeFree>
@@ -59,7 +68,9 @@ class CachingAllocator {
   // The block that now belongs to the caller, -1 when memory has run out.
   std::int32_t allocate(std::int64_t bytes, std::int32_t stream, std::int64_t op);
   // Gives a block back at once, or at the first allocation from `ready_op` on if other streams still use it at `op`.
-  void free(std::int32_t block, std::int64_t op, std::int64_t ready_op);
+  void free(std::int32_t block, std::int64_t op, std::int64_t ready_op) {
+    pending_.free(block, op, ready_op, [&](std::int32_t ready) { make_free(ready); });
+  }
   // Waits for all streams, then returns to the driver whatever is entirely unused.
   void release_cached();
 
@@ -121,12 +132,10 @@ class CachingAllocator {
   void reserve(std::int64_t bytes);
   void give_back(std::int64_t bytes);
 
-  std::int32_t new_block(const Block& block);
   void link(std::int32_t block, std::int32_t previous, std::int32_t next);
 
   AllocatorConfig config_;
-  std::vector<Block> blocks_;
-  std::vector<std::int32_t> recycled_;            // rows of blocks_ to use again
+  Rows<Block> blocks_;
   std::vector<std::array<Pool, 2>> pools_;        // by stream, then large and small
   std::vector<Range> ranges_;
   std::array<std::int64_t, 2> searches_{};        // of the large and the small pools, counted where blocks are collected

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
+#include "rows.h"
 #include "simulator/allocator.h"
 #include "simulator/caching_allocator.h"
 
@@ -19,29 +19,14 @@ class VmmPool {
     pending_.finish_until(op, [&](std::int32_t block) { release(block); });
     const vmm::Address address = allocator_.allocate(bytes, stream);
     if (address == 0) return -1;
-    const Block block{static_cast<std::int64_t>(address), allocator_.bytes_at(address)};
-    if (recycled_.empty()) {
-      blocks_.push_back(block);
-      return static_cast<std::int32_t>(blocks_.size()) - 1;
-    }
-    const std::int32_t index = recycled_.back();
-    recycled_.pop_back();
-    blocks_[index] = block;
-    return index;
+    return blocks_.add({static_cast<std::int64_t>(address), allocator_.bytes_at(address)});
   }
 
   void free(std::int32_t block, std::int64_t op, std::int64_t ready_op) {
-    if (ready_op > op) {
-      pending_.add(ready_op, block);
-    } else {
-      release(block);
-    }
+    pending_.free(block, op, ready_op, [&](std::int32_t ready) { release(ready); });
   }
 
-  struct Block {
-    std::int64_t address, bytes;
-  };
-  Block block(std::int32_t index) const { return blocks_[index]; }
+  PlacedBlock block(std::int32_t index) const { return blocks_[index]; }
   void end_step() { allocator_.end_step(); }
   void release_cached() {
     pending_.finish_until(kUnlimited, [&](std::int32_t block) { release(block); });
@@ -65,12 +50,11 @@ class VmmPool {
  private:
   void release(std::int32_t block) {
     allocator_.free(static_cast<vmm::Address>(blocks_[block].address));
-    recycled_.push_back(block);
+    blocks_.give_up(block);
   }
 
   vmm::Allocator allocator_;
-  std::vector<Block> blocks_;
-  std::vector<std::int32_t> recycled_;
+  Rows<PlacedBlock> blocks_;
   PendingFrees pending_;
 };
 

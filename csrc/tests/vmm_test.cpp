@@ -156,9 +156,7 @@ void one_step(Allocator& allocator, std::uint64_t seed, double change, std::mt19
   allocator.end_step();
 }
 
-void a_steady_state_asks_the_driver_for_nothing(bool planned) {
-  AllocatorOptions options;
-  options.planned = planned;
+void a_steady_state_asks_the_driver_for_nothing(const AllocatorOptions& options) {
   Allocator allocator(page_table(std::int64_t{8} << 30), options);
   std::mt19937_64 noise(1);
   std::vector<Block> kept;
@@ -167,9 +165,9 @@ void a_steady_state_asks_the_driver_for_nothing(bool planned) {
   for (int step = 0; step < 10; ++step) one_step(allocator, 5, 0.0, noise, kept);
   const Statistics after = allocator.statistics();
   CHECK(after.driver_calls == before.driver_calls);
-  CHECK(after.plans == (planned ? 1 : 0));
+  CHECK(after.plans == (options.planned || options.pools ? 1 : 0));
   CHECK(after.deviations == 0);
-  if (planned) {
+  if (options.planned) {
     CHECK(after.plan_served - before.plan_served == 10 * after.plan_requests);
     CHECK(after.plan_bytes <= after.plan_bound_bytes * 21 / 20);
   }
@@ -178,7 +176,7 @@ void a_steady_state_asks_the_driver_for_nothing(bool planned) {
 void deviations_are_served_and_planned_again() {
   AllocatorOptions options;
   options.planned = true;
-  options.plan.replan_after = 20;
+  options.plan.watch.replan_after = 20;
   Allocator allocator(page_table(std::int64_t{8} << 30), options);
   std::mt19937_64 noise(2);
   std::vector<Block> kept;
@@ -192,6 +190,34 @@ void deviations_are_served_and_planned_again() {
   CHECK(found.plans >= 2 && found.deviations > few);
   for (int step = 0; step < 4; ++step) one_step(allocator, 6, 0.0, noise, kept);
   CHECK(allocator.statistics().deviations == found.deviations);
+}
+
+// Brief and kept blocks in turn; the brief ones go, and one request is as large as all their holes.
+std::int64_t lost_to_holes(bool pools) {
+  AllocatorOptions options;
+  options.pools = pools;
+  options.transient_within = 100;
+  options.arena_below_bytes = 1024 * kMiB;  // without pools: one arena
+  Allocator allocator(page_table(std::int64_t{8} << 30), options);
+  for (int step = 0; step < 6; ++step) {
+    if (step == 4) allocator.restart_peaks();
+    std::vector<Address> kept, brief;
+    for (int i = 0; i < 48; ++i) {
+      brief.push_back(allocator.allocate(2 * kMiB, 0));
+      kept.push_back(allocator.allocate(2 * kMiB, 0));
+    }
+    for (const Address each : brief) CHECK(allocator.free(each));
+    for (int i = 0; i < 50; ++i) CHECK(allocator.free(allocator.allocate(96 * kMiB, 0)));
+    for (const Address each : kept) CHECK(allocator.free(each));
+    allocator.end_step();
+  }
+  const Statistics found = allocator.statistics();
+  return 100 * (found.peak_reserved_bytes - found.peak_allocated_bytes) / found.peak_reserved_bytes;
+}
+
+void what_lives_long_leaves_no_holes_among_what_does_not() {
+  CHECK(lost_to_holes(false) >= 25);
+  CHECK(lost_to_holes(true) <= 5);
 }
 
 void stitching_makes_one_block_of_many() {
@@ -210,15 +236,13 @@ void stitching_makes_one_block_of_many() {
 }
 
 // Real memory: a block keeps what was written to it, whatever is stitched, split and freed around it.
-void what_is_written_is_read(std::uint64_t seed, int operations, bool planned) {
+void what_is_written_is_read(std::uint64_t seed, int operations, AllocatorOptions options) {
   std::string why;
   std::unique_ptr<Driver> driver = memory_file(why);
   if (!driver) {
     std::printf("skipped: %s\n", why.c_str());
     return;
   }
-  AllocatorOptions options;
-  options.planned = planned;
   options.limit_bytes = 160 * kMiB;
   Allocator allocator(std::move(driver), options);
   std::mt19937_64 random(seed);
@@ -244,17 +268,18 @@ void what_is_written_is_read(std::uint64_t seed, int operations, bool planned) {
       blocks[which] = blocks.back();
       blocks.pop_back();
     }
-    if (planned && i % 200 == 0) allocator.end_step();
+    if (i % 200 == 0) allocator.end_step();
   }
-  CHECK(allocator.statistics().states[2] > 0 || planned);
+  CHECK(allocator.statistics().states[2] > 0 || options.planned || options.pools);
 }
 
 }  // namespace
 
 int main() {
-  AllocatorOptions planned, lazy;
+  AllocatorOptions planned, lazy, pools;
+  pools.pools = true;
   planned.planned = true;
-  planned.plan.replan_after = 10;
+  planned.plan.watch.replan_after = 10;
   lazy.stitch = {true, 8 * kMiB, 4, 64 * kMiB};
   const std::int64_t much = std::int64_t{4} << 30;
   no_unit_of_memory_is_in_two_blocks(1, 300'000, {}, much);
@@ -262,11 +287,14 @@ int main() {
   no_unit_of_memory_is_in_two_blocks(3, 200'000, lazy, 128 * kMiB);
   no_unit_of_memory_is_in_two_blocks(4, 200'000, planned, much);
   no_unit_of_memory_is_in_two_blocks(5, 100'000, planned, 96 * kMiB);
-  a_steady_state_asks_the_driver_for_nothing(false);
-  a_steady_state_asks_the_driver_for_nothing(true);
+  no_unit_of_memory_is_in_two_blocks(8, 200'000, pools, much);
+  no_unit_of_memory_is_in_two_blocks(9, 100'000, pools, 96 * kMiB);
+  for (const AllocatorOptions& each : {AllocatorOptions{}, planned, pools}) a_steady_state_asks_the_driver_for_nothing(each);
+  what_lives_long_leaves_no_holes_among_what_does_not();
   deviations_are_served_and_planned_again();
   stitching_makes_one_block_of_many();
-  what_is_written_is_read(6, 6'000, false);
-  what_is_written_is_read(7, 6'000, true);
+  what_is_written_is_read(6, 6'000, {});
+  what_is_written_is_read(7, 6'000, planned);
+  what_is_written_is_read(10, 6'000, pools);
   return 0;
 }

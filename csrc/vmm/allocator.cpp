@@ -6,37 +6,44 @@
 namespace memtune::vmm {
 
 Allocator::Allocator(std::unique_ptr<Driver> driver, const AllocatorOptions& options)
-    : options_(options), memory_(std::move(driver), options.limit_bytes), stitcher_(memory_, options.stitch), planned_(memory_, options.plan) {}
+    : options_(options), memory_(std::move(driver), options.limit_bytes), stitcher_(memory_, options.stitch),
+      planned_(memory_, options.plan), lifetimes_(options.plan.watch, options.transient_within) {}
 
 Address Allocator::allocate(std::int64_t bytes, std::int32_t stream) {
-  bytes = std::max<std::int64_t>((bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes, kBlockBytes);
+  Block block{std::max(in_blocks(bytes), kBlockBytes), stream, Owner::kArena, Pool::kLasting};
   ++requests_;
-  Owner owner = Owner::kPlanned;
-  const Address address = serve(bytes, stream, owner);
+  const Address address = serve(block);
   if (address == 0) return ++failures_, 0;
-  blocks_[address] = {bytes, stream, owner};
-  allocated_ += bytes;
+  blocks_[address] = block;
+  allocated_ += block.bytes;
   peak_allocated_ = std::max(peak_allocated_, allocated_);
-  if (options_.planned) planned_.saw_allocation(address, bytes, stream);
+  saw_allocation(address, block);
   return address;
 }
 
-Address Allocator::serve(std::int64_t bytes, std::int32_t stream, Owner& owner) {
-  if (options_.planned) {
-    if (const Address address = planned_.allocate(bytes, stream)) return address;
+Address Allocator::serve(Block& block) {
+  Address address = 0;
+  if (options_.pools) {
+    block.pool = lifetimes_.pool_of(block.bytes, block.stream);
+    address = arena(block).allocate(block.bytes);
+  } else if (options_.planned && (address = planned_.allocate(block.bytes, block.stream)) != 0) {
+    block.owner = Owner::kPlanned;
+  } else if (block.bytes < options_.arena_below_bytes) {
+    address = arena(block).allocate(block.bytes);
+  } else {
+    block.owner = Owner::kStitcher;
+    address = stitcher_.allocate(block.bytes, block.stream);
   }
-  owner = bytes < options_.arena_below_bytes ? Owner::kArena : Owner::kStitcher;
-  const Address address = owner == Owner::kArena ? arena(stream).allocate(bytes) : stitcher_.allocate(bytes, stream);
-  return address != 0 ? address : serve_last(bytes, stream, owner);
+  return address != 0 ? address : serve_last(block);
 }
 
-// Memory has run out: what either side holds unused goes to the other.
-Address Allocator::serve_last(std::int64_t bytes, std::int32_t stream, Owner owner) {
+// Memory has run out: what one side holds unused goes to the other.
+Address Allocator::serve_last(const Block& block) {
   memory_.synchronize();
   for (auto& [each, arena] : arenas_) arena.trim();
-  if (owner == Owner::kStitcher) return stitcher_.allocate_last(bytes, stream);
+  if (block.owner == Owner::kStitcher) return stitcher_.allocate_last(block.bytes, block.stream);
   stitcher_.release_unused();
-  return arena(stream).allocate(bytes);
+  return arena(block).allocate(block.bytes);
 }
 
 bool Allocator::free(Address address) {
@@ -45,9 +52,19 @@ bool Allocator::free(Address address) {
   const Block block = found->second;
   blocks_.erase(found);
   allocated_ -= block.bytes;
-  if (options_.planned) planned_.saw_free(address);
+  saw_free(address);
   if (block.owner == Owner::kPlanned) return planned_.free(address);
-  return block.owner == Owner::kArena ? arena(block.stream).free(address) : stitcher_.free(address);
+  return block.owner == Owner::kArena ? arena(block).free(address) : stitcher_.free(address);
+}
+
+void Allocator::saw_allocation(Address address, const Block& block) {
+  if (options_.pools) lifetimes_.saw_allocation(address, block.bytes, block.stream);
+  if (options_.planned) planned_.saw_allocation(address, block.bytes, block.stream);
+}
+
+void Allocator::saw_free(Address address) {
+  if (options_.pools) lifetimes_.saw_free(address);
+  if (options_.planned) planned_.saw_free(address);
 }
 
 std::int64_t Allocator::bytes_at(Address address) const {
@@ -56,10 +73,15 @@ std::int64_t Allocator::bytes_at(Address address) const {
 }
 
 void Allocator::end_step() {
-  // Before a plan is put into effect, what the watched steps left unused is given back: the arena takes its place.
-  if (!options_.planned || !planned_.end_step()) return;
-  release_unused();
-  planned_.adopt();
+  // Before what was watched is put into effect, what the watched steps left unused is given back: the arenas take its place.
+  if (options_.pools && lifetimes_.end_step()) {
+    release_unused();
+    lifetimes_.learn();
+  }
+  if (options_.planned && planned_.end_step()) {
+    release_unused();
+    planned_.adopt();
+  }
 }
 
 void Allocator::release_unused() {
@@ -87,12 +109,14 @@ Statistics Allocator::statistics() const {
   made.plan_bound_bytes = planned_.bound_bytes();
   made.plan_requests = planned_.planned_requests();
   made.plan_served = planned_.served();
-  made.deviations = planned_.deviations();
-  made.plans = planned_.plans();
-  made.first_deviation = planned_.first_deviation();
+  made.deviations = steps().deviations();
+  made.plans = options_.pools ? steps().learned() : planned_.plans();
+  made.first_deviation = steps().first_deviation();
   return made;
 }
 
-Arena& Allocator::arena(std::int32_t stream) { return arenas_.try_emplace(stream, memory_, options_.arena_range_bytes).first->second; }
+Arena& Allocator::arena(const Block& block) {
+  return arenas_.try_emplace({block.stream, block.pool}, memory_, options_.arena_range_bytes).first->second;
+}
 
 }  // namespace memtune::vmm

@@ -6,8 +6,10 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "vmm/arena.h"
+#include "vmm/lifetimes.h"
 #include "vmm/memory.h"
 #include "vmm/planned.h"
 #include "vmm/stitcher.h"
@@ -20,6 +22,8 @@ struct AllocatorOptions {
   std::int64_t arena_range_bytes = std::int64_t{1} << 38;
   bool planned = false;
   PlanOptions plan;
+  bool pools = false;                        // all requests come from arenas, one for each lifetime and stream
+  std::int64_t transient_within = 64;        // requests and frees
   std::int64_t limit_bytes = std::int64_t{1} << 62;  // of memory from the driver
 };
 
@@ -56,17 +60,22 @@ class Allocator {
     std::int64_t bytes;
     std::int32_t stream;
     Owner owner;
+    Pool pool;
   };
 
-  Address serve(std::int64_t bytes, std::int32_t stream, Owner& owner);
-  Address serve_last(std::int64_t bytes, std::int32_t stream, Owner owner);
-  Arena& arena(std::int32_t stream);
+  Address serve(Block& block);
+  Address serve_last(const Block& block);
+  Arena& arena(const Block& block);
+  void saw_allocation(Address address, const Block& block);
+  void saw_free(Address address);
+  const Steps& steps() const { return options_.pools ? lifetimes_.steps() : planned_.steps(); }
 
   AllocatorOptions options_;
   Memory memory_;
-  std::map<std::int32_t, Arena> arenas_;
+  std::map<std::pair<std::int32_t, Pool>, Arena> arenas_;
   Stitcher stitcher_;
   Planned planned_;
+  Lifetimes lifetimes_;
   std::unordered_map<Address, Block> blocks_;
   std::int64_t allocated_ = 0, peak_allocated_ = 0, requests_ = 0, failures_ = 0;
 };

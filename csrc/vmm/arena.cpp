@@ -18,7 +18,7 @@ Arena::~Arena() {
 }
 
 Address Arena::allocate(std::int64_t bytes) {
-  bytes = (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+  bytes = in_blocks(bytes);
   const auto found = free_.lower_bound({bytes, 0});  // Rule 2
   if (found == free_.end() || !ensure(found->second, bytes)) return 0;
   const auto block = blocks_.find(found->second);

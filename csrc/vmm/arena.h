@@ -7,10 +7,9 @@
 #include <utility>
 
 #include "vmm/memory.h"
+#include "vmm/steps.h"
 
 namespace memtune::vmm {
-
-inline constexpr std::int64_t kBlockBytes = 512;  // all sizes are multiples of this
 
 // Rules:
 // 1. Blocks cover the range without gaps; no two neighbours are both free.

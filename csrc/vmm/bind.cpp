@@ -18,19 +18,22 @@ void bind_vmm(nb::module_& m) {
   nb::class_<Options>(m, "ArenaOptions", "How memtune's own allocator serves requests.")
       .def("__init__",
            [](Options* made, bool defragment, std::int64_t stitch_from_bytes, std::int64_t reuse_limit, std::int64_t most_stitched_bytes,
-              std::int64_t arena_below_bytes, bool planned, std::int64_t replan_after, std::int64_t window, double layout_s) {
+              std::int64_t arena_below_bytes, bool planned, std::int64_t replan_after, std::int64_t window, double layout_s, bool pools,
+              std::int64_t transient_within) {
              new (made) Options{};
              made->stitch = {defragment, stitch_from_bytes, reuse_limit, most_stitched_bytes};
              made->arena_below_bytes = arena_below_bytes;
              made->planned = planned;
-             made->plan.replan_after = replan_after;
-             made->plan.window = window;
+             made->plan.watch.replan_after = replan_after;
+             made->plan.watch.window = window;
              made->plan.layout_s = layout_s;
+             made->pools = pools;
+             made->transient_within = transient_within;
            },
            nb::kw_only(), "defragment"_a = true, "stitch_from_bytes"_a = 0, "reuse_limit"_a = 10,
            "most_stitched_bytes"_a = std::int64_t{1} << 40, "arena_below_bytes"_a = Options{}.arena_below_bytes, "planned"_a = false,
-           "replan_after"_a = vmm::PlanOptions{}.replan_after, "window"_a = vmm::PlanOptions{}.window,
-           "layout_s"_a = vmm::PlanOptions{}.layout_s);
+           "replan_after"_a = vmm::WatchOptions{}.replan_after, "window"_a = vmm::WatchOptions{}.window,
+           "layout_s"_a = vmm::PlanOptions{}.layout_s, "pools"_a = false, "transient_within"_a = Options{}.transient_within);
   nb::class_<Statistics>(m, "ArenaStatistics", "What an allocator of this process has done.")
       .def_ro("allocated_bytes", &Statistics::allocated_bytes)
       .def_ro("peak_allocated_bytes", &Statistics::peak_allocated_bytes)
@@ -46,7 +49,7 @@ void bind_vmm(nb::module_& m) {
       .def_ro("plan_requests", &Statistics::plan_requests, "Requests of a step that have a place.")
       .def_ro("plan_served", &Statistics::plan_served)
       .def_ro("deviations", &Statistics::deviations, "Requests that were not as planned.")
-      .def_ro("plans", &Statistics::plans)
+      .def_ro("plans", &Statistics::plans, "How often a step was laid out, or its lifetimes were learned.")
       .def_ro("first_deviation", &Statistics::first_deviation);
   m.attr("ARENA_CPU") = vmm::kCpu;
   m.def("arena_open", &vmm::open, "device"_a, "Makes the allocator of a device if there is none; empty, or why it cannot be.");

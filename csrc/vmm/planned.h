@@ -4,17 +4,15 @@
 #include <cstdint>
 #include <map>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "vmm/memory.h"
+#include "vmm/steps.h"
 
 namespace memtune::vmm {
 
 struct PlanOptions {
-  std::int64_t skip_steps = 1;        // before one is watched: the first makes the optimizer state
-  std::int64_t window = 64;           // how far from its place in the plan a request of the same size is still recognised
-  std::int64_t replan_after = 64;     // requests off the plan after which another step is watched; doubles each time
+  WatchOptions watch;
   double layout_s = 1.0;              // for the layout, on a core
   std::int64_t range_bytes = std::int64_t{1} << 38;  // addresses
 };
@@ -27,7 +25,7 @@ struct PlanOptions {
 // 4. Only what is freed within a step's length has a place; what lives longer is none of the arena's.
 class Planned {
  public:
-  Planned(Memory& memory, PlanOptions options) : memory_(memory), options_(options) {}
+  Planned(Memory& memory, PlanOptions options) : memory_(memory), options_(options), steps_(options.watch) {}
   ~Planned();
   Planned(const Planned&) = delete;
   Planned& operator=(const Planned&) = delete;
@@ -36,55 +34,33 @@ class Planned {
   bool free(Address address);                                 // false: not in this arena
 
   // What is to be planned: every request that was served, here or elsewhere, and every free.
-  void saw_allocation(Address address, std::int64_t bytes, std::int32_t stream);
-  void saw_free(Address address);
+  void saw_allocation(Address address, std::int64_t bytes, std::int32_t stream) { steps_.saw_allocation(address, bytes, stream); }
+  void saw_free(Address address) { steps_.saw_free(address); }
 
   // The end of a step. True: what was watched is complete, and `adopt` may be called.
-  bool end_step();
-  // Lays out what was watched and gets memory for it. False: there is not enough, and the plan stays as it was.
+  bool end_step() { return steps_.end_step(); }
+  // Lays out what was watched and gets memory for it. False: there is not enough, and nothing is served from here.
   bool adopt();
 
   std::int64_t height_bytes() const { return height_; }
   std::int64_t bound_bytes() const { return bound_; }  // most bytes of the plan alive at once, streams apart
   std::int64_t planned_requests() const;
   std::int64_t served() const { return served_; }
-  std::int64_t deviations() const { return deviations_; }
   std::int64_t plans() const { return plans_; }
-  const std::string& first_deviation() const { return first_deviation_; }
+  const Steps& steps() const { return steps_; }
 
  private:
-  enum class Watching { kNothing, kSteps, kFrees };
-  struct Slot {
-    std::int64_t bytes, offset;  // -1: it has no place (Rule 4)
-    bool used = false;
-  };
-  struct Sequence {
-    std::vector<Slot> slots;
-    std::size_t cursor = 0;
-  };
-  struct Row {
-    std::int64_t bytes, start, end = -1;
-    std::int32_t stream;
-  };
-
-  Slot* find(Sequence& sequence, std::int64_t bytes);
   bool is_free(std::int64_t offset, std::int64_t bytes) const;
-  void deviated(std::int64_t bytes, std::int32_t stream);
   bool resize(std::int64_t height);
 
   Memory& memory_;
   PlanOptions options_;
+  Steps steps_;
   Address base_ = 0;
-  std::vector<Chunk> chunks_;  // mapped from the base on
-  std::map<std::int32_t, Sequence> sequences_;
+  std::vector<Chunk> chunks_;          // mapped from the base on
+  std::vector<std::int64_t> offset_;   // of each request of the plan, -1: it has no place (Rule 4)
   std::map<std::int64_t, std::int64_t> live_;  // offset: end
-  std::int64_t height_ = 0, bound_ = 0, served_ = 0, deviations_ = 0, since_plan_ = 0, plans_ = 0, steps_ = 0;
-  std::string first_deviation_;
-
-  Watching watching_ = Watching::kSteps;
-  std::vector<Row> rows_;
-  std::unordered_map<Address, std::size_t> open_;  // rows without an end
-  std::int64_t clock_ = 0, period_ = 0;
+  std::int64_t height_ = 0, bound_ = 0, served_ = 0, plans_ = 0;
 };
 
 }  // namespace memtune::vmm

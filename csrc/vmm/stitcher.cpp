@@ -5,28 +5,14 @@
 
 namespace memtune::vmm {
 
-namespace {
-
-template <typename Row>
-std::int32_t take_row(std::vector<Row>& rows, std::vector<std::int32_t>& unused) {
-  if (unused.empty()) {
-    rows.emplace_back();
-    return static_cast<std::int32_t>(rows.size()) - 1;
-  }
-  const std::int32_t row = unused.back();
-  unused.pop_back();
-  return row;
-}
-
-}  // namespace
-
 Stitcher::~Stitcher() {
-  for (auto& stitched : stitched_) {
+  for (std::int32_t s = 0; s < stitched_.size(); ++s) {
+    const Stitched& stitched = stitched_[s];
     if (stitched.address == 0) continue;
     memory_.unmap(stitched.address, stitched.bytes);
     memory_.give_back(stitched.address, stitched.bytes);
   }
-  for (std::int32_t p = 0; p < static_cast<std::int32_t>(pieces_.size()); ++p) {
+  for (std::int32_t p = 0; p < pieces_.size(); ++p) {
     pieces_[p].stitched.clear();
     if (!pieces_[p].chunks.empty()) release(p);
   }
@@ -59,7 +45,7 @@ Address Stitcher::allocate_last(std::int64_t bytes, std::int32_t stream) {
   memory_.synchronize();
   drop_unused(0);
   // Nobody works on what is unused, so it may go to any stream; what is still stitched is in use, in part at least.
-  for (std::int32_t p = 0; p < static_cast<std::int32_t>(pieces_.size()); ++p) {
+  for (std::int32_t p = 0; p < pieces_.size(); ++p) {
     Piece& piece = pieces_[p];
     if (piece.chunks.empty() || piece.in_use || piece.stream == stream || !piece.stitched.empty()) continue;
     pool_of(piece).pieces.erase({piece.bytes(), p});
@@ -85,7 +71,7 @@ bool Stitcher::free(Address address) {
 void Stitcher::release_unused() {
   memory_.synchronize();
   drop_unused(0);
-  for (std::int32_t p = 0; p < static_cast<std::int32_t>(pieces_.size()); ++p) {
+  for (std::int32_t p = 0; p < pieces_.size(); ++p) {
     if (!pieces_[p].chunks.empty() && !pieces_[p].in_use && pieces_[p].stitched.empty()) release(p);
   }
 }
@@ -160,17 +146,15 @@ std::int32_t Stitcher::grow(std::int64_t bytes, std::int32_t stream) {
     memory_.release(chunks);
     return -1;
   }
-  const std::int32_t range = take_row(ranges_, free_ranges_);
-  ranges_[range] = {address, bytes, bytes};
-  const std::int32_t p = take_row(pieces_, free_pieces_);
-  pieces_[p] = {address, std::move(chunks), stream, range, false, {}};
+  const std::int32_t range = ranges_.add({address, bytes, bytes});
+  const std::int32_t p = pieces_.add({address, std::move(chunks), stream, range, false, {}});
   pools_[stream].pieces.emplace(bytes, p);
   return p;
 }
 
 // The unused piece keeps its first `bytes`; the rest becomes a piece of its own.
 std::int32_t Stitcher::split(std::int32_t p, std::int64_t bytes) {
-  const std::int32_t q = take_row(pieces_, free_pieces_);
+  const std::int32_t q = pieces_.add({});
   Piece &front = pieces_[p], &back = pieces_[q];
   Pool& pool = pool_of(front);
   pool.pieces.erase({front.bytes(), p});
@@ -212,10 +196,9 @@ std::int32_t Stitcher::new_stitched(std::vector<std::int32_t> found, std::int64_
     address = memory_.place(chunks);
   }
   if (address == 0) return -1;
-  const std::int32_t s = take_row(stitched_, free_stitched_);
-  for (const std::int32_t p : found) pieces_[p].stitched.push_back(s);
   const std::int32_t stream = pieces_[found[0]].stream;
-  stitched_[s] = {address, bytes, std::move(found), 0, false, ++clock_};
+  const std::int32_t s = stitched_.add({address, bytes, std::move(found), 0, false, ++clock_});
+  for (const std::int32_t p : stitched_[s].pieces) pieces_[p].stitched.push_back(s);
   stitched_bytes_ += bytes;
   pools_[stream].stitched.emplace(bytes, s);
   return s;
@@ -230,13 +213,13 @@ void Stitcher::drop(std::int32_t s) {
   memory_.give_back(block.address, block.bytes);
   stitched_bytes_ -= block.bytes;
   block = {};
-  free_stitched_.push_back(s);
+  stitched_.give_up(s);
 }
 
 // Blocks whose address nobody has, those that cannot be used now first and then the longest unused, until few enough are left.
 void Stitcher::drop_unused(std::int64_t until_bytes) {
   std::vector<std::pair<std::pair<bool, std::int64_t>, std::int32_t>> order;
-  for (std::int32_t s = 0; s < static_cast<std::int32_t>(stitched_.size()); ++s) {
+  for (std::int32_t s = 0; s < stitched_.size(); ++s) {
     const Stitched& block = stitched_[s];
     if (block.address != 0 && !block.held) order.push_back({{block.busy == 0, block.used}, s});
   }
@@ -258,10 +241,10 @@ void Stitcher::release(std::int32_t p) {
   range.left -= piece.bytes();
   if (range.left == 0) {
     memory_.give_back(range.address, range.bytes);
-    free_ranges_.push_back(piece.range);
+    ranges_.give_up(piece.range);
   }
   piece = {};
-  free_pieces_.push_back(p);
+  pieces_.give_up(p);
 }
 
 }  // namespace memtune::vmm

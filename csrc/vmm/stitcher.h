@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "rows.h"
 #include "vmm/memory.h"
 
 namespace memtune::vmm {
@@ -93,10 +94,9 @@ class Stitcher {
 
   Memory& memory_;
   StitchOptions options_;
-  std::vector<Piece> pieces_;
-  std::vector<Stitched> stitched_;
-  std::vector<Range> ranges_;
-  std::vector<std::int32_t> free_pieces_, free_stitched_, free_ranges_;  // rows to use again
+  Rows<Piece> pieces_;
+  Rows<Stitched> stitched_;
+  Rows<Range> ranges_;
   std::map<std::int32_t, Pool> pools_;
   std::unordered_map<Address, Held> held_;
   std::int64_t stitched_bytes_ = 0, clock_ = 0;

@@ -98,11 +98,11 @@ class _StepEnd:
         self._told = False
 
     def __call__(self, *args: Any) -> None:
-        if _installed is None or not _installed.planned:
+        if _installed is None or not (_installed.planned or _installed.pools):
             return
         _native.arena_end_step(_native.ARENA_CPU)
         found = statistics()
-        if found.deviations and not self._told:
+        if _installed.planned and found.deviations and not self._told:
             self._told = True
             warnings.warn(
                 f"memtune: a training step asks for other memory than planned ({found.first_deviation}). Such requests are "
@@ -126,4 +126,6 @@ def _facts(settings: ArenaSettings) -> dict[str, Any]:
     }
     if settings.planned:
         facts |= {"planned_bytes": found.plan_bytes, "planned_requests": found.plan_served, "deviations": found.deviations}
+    if settings.pools:
+        facts |= {"learned": found.plans, "deviations": found.deviations}
     return facts

@@ -6,25 +6,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.arena_settings import VARIABLE, ArenaSettings
-from memtune.program import Program
-from memtune.runtime import arena
-from memtune.runtime.context import Context
-from memtune.search_spaces.allocator import why_no_arena
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.arena_settings import ArenaSettings
+from memtune.search_spaces.allocator._arena import OwnAllocator
+from memtune.technique import Target
 
 
-class GMLake(Technique):
+class GMLake(OwnAllocator):
     """Trades calls of the driver in the first steps, while blocks are stitched, for memory that no hole can hide.
 
     Distinguishing test: after every second of many blocks is freed, one request as large as their sum needs no new memory.
     """
 
     kind: Literal["gmlake"] = "gmlake"
-    slot: ClassVar[str] = "allocator"
     title: ClassVar[str] = "Stitched memory"
     source: ClassVar[str] = "Guo et al. 2024, GMLake, ASPLOS 2024, arXiv:2401.08156"
-    exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     defragment: bool = True
     """Stitch at all; without it pieces are only split and reused."""
@@ -36,18 +31,6 @@ class GMLake(Technique):
     """Addresses (GiB) in stitched blocks before the longest unused ones are given up (the paper's autoGC)."""
     arena_below_mb: Annotated[int, Field(ge=2, le=64)] = 2
     """Smaller requests (MiB) share pages in an expandable arena: no rounding to 2 MiB, but holes of their own."""
-
-    def fits(self, program: Program, target: Target) -> Reason | None:
-        """Not where something else must own the memory, and not on GPUs yet."""
-        return why_no_arena(target)
-
-    def env(self) -> dict[str, str]:
-        """Which allocator, with which knobs; read by the simulator, and by whoever starts the process."""
-        return {VARIABLE: self.settings().text()}
-
-    def apply(self, context: Context, plan: Plan) -> None:
-        """Storages come from stitched memory from now on."""
-        arena.use(context, self.settings())
 
     def record(self, target: Target) -> dict[str, Any]:
         """The allocator and its knobs."""

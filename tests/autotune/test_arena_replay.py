@@ -14,6 +14,7 @@ from memtune.testing.drift import plain_program
 from memtune.units import MIB
 
 GMLAKE = AllocatorSettings(arena=ArenaSettings(kind="gmlake"))
+POOLS = AllocatorSettings(arena=ArenaSettings(kind="lifetime_pools", pools=True))
 PLANNED = AllocatorSettings(arena=ArenaSettings(kind="planned_layout", planned=True))
 
 
@@ -43,7 +44,7 @@ def test_holes_are_stitched_where_the_caching_allocator_asks_for_more() -> None:
     assert replay(events, GMLAKE, 511 * MIB).native.ooms == 1
 
 
-@pytest.mark.parametrize("arena", [GMLAKE, PLANNED], ids=["gmlake", "planned"])
+@pytest.mark.parametrize("arena", [GMLAKE, PLANNED, POOLS], ids=["gmlake", "planned", "pools"])
 def test_equal_steps_make_no_call_of_the_driver_once_steady(arena: AllocatorSettings) -> None:
     result = replay(event_stream(plain_program(ZOO["gpt"], 8).step, 8), arena, None)
     assert result.native.step_device_calls[5:].tolist() == [0, 0, 0]
@@ -58,15 +59,24 @@ def test_a_planned_step_needs_little_more_than_its_most_live_bytes() -> None:
     assert steady <= 1.05 * result.step_allocated_bytes[-1] + 4 * MIB  # pages of 2 MiB of a small model
 
 
+def test_pools_by_lifetime_hold_no_more_than_one_arena_where_a_step_repeats() -> None:
+    result = replay(event_stream(plain_program(ZOO["gpt"], 64).step, 6), POOLS, None)
+    assert result.native.deviations == 0
+    assert result.step_reserved_bytes[-1] <= 1.1 * result.step_allocated_bytes[-1] + 8 * MIB  # a page a pool of a small model
+
+
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40 * MIB)), min_size=1, max_size=60), st.booleans())
-def test_bytes_in_use_never_exceed_those_reserved(asked: list[tuple[bool, int]], planned: bool) -> None:
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 40 * MIB)), min_size=1, max_size=60),
+    st.sampled_from((GMLAKE, PLANNED, POOLS)),
+)
+def test_bytes_in_use_never_exceed_those_reserved(asked: list[tuple[bool, int]], arena: AllocatorSettings) -> None:
     rows, alive = [], []
     for number, (free, n_bytes) in enumerate(asked):
         if free and alive:
             rows.append((Action.FREE, alive.pop(n_bytes % len(alive)), 0))
         rows.append((Action.ALLOC, number, n_bytes))
         alive.append(number)
-    result = replay(events_of(rows), PLANNED if planned else GMLAKE, None, timeline=True)
+    result = replay(events_of(rows), arena, None, timeline=True)
     assert (result.native.reserved_bytes >= result.native.allocated_bytes).all()
     assert result.native.ooms == 0

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
-from arena_suite import ArenaSuite
-from zoo_paths import ZOO
+from arena_suite import ArenaSuite, trained
 
-from memtune._apply import apply
 from memtune.runtime import arena, shim
 from memtune.search_spaces.allocator.planned_layout import PlannedLayout
-from memtune.testing.training import build, one_step, settings_of
 
 pytestmark = pytest.mark.skipif(shim.available() is not None, reason=f"no native ledger here: {shim.available()}")
-
-
-def trained(sizes: list[int], technique: PlannedLayout | None) -> tuple[list[torch.Tensor], list[str]]:
-    """Losses and final weights over steps of these sizes, and what was warned of."""
-    workload, model, optimizer = build(ZOO["gpt"])
-    tuned = None if technique is None else apply(model, optimizer, {"settings": settings_of(technique)}, strict=False)
-    found = []
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for step, size in enumerate(sizes):
-            found.append(one_step(workload, model, optimizer, tuned, seed=step, micro_batches=1, size=size)[0])
-    if tuned is not None:
-        tuned.audit()
-    return [*found, *(p.detach() for p in model.parameters())], [str(each.message) for each in told]
 
 
 class TestPlannedLayout(ArenaSuite):

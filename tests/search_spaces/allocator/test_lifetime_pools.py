@@ -1,0 +1,32 @@
+"""Training from pools by lifetime: the plain model's bits, lifetimes that are learned, steps of other sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from arena_suite import ArenaSuite, trained
+
+from memtune.runtime import arena, shim
+from memtune.search_spaces.allocator.lifetime_pools import LifetimePools
+
+pytestmark = pytest.mark.skipif(shim.available() is not None, reason=f"no native ledger here: {shim.available()}")
+
+
+class TestLifetimePools(ArenaSuite):
+    technique = LifetimePools
+
+    def test_equal_steps_are_learned_once_and_ask_the_driver_for_nothing(self) -> None:
+        trained([4] * 6, LifetimePools())
+        before = arena.statistics()
+        assert before.plans == 1
+        assert before.deviations == 0
+        _, told = trained([4] * 6, LifetimePools())
+        assert not told
+
+    def test_steps_of_other_sizes_are_served_bit_for_bit(self) -> None:
+        sizes = [4, 4, 4, 6, 4, 3, 8, 2, 4]
+        got, told = trained(sizes, LifetimePools(transient_within=8, relearn_after=1))
+        wanted, _ = trained(sizes, None)
+        assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+        assert arena.statistics().plans >= 1
+        assert not told
