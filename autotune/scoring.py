@@ -22,6 +22,8 @@ from memtune.technique import Reason
 Goal = Literal["throughput", "memory", "batch"]
 EVENTS_FOR = 64
 """The best this many are simulated again, op by op."""
+_SMALLEST = 4
+"""So many of those that need least memory are looked around, too."""
 _KEPT = 64
 """Programs whose prediction is remembered; in pass order what becomes the same program is close together."""
 
@@ -113,25 +115,62 @@ def settled() -> Iterator[None]:
 
 
 def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Scores:
-    """Score the whole space, or a sample of it where it is larger than `ENUMERATE_UP_TO`; the best again, op by op."""
+    """Score the whole space; where it is larger than `ENUMERATE_UP_TO`, a sample and what lies around the best; refine the best.
+
+    Around the best means: another technique, or other knobs, in one slot. That is looked through until it finds nothing better.
+    """
     started = time.monotonic()
-    choices: Iterable[Choice] = space if space.size <= ENUMERATE_UP_TO else space.sample(SAMPLE, seed)
-    by_key: dict[str, Scored] = {}
-    unfit: Counter[str] = Counter()
-    n_candidates = n_merged = 0
+    found = _Found(scorer)
     with settled():
+        if space.size <= ENUMERATE_UP_TO:
+            found.add(space)
+        else:
+            found.add(space.sample(SAMPLE, seed))
+            best: list[Choice] = []
+            while best != (best := found.best(goal)):
+                found.add(space.around(best))
+    _refine(found.by_key, scorer, goal)
+    return Scores(found.by_key, dict(found.unfit), len(found.seen), found.n_merged, time.monotonic() - started)
+
+
+class _Found:
+    """What has been scored so far; of equal candidates the simplest is kept."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self.by_key: dict[str, Scored] = {}
+        self.unfit: Counter[str] = Counter()
+        self.seen: set[Choice] = set()
+        self.n_merged = 0
+
+    def add(self, choices: Iterable[Choice]) -> None:
+        """Score those that were not seen yet."""
         for choice in choices:
-            n_candidates += 1
-            scored = scorer.score(choice)
-            if isinstance(scored, Reason):
-                unfit[str(scored)] += 1
+            if choice in self.seen:
                 continue
-            known = by_key.get(scored.key)
-            n_merged += known is not None
+            self.seen.add(choice)
+            scored = self._scorer.score(choice)
+            if isinstance(scored, Reason):
+                self.unfit[str(scored)] += 1
+                continue
+            known = self.by_key.get(scored.key)
+            self.n_merged += known is not None
             if known is None or choice.complexity < known.choice.complexity:
-                by_key[scored.key] = scored
-    _refine(by_key, scorer, goal)
-    return Scores(by_key, dict(unfit), n_candidates, n_merged, time.monotonic() - started)
+                self.by_key[scored.key] = scored
+
+    def best(self, goal: Goal) -> list[Choice]:
+        """With each micro-batch and each kind of technique the best within the budget, and what needs least memory of all.
+
+        One for each kind, as the few best of all are often the same but for a knob.
+        """
+        budget = self._scorer.rewriter.target.budget_bytes
+        best: dict[object, Scored] = {}
+        for each in sorted(self.by_key.values(), key=lambda each: each.rank(goal)):
+            if budget is None or each.prediction.peak_allocated_bytes <= budget:
+                for part in (each.choice.execution, *((one.slot, one.kind) for one in each.choice.techniques), "all"):
+                    best.setdefault(part, each)
+        small = heapq.nsmallest(_SMALLEST, self.by_key.values(), key=lambda each: each.rank("memory"))
+        return list(dict.fromkeys(each.choice for each in (*best.values(), *small)))
 
 
 def _refine(by_key: dict[str, Scored], scorer: Scorer, goal: Goal) -> None:

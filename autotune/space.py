@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ from memtune.search_spaces import PASS_ORDER, SLOTS, did_you_mean, find, kinds, 
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Exactness, Reason, Target, Technique
 
-ENUMERATE_UP_TO = 50_000
-"""Products up to this size are scored whole; of larger ones a sample is."""
-SAMPLE = 20_000
+ENUMERATE_UP_TO = 6_000
+"""Products up to this size are scored whole; of larger ones a sample is, and what lies around its best."""
+SAMPLE = 1_000
 EXECUTION = "execution"
 MICRO_BATCH = "execution.micro_batch"
 COMPILE = ("execution.compile", "execution.compile_backend")
@@ -62,32 +62,44 @@ class Space:
     def sample(self, count: int, seed: int) -> list[Choice]:
         """About `count` different choices drawn with `seed`, in pass order; all of them where there are no more.
 
-        Every combination of kinds with default knobs is among them. What only differs in the last pass is drawn together:
-        it costs no further program.
+        Every pair of kinds is among them with default knobs, and every combination of kinds where those are no more than `count`.
+        What only differs in the last pass is drawn together: it costs no further program.
         """
         if count >= self.size:
             return list(self)
         axes = self._axes()
         block = len(axes[-1])
         drawn = set(random.Random(seed).sample(range(self.size // block), max(1, count // block)))
-        drawn.update(self._default_blocks(axes))
+        drawn.update(self._default_blocks(axes, count))
         return [self._choice(axes, index) for start in sorted(drawn) for index in range(start * block, (start + 1) * block)]
+
+    def around(self, choices: Iterable[Choice]) -> list[Choice]:
+        """What differs from one of `choices` in its execution or in what one slot holds, in pass order, each once."""
+        axes = self._axes()
+        found: set[int] = set()
+        for choice in choices:
+            held = [choice.execution, *(choice.technique(axis[0].slot) for axis in axes[1:])]
+            places = [axis.index(each) for axis, each in zip(axes, held, strict=True)]
+            for at, axis in enumerate(axes):
+                found.update(_number(axes, [*places[:at], other, *places[at + 1 :]]) for other in range(len(axis)))
+        return [self._choice(axes, number) for number in sorted(found)]
 
     def _axes(self) -> list[tuple[Any, ...]]:
         return [self.executions, *self._in_pass_order()]
 
-    def _default_blocks(self, axes: list[tuple[Any, ...]]) -> list[int]:
-        """Numbers of the blocks that hold each combination of kinds with the first knobs of each."""
+    def _default_blocks(self, axes: list[tuple[Any, ...]], count: int) -> Iterator[int]:
+        """Numbers of the blocks that combine kinds, the first knobs of each: all combinations, or all pairs beside defaults."""
         firsts: list[list[int]] = [list(range(len(self.executions)))]
         for techniques in axes[1:-1]:
             firsts.append(list({each.kind: i for i, each in reversed(list(enumerate(techniques)))}.values()))
-        blocks = []
-        for places in itertools.product(*firsts):
-            number = 0
-            for axis, place in zip(axes, places, strict=False):
-                number = number * len(axis) + place
-            blocks.append(number)
-        return blocks
+        if math.prod(map(len, firsts)) <= count:
+            yield from (_number(axes[:-1], places) for places in itertools.product(*firsts))
+            return
+        for at in itertools.combinations(range(len(firsts)), 2):
+            for pair in itertools.product(*(firsts[each] for each in at)):
+                places = [0] * len(firsts)
+                places[at[0]], places[at[1]] = pair
+                yield _number(axes[:-1], places)
 
     def _choice(self, axes: list[tuple[Any, ...]], index: int) -> Choice:
         picked: list[Any] = []
@@ -110,6 +122,14 @@ class Space:
 
     def _in_pass_order(self) -> list[tuple[Technique, ...]]:
         return [self.slots[slot] for slot in PASS_ORDER if slot in self.slots]
+
+
+def _number(axes: Sequence[tuple[Any, ...]], places: Iterable[int]) -> int:
+    """Of the choice that takes from each axis what stands at its place, in the order of the product."""
+    number = 0
+    for axis, place in zip(axes, places, strict=True):
+        number = number * len(axis) + place
+    return number
 
 
 def knob_values(techniques: Iterable[Technique], kind: str) -> dict[str, tuple[Any, ...]]:

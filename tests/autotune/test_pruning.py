@@ -3,12 +3,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from search_world import AXES, rewriter
 
+from memtune.autotune import scoring
 from memtune.autotune.pruning import Pruner
-from memtune.autotune.scoring import Scored, Scorer, Scores, score_all
+from memtune.autotune.scoring import Goal, Scored, Scorer, Scores, score_all
 from memtune.autotune.simulate import Calibration
 from memtune.autotune.space import build_space
 
@@ -87,6 +89,24 @@ def test_equal_candidates_are_merged_and_the_simpler_one_stays():
     assert {"none", "full", "selective"} <= kinds
     assert "every_nth" not in kinds  # with n = 1 it is `full`, which has no knob
     assert len(found.by_key) + found.n_merged + found.n_unfit == found.n_candidates
+
+
+@pytest.mark.parametrize("goal", ["throughput", "memory"])
+def test_a_sample_and_what_lies_around_its_best_hold_the_best_of_all(goal: Goal, monkeypatch: pytest.MonkeyPatch):
+    made = rewriter(budget_bytes=6 * 2**20)
+    space = build_space(made, 8, axes=AXES)
+
+    def best(found: Scores) -> tuple[float, int]:
+        fitting = [each for each in found.by_key.values() if each.prediction.peak_allocated_bytes <= 6 * 2**20]
+        first = min(fitting, key=lambda each: each.rank(goal)).prediction
+        return first.step_s, first.peak_allocated_bytes
+
+    whole = score_all(space, Scorer(made), goal)
+    monkeypatch.setattr(scoring, "ENUMERATE_UP_TO", 0)
+    monkeypatch.setattr(scoring, "SAMPLE", 1)
+    some = score_all(space, Scorer(made), goal)
+    assert some.n_candidates < whole.n_candidates
+    assert best(some) == best(whole)
 
 
 def test_the_best_fitting_are_simulated_op_by_op():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -113,10 +114,33 @@ def test_a_sample_holds_different_choices_of_the_space_and_repeats_by_seed():
 
 def test_a_sample_holds_every_combination_of_kinds_with_default_knobs():
     space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload", "allocator"))
-    drawn = set(space.sample(1, seed=0))
+    combined = [{each.kind: each for each in reversed(some)}.values() for some in space.slots.values()]
+    drawn = set(space.sample(math.prod(map(len, combined)) * len(space.executions), seed=0))
+    assert len(drawn) < space.size
     for execution in space.executions:
-        for kinds in itertools.product(*({each.kind: each for each in reversed(some)}.values() for some in space.slots.values())):
+        for kinds in itertools.product(*combined):
             assert Choice.of(execution, {each.slot: each for each in kinds}) in drawn
+
+
+def test_a_small_sample_holds_every_pair_of_kinds():
+    space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload", "allocator"))
+    drawn = space.sample(1, seed=0)
+    assert len(drawn) < space.size / 3
+    held = [{(each.slot, each.kind) for each in choice.techniques} for choice in drawn]
+    for one, other in itertools.combinations(space.slots, 2):
+        for first, second in itertools.product(space.slots[one], space.slots[other]):
+            wanted = {(each.slot, each.kind) for each in (first, second) if each != null(each.slot)}
+            assert any(wanted <= each for each in held), wanted
+
+
+def test_around_a_choice_is_what_differs_in_one_slot():
+    space = build_space(rewriter(), 8, axes=("execution", "recompute", "offload"))
+    middle = list(space)[space.size // 2]
+    found = space.around([middle])
+    assert len(found) == len(set(found)) == 1 + len(space.executions) - 1 + sum(len(each) - 1 for each in space.slots.values())
+    for each in found:
+        apart = [slot for slot in space.slots if each.technique(slot) != middle.technique(slot)]
+        assert len(apart) + (each.execution != middle.execution) <= 1
 
 
 def test_variants_begin_with_the_defaults():
