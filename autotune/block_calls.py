@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from memtune.program import I32, U8
+from memtune.runtime.own_checkpoint import autograd_sees
 
 
 class _Begun(NamedTuple):
@@ -15,7 +16,7 @@ class _Begun(NamedTuple):
     node: int
     """Autograd's next sequence number."""
     grad: bool
-    """Whether autograd looked on."""
+    """Whether autograd looked on, and no checkpoint of the model's own took what it saved."""
 
 
 class Numbered(NamedTuple):
@@ -38,7 +39,7 @@ class BlockCalls:
         """The call of `block` that begins now: a new one, or in backward the last that began before the node at work."""
         node: Any = torch._C._current_autograd_node()
         if node is None:
-            self._calls.append(_Begun(block, torch._C._autograd._get_sequence_nr(), torch.is_grad_enabled()))
+            self._calls.append(_Begun(block, torch._C._autograd._get_sequence_nr(), autograd_sees()))
             return len(self._calls) - 1
         before = [i for i, call in enumerate(self._calls) if call.block == block and call.node <= node._sequence_nr()]
         return before[-1] if before else -1

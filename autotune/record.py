@@ -166,7 +166,7 @@ class Session:
 
     def _short(self, fold: BlockFold, size: int) -> Short:
         """Forward and backward without the blocks that `fold` leaves out."""
-        tracer = Tracer(self.model, self.optimizer, fold.kept)
+        tracer = Tracer(self.model, self.optimizer, fold.kept, on_cpu=self.target == "cpu")
         with self.entered(), fold.without_blocks():
             batches = [self.batch(size)]
             calls = CallRecorder(tracer, fuse=self.target == "cuda")
@@ -186,7 +186,7 @@ class Session:
     def _whole(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
         if self.compiled is not None:
             self.warm_up(size)
-        tracer = Tracer(self.model, self.optimizer, self.blocks)
+        tracer = Tracer(self.model, self.optimizer, self.blocks, on_cpu=self.target == "cpu")
         with self.entered():
             batches = [self.batch(size) for _ in range(micro_batches)]
             if trace_last and micro_batches > 1:

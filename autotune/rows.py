@@ -90,6 +90,7 @@ class Draft:
         calls: Of the blocks.
         inputs: Call and storage of the blocks' arguments, in order.
         outputs: Storages that the model returned.
+        parts: Storages that were saved in parts, see `Step.written_parts`.
         ready: Gradient → op after which it was in place.
     """
 
@@ -110,6 +111,7 @@ class Draft:
         self.enter, self.leave = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
         self.inputs: dict[tuple[int, int], None] = {}
         self.outputs: set[int] = set()
+        self.parts: set[int] = set()
         self.ready: dict[int, int] = {}
 
     def add(self, size_bytes: int, tier: int, kind: int, producer: int, held: int = int(FOREVER)) -> int:
@@ -194,6 +196,7 @@ class Draft:
             input_storage=np.asarray([storage for _, storage in self.inputs], np.int32),
             landing=np.asarray(list(self.ready), np.int32),
             returned=np.asarray(sorted(self.outputs), np.int32),
+            written_parts=np.asarray(sorted(self.parts), np.int32),
         )
         step.validate()
         return step

@@ -29,8 +29,10 @@ from memtune.autotune.in_place import SUM, is_in_place, number_of
 from memtune.autotune.resizes import watch_resizes
 from memtune.autotune.rows import Draft, Mark
 from memtune.autotune.stand_in import stand_in_for
+from memtune.autotune.untraced import watch_random_states
 from memtune.ops import SEAM, link_of
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
+from memtune.runtime.moved import is_written_part
 from memtune.runtime.op_arguments import group_size, mutated, one_pass_bytes, tensors_in
 from memtune.runtime.tiers import DEVICE, TIERS, current_tier, tier_of_storage
 from memtune.runtime.watching import WatchingMode
@@ -47,6 +49,7 @@ class Tracer(WatchingMode):
         optimizer: Its optimizer; the state it holds at `start` is what a steady-state step begins with.
         blocks: Qualified names of the repeated blocks.
         stand_ins: Whether saved tensors are replaced (rule 2). Off, autograd's and Python's holds are one.
+        on_cpu: The step is to run on CPU, where states of the generator that the model keeps are device memory.
 
     Attributes:
         draft: What is written down.
@@ -55,10 +58,12 @@ class Tracer(WatchingMode):
         composite_from: Op before which a function of `in_place.ADDS_TO_ITS_PRODUCT` began that runs now, -1 outside.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, blocks: list[str], *, stand_ins: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, blocks: list[str], *, stand_ins: bool = True, on_cpu: bool = True
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._optimizer, self._stand_ins = model, optimizer, stand_ins
-        self._blocks = blocks
+        self._blocks, self._on_cpu = blocks, on_cpu
         self.draft = Draft(blocks)
         self.n_state = 0
         self.entered: dict[int, Mark] = {}
@@ -246,11 +251,20 @@ class Tracer(WatchingMode):
         if index is not None and before > 0:
             self.draft.held[index] = len(self.draft.ops) - 1
         if after > 0:
-            op = len(self.draft.ops)
-            row = ("memtune.allocate", *self._stack[-1], int(self.phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1)
-            self.draft.ops.append(row)
-            self.draft.signatures.append("")
+            op = self._allocates(*self._stack[-1], self.phase)
             self._ids[storage._cdata] = self.draft.add(after, Tier.DEVICE, Kind.COMMUNICATION, producer=op)
+
+    def _allocates(self, module: int, call: int, phase: Phase) -> int:
+        """Row of an op that stands for memory that no op makes."""
+        self.draft.ops.append(("memtune.allocate", module, call, int(phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1))
+        self.draft.signatures.append("")
+        return len(self.draft.ops) - 1
+
+    def _asked_for_state(self, state: Tensor) -> None:
+        """The model's own checkpoint keeps the generator's state: some kilobytes that torch allocates without an op."""
+        if not self._paused and current_tier() == DEVICE:
+            op = self._allocates(*self._place(torch._C._autograd._get_sequence_nr() - 1))
+            self._new_storage(state.untyped_storage(), Kind.TEMPORARY, producer=op)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -264,6 +278,8 @@ class Tracer(WatchingMode):
             base = tensor._base if tensor._is_view() else tensor
             if isinstance(base, nn.Parameter) or self.draft.kind[index] == Kind.COMMUNICATION:
                 return tensor
+            if is_written_part(tensor):
+                self.draft.parts.add(index)
             row = len(self.draft.saves)
             call = self._stack[-1][1]
             # An op saves its inputs after its autograd node is made and before it runs, its outputs after it has run.
@@ -325,6 +341,8 @@ class Tracer(WatchingMode):
             for handle in (enter, leave, before, *landed, *called):
                 stack.callback(handle.remove)
             stack.enter_context(watch_resizes(self.resized))
+            if self._on_cpu:
+                stack.enter_context(watch_random_states(self._asked_for_state))
             if self._stand_ins:
                 stack.enter_context(saved)
             stack.enter_context(self)

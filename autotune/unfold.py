@@ -219,6 +219,7 @@ class Unfolding:
             enter=self._ops.seen(step.enter[whose.row].astype(np.int64), whose.copy).astype(np.int32),
             leave=self._ops.seen(step.leave[whose.row].astype(np.int64), whose.copy).astype(np.int32),
             returned=np.sort(self._storages.moved(step.returned.astype(np.int64))).astype(np.int32),
+            written_parts=np.flatnonzero(np.isin(self._gather("storages").row, step.written_parts)).astype(np.int32),
             **columns,
         )
         ops = self._gather("ops")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,6 +63,23 @@ class _Numbers(TorchDispatchMode):
             self._assumed.append(_NUMBERS)
         dtype = args[0].dtype
         return 1.0 if dtype.is_floating_point else True if dtype is torch.bool else 1
+
+
+@contextmanager
+def watch_random_states(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, `note` is told of every state of the CPU's generator that is asked for: tensors that no op makes."""
+    original = torch.get_rng_state
+
+    def get_rng_state() -> Tensor:
+        state = original()
+        note(state)
+        return state
+
+    torch.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = original
 
 
 @contextmanager

@@ -242,6 +242,7 @@ class Edit:
             **self._save_columns(order, renumber),
             landing=_renumbered(self.landing, renumber),
             returned=_renumbered(self._step.returned, renumber),
+            written_parts=_renumbered(self._step.written_parts, renumber),
             enter=order.next(self._step.enter),
             leave=order.moved(self._step.leave),
             input_storage=_renumbered(self._step.input_storage, renumber),

@@ -92,7 +92,7 @@ class Step:
     call_block: I32
     """(c,) the block of each call of a block, calls in forward order; where no block runs twice, call i is of block i."""
     call_grad: U8
-    """(c,) 1 where autograd looked on when the call began."""
+    """(c,) 1 where autograd looked on when the call began, and no checkpoint of the model's own took what it saved."""
     parameters: tuple[Parameter, ...]
 
     # ops, one row each
@@ -144,6 +144,8 @@ class Step:
     """(g,) gradient storages in the order in which autograd put them in place; `ready_after` says when."""
     returned: I32
     """(r,) storages of the tensors that the model's forward returned."""
+    written_parts: I32
+    """(p,) storages that autograd saved in parts while other parts were still written into (`runtime.moved`): they stay."""
 
     @property
     def n_ops(self) -> int:

@@ -126,6 +126,7 @@ def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
     claim_of = {claim.block: claim for claim in claims if claim.fraction > 0}
     recomputed = (step.producer >= 0) & (step.op_phase[step.producer] == Phase.RECOMPUTE)
     claimable = ~recomputed & (step.held_until != FOREVER) & (step.tier == Tier.DEVICE)
+    claimable[step.written_parts] = False
     rows = np.flatnonzero((step.save_block >= 0) & claimable[step.save_storage] & (step.save_until >= step.save_before))
     rows = rows[np.lexsort((step.save_block[rows], step.save_before[rows]))]  # a block's end comes before the next one's start
     least = np.full(len(step.blocks), FOREVER, np.int64)  # (blocks,) bytes of the smallest tensor that moves

@@ -12,7 +12,7 @@ Rule 4. A buffer that the forward changes is put back after the second run. The 
 Rule 5. A kept tensor that is changed in place after it was kept is no longer kept: its op runs again instead.
 Rule 6. A copy to the host holds its source until the next copy is started, the forward of another call of a region ends, that
         of the last region ends, or backward fetches, whichever comes first: one tensor at most is on its way, and when it is
-        freed does not depend on timing. Calls under `no_grad` do not count.
+        freed does not depend on timing. Calls under `no_grad`, or in a checkpoint of the model's own, do not count.
 Rule 7. What goes on to SSD is written from host memory from then on; `runtime.shelf` has the rules of that.
 """
 
@@ -36,7 +36,8 @@ from memtune.runtime.changed_buffers import changed_buffers, only_written
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
 from memtune.runtime.look import Look, Trail, difference
-from memtune.runtime.moved import Entry, Moved, View, id_of
+from memtune.runtime.moved import Entry, Moved, View, id_of, is_written_part
+from memtune.runtime.own_checkpoint import autograd_sees
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.shelf import Shelf
 
@@ -88,8 +89,7 @@ class ActivationTable:
         self.shelf = Shelf(0)
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._on_the_way: tuple[Entry, int] | None = None
-        self._call = 0
-        """Calls of regions that began so far; what is on the way was started in one of them."""
+        self._call = 0  # calls of regions that began so far; what is on the way was started in one of them
         self._undo: list[Callable[[], None]] = []
 
     def claim_recompute(self, index: int, keep: Keep | None = None) -> None:
@@ -130,7 +130,7 @@ class ActivationTable:
         original = region.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not autograd_sees():
                 return original(*args, **kwargs)
             number = self._call = self._call + 1
             frame = _Frame(self, region, original, args, kwargs)
@@ -147,7 +147,7 @@ class ActivationTable:
         def forward(*args: Any, **kwargs: Any) -> Any:
             number = self._call = self._call + 1
             out = original(*args, **kwargs)
-            if torch.is_grad_enabled():
+            if autograd_sees():
                 self._call_ends(region, number)
             return out
 
@@ -193,8 +193,8 @@ class ActivationTable:
         return entry
 
     def lasts(self, tensor: Tensor) -> bool:
-        """`tensor` stays on the device whatever happens here: a parameter, or a buffer of any module."""
-        return isinstance(tensor, nn.Parameter) or id_of(tensor) in self._lasting
+        """`tensor` stays on the device whatever happens here: a parameter, a buffer of any module, a part being written."""
+        return isinstance(tensor, nn.Parameter) or id_of(tensor) in self._lasting or is_written_part(tensor)
 
     def land(self) -> None:
         """Complete the copy that is on its way (Rule 6); what goes on to SSD does so now (Rule 7)."""
@@ -292,9 +292,9 @@ class _Frame:
     def _settle(self) -> None:
         """After the first run: drop what the second will not ask for (Rule 5), let the table move what is left."""
         needed = max(self.wanted, default=-1)
-        asked = {key: kept for key, kept in self.kept.items() if kept.before <= needed}
-        self.kept = {key: kept for key, kept in asked.items() if kept.unchanged()}
-        self.left_out.settle(needed, all_kept=len(self.kept) == len(asked))
+        asked = sum(kept.before <= needed for kept in self.kept.values())
+        self.kept = {key: kept for key, kept in self.kept.items() if kept.before <= needed and kept.unchanged()}
+        self.left_out.settle(needed, all_kept=len(self.kept) == asked)
         if not self.wanted:  # nothing to recompute: the inputs are not needed either
             self._args, self._before = None, {}
             return

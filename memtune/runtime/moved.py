@@ -128,6 +128,15 @@ def id_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_written_part(tensor: Tensor) -> bool:
+    """`tensor` was changed in place and shares its storage with others that autograd does not take for views of it.
+
+    Recurrent cells on CPU split their gates so (`unsafe_chunk`) and write into the parts one by one, some after the first
+    one was saved: a copy of the storage made then has old values of the others.
+    """
+    return tensor._version > 0 and not tensor._is_view() and tensor.nbytes < tensor.untyped_storage().nbytes()
+
+
 def _whole(tensor: Tensor) -> Tensor:
     """All of `tensor`'s storage as one flat tensor."""
     flat = tensor.detach()

@@ -71,6 +71,26 @@ def test_gradients_are_equal_to_the_bit_with_and_without_input_gradient(claim: A
         assert of_input is None or torch.equal(x.grad, of_input)
 
 
+class Gates(nn.Module):
+    """Cells whose gates are parts of one storage, written one by one, some after the first was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTMCell(16, 16), nn.GRUCell(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, cell = self.lstm(x)
+        return self.gru(x, hidden) + cell
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_gates_that_are_written_after_the_first_was_saved_keep_their_values(claim: Any) -> None:
+    x = torch.randn(4, 16)
+    wanted, model = gradients(make(Gates), x), make(Gates)
+    table_on(model, claim)
+    assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
+
+
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
 def test_inputs_that_are_one_tensor_are_one_the_second_time(claim: Any) -> None:
     """Self-attention projects query, key and value at once if they are the same object, else one by one."""

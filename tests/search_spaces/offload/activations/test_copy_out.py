@@ -30,6 +30,23 @@ HALF = CopyOut(kind="copy_out", min_bytes=0, ratio=0.5)
 SSD = CopyOut(kind="copy_out", min_bytes=0, target="ssd", ahead=2)
 
 
+_CELLS = """
+import torch
+from torch import nn
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru = nn.LSTMCell(16, 16), nn.GRUCell(16, 16)
+
+    def forward(self, x):
+        hidden, cell = self.lstm(x)
+        return self.gru(x, hidden) + cell
+
+def model(): return nn.Sequential(Cell(), Cell(), Cell())
+def batch(size): return torch.randn(2 * size, 16)
+def loss(model, batch): return model(batch).square().mean()
+"""
 QUICK = [name if name in ("tied", "lstm") else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
 
 
@@ -49,6 +66,12 @@ class TestCopyOut(TechniqueSuite):
     @pytest.mark.parametrize("model", ZOO)
     def test_composes_with_recompute(self, model: str, recompute: Technique, variant: CopyOut) -> None:
         assert drift(ZOO[model], recompute, variant) == ""
+
+    @pytest.mark.parametrize("recompute", [(), (Selective(kind="selective"),)], ids=["alone", "selective"])
+    def test_gates_saved_in_parts_stay_as_predicted(self, recompute: tuple[Technique, ...], tmp_path: Path) -> None:
+        path = tmp_path / "cells.py"
+        path.write_text(_CELLS)
+        assert drift(path, ALL, *recompute, micro_batch=4) == ""
 
     @pytest.mark.drawn(3)
     @pytest.mark.parametrize("recompute", [Full(kind="full"), Selective(kind="selective")], ids=lambda each: each.kind)
