@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from torch.optim import Optimizer
 from memtune.blocks import expand, find_blocks
 from memtune.config import TunedConfig, check_environment, check_made_for, load_config
 from memtune.errors import ApplyError
+from memtune.runtime import checkpoint
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.audit import audit
+from memtune.runtime.checkpoint import load_full_state_dict
 from memtune.runtime.compiled import compile_regions
 from memtune.runtime.context import Context, Snapshot
+from memtune.runtime.export import export
 from memtune.runtime.loop import LossFunction, train_step
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.state_dict import full_state_dict
@@ -69,6 +73,47 @@ class Tuned:
     def state_dict(self) -> dict[str, Any]:
         """`{"model": ..., "optimizer": ...}` with the keys, shapes and values of the plain model's, whole on every rank."""
         return full_state_dict(self._context)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave under any config, or `{"model": model.state_dict(), "optimizer": ...}` of a plain run.
+
+        Raises:
+            ApplyError: It is one of another model or optimizer: what differs. Nothing has been changed.
+        """
+        load_full_state_dict(self._context, state_dict)
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Write a checkpoint that loads under any other config and without memtune; all ranks call it.
+
+        Each rank writes its own part, in the format of `torch.distributed.checkpoint` and with the keys of torch's
+        `get_state_dict(model, optimizer)` of the plain model.
+
+        Raises:
+            ApplyError: A part of the optimizer's state has no place in the plain model's (8-bit moments of a shard).
+            EnvironmentFault: A rank could not write; the same on all ranks.
+        """
+        checkpoint.save(self._context, folder)
+
+    def load(self, folder: str | PathLike[str]) -> None:
+        """Read a checkpoint that was saved under any config, or without memtune; all ranks call it, each reads its own part.
+
+        Raises:
+            ApplyError: It is one of another model or optimizer: what differs. Nothing has been changed.
+            EnvironmentFault: There is none, or a rank could not read it; the same on all ranks.
+        """
+        checkpoint.load(self._context, folder)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """What `save` writes, for savers of one's own (`torch.distributed.checkpoint.async_save`); tensors are the live ones."""
+        return checkpoint.sharded_state_dict(self._context)
+
+    def export(self, file: str | PathLike[str]) -> None:
+        """Write the full weights in the safetensors format, under their plain names; all ranks call it, rank 0 writes.
+
+        Raises:
+            EnvironmentFault: Rank 0 could not write; the same on all ranks.
+        """
+        export(self._context, file)
 
 
 def apply(

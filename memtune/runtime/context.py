@@ -33,6 +33,7 @@ class Context:
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
         compiled: What runs through torch.compile, if anything does.
+        reloaded: Called when weights and optimizer state have been loaded, by whoever keeps copies of them.
         undo: Closed when `apply` fails: takes back what is done to tensors, which `Snapshot` does not look into.
     """
 
@@ -45,6 +46,7 @@ class Context:
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    reloaded: list[Callable[[], None]] = field(default_factory=list)
     undo: ExitStack = field(default_factory=ExitStack)
     compiled: CompiledModel | None = None
 

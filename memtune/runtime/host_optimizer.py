@@ -54,6 +54,7 @@ class HostOptimizer:
             group["params"] = [self._host_copy(parameter) for parameter in group["params"]]
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         context.represented.update(self._pairs)
+        context.reloaded.append(self._reload)
         self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
         own: Any = self._optimizer.step if self._native is None else self._native_step()
         self._optimizer.step = self._closing(own)  # type: ignore[method-assign]
@@ -130,6 +131,14 @@ class HostOptimizer:
         for value in self._state():  # made inside `tier(HOST)`; where no native ledger noticed (fake tensors), say so
             if value.device.type == "cpu" and tier_of(value) != HOST:
                 mark(value, HOST)
+
+    def _reload(self) -> None:
+        """The device's weights are others, and so is the state, wherever it was read into."""
+        with torch.no_grad():
+            for parameter, host in self._pairs:
+                host.copy_(to_host_now(local(parameter)))
+        for state in self._optimizer.state.values():
+            state.update({name: state_to_host(value) for name, value in state.items()})
 
     def _state(self) -> list[Tensor]:
         return [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]

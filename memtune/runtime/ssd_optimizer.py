@@ -72,6 +72,7 @@ class SsdOptimizer:
             group["params"] = [piece.held for piece in moved]
             self._pieces += moved
         context.represented.update({piece.device: piece.held for piece in self._pieces})
+        context.reloaded.append(self._reload)
         step = MethodType(Optimizer.profile_hook_step(self._step()), self._optimizer)
         self._optimizer.step = step  # type: ignore[method-assign]
 
@@ -147,6 +148,18 @@ class SsdOptimizer:
             if value is None or value.untyped_storage()._cdata != own.untyped_storage()._cdata:
                 host.zero_() if value is None else host.copy_(value)
                 state[name] = own
+
+    @torch.no_grad()
+    def _reload(self) -> None:
+        """The device's weights are others, and the state that was read is not on SSD yet."""
+        for piece in self._pieces:
+            host = torch.ops.memtune.from_ssd(piece.ssd)
+            transfer.finish(host)
+            weight, *moments = piece.parts(host)
+            weight.copy_(to_host_now(local(piece.device)))
+            self._adopt(piece, self._optimizer.state[piece.held], moments)
+            torch.ops.memtune.write_ssd_(piece.ssd, host)
+            transfer.written(piece.ssd)
 
     def check(self) -> dict[str, Any]:
         """Bytes on SSD.

@@ -2,13 +2,65 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from memtune.errors import ApplyError
 from memtune.runtime.context import Context
 from memtune.runtime.tree import local
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an optimizer holds in place of a parameter of the model."""
+
+    name: str
+    """Of the model's parameter."""
+    held: nn.Parameter
+    """The optimizer's: the model's own, this rank's rows of it, or a host copy of either."""
+    layout: nn.Parameter
+    """The parameter on the device that `held` is, or is a host copy of: a DTensor where it is divided."""
+
+    def divided(self, value: Any) -> Any:
+        """A state tensor of this parameter, as the DTensor that it is this rank's part of; itself where nothing is divided.
+
+        Raises:
+            ApplyError: It belongs to a divided parameter and is of another shape, so that nothing says where it belongs.
+        """
+        if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.dim() or not isinstance(self.layout, DTensor):
+            return value
+        part = local(self.layout)
+        if value.shape != part.shape:
+            raise ApplyError(
+                f"The optimizer's state of {self.name} is stored in a form that belongs to these ranks alone.",
+                evidence=f"A tensor of shape {tuple(value.shape)} for {tuple(part.shape)} divided weights.",
+                fix="offload: {states: {kind: optimizer_cpu, moments: float32}}", code="MT372",
+            )  # fmt: skip
+        return self.part(value.to(part.device))
+
+    def part(self, rows: Tensor) -> DTensor:
+        """`rows`, laid out as this rank's part of the parameter."""
+        layout = self.layout
+        assert isinstance(layout, DTensor)
+        mesh, placements = layout.device_mesh, layout.placements
+        return DTensor.from_local(rows, mesh, placements, run_check=False, shape=layout.shape, stride=layout.stride())
+
+
+def held_parameters(context: Context) -> list[Held]:
+    """What the optimizer holds, in the order in which its state dict counts; the name is empty where it is not the model's."""
+    of: dict[int, Held] = {}
+    for name, parameter in context.model.named_parameters():
+        held = layout = parameter
+        while held in context.represented:
+            held, before = context.represented[held], held
+            layout = held if isinstance(held, DTensor) or not isinstance(before, DTensor) else before
+        of[id(held)] = Held(name, held, layout)
+    flat = [parameter for group in context.optimizer.param_groups for parameter in group["params"]]
+    return [of.get(id(parameter)) or Held("", parameter, parameter) for parameter in flat]
 
 
 def full_state_dict(context: Context) -> dict[str, Any]:
@@ -16,41 +68,17 @@ def full_state_dict(context: Context) -> dict[str, Any]:
 
     On several ranks all must call it: sharded tensors are gathered.
     """
-    return {
-        "model": {name: _whole(value) for name, value in context.model.state_dict().items()},
-        "optimizer": _optimizer_state(context),
-    }
-
-
-def _optimizer_state(context: Context) -> dict[str, Any]:
+    model = context.model.state_dict()  # first: FSDP2 then divides what a forward has left gathered
     plain = context.optimizer.state_dict()
-    devices = {id(host): device for device, host in context.represented.items()}
-    held = [parameter for group in context.optimizer.param_groups for parameter in group["params"]]
+    held = held_parameters(context)
     plain["state"] = {
-        index: {name: _like(value, held[index], devices.get(id(held[index]))) for name, value in state.items()}
+        index: {name: whole(held[index].divided(value)) for name, value in state.items()}
         for index, state in plain["state"].items()
     }
-    return plain
+    return {"model": {name: whole(value) for name, value in model.items()}, "optimizer": plain}
 
 
-def _like(value: Any, parameter: nn.Parameter, device_parameter: nn.Parameter | None) -> Any:
-    """A state tensor of `parameter`; a host shard becomes a shard of its device parameter's layout first."""
-    is_host_shard = isinstance(value, Tensor) and not hasattr(value, "full_tensor")
-    if is_host_shard and device_parameter is not None and value.shape == parameter.shape:
-        placements = getattr(device_parameter, "placements", None)
-        if placements is not None:
-            from torch.distributed.tensor import DTensor
-
-            value = DTensor.from_local(
-                value.to(local(device_parameter).device),
-                device_parameter.device_mesh,  # type: ignore[attr-defined]
-                placements,
-                shape=device_parameter.shape,
-                stride=device_parameter.stride(),
-            )
-    return _whole(value)
-
-
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
+    """A divided tensor gathered from all its ranks; anything else as it is."""
     with torch.no_grad():
-        return value.full_tensor() if hasattr(value, "full_tensor") else value
+        return value.full_tensor() if isinstance(value, DTensor) else value

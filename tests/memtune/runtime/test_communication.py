@@ -97,10 +97,24 @@ def whole(tensor: Any) -> Tensor:
     return full.detach().clone()
 
 
-def overwritten(communication: dict[str, Any], *, between: bool) -> list[Tensor]:
-    """Gradients where every shard is written to after a step, or after a forward and before its backward."""
+def overwritten(communication: dict[str, Any], *, between: bool, folder: str = "") -> list[Tensor]:
+    """Gradients where every shard is written to after a step, or after a forward and before its backward.
+
+    With a `folder` what is written comes from a checkpoint in it.
+    """
     found = tuned(communication)
     found.step([batch(0)])
+    if folder:
+        name = f"{folder}/{communication['kind']}"
+        found.save(name)
+        found.step([batch(2)])
+        if not between:
+            found.load(name)
+        value = loss(found.model, batch(1))
+        if between:
+            found.load(name)
+        value.backward()
+        return [whole(p.grad) for p in found.model.parameters() if p.grad is not None]
     state = {name: value + 0.25 for name, value in found.model.state_dict().items()}
     if not between:
         found.model.load_state_dict(state)
@@ -111,10 +125,11 @@ def overwritten(communication: dict[str, Any], *, between: bool) -> list[Tensor]
     return [whole(p.grad) for p in found.model.parameters() if p.grad is not None]
 
 
-def stale() -> dict[str, dict[str, list[Tensor]]]:
+def stale(folder: str) -> dict[str, dict[str, list[Tensor]]]:
     out = {
-        when: {kind: overwritten(SETTINGS[kind], between=between) for kind in ("plain", "hpz")}
+        f"{when}{how}": {kind: overwritten(SETTINGS[kind], between=between, folder=where) for kind in ("plain", "hpz")}
         for when, between in (("after a step", False), ("before backward", True))
+        for how, where in (("", ""), (", loaded", f"{folder}/{when}"))
     }
     with patch.object(Gather, "_versions", lambda self: ()):  # the defect: nobody notices the write
         out["defect"] = {"hpz": overwritten(SETTINGS["hpz"], between=True)}
@@ -137,9 +152,9 @@ def refused(communication: dict[str, Any], states: dict[str, Any]) -> str:
     return "no error"
 
 
-def everything() -> dict[str, Any]:
+def everything(folder: str) -> dict[str, Any]:
     out: dict[str, Any] = {name: trained(how) for name, how in SETTINGS.items()}
-    out |= {"stale": stale(), "evaluated": evaluated()}
+    out |= {"stale": stale(folder), "evaluated": evaluated()}
     out["two copies"] = trained_on_copies()
     out["ddp"] = refused(SETTINGS["hpz"], {"kind": "ddp"})
     return out
@@ -152,8 +167,8 @@ def trained_on_copies() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(everything, RANKS, deadline_s=900)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(everything, RANKS, str(tmp_path_factory.mktemp("checkpoints")), deadline_s=900)
 
 
 # -- what must be true --------------------------------------------------------------------------------------------
@@ -234,7 +249,7 @@ def test_bytes_on_each_class_of_link_are_the_formula(ranks: list[Any]) -> None:
         assert bytes_of["hierarchical"] == (forward, added(backward, reduced))
 
 
-@pytest.mark.parametrize("when", ["after a step", "before backward"])
+@pytest.mark.parametrize("when", [f"{when}{how}" for when in ("after a step", "before backward") for how in ("", ", loaded")])
 def test_no_backward_is_served_by_weights_of_before_a_write(ranks: list[Any], when: str) -> None:
     for rank in ranks:
         found = rank["stale"][when]

@@ -1,0 +1,290 @@
+"""Checkpoints in plain full names, of which every rank writes and reads its own part.
+
+Four rules:
+
+1. A checkpoint is what torch's `get_state_dict(model, optimizer)` gives for the plain model, written by
+   `torch.distributed.checkpoint`: `model.<name>`, `optim.state.<name>.<what>`, `optim.param_groups`. Each side reads the other's.
+2. What is divided is a DTensor over the ranks that divide it. What several ranks hold is written by one of them, and no rank
+   ever holds more of a divided tensor than its part.
+3. Nothing is changed before names, shapes and parameter groups are known to fit, the same on all ranks.
+4. What is read reaches the model through its own `load_state_dict`, the optimizer through its own; what keeps copies of either
+   (an optimizer on the host) is told, and takes them anew.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_all
+from torch.distributed.checkpoint.state_dict_saver import save as write_all
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from memtune.errors import ApplyError, EnvironmentFault
+from memtune.runtime.context import Context
+from memtune.runtime.state_dict import Held, held_parameters
+from memtune.runtime.tree import local
+
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a whole tensor."""
+_STATE, _GROUPS = "optim.state.", "optim.param_groups."
+
+
+def sharded_state_dict(context: Context) -> dict[str, Any]:
+    """`{"model": ..., "optim": ...}` of rule 1; tensors are the live ones.
+
+    Raises:
+        ApplyError: A part of the optimizer's state has no name or place in the plain model.
+    """
+    model, held = _model(context), _named(context)
+    plain = context.optimizer.state_dict()
+    state = {held[i].name: {what: held[i].divided(value) for what, value in of.items()} for i, of in plain["state"].items()}
+    groups = [{**group, "params": [held[i].name for i in group["params"]]} for group in plain["param_groups"]]
+    return {"model": model, "optim": {"state": state, "param_groups": groups}}
+
+
+def save(context: Context, folder: str | PathLike[str]) -> None:
+    """Write a checkpoint; all ranks call it.
+
+    Raises:
+        ApplyError: As `sharded_state_dict`.
+        EnvironmentFault: A rank could not write; `folder` holds no checkpoint then.
+    """
+    state = sharded_state_dict(context)
+    with suppress(FileNotFoundError):
+        if not _rank():
+            Path(folder, ".metadata").unlink()  # from here on the folder holds no checkpoint, until the new one is whole
+    _collectively("written to", folder, lambda: write_all(state, checkpoint_id=str(folder), no_dist=_alone()))
+
+
+def load(context: Context, folder: str | PathLike[str]) -> None:
+    """Read a checkpoint written under any sharding, or by a script without memtune; all ranks call it.
+
+    Raises:
+        ApplyError: It is one of another model or optimizer: what differs. Nothing has been changed.
+        EnvironmentFault: It cannot be read; where files are missing or cut off, weights may have been overwritten.
+    """
+    described = _describe(folder)
+    model, held = _model(context), _named(context)
+    forms = {key: (tuple(m.size), m.properties.dtype) for key, m in described.items() if isinstance(m, TensorStorageMetadata)}
+    _require_fit(model, held, {key: forms.get(key, ((), None)) for key in described})
+    groups = [dict.fromkeys(keys) for keys in _options(described)]
+    tensors = {key: torch.empty(*forms[key][:1], dtype=forms[key][1]) for key in forms if key.startswith(_GROUPS)}
+    for key, value in tensors.items():
+        index, _, option = key.removeprefix(_GROUPS).partition(".")
+        groups[int(index)][option] = value
+    _read(folder, {"optim": {"param_groups": groups}})
+    _require_groups(context, held, groups)
+    state = _empty_state(held, {key: form for key, form in forms.items() if key.startswith(_STATE)})
+    wanted: dict[str, Any] = {"model": model}
+    if state:
+        wanted["optim"] = {"state": state}
+    _read(folder, wanted)
+    context.model.load_state_dict(model)
+    _give_optimizer(context, held, state, groups)
+
+
+def load_full_state_dict(context: Context, state_dict: Mapping[str, Any]) -> None:
+    """Load `{"model": ..., "optimizer": ...}` as the plain model and optimizer give it; each rank cuts out its part.
+
+    Raises:
+        ApplyError: It is one of another model or optimizer: what differs. Nothing has been changed.
+    """
+    model, held = _model(context), _named(context)
+    whole, optimizer = state_dict["model"], state_dict["optimizer"]
+    numbers = [index for group in optimizer["param_groups"] for index in group["params"]]
+    name_of = {index: each.name for index, each in zip(numbers, held, strict=False)}
+    values = {
+        f"{_STATE}{name_of.get(index, index)}.{what}": value
+        for index, of in optimizer["state"].items()
+        for what, value in of.items()
+    }
+    described = {f"model.{name}": value for name, value in whole.items()} | values
+    _require_fit(model, held, {key: _form(value) for key, value in described.items()})
+    groups = [{**group, "params": [name_of.get(index, "") for index in group["params"]]} for group in optimizer["param_groups"]]
+    _require_groups(context, held, groups)
+    state: dict[str, dict[str, Any]] = {}
+    by_name = {each.name: each for each in held}
+    for key, value in values.items():
+        name, _, what = key.removeprefix(_STATE).rpartition(".")
+        state.setdefault(name, {})[what] = _cut_for(by_name[name], value)
+    with torch.no_grad():
+        for name, value in model.items():
+            if isinstance(value, Tensor):
+                local(value).copy_(_part(whole[name], value))
+            else:
+                model[name] = whole[name]
+    context.model.load_state_dict(model)
+    _give_optimizer(context, held, state, groups)
+
+
+# -- what must fit ---------------------------------------------------------------------------------------------------------
+
+
+def _model(context: Context) -> dict[str, Any]:
+    """The model's state, divided where it is; asked for first, since FSDP2 then divides what a forward has left gathered."""
+    state: dict[str, Any] = context.model.state_dict()
+    return state
+
+
+def _named(context: Context) -> list[Held]:
+    held = held_parameters(context)
+    nameless = [each.held for each in held if not each.name]
+    if nameless:
+        raise ApplyError(
+            f"The optimizer updates a tensor of shape {tuple(nameless[0].shape)} that is no parameter of the model.",
+            fix="make it a parameter of the model", code="MT374",
+        )  # fmt: skip
+    return held
+
+
+def _form(value: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), None)
+
+
+def _require_fit(model: Mapping[str, Any], held: list[Held], found: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
+    """Rule 3: `found` by key of rule 1, with shapes."""
+    there = {key.removeprefix("model."): form for key, form in found.items() if key.startswith("model.")}
+    problems = [f"{name} is missing" for name in model if name not in there]
+    problems += [f"{name} is not in the model" for name in there if name not in model]
+    problems += [
+        f"{name} has shape {tuple(value.shape)} here and {there[name][0]} there"
+        for name, value in model.items()
+        if name in there and isinstance(value, Tensor) and tuple(value.shape) != there[name][0]
+    ]
+    names = {each.name for each in held}
+    states = {key.removeprefix(_STATE).rpartition(".")[0] for key in found if key.startswith(_STATE)}
+    problems += [f"the optimizer's state of {name} belongs to nothing here" for name in sorted(states - names)]
+    _refuse(problems)
+
+
+def _require_groups(context: Context, held: list[Held], groups: list[dict[str, Any]]) -> None:
+    names = iter(held)
+    here = [[next(names).name for _ in group["params"]] for group in context.optimizer.param_groups]
+    there = [list(group["params"]) for group in groups]
+    if [sorted(each) for each in here] != [sorted(each) for each in there]:
+        sizes = f"of {[len(each) for each in here]} parameters here and {[len(each) for each in there]} there"
+        _refuse([f"the optimizer's parameter groups differ: groups {sizes}"])
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ApplyError(
+            "The checkpoint is not one of this model and optimizer.",
+            evidence=f"{'; '.join(problems[:3])}{more}.",
+            fix="build the model and optimizer as they were when it was saved", code="MT371",
+        )  # fmt: skip
+
+
+# -- tensors to read into --------------------------------------------------------------------------------------------------
+
+
+def _empty_state(held: list[Held], forms: Mapping[str, Form]) -> dict[str, dict[str, Tensor]]:
+    state: dict[str, dict[str, Tensor]] = {}
+    by_name = {each.name: each for each in held}
+    for key, (shape, dtype) in forms.items():
+        name, _, what = key.removeprefix(_STATE).rpartition(".")
+        layout = by_name[name].layout
+        if shape and shape == tuple(layout.shape):
+            rows = torch.empty_like(local(layout.detach()), dtype=dtype)
+            value = by_name[name].part(rows) if isinstance(layout, DTensor) else rows
+        else:
+            value = torch.empty(shape, dtype=dtype)
+        state.setdefault(name, {})[what] = value
+    return state
+
+
+def _cut_for(held: Held, value: Any) -> Any:
+    """A state tensor of the plain optimizer, or this rank's part of it."""
+    if not isinstance(value, Tensor):
+        return value
+    layout = held.layout
+    if isinstance(layout, DTensor) and value.dim() and value.shape == layout.shape:
+        return held.part(_part(value, layout).to(local(layout).device, copy=True))
+    return value.clone()
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank has whole."""
+    if not isinstance(like, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    for dim, (length, first) in enumerate(zip(shape, offset, strict=True)):
+        whole = whole.narrow(dim, min(first, whole.shape[dim]), length)
+    return whole
+
+
+def _give_optimizer(context: Context, held: list[Held], state: dict[str, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    indexed = {
+        index: {what: _for_holder(each, value) for what, value in state[each.name].items()}
+        for index, each in enumerate(held)
+        if each.name in state
+    }
+    numbers = iter(range(len(held)))
+    mine = context.optimizer.param_groups
+    options = [{**g, "params": [next(numbers) for _ in m["params"]]} for g, m in zip(groups, mine, strict=True)]
+    context.optimizer.load_state_dict({"state": indexed, "param_groups": options})
+    for reload in context.reloaded:
+        reload()
+
+
+def _for_holder(held: Held, value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) and not isinstance(held.held, DTensor) else value
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+
+def _describe(folder: str | PathLike[str]) -> dict[str, Any]:
+    if not Path(folder, ".metadata").is_file():
+        raise EnvironmentFault(
+            f"There is no checkpoint in {folder}.", evidence="It has no file .metadata, which is written last.",
+            fix="the folder that was given to save", code="MT373",
+        )  # fmt: skip
+    metadata = FileSystemReader(str(folder)).read_metadata()
+    return dict(metadata.state_dict_metadata)
+
+
+def _options(described: Mapping[str, Any]) -> list[list[str]]:
+    """Names of the options of each parameter group."""
+    keys = [key.removeprefix(_GROUPS).split(".", 1) for key in described if key.startswith(_GROUPS)]
+    count = 1 + max((int(index) for index, _ in keys), default=-1)
+    return [[option for index, option in keys if int(index) == each] for each in range(count)]
+
+
+def _read(folder: str | PathLike[str], wanted: dict[str, Any]) -> None:
+    _collectively("read from", folder, lambda: read_all(wanted, checkpoint_id=str(folder), no_dist=_alone()))
+
+
+def _collectively(what: str, folder: str | PathLike[str], call: Any) -> None:
+    """Errors of any rank are errors of all: torch tells every rank."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to.*")
+            call()
+    except CheckpointException as failed:
+        rank, (error, _) = min(failed.failures.items())
+        raise EnvironmentFault(
+            f"The checkpoint could not be {what} {folder}.", evidence=f"Rank {rank}: {type(error).__name__}: {error}",
+            fix="space, permissions, and a folder that all ranks see", code="MT373",
+        ) from failed  # fmt: skip
+
+
+def _alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized())
+
+
+def _rank() -> int:
+    return 0 if _alone() else dist.get_rank()
