@@ -110,9 +110,9 @@ def rewritten_by(plan: Plan, program: Program) -> Program:
     return program.with_step(run_schedule(program.step, region, schedule))
 
 
-def install_schedule(plan: Plan, context: Context) -> None:
+def install_schedule(plan: Plan, context: Context, *, made_by: str = "planned") -> None:
     """Put the executor of the plan's schedule in the place of the model's forward; the audit asks whether it ran."""
-    region = FrozenRegion(context.model, _schedule(plan), context.device)
+    region = FrozenRegion(context.model, _schedule(plan, made_by), context.device)
     region.install()
     context.checks["recompute"] = lambda: check_schedule(region)
 
@@ -132,9 +132,9 @@ def explained_schedule(plan: Plan) -> tuple[str, ...]:
 _SEARCH = "memtune search  writes it with the config; or choose recompute: {kind: full}"
 
 
-def _schedule(plan: Plan) -> Schedule:
+def _schedule(plan: Plan, made_by: str = "planned") -> Schedule:
     try:
-        return Schedule.from_plain(plan.decisions["schedule"], made_by="planned")
+        return Schedule.from_plain(plan.decisions["schedule"], made_by=made_by)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ApplyError(
             "this recompute technique needs a plan: its schedule.",

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from memtune.passes.recompute import recompute_blocks
+from pydantic import Field
+
+from memtune.errors import ApplyError
+from memtune.op_costs import op_costs
+from memtune.passes.region import region_of
+from memtune.passes.schedule import run_schedule
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._attention import (
-    claim_attention_once,
-    record_attention_once,
-    why_not_attention_once,
-)
-from memtune.search_spaces.recompute._keeps import is_attention
+from memtune.search_spaces.recompute._boundaries import Boundaries, boundaries_of
+from memtune.search_spaces.recompute._dynamic import cannot_freeze
+from memtune.search_spaces.recompute._fits import no_attention
+from memtune.search_spaces.recompute._schedules import install_schedule, rewritten_by
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
 class AttentionBoundary(Technique):
-    """Trades one hidden state and one log-sum-exp per block for attention's second forward, which `full` would run.
+    """Trades one hidden state per block for a second run of all but attention: what a block keeps is attention's output.
 
     DistFlashAttn moves the cuts of checkpointing from the blocks' edges to attention's outputs, so that a region is output
-    projection, MLP, norm and the next block's q, k and v. What backward has at hand is the same as under `attention_output`:
-    attention's output and log-sum-exp, and the residual stream, without which no region can be rebuilt (x + f(attention) needs
-    x). The ops that run again are the same too; only the order in which they are grouped is not. So both are one mechanism and
-    one candidate. Per block that is two hidden states and the log-sum-exp against one hidden state under `full`; the published
-    count of one leaves the residual stream out.
+    projection, MLP, norm and the next block's q, k and v. `attention_output` keeps the residual stream beside attention's output,
+    two hidden states per block; here what enters every k-th region stays, and is rebuilt in between (`_boundaries.py`, Rules 1
+    to 3). Regions cross the blocks' edges, so a frozen schedule takes the place of the model's forward and backward.
 
-    Distinguishing test: attention's forward runs once per block and step; a block holds what attention_output's does, to the
-    byte.
+    Distinguishing test: attention's forward runs once per block and step; with k = L, all that L blocks keep is L outputs and
+    log-sum-exps of attention, to the byte.
     """
 
     kind: Literal["attention_boundary"] = "attention_boundary"
@@ -35,20 +36,49 @@ class AttentionBoundary(Technique):
     title: ClassVar[str] = "Recompute from attention to attention"
     source: ClassVar[str] = "Li et al. 2024, DistFlashAttn, arXiv:2310.03294, rematerialization-aware checkpointing"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    eager_only: ClassVar[str] = "it sees which op runs through a dispatch mode"
+    eager_only: ClassVar[str] = "a schedule takes the place of the model's own code, compiled or not"
+
+    residual_every: Annotated[int, Field(ge=1)] | None = None
+    """The residual stream is kept at every so many attentions and rebuilt between: more keeps less and rebuilds more at once.
+    Left out: the square root of their number, which needs the least."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks with fused attention that do not change their input, in eager mode."""
-        return why_not_attention_once(program, target)
+        """Needs blocks with fused attention, and a model whose ops do not depend on its data, by itself on one rank."""
+        if not program.step.blocks:
+            return Reason("the model has no blocks to recompute", "say which they are: def blocks(model) in model.py")
+        reason = no_attention(program.step) or cannot_freeze(program, target)
+        if reason is not None:
+            return reason
+        found = boundaries_of(program.step, self.residual_every)
+        return Reason(found, "recompute: {kind: attention_output}") if isinstance(found, str) else None
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """The schedule, with what it comes to."""
+        step, found, region = program.step, boundaries_of(program.step, self.residual_every), region_of(program.step)
+        if not isinstance(found, Boundaries) or isinstance(region, str):
+            raise ApplyError(
+                "recompute: {kind: attention_boundary} cannot cut this model.", evidence=f"{found}.",
+                fix="recompute: {kind: attention_output}", code="MT316",
+            )  # fmt: skip
+        op_s = op_costs(step, target.hardware).op_s[region.rows]
+        return Plan(
+            decisions={
+                "schedule": found.schedule.to_plain(),
+                "residual_every": found.every,
+                "kept_bytes": int(region.bytes[list(found.kept)].sum()),
+                "peak_bytes": run_schedule(step, region, found.schedule).peak_bytes(),
+                "again_s": round(float(op_s[found.schedule.computes()].sum() - op_s.sum()), 9),
+            }
+        )
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Every block runs again in backward, but for its attention."""
-        return program.with_step(recompute_blocks(program.step, list(range(len(program.step.blocks))), is_attention))
+        """The model's ops in the order of the schedule."""
+        return rewritten_by(plan, program)
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Claim every block in the activation table, with attention's outputs to keep."""
-        claim_attention_once(context)
+        """Put the executor of the schedule in the place of the model's forward; the audit asks whether it ran."""
+        install_schedule(plan, context, made_by=self.kind)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """As `attention_output`: one candidate."""
-        return record_attention_once()
+        """Where the regions are cut."""
+        return {"activations.recompute": {"regions": "attention", "residual_every": self.residual_every}}

@@ -7,11 +7,7 @@ from typing import Any, ClassVar, Literal
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._attention import (
-    claim_attention_once,
-    record_attention_once,
-    why_not_attention_once,
-)
+from memtune.search_spaces.recompute._fits import no_attention, why_not
 from memtune.search_spaces.recompute._keeps import is_attention
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -34,7 +30,7 @@ class AttentionOutput(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks with fused attention that do not change their input, in eager mode."""
-        return why_not_attention_once(program, target)
+        return why_not(program.step, target.compiled, is_attention) or no_attention(program.step)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Every block runs again in backward, but for its attention."""
@@ -42,8 +38,9 @@ class AttentionOutput(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim every block in the activation table, with attention's outputs to keep."""
-        claim_attention_once(context)
+        for region in context.activations.regions:
+            context.activations.claim_recompute(region.index, is_attention)
 
     def record(self, target: Target) -> dict[str, Any]:
         """All blocks; attention kept inside them."""
-        return record_attention_once()
+        return {"activations.recompute": {"every": 1, "keep": "attention"}}

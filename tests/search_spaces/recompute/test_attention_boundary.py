@@ -1,4 +1,4 @@
-"""Regions from attention to attention: attention runs once, and what is kept is what attention_output keeps."""
+"""Regions from attention to attention: attention runs once, and a block keeps attention's output alone."""
 
 from __future__ import annotations
 
@@ -8,45 +8,77 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_paths import ZOO
 
-from memtune._apply import apply
+from memtune._apply import Tuned, apply
+from memtune.errors import ApplyError
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute._keeps import is_attention
 from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
 from memtune.search_spaces.recompute.attention_output import AttentionOutput
 from memtune.search_spaces.recompute.full import Full
-from memtune.testing import TechniqueSuite, compare, rewritten
-from memtune.testing.drift import plain_program, target_of
-from memtune.testing.training import build, settings_of
+from memtune.testing import TechniqueSuite, rewritten
+from memtune.testing.drift import plain_program, recorded, target_of
+from memtune.testing.training import build, config_of, settings_of
 
 LAYERS = {"gpt": 4, "hf_llama": 3}
+HIDDEN, LOG_SUM_EXP = 2 * 32 * 64 * 4, 2 * 4 * 32 * 4  # gpt: (micro-batch, sequence, width) and (…, heads, sequence), float32
 
 
 class TestAttentionBoundary(TechniqueSuite):
     technique = AttentionBoundary
     models: ClassVar = {name: ZOO[name] for name in LAYERS}
+    variants = (AttentionBoundary(residual_every=3),)
     quick = ("gpt",)
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        del vars(tuned._context.model)["forward"]
+        return True
 
     @pytest.mark.parametrize("model", LAYERS)
     def test_attention_runs_once_per_block(self, model: str) -> None:
         workload, module, optimizer = build(ZOO[model])
-        apply(module, optimizer, {"settings": settings_of(self.default())}, strict=False)
-        batch = workload.make_batch(2)
+        tuned = apply(module, optimizer, config_of(ZOO[model], self.default()), strict=False)
+        workload.loss(module, workload.make_batch(2)).backward()  # captures, too
         with _Counter() as counter:
-            workload.loss(module, batch).backward()
+            workload.loss(module, workload.make_batch(2)).backward()
         assert counter.count == LAYERS[model]
+        assert tuned.audit()
 
-    def test_it_is_one_candidate_with_attention_output(self) -> None:
-        other = AttentionOutput(kind="attention_output")
-        assert self.default().record(target_of()) == other.record(target_of())
-        assert compare(rewritten(ZOO["gpt"], self.default()), rewritten(ZOO["gpt"], other)) == ""
+    @pytest.mark.parametrize(("every", "residuals"), [(1, 3), (None, 1), (3, 1), (4, 0)])
+    def test_blocks_keep_outputs_of_attention_and_every_kth_residual(self, every: int | None, residuals: int) -> None:
+        technique = AttentionBoundary(residual_every=every)
+        plan = technique.plan(plain_program(ZOO["gpt"]), target_of(technique))
+        assert plan.decisions["kept_bytes"] == 4 * (HIDDEN + LOG_SUM_EXP) + residuals * HIDDEN
 
-    def test_a_block_keeps_the_residual_stream_attentions_output_and_its_log_sum_exp(self) -> None:
-        full, mine = rewritten(ZOO["gpt"], Full(kind="full")), rewritten(ZOO["gpt"], self.default())
-        hidden, log_sum_exp = 2 * 32 * 64 * 4, 2 * 4 * 32 * 4  # (micro-batch, sequence, width) and (…, heads, sequence), float32
-        assert [full.saved_bytes(block) for block in range(4)] == [hidden] * 4
-        assert [mine.saved_bytes(block) for block in range(4)] == [2 * hidden + log_sum_exp] * 4
+    def test_without_residuals_forward_ends_with_a_tenth_more_than_full(self) -> None:
+        """What is live when the loss is computed, as recorded from the running model: attention's outputs in place of inputs."""
+        full, twice, mine = (
+            _live_after_forward(technique) for technique in (Full(), AttentionOutput(), AttentionBoundary(residual_every=4))
+        )
+        assert twice - full == 4 * (HIDDEN + LOG_SUM_EXP)
+        assert mine - full <= 0.1 * 4 * HIDDEN
 
-    def test_blocks_without_fused_attention_are_refused(self) -> None:
-        assert "not fused" in str(self.default().fits(plain_program(ZOO["moe"]), target_of()))
+    def test_the_plan_says_the_peak(self) -> None:
+        technique = self.default()
+        plan = technique.plan(plain_program(ZOO["gpt"]), target_of(technique))
+        assert plan.decisions["peak_bytes"] == recorded(ZOO["gpt"], technique).peak_bytes()
+        assert plan.decisions["peak_bytes"] <= rewritten(ZOO["gpt"], AttentionOutput()).peak_bytes()
+
+    def test_refusals_name_the_reason(self) -> None:
+        technique = self.default()
+        assert "not fused" in str(technique.fits(plain_program(ZOO["moe"]), target_of()))
+        assert "no attention" in str(technique.fits(plain_program(ZOO["lora"]), target_of()))
+        assert "copy_out" in str(technique.fits(plain_program(ZOO["gpt"]), target_of(technique, CopyOut())))
+
+    def test_without_a_plan_nothing_is_applied(self) -> None:
+        _, model, optimizer = build(ZOO["gpt"])
+        with pytest.raises(ApplyError, match="needs a plan"):
+            apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)
+        assert "forward" not in vars(model)
+
+
+def _live_after_forward(technique: Any) -> int:
+    step = recorded(ZOO["gpt"], technique)
+    return int(step.live_bytes()[int(step.leave[-1])])
 
 
 class _Counter(TorchDispatchMode):
