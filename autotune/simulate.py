@@ -182,7 +182,8 @@ def simulate(
 
     Peak reserved on CUDA: at the events level, under the settings of an `allocator`, its replay of several steps that nothing
     presses; else small and large requests each keep the segments of their own peak, since cached blocks never change pools, and
-    fragmentation within a pool is not modelled. On CPU reserved is allocated.
+    fragmentation within a pool is not modelled. On CPU reserved is allocated, but for
+    memtune's own allocator, which is replayed.
 
     Raises:
         ValueError: A column of a step is broken.
@@ -341,7 +342,7 @@ def _interval(peak: int, reserved: int, time: _Time, calibration: Calibration) -
 
 
 def _reserved_bytes(run: _Run, hardware: Hardware, allocator: AllocatorSettings | None) -> int:
-    if hardware.device == "cpu":
+    if hardware.device == "cpu" and (allocator is None or allocator.arena is None):
         return run.live.peak_bytes[Tier.DEVICE]
     if allocator is not None:
         return replay(event_stream(run.step, _ALLOCATOR_STEPS), allocator, None).peak_reserved_bytes

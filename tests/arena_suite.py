@@ -15,6 +15,7 @@ from zoo_paths import ZOO
 from memtune._apply import apply
 from memtune.errors import ApplyError
 from memtune.runtime import arena
+from memtune.runtime.ledger import Ledger
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Technique
@@ -80,6 +81,19 @@ class ArenaSuite(TechniqueSuite):
 
     def test_search_leaves_it_out_by_name(self) -> None:
         assert "budget on CPU" in str(self.default().fits(plain_program(ZOO["tied"]), target_of(self.default())))
+
+    def test_peak_reserved_of_a_trial_is_the_allocators_and_what_malloc_holds(self) -> None:
+        with Ledger.open("cpu") as ledger:
+            workload, model, optimizer = build(ZOO["gpt"])
+            assert ledger.peak_reserved_bytes() == ledger.peak_allocated_bytes()
+            parameters = sum(each.nbytes for each in model.parameters())
+            tuned = apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)
+            for step in range(3):
+                ledger.reset_peak()
+                one_step(workload, model, optimizer, tuned, seed=step, size=8)
+            served = arena.statistics().peak_reserved_bytes
+            assert ledger.peak_reserved_bytes() >= max(served + parameters, ledger.peak_allocated_bytes())
+            assert ledger.peak_reserved_bytes() <= served + 1.1 * parameters  # the optimizer's state is the allocator's
 
     def test_beside_recompute_and_offload(self) -> None:
         wanted = train(ZOO["gpt"], steps=5)

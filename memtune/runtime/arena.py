@@ -30,6 +30,11 @@ def statistics() -> _native.ArenaStatistics:
     return _native.arena_statistics(_native.ARENA_CPU)
 
 
+def restart_peaks() -> None:
+    """Starts the CPU allocator's peaks again from what it holds now."""
+    _native.arena_restart_peaks(_native.ARENA_CPU)
+
+
 def install(settings: ArenaSettings) -> None:
     """Storages of the device tier come from memtune's allocator from now on, on CPU; where it serves already, nothing changes.
 

@@ -54,6 +54,7 @@ using Take = void* (*)(int64_t);
 using Give = void (*)(void*);
 std::atomic<Take> source_take{nullptr};
 std::atomic<Give> source_give{nullptr};
+std::atomic<int64_t> source_live{0};  // bytes that the source serves, without their headers
 
 void leave_the_source() {  // Rule 4, in a forked child
   source_take = nullptr;
@@ -122,6 +123,7 @@ void release(void* data) {
   c10::profiledCPUMemoryReporter().Delete(data);
   accounts[header->tier].live.fetch_sub(header->bytes, std::memory_order_relaxed);  // Rule 2
   if (header->from_source) {
+    source_live.fetch_sub(header->bytes, std::memory_order_relaxed);
     source_give.load()(header);
   } else {
     c10::free_cpu(header);
@@ -154,6 +156,7 @@ class Ledger final : public c10::Allocator {
       throw;
     }
     *header = {request, tier, from_source};
+    if (from_source) source_live.fetch_add(request, std::memory_order_relaxed);
     void* data = header + 1;
     c10::profiledCPUMemoryReporter().New(data, bytes);
     return {data, data, &release, cpu};
@@ -171,6 +174,7 @@ extern "C" {
 void memtune_ledger_install() { c10::SetCPUAllocator(&ledger, 200); }
 int64_t memtune_ledger_live(int tier) { return accounts[tier].live.load(); }
 int64_t memtune_ledger_peak(int tier) { return accounts[tier].peak.load(); }
+int64_t memtune_ledger_source_live() { return source_live.load(); }
 void memtune_ledger_reset_peak() {
   for (Account& account : accounts) account.peak.store(account.live.load());
 }

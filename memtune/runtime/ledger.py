@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memtune.program import Kind
-from memtune.runtime import shim
+from memtune.runtime import arena, shim
 from memtune.runtime.mode_ledger import ModeLedger
 from memtune.runtime.tiers import DEVICE, HOST, Tier, storages_of, tier_of_storage
 
@@ -71,7 +71,7 @@ class Ledger(abc.ABC):
         """The most bytes live in `tier` since the start or the last `reset_peak`."""
 
     def peak_reserved_bytes(self) -> int:
-        """The most bytes that the device's allocator held; on CPU it holds what is allocated and nothing more."""
+        """The most bytes that the device's allocator held; on CPU what is allocated, unless memtune's own allocator serves."""
         return self.peak_allocated_bytes()
 
     @abc.abstractmethod
@@ -138,8 +138,17 @@ class _ShimLedger(Ledger):
     def peak_allocated_bytes(self, tier: Tier = DEVICE) -> int:
         return shim.peak_bytes(tier)
 
+    def peak_reserved_bytes(self) -> int:
+        if arena.installed() is None:
+            return self.peak_allocated_bytes()
+        outside = (
+            shim.live_bytes() - shim.source_live_bytes()
+        )  # made before there was an allocator: malloc's, which keeps nothing
+        return max(self.peak_allocated_bytes(), arena.statistics().peak_reserved_bytes + outside)
+
     def reset_peak(self) -> None:
         shim.reset_peak()
+        arena.restart_peaks()
 
     def _counts(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         return shim.counted(storage) and super()._counts(tensor, storage)

@@ -91,7 +91,7 @@ def _load() -> ctypes.PyDLL | EnvironmentFault:
     for name, arguments, result in (
         ("install", [], None), ("live", [ctypes.c_int], int64), ("peak", [ctypes.c_int], int64), ("reset_peak", [], None),
         ("set_budget", [ctypes.c_int, int64], None), ("set_tier", [ctypes.c_int], None), ("tier_of", [address], ctypes.c_int),
-        ("set_source", [address, address], None),
+        ("set_source", [address, address], None), ("source_live", [], int64),
     ):  # fmt: skip
         function = getattr(library, f"memtune_ledger_{name}")
         function.argtypes, function.restype = arguments, result
@@ -163,6 +163,11 @@ def set_source(take: int | None, give: int | None) -> None:
         give: `void (void*)`.
     """
     _library().memtune_ledger_set_source(take, give)
+
+
+def source_live_bytes() -> int:
+    """Bytes of the device tier that the source of `set_source` serves now; all others are malloc's."""
+    return int(_library().memtune_ledger_source_live())
 
 
 def counted(storage: torch.UntypedStorage) -> bool:

@@ -37,8 +37,8 @@ class GMLake(OwnAllocator):
         return {"allocator": {"stitched": dict(self.knobs())}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """From when on requests are stitched: at once, and where the paper's authors set it for small models."""
-        return {"stitch_from_mb": (2, 256)}
+        """From when on requests are stitched (at once; the paper's value for small models), and which share pages."""
+        return {"stitch_from_mb": (2, 256), "arena_below_mb": (2, 20)}
 
     def settings(self) -> ArenaSettings:
         """The knobs as the allocator takes them."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from steps import columns_of, make_step
 
 from memtune import _native, hardware
+from memtune.arena_settings import ArenaSettings
 from memtune.autotune.allocator_model import AllocatorSettings, event_stream, replay
 from memtune.autotune.simulate import ACTIVATIONS, Calibration, simulate
 from memtune.op_costs import matmul_dtype, op_costs
@@ -253,3 +254,6 @@ def test_reserved_bytes_under_given_allocator_settings() -> None:
     assert found[growing] < found[plain]
     assert simulate(program, GPU, allocator=plain) == simulate(program, GPU)
     assert simulate(program, CPU, level="events", allocator=plain) == simulate(program, CPU, level="events")
+    own = AllocatorSettings(arena=ArenaSettings(kind="gmlake"))
+    reserved = replay(event_stream(step, 3), own, None).peak_reserved_bytes
+    assert simulate(program, CPU, level="events", allocator=own).peak_reserved_bytes == reserved

@@ -1,29 +1,42 @@
+"""Allocators that are one option of torch's: what they write is what torch reads, and on CPU they are refused by name."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from memtune.search_spaces.allocator.expandable_segments import ExpandableSegments
-from memtune.technique import Target
+from memtune.autotune.allocator_settings import AllocatorSettings
+from memtune.search_spaces import find
+from memtune.technique import Target, Technique
+
+OPTIONS = {"expandable_segments": ("expandable_segments", True), "async": ("backend", "cudaMallocAsync")}
 
 
-def test_torch_reads_what_env_writes():
-    env = ExpandableSegments().env()
+@pytest.fixture(params=OPTIONS)
+def technique(request: pytest.FixtureRequest) -> Technique:
+    return find("allocator", request.param)(kind=request.param)
+
+
+def test_torch_and_the_model_read_what_env_writes(technique: Technique) -> None:
+    name, value = OPTIONS[technique.kind]
+    env = technique.env()
     assert set(env) == {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    assert getattr(AllocatorSettings.from_env(env), name) == value
     before = torch._C._accelerator_getAllocatorSettings()
     try:
-        for value in env.values():
-            torch._C._accelerator_setAllocatorSettings(value)
-            assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
+        for text in env.values():
+            torch._C._accelerator_setAllocatorSettings(text)
+            assert torch._C._accelerator_getAllocatorSettings() == f"{name}:{value}"
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
 
 
-def test_has_no_effect_on_cpu():
+def test_has_no_effect_on_cpu(technique: Technique) -> None:
     cpu = Target(SimpleNamespace(device="cpu"))  # type: ignore[arg-type]  # it reads the device alone
     cuda = Target(SimpleNamespace(device="cuda"))  # type: ignore[arg-type]
-    assert "no effect on CPU" in str(ExpandableSegments().fits(None, cpu))  # type: ignore[arg-type]
-    assert ExpandableSegments().record(cpu) == {}
-    assert ExpandableSegments().fits(None, cuda) is None  # type: ignore[arg-type]
-    assert ExpandableSegments().record(cuda) == {"allocator": {"expandable_segments": True}}
+    assert "no effect on CPU" in str(technique.fits(None, cpu))  # type: ignore[arg-type]
+    assert technique.record(cpu) == {}
+    assert technique.fits(None, cuda) is None  # type: ignore[arg-type]
+    assert technique.record(cuda) == {"allocator": dict([OPTIONS[technique.kind]])}
