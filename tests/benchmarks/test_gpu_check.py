@@ -1,0 +1,25 @@
+"""What `make gpu-check` starts can be started in the environment that it makes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = (ROOT / ".ci" / "gpu-check").read_text()
+
+
+@pytest.mark.parametrize("program", re.findall(r"benchmarks/\w+\.py(?= --device)", SCRIPT))
+def test_its_benchmarks_find_each_other(program: str) -> None:
+    settings = re.search(r"^export .*$", SCRIPT, re.MULTILINE)
+    assert settings is not None
+    done = subprocess.run(
+        ["bash", "-c", f'site={ROOT} device=cpu; {settings[0]}; "$0" {program} --help', sys.executable],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--device" in done.stdout
