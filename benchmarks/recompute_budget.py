@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ BATCH = 8
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 PEERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full", {}), ("every_nth", {"n": 2}), ("every_nth", {"n": 3}), ("every_nth", {"n": 4}), ("selective", {}),
-    ("selective", {"scope": "core_attention"}), ("balanced", {}), ("attention_output", {}),
+    ("selective", {"scope": "core_attention"}), ("balanced", {}), ("attention_output", {}), ("attention_boundary", {}),
 )  # fmt: skip
 SAME = 5e-4
 """Part of a step by which two step times may differ and count as equal, where plans are ordered by the sum of their ops' times:
@@ -103,9 +103,13 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
         peer = find("recompute", kind)(kind=kind, **knobs)
         if peer.fits(program, target) is None:
             peers.append(_row(model, peer, peer.plan(program, target), program, target, plain.step_s))
-    torchs = torch_steps(workload, recording.rung, program.step, target.hardware, BATCH)
-    for name, step in chain(torchs, compiled_steps(workload, BATCH)):
+    for name, step in torch_steps(workload, recording.rung, program.step, target.hardware, BATCH):
         peers.append(_simulated(model, name, program.with_step(step), target, plain.step_s))
+    # Compiled graphs do not say what runs again: it is what they run beyond the plain step.
+    once = float(program.step.op_flops.sum())
+    for name, step in compiled_steps(workload, BATCH):
+        found = _simulated(model, name, program.with_step(step), target, plain.step_s)
+        peers.append(replace(found, again_flops=max(float(step.op_flops.sum()) - once, 0.0)))
     for found in peers:
         if found.peak_bytes < plain.peak_bytes:  # auto-SAC may save more than the plain model does
             technique = planned(kind="planned", budget_bytes=found.peak_bytes, spare=0.0, host=False)

@@ -23,6 +23,11 @@ def why_not(step: Step, compiled: CompileScope, keeps: Callable[[str], bool] | N
         return Reason("the model has no blocks to recompute", "say which they are: def blocks(model) in model.py")
     if compiled:
         return Reason("it sees which op runs through a dispatch mode", "execution.compile: false")
+    talks = _exchange(step)
+    if talks:
+        return Reason(
+            f"{talks} runs inside the blocks: a second run would exchange data between ranks again", "recompute: {kind: none}"
+        )
     changed = _changed_inputs(step)
     if changed:
         return Reason(f"{changed} changes its input in place", "write x = x + y instead of x += y there")
@@ -54,6 +59,12 @@ def _frees_something(step: Step, keeps: Callable[[str], bool] | None) -> bool:
     if keeps is None:
         return bool(inside.size)
     return any(not keeps(step.names[name]) for name in np.unique(step.op_name[inside]).tolist())
+
+
+def _exchange(step: Step) -> str:
+    """Name of the first collective that a block's own forward runs, '' for none."""
+    mine = (step.op_group > 0) & (step.op_phase == Phase.FORWARD) & (step.op_block >= 0)
+    return step.names[step.op_name[int(mine.argmax())]] if mine.any() else ""
 
 
 def _changed_inputs(step: Step) -> str:

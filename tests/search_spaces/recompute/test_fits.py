@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memtune import hardware
 from memtune.search_spaces import find
@@ -44,3 +46,45 @@ def test_blocks_that_save_nothing_of_their_own_are_refused(block: str, refused: 
     found = {kind: find("recompute", kind)(kind=kind).fits(program, Target(hardware.find("a100-80g"))) for kind in KINDS}  # type: ignore[call-arg]
     assert {kind for kind, reason in found.items() if reason} == refused
     assert all("nothing inside the blocks" in str(found[kind]) for kind in refused)
+
+
+TALKS = """
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x).exp()
+        scale = y.detach().mean()
+        scale = all_reduce(scale, "sum", dist.group.WORLD)
+        return x + y.sin() * scale
+
+def model():
+    return nn.Sequential(*[Block() for _ in range(3)])
+
+def batch(size):
+    return torch.randn(size, 8)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+BLOCKWISE = ("full", "every_nth", "selective", "balanced", "planned", "attention_output")
+
+
+def test_a_collective_inside_a_block_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "talks.py"
+    path.write_text(TALKS)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        program = plain_program(path)
+    finally:
+        torch.distributed.destroy_process_group()
+    target = Target(hardware.find("a100-80g"))
+    found = {kind: str(find("recompute", kind)(kind=kind).fits(program, target)) for kind in BLOCKWISE}  # type: ignore[call-arg]
+    assert {kind for kind, reason in found.items() if "all_reduce" not in reason} == set()
