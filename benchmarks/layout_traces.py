@@ -166,7 +166,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         f"mixed: {VARYING} steps of as many samples as the row says, under a technique.",
         "All but planned: peak reserved / peak allocated bytes, no GPU behind it: native and expandable are memtune's model of",
         "torch's allocator, pools and gmlake are its own over books. Pools are learned in the first three steps, which serve all",
-        "requests from one arena: the steady rows, three steps long, show no more than that. Planned: height of the layout / most",
+        "requests from one arena: the steady rows, three steps long, show no more. Planned: height of the layout / most",
         "live bytes, on a circle where the step repeats. Stitched memory comes in pages of 2 MiB and shares none with the arena",
         "of small requests. A model whose tensors have few MiB loses up to a page on each, which is most of what gmlake holds",
         "above 1.10 there. `gmlake 20` (`arena_below_mb: 20`) lets requests below 20 MiB share pages: little rounding, but holes",
