@@ -12,7 +12,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memtune.autotune import events
 from memtune.autotune.candidates import Choice
@@ -23,9 +23,11 @@ from memtune.autotune.pruning import Pruner
 from memtune.autotune.sampler import Sampler, StoredTrial
 from memtune.autotune.scoring import Scored
 from memtune.autotune.setup import Setup
+from memtune.autotune.simulate import Calibration
 from memtune.config import TunedConfig
 from memtune.executors.base import Executor, Progress, Trial, TrialResult
 from memtune.op_costs import matmul_dtype
+from memtune.runtime.op_times import OpTime
 from memtune.technique import Plan, Reason
 from memtune.units import format_bytes
 
@@ -240,6 +242,7 @@ class Driver:
             seed=self.options.seed,
             global_batch=samples * choice.execution.accumulate * setup.ranks,
             deadline_s=max(60.0, 5 * slowest) if slowest else self.options.trial_deadline_s,
+            clock_ops=job.role == "guard" and setup.ranks == 1 and not choice.execution.compile,
             env=choice.env(),
         )
 
@@ -305,10 +308,29 @@ class Driver:
             guard_is_due = self.reference is None or (done.job.role == "guard" and self.reference.job.role != "guard")
             if guard_is_due:
                 self.reference = done
-            calibration = self.pruner.calibration.add(prediction, result.peak_allocated_bytes, result.step_s)
-            self.pruner = self.pruner.calibrated(calibration)
+            if result.op_times:
+                self._learn()
+            else:
+                calibration = self.pruner.calibration.add(prediction, result.peak_allocated_bytes, result.step_s)
+                self.pruner = self.pruner.calibrated(calibration)
             if done.job.role == "audit" and result.peak_allocated_bytes:
                 self.pruner = self.pruner.after_audit(prediction, result.peak_allocated_bytes)
+
+    def op_times(self, *, without: int | None = None) -> list[OpTime]:
+        """What all trials, or all but one, told of their ops."""
+        return [row for each in self.finished if each.number != without for row in each.result.op_times]
+
+    def _learn(self) -> None:
+        """Predict anew what has run, trials that told of their ops without what they told themselves, and calibrate by that."""
+        scorer, calibration = self.setup.scorer, Calibration()
+        scorer.learn(self.op_times())
+        for i, each in enumerate(self.finished):
+            taught_by = self.op_times(without=each.number) if each.result.op_times else None
+            scored = scorer.again(each.job.scored, taught_by=taught_by)
+            self.finished[i] = replace(each, job=replace(each.job, scored=scored))
+            if each.result.status == "ok":
+                calibration = calibration.add(scored.prediction, each.result.peak_allocated_bytes, each.result.step_s)
+        self.pruner = self.pruner.calibrated(calibration)
 
     def refuses(self, choice: Choice) -> bool:
         """Whether `choice` has all that two trials had in common whose techniques refused the live model for the same reason."""

@@ -31,6 +31,11 @@ from memtune.workload import Workload
 _MICRO_BATCHES = 2
 """Traced at most: every later micro-batch finds what the second one found."""
 _NEEDS_REAL = Reason("the model runs on real tensors only")
+_COMPILED = Reason(
+    "under the recorder's dispatch mode Dynamo compiles nothing, so the runtime would run as if it were not compiled; the "
+    "prediction already rests on the compiled graphs",
+    "execution.compile: false",
+)
 _STAGED = "memtune.reduce_scatter_into_.default"
 """On gloo it works on a copy of the whole message (memtune.ops)."""
 
@@ -96,6 +101,8 @@ class DryRuns:
         setup = self._setup
         if setup.recorded.rung == "real-step":
             return _NEEDS_REAL
+        if choice.execution.compile:
+            return _COMPILED
         candidate = self._rewriter.candidate(choice)
         if isinstance(candidate, Reason):
             return candidate

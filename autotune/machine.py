@@ -25,6 +25,7 @@ from memtune.cores import cpu_threads, usable_cores
 from memtune.errors import EnvironmentFault
 from memtune.hardware import Device, Hardware, detect, with_measured
 from memtune.measured import Measured
+from memtune.runtime.op_clock import Observed, clock_of
 
 BUDGET_S = 60.0
 
@@ -86,7 +87,7 @@ def _seconds(run: Callable[[], object], on: torch.device, budget_s: float) -> fl
         if on.type == "cuda":
             torch.cuda.synchronize(on)
 
-    return measure.median_s(waited, budget_s, op_rates.clock_of(on))
+    return measure.median_s(waited, budget_s, clock_of(on))
 
 
 def _matmuls(found: _Found, on: torch.device, tiny: bool) -> None:
@@ -157,10 +158,11 @@ def _op_curves(found: _Found, hardware: Hardware, on: torch.device, started: flo
     rates = {name: getattr(hardware, name) / part for name in ("fp32_flops_per_s", "bf16_flops_per_s", "fp16_flops_per_s")}
     memory = hardware.memory_bytes_per_s / (1 if cuda else min(part, 4))
     one = replace(hardware, memory_bytes_per_s=memory, **rates)
-    observed, rest = [], []
+    observed: list[Observed] = []
+    rest: list[float] = []
     floor = op_rates.floor_s(on)
     for probe in op_rates.probes(0 if tiny else 3 if cuda else 2):
-        if time.monotonic() - started > BUDGET_S * 0.5:
+        if rest and time.monotonic() - started > BUDGET_S * 0.5:
             found.details["probes"] = "stopped early: time was up"
             break
         ops, beside = op_rates.observe(probe, on, repeats=2 if tiny else 7, floor=floor)

@@ -9,63 +9,21 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from memtune import flops
 from memtune.hardware import Hardware
 from memtune.measured import Curve
 from memtune.op_costs import CLASSES, op_class
+from memtune.runtime.op_clock import Observed, OpClock, clock_of
 
 _BINS_A_DECADE = 2
 _SHORTEST_S = 2e-7
 _FEWEST = 2
 """Observations that make a point of a curve."""
-
-
-@dataclass(frozen=True)
-class Observed:
-    """One op that ran."""
-
-    name: str
-    dtype: str
-    flops: float
-    traffic_bytes: int
-    seconds: float
-
-
-class OpClock(TorchDispatchMode):
-    """Times every op that runs inside and is neither a view nor a read-out; on CUDA each op is waited for."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.observed: list[Observed] = []
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the op, the device idle before and after it."""
-        kwargs = kwargs or {}
-        clock = clock_of(self._device)
-        start = clock()
-        out = func(*args, **kwargs)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        seconds = clock() - start
-        if not func.is_view and func.namespace == "aten":
-            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-            outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
-            if outputs or func._schema.is_mutable:
-                traffic = sum(each.nbytes for each in tensors + outputs)
-                dtype = str((tensors or outputs)[0].dtype).removeprefix("torch.") if tensors or outputs else "float32"
-                self.observed.append(Observed(str(func), dtype, flops.count(func, args, kwargs, out), traffic, seconds))
-        return out
 
 
 @dataclass(frozen=True)
@@ -165,11 +123,6 @@ def observe(probe: Probe, device: torch.device, *, repeats: int = 3, floor: floa
     ]
     rest = plain - sum(each.seconds for each in observed)
     return observed, max(rest, 0.0) / max(len(observed), 1)
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """On CPU the time this process had (of one thread), on CUDA the wall's."""
-    return time.process_time if device.type == "cpu" else time.perf_counter
 
 
 def _timed(run: Callable[[], object], clock: Callable[[], float]) -> float:

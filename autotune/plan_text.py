@@ -14,6 +14,7 @@ from memtune.autotune.exposure import time_lines
 from memtune.autotune.peak import PeakRow
 from memtune.autotune.planning import Planned, PlanReport
 from memtune.autotune.remedies import describe
+from memtune.autotune.simulate import Calibration
 from memtune.units import format_bytes, format_seconds, parse_bytes
 
 _ROWS = 6
@@ -24,13 +25,14 @@ _BYTES = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
 def render(report: PlanReport) -> RenderableType:
     """The guards and the front (or the one config), what was left out and why, the memory at the peak, and ways out."""
     parts: list[RenderableType] = [Text(_headline(report.facts))]
+    limited = report.facts["budget_bytes"] is not None
     if report.config is not None:
-        parts.append(_table([report.config], with_largest=False))
+        parts.append(_table([report.config], limited=limited, with_largest=False))
         if report.config.status == "unfit":
             parts.append(Text(f"cannot be used: {report.config.reason}"))
     else:
         rows = [*report.guards, *report.front]
-        parts.append(_table(rows, with_largest=report.facts["budget_bytes"] is not None))
+        parts.append(_table(rows, limited=limited, with_largest=limited))
         if not report.front:
             parts.append(Text(_nothing_fits(report), "bold"))
         parts.append(Text(_counts(report), "dim"))
@@ -45,12 +47,14 @@ def render(report: PlanReport) -> RenderableType:
     return Group(*parts)
 
 
-def _table(rows: Sequence[Planned], *, with_largest: bool) -> Table:
+def _table(rows: Sequence[Planned], *, limited: bool, with_largest: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("settings", overflow="fold")
     with_exact = any(each.exact_peak_bytes is not None or each.exact_reason for each in rows)
-    more = (["exact peak"] if with_exact else []) + (["largest mb"] if with_largest else [])
+    more = (
+        (["out of memory"] if limited else []) + (["exact peak"] if with_exact else []) + (["largest mb"] if with_largest else [])
+    )
     for name in ("samples/s", "step", "peak", *more):
         table.add_column(name, justify="right", no_wrap=True)
     number = 0
@@ -58,7 +62,8 @@ def _table(rows: Sequence[Planned], *, with_largest: bool) -> Table:
         number += not each.guard
         largest = "" if each.largest_micro_batch is None else str(each.largest_micro_batch)
         exact = [_exact(each)] if with_exact else []
-        cells = [each.guard or str(number), each.summary, *_numbers(each), *exact, *([largest] if with_largest else [])]
+        odds = [_odds(each)] if limited else []
+        cells = [each.guard or str(number), each.summary, *_numbers(each), *odds, *exact, *([largest] if with_largest else [])]
         table.add_row(*cells)
     return table
 
@@ -71,6 +76,13 @@ def _numbers(planned: Planned) -> tuple[str, str, str]:
     return f"{planned.samples_per_s or 0:.4g}", format_seconds(planned.step_s), peak
 
 
+def _odds(planned: Planned) -> str:
+    """The probability of running out of memory, or that there are no trials to tell it from."""
+    if planned.peak_allocated_bytes is None:
+        return "–"
+    return "uncalibrated" if planned.oom_probability is None else f"{planned.oom_probability:.1%}"
+
+
 def _exact(planned: Planned) -> str:
     """The peak of the dry run and by how much it differs from the predicted one."""
     if planned.exact_peak_bytes is None or planned.peak_allocated_bytes is None:
@@ -81,10 +93,12 @@ def _exact(planned: Planned) -> str:
 
 def _headline(facts: dict[str, Any]) -> str:
     limit = f" · limit {format_bytes(facts['budget_bytes'])}" if facts["budget_bytes"] else ""
+    count = facts["calibrated_by"]
+    trials = f"calibrated by {count} trials on this machine" if count >= Calibration.ENOUGH else "uncalibrated"
     ranks = f"{facts['ranks']}× " if facts["ranks"] > 1 else ""
     return (
         f"{facts['workload']} · {facts['parameters'] / 1e6:.4g}M parameters · {ranks}{facts['hardware']}{limit} · "
-        f"{facts['global_batch']} samples a step · predicted, uncalibrated · "
+        f"{facts['global_batch']} samples a step · predicted, {trials} · "
         f"rates: {facts['rates']}"
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from memtune.autotune.calibrate import oom_probability
 from memtune.autotune.candidates import Choice
 from memtune.autotune.dry_run import DryRuns
 from memtune.autotune.guards import guards
@@ -49,6 +50,8 @@ class Planned:
     """Candidates that the simulator cannot tell from this one."""
     largest_micro_batch: int | None = None
     """At which the same techniques still fit; None where that was not asked, or nothing limits it."""
+    oom_probability: float | None = None
+    """Chance that it needs more than the budget; None where too few trials ran on this machine to say (uncalibrated)."""
     exact_peak_bytes: int | None = None
     """Of a dry run, where one was asked for and could be made."""
     exact_reason: str = ""
@@ -136,8 +139,8 @@ def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None
     first = front[0] if front else min(scores.by_key.values(), key=lambda each: each.rank("memory"), default=None)
     return PlanReport(
         facts=_facts(setup),
-        rows=tuple(_planned(each, pruner, alike=count) for each, count in _merge_alike(ranked, options.top)),
-        guards=tuple(_planned(setup.scorer.refined(each.scored), pruner, guard=each.name) for each in found),
+        rows=tuple(_planned(setup, each, pruner, alike=count) for each, count in _merge_alike(ranked, options.top)),
+        guards=tuple(_planned(setup, setup.scorer.refined(each.scored), pruner, guard=each.name) for each in found),
         front=_dry_run(setup, _front(setup, pruner, front[: options.top]), EXACT_ROWS if options.exact else 0),
         unfit={name: str(reason) for name, reason in setup.space.unfit.items()},
         refused={**scores.unfit, **{f"{name}: {reason}": 1 for name, reason in refused.items()}},
@@ -154,7 +157,7 @@ def _front(setup: Setup, pruner: Pruner, front: Iterable[Scored]) -> tuple[Plann
     """The rows of the front, simulated op by op, each with the largest micro-batch of its techniques."""
     rows = []
     for each in front:
-        row = _planned(setup.scorer.refined(each), pruner)
+        row = _planned(setup, setup.scorer.refined(each), pruner)
         rows.append(replace(row, largest_micro_batch=largest_micro_batch(setup.scorer, each.choice, pruner)))
     return tuple(rows)
 
@@ -196,11 +199,11 @@ def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> tuple[Pl
     scored = setup.scorer.score(choice, level="events")
     if isinstance(scored, Reason):
         return Planned(choice.summary, choice.dump(), "unfit", str(scored), micro_batch=choice.execution.micro_batch), ()
-    (row,) = _dry_run(setup, (_planned(scored, pruner),), int(options.exact))
+    (row,) = _dry_run(setup, (_planned(setup, scored, pruner),), int(options.exact))
     return row, at_peak(setup.scorer.program(choice).step)
 
 
-def _planned(scored: Scored, pruner: Pruner, *, guard: str = "", alike: int = 1) -> Planned:
+def _planned(setup: Setup, scored: Scored, pruner: Pruner, *, guard: str = "", alike: int = 1) -> Planned:
     prediction, budget = scored.prediction, pruner.budget_bytes
     reason = pruner.reason(prediction) or ""
     fits = budget is None or prediction.peak_allocated_bytes <= budget
@@ -224,6 +227,7 @@ def _planned(scored: Scored, pruner: Pruner, *, guard: str = "", alike: int = 1)
         micro_batch=scored.choice.execution.micro_batch,
         accumulate=scored.choice.execution.accumulate,
         alike=alike,
+        oom_probability=oom_probability(setup.calibration, prediction.peak_allocated_bytes, pruner.budget_bytes),
         details=prediction.to_dict(),
     )
 
@@ -254,6 +258,7 @@ def _facts(setup: Setup) -> dict[str, Any]:
         "ranks": setup.ranks,
         "goal": setup.goal,
         "budget_bytes": setup.budget_bytes,
+        "calibrated_by": min(len(setup.calibration.peak_ratios), len(setup.calibration.step_ratios)),
         "global_batch": setup.global_batch,
         "parameters": setup.made_for.parameters,
         "parameter_bytes": setup.parameter_bytes,

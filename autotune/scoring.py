@@ -7,16 +7,19 @@ import heapq
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from memtune.autotune.allocator_model import AllocatorSettings
+from memtune.autotune.calibrate import residuals
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.simulate import Calibration, Prediction, simulate
 from memtune.autotune.space import ENUMERATE_UP_TO, SAMPLE, Space
+from memtune.hardware import Hardware
 from memtune.program import Program
+from memtune.runtime.op_times import OpTime
 from memtune.technique import Reason
 
 Goal = Literal["throughput", "memory", "batch"]
@@ -63,28 +66,51 @@ class Scores:
 
 
 class Scorer:
-    """Predicts choices; those that become the same program are simulated once, unless too many others came between."""
+    """Predicts choices; those that become the same program are simulated once, unless too many others came between.
 
-    def __init__(self, rewriter: Rewriter) -> None:
-        self.rewriter = rewriter
+    Args:
+        rewriter: Makes programs of choices, for a target.
+        op_times: What earlier searches on this machine told of its ops.
+        calibration: What trials said of whole steps and peaks, if predictions are to hold it already.
+    """
+
+    def __init__(self, rewriter: Rewriter, *, op_times: Sequence[OpTime] = (), calibration: Calibration | None = None) -> None:
+        self.rewriter, self._op_times, self._calibration = rewriter, tuple(op_times), calibration
         self._known: dict[int, tuple[Program, Prediction]] = {}
+        self._hardware = self._taught_by(())
+
+    def learn(self, op_times: Iterable[OpTime]) -> None:
+        """Let what trials told of their ops correct all later predictions, in the place of what was learnt this way before."""
+        self._hardware = self._taught_by(op_times)
+        self._known.clear()
+
+    def _taught_by(self, op_times: Iterable[OpTime]) -> Hardware:
+        hardware = self.rewriter.target.hardware
+        return replace(hardware, residuals=residuals((*self._op_times, *op_times), hardware))
 
     def score(self, choice: Choice, *, level: Literal["coarse", "events"] = "coarse") -> Scored | Reason:
         """`choice` with its prediction, or why it does not fit."""
         candidate = self.rewriter.candidate(choice)
         if isinstance(candidate, Reason):
             return candidate
-        hardware = self.rewriter.target.hardware
         if level == "events":
-            allocator = AllocatorSettings.from_env(choice.env())
-            return Scored(choice, candidate.key, simulate(candidate.program, hardware, level="events", allocator=allocator))
+            return Scored(choice, candidate.key, self._events(choice, candidate.program, self._hardware))
         program = candidate.program
         known = self._known.get(id(program))
         if known is None or known[0] is not program:  # an id may come again when its program is gone
             if len(self._known) >= _KEPT:
                 del self._known[next(iter(self._known))]  # the oldest
-            known = self._known[id(program)] = program, simulate(program, hardware)
+            known = self._known[id(program)] = program, simulate(program, self._hardware, calibration=self._calibration)
         return Scored(choice, candidate.key, known[1])
+
+    def again(self, scored: Scored, *, taught_by: Iterable[OpTime] | None = None) -> Scored:
+        """`scored` predicted once more, at the events level; with `taught_by`, as if nothing else had been learnt."""
+        hardware = self._hardware if taught_by is None else self._taught_by(taught_by)
+        return replace(scored, prediction=self._events(scored.choice, self.program(scored.choice), hardware))
+
+    def _events(self, choice: Choice, program: Program, hardware: Hardware) -> Prediction:
+        allocator = AllocatorSettings.from_env(choice.env())
+        return simulate(program, hardware, level="events", allocator=allocator, calibration=self._calibration)
 
     def program(self, choice: Choice) -> Program:
         """What `choice`, which fitted when it was scored, becomes."""
@@ -186,6 +212,20 @@ def _refine(by_key: dict[str, Scored], scorer: Scorer, goal: Goal) -> None:
     for group in heapq.nsmallest(EVENTS_FOR, programs.values(), key=lambda group: min(each.rank(goal) for each in group)):
         refined = scorer.refined(min(group, key=lambda each: each.choice.complexity)).prediction
         by_key.update({each.key: replace(each, prediction=refined) for each in group})
+
+
+def predict_again(by_key: dict[str, Scored], scorer: Scorer) -> None:
+    """Predict anew what was simulated op by op, in place, with what the scorer has learnt since.
+
+    The coarse level comes after these in every ranking, so it keeps what it had.
+    """
+    known: dict[int, Prediction] = {}
+    for key, each in by_key.items():
+        if each.prediction.level == "events":
+            known_as = id(each.prediction)  # neighbours that became one program share it
+            if known_as not in known:
+                known[known_as] = scorer.again(each).prediction
+            by_key[key] = replace(each, prediction=known[known_as])
 
 
 def alike(prediction: Prediction) -> tuple[object, ...]:

@@ -7,12 +7,13 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 import memtune
 from memtune import hardware
+from memtune.autotune.calibrate import calibration_of, earlier
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.compiled import CompiledRecordings
 from memtune.autotune.lossless import batch_is_lossless
@@ -20,6 +21,7 @@ from memtune.autotune.options import PlanOptions, TargetOptions
 from memtune.autotune.pruning import Pruner
 from memtune.autotune.record import record, start_session
 from memtune.autotune.scoring import Goal, Scored, Scorer, Scores, score_all
+from memtune.autotune.simulate import Calibration
 from memtune.autotune.space import Space, batch_sizes, build_space, executions
 from memtune.autotune.translate import translate
 from memtune.blocks import compress
@@ -60,6 +62,8 @@ class Setup:
     """Where the scratch of CPU kernels is looked up; None where it was not measured."""
     only: Choice | None = None
     """The one choice that is asked about, with its micro-batch; None where there is a whole space."""
+    calibration: Calibration = field(default_factory=Calibration)
+    """What the trials of earlier searches on this machine said of the predictions."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -117,7 +121,13 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     compiled = CompiledRecordings(
         workload, {max(used), *(used & {1})}, used, workspace, device, lambda each: translate(each, machine)
     )
-    scorer = Scorer(Rewriter(recording, Target(machine, options.ranks, budget), compiled=compiled))
+    searches = earlier(device) if options.gpu_type is None else []
+    calibration = calibration_of(searches)
+    scorer = Scorer(
+        Rewriter(recording, Target(machine, options.ranks, budget), compiled=compiled),
+        op_times=[row for each in searches for row in each.op_times],
+        calibration=None if for_trials else calibration,  # a search calibrates by its own trials, as they come
+    )
     space = build_space(
         scorer.rewriter,
         global_batch,
@@ -133,7 +143,7 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
         space = replace(space, executions=tuple(like.model_copy(update={"micro_batch": each, "accumulate": 1}) for each in sizes))
     return Setup(
         workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
-        _made_for(workload, recording, machine, options.ranks, global_batch), recorded, workspace, only,
+        _made_for(workload, recording, machine, options.ranks, global_batch), recorded, workspace, only, calibration,
     )  # fmt: skip
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from memtune.autotune import events
+from memtune.autotune.calibrate import Taught, keep
 from memtune.autotune.candidates import Choice
 from memtune.autotune.certificate import numerics
 from memtune.autotune.driver import Driver, Finished, Job
@@ -16,7 +18,7 @@ from memtune.autotune.judge import Verdict, contenders, judge, rounds_disagree
 from memtune.autotune.outcome import SearchOutcome, Status, nothing_fits, numbers, predicted, trial_rows, tuned_config
 from memtune.autotune.proposals import Proposer
 from memtune.autotune.sampler import Sampler
-from memtune.autotune.scoring import Scored, Scores
+from memtune.autotune.scoring import Scored, Scores, predict_again
 from memtune.autotune.store import RESULT, StudyFolder
 from memtune.config import save
 from memtune.errors import MemtuneError, NothingFits, UsageError
@@ -128,6 +130,8 @@ class Stages:
         done = {each.job.name for each in self.driver.finished if each.job.role == "guard"}
         jobs = [Job("guard", self._listed(each.scored), each.name) for each in found if each.name not in done]
         self.driver.run_all(jobs)
+        if self.driver.op_times():
+            predict_again(self.scores.by_key, self.driver.setup.scorer)
 
     def _listed(self, scored: Scored) -> Scored:
         """The entry of the scores for a candidate, with the finer prediction."""
@@ -335,6 +339,7 @@ class Stages:
             exit_code=control.exit_code,
         )
         if status == "done":
+            self._teach_later_runs()
             save_text(self.folder.path / RESULT, json.dumps(outcome.to_dict(), indent=1) + "\n")
         self.log.write(
             events.SearchFinished(
@@ -347,6 +352,17 @@ class Stages:
             )
         )
         return outcome
+
+    def _teach_later_runs(self) -> None:
+        driver = self.driver
+        if driver.executor_name == "simulated":
+            return
+        calibration = driver.pruner.calibration
+        taught = Taught(
+            date=datetime.now(UTC).date().isoformat(), workload=driver.setup.workload.path.name, op_times=driver.op_times(),
+            peak_ratios=list(calibration.peak_ratios), step_ratios=list(calibration.step_ratios),
+        )  # fmt: skip
+        keep(driver.setup.device, taught)
 
     def _out_of_time(self) -> bool:
         """Whether another candidate would leave no time for the repeats and the confirmation."""

@@ -228,7 +228,9 @@ CUBLAS_WORKSPACE: tuple[tuple[Callable[[str], bool], int], ...] = (
 )
 CUBLAS_SOURCE = (
     "aten/src/ATen/cuda/CublasHandlePool.cpp parseChosenWorkspaceSize: from the caching allocator, one per handle and stream; "
-    "forward and autograd's thread have a handle each; 32 MiB on Blackwell: github.com/pytorch/pytorch/pull/175344"
+    "forward and autograd's thread have a handle each; `:4096:2:16:8`, 8,519,680 bytes, is the default: pull/91564 of "
+    "github.com/pytorch/pytorch; 32 MiB on Hopper and by majors 10 and 12 on Blackwell: pull/175344 (its revert, pull/182669, "
+    "was closed unmerged); 128 MiB on gfx94 and gfx95, 32 MiB on other AMD: pull/138791 and later"
 )
 CUBLAS_HANDLES = 2
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from memtune import apply
 from memtune.autotune.record import record
 from memtune.autotune.simulate import simulate
 from memtune.hardware import Hardware, detect
@@ -30,11 +31,16 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS = (*sorted((ROOT / "tests" / "zoo").glob("*.py")), ROOT / "examples" / "gpt.py", ROOT / "examples" / "cnn.py")
 
 
-def measured_s(workload: Workload, size: int, seconds: float) -> float:
-    """Median of as many real steps as `seconds` holds, three at least; with one thread, of the time this process had."""
+def measured_s(workload: Workload, size: int, seconds: float, settings: dict[str, Any] | None = None) -> float:
+    """Median of as many real steps as `seconds` holds, three at least, under `settings` where given.
+
+    With one thread it is of the time this process had.
+    """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     model = workload.build_model().train()
     optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    if settings is not None:
+        model, optimizer = apply(model, optimizer, {"memtune": 1, "settings": settings})
     batch = workload.make_batch(size)
     times: list[float] = []
     stop = time.perf_counter() + seconds

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from memtune.executors.evidence import GradientRecord
+from memtune.runtime.op_times import OpTime
 
 Status = Literal["ok", "oom", "timeout", "crash", "unfit"]
 
@@ -40,6 +41,8 @@ class Trial(BaseModel):
     """Of so many first steps every gradient is told of (`TrialResult.gradients`)."""
     deterministic: bool = False
     """Use torch's deterministic algorithms where there are any."""
+    clock_ops: bool = False
+    """After the measured steps one more with a clock around every op (`TrialResult.op_times`); for one rank, not beside torch.compile."""
     dropout: bool = True
     """Off: drop nothing, so that runs that cut their batch differently can be compared."""
     env: dict[str, str] = {}
@@ -72,6 +75,8 @@ class TrialResult(BaseModel):
     """Of the first steps, by parameter; only where the trial was asked for it."""
     memory_by_kind: dict[str, int] = {}
     """Device bytes of the heaviest rank at its peak: parameters, gradients, optimizer, buffers, activations and temporaries."""
+    op_times: list[OpTime] = []
+    """How long ops of each class and size took on rank 0; only where the trial was asked for it."""
     audit: dict[str, Any] = {}
     link_bytes: dict[str, int] = {}
     """Bytes moved per step and rank by link: host_to_device, device_to_host, collective."""

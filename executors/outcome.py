@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memtune.executors.base import Status, Trial, TrialResult
 from memtune.executors.evidence import GradientRecord
+from memtune.runtime.op_times import OpTime
 
 TAIL_LINES, REASON_CHARS = 40, 400
 _HINTS = {
@@ -37,6 +38,7 @@ class RankRecord(BaseModel):
     gradients_sha256: str | None = None
     gradients: list[dict[str, GradientRecord]] = []
     memory_by_kind: dict[str, int] = {}
+    op_times: list[OpTime] = []
     audit: dict[str, Any] = {}
     link_bytes: dict[str, int] = {}
     samples_per_step: int | None = None
@@ -171,6 +173,7 @@ def merge(trial: Trial, records: Mapping[int, RankRecord], wall_s: float, leftov
         gradients=first.gradients,
         gradients_sha256=next((record.gradients_sha256 for record in ranks if record.gradients_sha256), None),
         memory_by_kind=heaviest.memory_by_kind,
+        op_times=first.op_times,
         audit=audit,
         link_bytes={link: max(record.link_bytes.get(link, 0) for record in ranks) for link in sorted(links)},
         wall_s=wall_s,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -30,6 +31,8 @@ from memtune.executors.base import Trial
 from memtune.executors.evidence import GradientRecord, gradient_records
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.no_dropout import no_dropout
+from memtune.runtime.op_clock import OpClock
+from memtune.runtime.op_times import OpTime, op_times
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
@@ -65,6 +68,7 @@ class _Measured:
     gradients_sha256: str | None = None
     gradients: list[dict[str, GradientRecord]] = field(default_factory=list)
     link_bytes: dict[str, int] = field(default_factory=dict)
+    op_times: list[OpTime] = field(default_factory=list)
 
     def note_peaks(self, ledger: Ledger) -> None:
         self.peak_allocated = max(self.peak_allocated, ledger.peak_allocated_bytes())
@@ -106,8 +110,26 @@ def run(rank: _Rank) -> dict[str, Any]:
             rank.say(stage=_stage(trial, step, tuned), device_bytes=ledger.live_bytes())
             _step(rank, workload, tuned, step, measured)
     measured.note_peaks(ledger)
+    if trial.clock_ops:
+        measured.op_times = _clock_ops(rank, workload, tuned, measured)
     samples = _micro_batch(rank, workload, tuned) * tuned.config.settings.execution.accumulate * rank.world
     return {**_record(tuned, ledger, measured), "samples_per_step": samples}
+
+
+def _clock_ops(rank: _Rank, workload: Workload, tuned: Tuned, measured: _Measured) -> list[OpTime]:
+    """One more step, whose ops are timed one by one; no peak, loss or step time is taken from it."""
+    rank.say(stage="timing ops")
+    trial = rank.trial
+    batches = _batches(rank, workload, tuned, trial.warmup_steps + trial.steps)
+    _synchronise(rank)
+    try:
+        with OpClock(rank.device, time.perf_counter) as clock:
+            tuned.step(batches)
+    except Exception as error:  # of code that cannot bear a dispatch mode; what was measured before stands
+        print(f"ops were not timed: {error}", file=sys.stderr)
+        return []
+    step_s = statistics.median(measured.step_s)
+    return op_times(clock.observed, step_s, ranks=rank.world, host_computes=trial.device == "cpu")
 
 
 def _stage(trial: Trial, step: int, tuned: Tuned) -> str:
@@ -228,6 +250,7 @@ def _record(tuned: Tuned, ledger: Ledger, measured: _Measured) -> dict[str, Any]
         "gradients_sha256": measured.gradients_sha256,
         "gradients": [{name: each.model_dump() for name, each in step.items()} for step in measured.gradients],
         "memory_by_kind": {kind.name.lower(): n for kind, n in ledger.peak_breakdown().items() if n},
+        "op_times": [each.model_dump() for each in measured.op_times],
         "audit": tuned.audit(),
         "link_bytes": measured.link_bytes,
     }

@@ -70,6 +70,8 @@ class Hardware:
     """Where each constant comes from, by field."""
     curves: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)
     """How long ops of a class take, where that was measured; see `op_costs`."""
+    residuals: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)
+    """By op class: (seconds at peak rates, measured over predicted seconds) from trials; see `autotune/calibrate.py`."""
     rates_from: str = field(default="table", compare=False)
     """What predictions rest on: `table`, or `measured on this machine` and the day."""
 
@@ -88,7 +90,7 @@ class Hardware:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain data."""
-        return {**asdict(self), "sources": dict(self.sources), "curves": dict(self.curves)}
+        return {**asdict(self), "sources": dict(self.sources), "curves": dict(self.curves), "residuals": dict(self.residuals)}
 
 
 def names() -> tuple[str, ...]:

@@ -6,8 +6,7 @@ Everything is a handful of numpy operations over the columns of a Step; what dep
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,8 @@ class _Reach(NamedTuple):
 
 # Op class by parts of its name, first match wins; the last class takes the rest. CPU: measured on one core of a server (AVX-512)
 # at sizes of small training runs, overheads with `memtune doctor --calibrate` on two of its cores. CUDA: rules of thumb for bf16
-# at large sizes. Measured curves (`Hardware.curves`) take the place of both; trials correct what is left through Calibration.
+# at large sizes. Measured curves (`Hardware.curves`) take the place of both; what trials show to be left, by class and size, is a
+# factor on either (`Hardware.residuals`), and of whole steps in Calibration.
 _CLASSES: tuple[tuple[str, tuple[str, ...], _Reach, _Reach], ...] = (
     ("attention", ("attention", "flash", "sdpa"), _Reach(0.40, 0.5, 3.0), _Reach(0.50, 0.7)),
     ("convolution", ("conv",), _Reach(0.45, 0.5, 8.0), _Reach(0.50, 0.7)),
@@ -56,6 +56,8 @@ _CLASSES: tuple[tuple[str, tuple[str, ...], _Reach, _Reach], ...] = (
     ("elementwise", ("",), _Reach(1.0, 0.90), _Reach(1.0, 0.80)),
 )  # fmt: skip
 CLASSES = tuple(name for name, *_ in _CLASSES)
+EVERY_CLASS = "every"
+"""Key of `Hardware.residuals` for the classes that it does not name."""
 
 
 def op_class(name: str) -> str:
@@ -68,11 +70,10 @@ def _class_index(name: str) -> int:
     return next(i for i, (_, parts, _, _) in enumerate(_CLASSES) if any(part in name for part in parts))
 
 
-@functools.lru_cache(maxsize=256)
-def _reach(names: tuple[str, ...], device: str) -> tuple[F64, F64, F64]:
-    """Fractions of the matmul and the memory rate and multiples of the overhead, by name id."""
-    column = 2 if device == "cpu" else 3
-    rows: Sequence[_Reach] = [_CLASSES[_class_index(name)][column] for name in names]  # type: ignore[misc]
+@functools.cache
+def _reach(device: str) -> tuple[F64, F64, F64]:
+    """Fractions of the matmul and the memory rate and multiples of the overhead, by class."""
+    rows: list[_Reach] = [cpu if device == "cpu" else cuda for _, _, cpu, cuda in _CLASSES]
     return tuple(np.array(values) for values in zip(*rows, strict=True))  # type: ignore[return-value]
 
 
@@ -96,6 +97,13 @@ def on_curve(curve: Curve, at_peak_s: F64) -> F64:
     x, y = np.log(np.array(curve).T)
     at = np.log(np.maximum(at_peak_s, 1e-12))
     found: F64 = np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
+    return found
+
+
+def factor_on(residual: Curve, at_peak_s: F64) -> F64:
+    """Measured over predicted seconds: between points on straight lines of logarithms, beyond them as at their ends."""
+    x, y = np.log(np.array(residual).T)
+    found: F64 = np.exp(np.interp(np.log(np.maximum(at_peak_s, 1e-12)), x, y))
     return found
 
 
@@ -141,23 +149,50 @@ def op_costs(step: Step, hardware: Hardware, *, ranks: int = 1) -> OpCosts:
 
 
 def _compute_s(step: Step, hardware: Hardware, share: int) -> F64:
-    """Seconds of every op as if it computed: by the table's fractions, and by a measured curve where its class has one."""
-    matmul, memory, overhead = _reach(step.names, hardware.device)
-    flops_per_s = hardware.matmul_flops_per_s(matmul_dtype(step)) / share
-    bytes_per_s = hardware.memory_bytes_per_s / share
-    names = step.op_name
-    op_s = np.maximum(
-        step.op_flops * (1.0 / (matmul * flops_per_s))[names], step.op_traffic_bytes * (1.0 / (memory * bytes_per_s))[names]
-    )
-    if hardware.device == "cpu":
-        op_s += hardware.launch_s * (overhead[names] if not hardware.curves else 1.0)
-    for index, name in enumerate(CLASSES if hardware.curves else ()):
-        curve = hardware.curves.get(name)
-        mine = np.flatnonzero(_classes(step.names)[names] == index) if curve else ()
+    """Seconds of every op as if it computed."""
+    classes, traffic = _classes(step.names), step.op_traffic_bytes
+    return _seconds(classes, step.op_name, step.op_flops, traffic, matmul_dtype(step), hardware, share)
+
+
+def _seconds(
+    classes: npt.NDArray[np.intp],  # (names,) index of the class
+    names: npt.NDArray[np.integer[Any]],  # (ops,) name id
+    flops: F64,
+    traffic_bytes: npt.NDArray[Any],
+    dtype: str,
+    hardware: Hardware,
+    share: int,
+) -> F64:
+    """By the table's fractions, by a measured curve where a class has one, both times what trials showed to be missing."""
+    matmul, memory, overhead = _reach(hardware.device)
+    flops_per_s, bytes_per_s = hardware.matmul_flops_per_s(dtype) / share, hardware.memory_bytes_per_s / share
+    by_flops, by_bytes = (1.0 / (matmul * flops_per_s))[classes], (1.0 / (memory * bytes_per_s))[classes]
+    op_s: F64 = np.maximum(flops * by_flops[names], traffic_bytes * by_bytes[names])
+    launch_s = hardware.launch_s if hardware.device == "cpu" else 0.0
+    if launch_s:
+        op_s += launch_s * (overhead[classes][names] if not hardware.curves else 1.0)
+    if not hardware.curves and not hardware.residuals:
+        return op_s
+    at_peak = peak_s(flops, traffic_bytes.astype(np.float64), flops_per_s, bytes_per_s)
+    class_of_op = classes[names]
+    for index in np.unique(classes):
+        curve = hardware.curves.get(CLASSES[index])
+        residual = hardware.residuals.get(CLASSES[index], hardware.residuals.get(EVERY_CLASS))
+        mine = np.flatnonzero(class_of_op == index) if curve or residual else ()
         if curve and len(mine):
-            at_peak = peak_s(step.op_flops[mine], step.op_traffic_bytes[mine].astype(np.float64), flops_per_s, bytes_per_s)
-            op_s[mine] = on_curve(curve, at_peak) + (hardware.launch_s if hardware.device == "cpu" else 0.0)
+            op_s[mine] = on_curve(curve, at_peak[mine]) + launch_s
+        if residual and len(mine):
+            op_s[mine] *= factor_on(residual, at_peak[mine])
     return op_s
+
+
+def op_s(kind: str, dtype: str, flops: float, traffic_bytes: float, hardware: Hardware, *, ranks: int = 1) -> tuple[float, float]:
+    """Seconds of one op of class `kind` that computes: at peak rates, and as `op_costs` predicts them."""
+    share = hardware.local_ranks(ranks) if hardware.device == "cpu" else 1
+    work, traffic = np.array([flops]), np.array([traffic_bytes])
+    rates = hardware.matmul_flops_per_s(dtype) / share, hardware.memory_bytes_per_s / share
+    found = _seconds(np.array([CLASSES.index(kind)]), np.zeros(1, np.intp), work, traffic, dtype, hardware, share)
+    return float(peak_s(work, traffic, *rates)[0]), float(found[0])
 
 
 def _transfers_s(step: Step, ops: np.ndarray[tuple[int], np.dtype[np.intp]], hardware: Hardware, local: int) -> F64:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# Before anything imports torch or a hub client; child processes inherit it.
-os.environ |= {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "NO_COLOR": "1", "COLUMNS": "130"}
+# Before anything imports torch or a hub client; child processes inherit it. What earlier searches taught stays out of tests.
+os.environ |= {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "NO_COLOR": "1", "COLUMNS": "130", "MEMTUNE_LEARN": "0"}
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from memtune.errors import EnvironmentFault
 from memtune.hardware import Hardware, detect, find, with_measured
 from memtune.op_costs import CLASSES, on_curve, op_costs
 from memtune.program import Step
+from memtune.runtime.op_clock import Observed
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +77,7 @@ def test_a_curve_is_followed_and_ends_as_at_its_ends() -> None:
 
 def test_observations_of_one_efficiency_give_it_back() -> None:
     hardware = replace(find("h100"), fp32_flops_per_s=1e12, memory_bytes_per_s=1e12)
-    ops = [
-        op_rates.Observed("aten.mm.default", "float32", 10.0**k, 1, 2 * 10.0**k / 1e12) for k in range(6, 12) for _ in range(3)
-    ]
+    ops = [Observed("aten.mm.default", "float32", 10.0**k, 1, 2 * 10.0**k / 1e12) for k in range(6, 12) for _ in range(3)]
     found = op_rates.curves(ops, hardware)
     assert set(found) == {"matmul"}
     assert all(y == pytest.approx(2 * x) for x, y in found["matmul"])

@@ -76,7 +76,8 @@ def test_the_table_is_readable_and_says_uncalibrated(ranking: PlanReport):
     console.print(render(ranking))
     text = console.export_text()
     assert "0.2349M parameters" in text
-    assert "uncalibrated" in text
+    assert text.count("uncalibrated") > 3  # the head, and the chance of running out of memory of every row
+    assert "out of memory" in text
     assert "full recompute" in text
     assert " over" in text
     assert "pruned" in text

@@ -11,7 +11,7 @@ from memtune import hardware, measure
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.op_costs import op_class
 
-CONSTANTS = {each.name for each in fields(hardware.Hardware)} - {"name", "device", "sources", "curves", "rates_from"}
+CONSTANTS = {each.name for each in fields(hardware.Hardware)} - {"name", "device", "sources", "curves", "residuals", "rates_from"}
 
 
 @pytest.mark.parametrize("name", hardware.names())

@@ -1,0 +1,64 @@
+"""A clock around every op that runs: which op, how much it had to do, how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from memtune import flops
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One op that ran."""
+
+    name: str
+    dtype: str
+    flops: float
+    traffic_bytes: int
+    seconds: float
+
+
+class OpClock(TorchDispatchMode):
+    """Times every op that runs inside and is neither a view nor a read-out; on CUDA each op is waited for.
+
+    Args:
+        device: Where the ops run.
+        clock: Seconds from anywhere on; by default `clock_of` the device.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observed: list[Observed] = []
+        self._device, self._clock = device, clock or clock_of(device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op, the device idle before and after it; of a divided tensor the op on this rank's part is the one."""
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        start = self._clock()
+        out = func(*args, **kwargs)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = self._clock() - start
+        if not func.is_view and func.namespace == "aten":
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+            if outputs or func._schema.is_mutable:
+                traffic = sum(each.nbytes for each in tensors + outputs)
+                dtype = str((tensors or outputs)[0].dtype).removeprefix("torch.") if tensors or outputs else "float32"
+                self.observed.append(Observed(str(func), dtype, flops.count(func, args, kwargs, out), traffic, seconds))
+        return out
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """On CPU the time this process had (of one thread), on CUDA the wall's."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
