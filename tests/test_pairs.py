@@ -21,9 +21,12 @@ from memtune.testing.drift import plain_program, target_of
 from memtune.testing.training import plain
 
 MODEL = "gpt"
-KNOBS = {"copy_out": {"min_bytes": 0}, "planned": {"share": 0.5}, "checkmate": {"share": 0.5}} | {
-    kind: {"ratio": 0.5} for kind in ("dtr", "megtaichi", "coop")
-}
+KNOBS: dict[str, dict[str, object]] = {
+    "stronghold": {"window": 2},
+    "copy_out": {"min_bytes": 0},
+    "planned": {"share": 0.5},
+    "checkmate": {"share": 0.5},
+} | {kind: {"ratio": 0.5} for kind in ("dtr", "megtaichi", "coop")}
 
 
 def made(technique: type[Technique]) -> Technique:
@@ -48,7 +51,12 @@ def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
+def param(pair: tuple[Technique, ...]) -> object:
+    """Two kinds of one mechanism: one of them in the short list."""
+    return pytest.param(pair, id=pair_id(pair), marks=[pytest.mark.slow] if any(p.kind == "stronghold" for p in pair) else [])
+
+
+@pytest.mark.parametrize("pair", [param(each) for each in PAIRS])
 def test_pair_trains_as_the_plain_model(pair: tuple[Technique, Technique]) -> None:
     program, target = plain_program(ZOO[MODEL]), target_of(*pair)
     for technique in pair:

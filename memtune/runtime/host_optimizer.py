@@ -11,7 +11,7 @@ takes the new weight, which goes up again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any, Literal
@@ -52,6 +52,7 @@ class HostOptimizer:
         self._gradients: dict[nn.Parameter, Tensor] = {}  # on the host, from when their copies start to the end of the step
         for group in self._optimizer.param_groups:
             group["params"] = [self._host_copy(parameter) for parameter in group["params"]]
+        self._comes_and_goes: set[nn.Parameter] = set()
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         context.represented.update(self._pairs)
         context.reloaded.append(self._reload)
@@ -99,6 +100,8 @@ class HostOptimizer:
         on_the_way: nn.Parameter | None = None
         for parameter, host in self._pairs:
             if parameter.grad is None:
+                if host.grad is not None:  # came down as it landed
+                    self._gradients[host] = host.grad
                 continue
             if on_the_way is not None:
                 self._arrived(on_the_way)
@@ -113,6 +116,20 @@ class HostOptimizer:
             self._arrived(on_the_way)
         self._host.enter_context(tier(HOST))
 
+    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Somebody else brings these up when they are used, and their gradients down."""
+        self._comes_and_goes.update(parameters)
+
+    def update(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Update these parameters of the model now, from the gradients of their host copies; they are let go."""
+        native, wanted = self._native, set(parameters)
+        assert native is not None
+        gradients = {host: host.grad for device, host in self._pairs if device in wanted and host.grad is not None}
+        with tier(HOST), torch.no_grad():
+            native.step(self._optimizer, gradients.get)
+        for host in gradients:
+            host.grad = None
+
     def _arrived(self, host: nn.Parameter) -> None:
         transfer.finish(self._gradients[host])
         self._source.grad = None
@@ -124,6 +141,9 @@ class HostOptimizer:
         with torch.no_grad():
             for parameter, host in self._pairs:
                 gradient = self._gradients.pop(host, None)
+                if parameter in self._comes_and_goes:
+                    host.grad = None
+                    continue
                 narrow = host.dtype is not parameter.dtype
                 if not narrow or gradient is not None:
                     torch.ops.memtune.copy_to_device_(local(parameter), gradient if narrow else host)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -44,6 +45,7 @@ class ByteCounters:
 COUNTERS = ByteCounters()
 _pool: ThreadPoolExecutor | None = None
 _side_streams: dict[int, torch.cuda.Stream] = {}
+_upload_streams: dict[int, torch.cuda.Stream] = {}
 # What is under way, by address of the host storage: the thread's future on CPU, the stream's event on CUDA, a read from SSD.
 _pending: dict[int, Future[None] | torch.cuda.Event | disk.Ticket] = {}
 
@@ -60,6 +62,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if index not in _side_streams:
         _side_streams[index] = torch.cuda.Stream(device)
     return _side_streams[index]
+
+
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    index = device.index or 0
+    if index not in _upload_streams:
+        _upload_streams[index] = torch.cuda.Stream(device)
+    return _upload_streams[index]
 
 
 def _start(host: Tensor, x: Tensor) -> None:
@@ -116,6 +125,27 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
     with torch.no_grad():
         return out.copy_(x, non_blocking=True)
+
+
+@contextlib.contextmanager
+def ahead(device: torch.device) -> Iterator[None]:
+    """Copies to `device` inside, and memory taken for them, are on a stream of their own, after all work issued so far.
+
+    So memory that compute has just given back is not overwritten under it; see `caught_up`.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _upload_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def caught_up(device: torch.device) -> None:
+    """The current stream goes on when all that was copied `ahead` is there."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_upload_stream(device))
 
 
 def copy_to_host(host: Tensor, x: Tensor) -> None:

@@ -133,7 +133,8 @@ def test_no_blocks_and_compiled_already_are_refused_and_leave_no_trace() -> None
 def test_what_needs_eager_ops_is_refused_beside_compile(technique: Any) -> None:
     made = technique(kind=technique.__module__.rpartition(".")[2])
     _, model, optimizer = build(ZOO["tied"])
-    config = execution("blocks", **{made.slot: {"kind": made.kind}})
+    axis, _, part = made.slot.partition(".")
+    config = execution("blocks", **{axis: {part: {"kind": made.kind}} if part else {"kind": made.kind}})
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     with pytest.raises(ApplyError, match=f"MT315 .*{made.kind}.* does not work"):
         apply(model, optimizer, config, strict=False)

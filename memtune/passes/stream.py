@@ -1,0 +1,337 @@
+"""The pass of `runtime.store`: the blocks' parameters come and go, their gradients leave as they land, updates are on the host.
+
+What is in no block is left to `passes.host_optimizer`, which runs next: it finds no gradient at what was done here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from memtune.edit import Edit
+from memtune.parameters import columns_of
+from memtune.passes.shares import raw_gradients
+from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
+from memtune.residency import Residency, order_of_use
+
+
+@functools.lru_cache(maxsize=8)
+def not_in_layers(step: Step) -> str:
+    """Why the blocks of `step` cannot be taken one after the other; empty where they can."""
+    n_blocks, columns = len(step.blocks), columns_of(step.parameters)
+    if n_blocks < 2:
+        return "no repeated blocks were found, so the order of layers is not known"
+    if len(step.call_block) != n_blocks:
+        return "a block runs more than once in a forward"
+    moments = _first_ops(step)
+    if (moments < 0).any():
+        return f"{step.blocks[int((moments < 0).argmax()) % n_blocks]} has no forward or no backward"
+    if (np.diff(moments) <= 0).any() or (step.leave[: n_blocks - 1] >= step.enter[1:n_blocks]).any():
+        return "the blocks do not run one after the other"
+    shared = np.bincount(columns.storage, minlength=step.n_storages) > 1
+    whole = step.bytes[columns.storage] == columns.numel * columns.itemsize
+    wrong = (columns.block >= 0) & (shared[columns.storage] | ~whole)
+    if wrong.any():
+        return f"{columns.names[int(wrong.argmax())]} shares its memory"
+    parameter = step.parameter_of[step.use_storage]
+    block = np.where(parameter >= 0, columns.block[parameter], -1)
+    outside = (block >= 0) & (step.use_phase < Phase.BOUNDARY) & (step.op_block[step.use_op] != block)
+    if outside.any():
+        return f"{columns.names[int(parameter[outside.argmax()])]} is used outside of its block"
+    landings = _Landings.of(step)
+    ends = np.append(moments, np.int32(step.n_ops))[landings.moment + 1]
+    if ((landings.after >= ends) | (landings.after < moments[landings.moment])).any():
+        return "a block's gradient is put in place while another block's backward runs"
+    return ""
+
+
+def _first_ops(step: Step) -> I32:
+    """(2 · blocks,) the op before which each moment begins, -1 where there is none."""
+    n_blocks = len(step.blocks)
+    forward, backward = np.full(n_blocks, -1, np.int32), np.full(n_blocks, -1, np.int32)
+    back = (step.op_phase == Phase.BACKWARD) | (step.op_phase == Phase.RECOMPUTE)
+    for first, mine in ((forward, step.op_phase == Phase.FORWARD), (backward, back)):
+        rows = np.flatnonzero(mine & (step.op_block >= 0))[::-1].astype(np.int32)
+        first[step.op_block[rows]] = rows  # the first one is written last
+    forward = np.where(forward >= 0, np.minimum(forward, step.enter[:n_blocks]), -1).astype(np.int32)
+    return np.concatenate([forward, backward[::-1]])
+
+
+def moment_of_ops(step: Step) -> I32:
+    """(n,) the moment that each op of forward and backward falls into, -1 before the first one and after backward."""
+    moment = np.searchsorted(_first_ops(step), np.arange(step.n_ops), side="right") - 1
+    found: I32 = np.where(step.op_phase < Phase.BOUNDARY, moment, -1).astype(np.int32)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Landings:
+    """Gradients of the blocks' parameters as autograd puts them in place, one row each."""
+
+    parameter: I32
+    raw: I32
+    """What this micro-batch makes."""
+    sums: I32
+    """What it is added to, -1 in the only or first micro-batch."""
+    after: I32
+    moment: I32
+
+    @classmethod
+    def of(cls, step: Step) -> _Landings:
+        columns, raw = columns_of(step.parameters), raw_gradients(step)
+        parameter_of = np.full(step.n_storages, -1, np.int32)
+        mine = np.flatnonzero((columns.gradient >= 0) & (columns.block >= 0) & (raw >= 0)).astype(np.int32)
+        parameter_of[columns.gradient[mine]] = mine
+        parameter = parameter_of[step.landing]
+        parameter = parameter[parameter >= 0]
+        gradient = columns.gradient[parameter]
+        summed = step.producer[gradient] < 0
+        after = np.where(summed, _adding(step)[gradient], step.ready_after[raw[parameter]]).astype(np.int32)
+        order = np.argsort(after, kind="stable")
+        moment = 2 * len(step.blocks) - 1 - columns.block[parameter]
+        sums = np.where(summed, gradient, -1).astype(np.int32)
+        return cls(*(column[order] for column in (parameter, raw[parameter], sums, after, moment.astype(np.int32))))
+
+
+def _adding(step: Step) -> I32:
+    """(m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
+    adds = (step.use_mutates == 1) & (step.producer[step.use_storage] < 0) & (step.use_phase < Phase.BOUNDARY)
+    found = np.full(step.n_storages, -1, np.int32)
+    found[step.use_storage[adds]] = step.use_op[adds]
+    return found
+
+
+def stream_parameters(step: Step, residency: Residency) -> Step:
+    """`step` with the parameters of its blocks on the host, there while `residency` says so, and updated when they are done with.
+
+    Args:
+        step: One that `not_in_layers` has nothing to say about.
+        residency: Which blocks are on the device when; its moments are those of `order_of_use`.
+    """
+    columns = columns_of(step.parameters)
+    edit, landings = Edit(step), _Landings.of(step)
+    end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    begins = np.append(_first_ops(step), np.int32(end + 1)).astype(np.int32)
+    mine = np.flatnonzero(columns.block >= 0).astype(np.int32)
+    nowhere, forever = np.full(len(mine), -1, np.int32), np.full(len(mine), FOREVER, np.int32)
+    n_bytes = columns.numel * columns.itemsize
+    hosts = np.full(len(columns.block), -1, np.int32)
+    hosts[mine] = edit.add_storages(
+        n_bytes[mine], producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=mine
+    )
+    edit.bytes[columns.storage[mine]] = 0
+    down = _gradients_down(edit, step, landings)
+    last_of = {int(moment): row for row, moment in enumerate(landings.moment)}  # ascending: the last one stays
+    turns = [
+        turn for moment in range(len(begins)) for turn in _turns(step, residency, landings, last_of.get(moment - 1, -1), moment)
+    ]
+    rows = _insert(edit, step, turns, begins)
+    starts = _starts(turns, rows, begins)
+    _let_go(edit, landings, down, starts)
+    _stay(edit, step, residency, turns, rows, starts[_DROP])
+    _update(edit, step, landings, down, hosts, turns, rows)
+    hung = [int(down.copies[-1])] if len(landings.after) and landings.after[-1] == end else []
+    for row in hung + [int(row) for turn, row in zip(turns, rows, strict=True) if turn.moment == len(begins) - 1][-1:]:
+        edit.hold_to_the_end_of_backward(row)
+    gradient = columns.gradient.copy()
+    gradient[mine] = -1
+    edit.parameters = replace(columns, gradient=gradient).records()
+    return edit.done()
+
+
+_ADD, _ALLOCATE, _COPY, _AHEAD, _UPDATE = range(5)
+_OPS = (
+    ("aten.add_.Tensor", Resource.HOST_THREADS),
+    ("memtune.allocate", Resource.NOTHING),
+    ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
+    ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
+    ("memtune.host_update_.default", Resource.HOST_THREADS),
+)
+_LAND, _DROP = range(2)
+
+
+class _Turn(NamedTuple):
+    """An op that is inserted when a moment begins; `row` is a parameter's, or of an addition a landing's."""
+
+    what: int
+    row: int
+    moment: int
+
+
+class _Down(NamedTuple):
+    """Of each landing: the copy to the host, what it makes there, and the addition before it that it waits for, -1 for none."""
+
+    copies: I32
+    hosts: I32
+    adds: I32
+
+
+def _turns(step: Step, residency: Residency, landings: _Landings, last: int, moment: int) -> list[_Turn]:
+    """What runs when `moment` begins, in the order of the rules of `runtime.store`; `last`: row that landed last before it."""
+    of_block = _parameters_by_block(step)
+    uses = order_of_use(len(step.blocks))
+    turns = [_Turn(_ADD, last, moment)] if last >= 0 and landings.sums[last] >= 0 else []
+    for unit in residency.loads[moment]:
+        what = _COPY if unit == uses[moment] else _AHEAD
+        for row in of_block[unit]:
+            turns += [_Turn(_ALLOCATE, row, moment), _Turn(what, row, moment)]
+    if moment > len(step.blocks):
+        gradient = columns_of(step.parameters).gradient
+        turns += [_Turn(_UPDATE, row, moment) for row in of_block[uses[moment - 1]] if gradient[row] >= 0]
+    return turns
+
+
+@functools.lru_cache(maxsize=8)
+def _parameters_by_block(step: Step) -> tuple[tuple[int, ...], ...]:
+    block = columns_of(step.parameters).block
+    return tuple(tuple(np.flatnonzero(block == i).tolist()) for i in range(len(step.blocks)))
+
+
+def _gradients_down(edit: Edit, step: Step, landings: _Landings) -> _Down:
+    """Each gradient's copy starts as it lands, after the one before it has been added to the sums of earlier micro-batches."""
+    count = len(landings.after)
+    with_add = np.zeros(count, bool)
+    with_add[1:] = (landings.sums[:-1] >= 0) & (landings.moment[1:] == landings.moment[:-1])
+    row = np.repeat(np.arange(count), 1 + with_add)
+    is_copy = np.append(row[1:] != row[:-1], True)[: len(row)]
+    source = np.where(is_copy, row, row - 1)
+    n_bytes = step.bytes[landings.raw]
+    names = np.asarray([edit.name_id("aten.add_.Tensor"), edit.name_id("memtune.to_host.default")], np.int32)
+    ops = edit.add_ops(
+        names[is_copy.astype(int)],
+        after=landings.after[row],
+        phase=Phase.BACKWARD,
+        resource=np.where(is_copy, np.uint8(Resource.DEVICE_TO_HOST), np.uint8(Resource.HOST_THREADS)),
+        traffic_bytes=np.where(is_copy, 1, 3) * n_bytes[source],
+        call=step.op_call[landings.after[row]],
+        prefetch=is_copy.astype(np.uint8),  # the side stream waits for the compute stream
+    )
+    copies = ops[is_copy]
+    owner = landings.parameter
+    hosts = edit.add_storages(n_bytes, producer=copies, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
+    adds = np.full(count, -1, np.int32)
+    adds[source[~is_copy]] = ops[~is_copy]
+    edit.add_uses(copies, landings.raw)
+    summed = landings.sums >= 0
+    dropped = np.zeros(step.n_ops, bool)
+    dropped[landings.after[summed]] = True
+    edit.drop_ops(dropped)
+    edit.tier = step.tier.copy()
+    edit.tier[landings.sums[summed]] = Tier.HOST
+    done = np.flatnonzero(adds >= 0)
+    edit.add_uses(adds[done], hosts[done])
+    edit.add_uses(adds[done], landings.sums[done], mutates=True)
+    return _Down(copies, hosts, adds)
+
+
+def _insert(edit: Edit, step: Step, turns: list[_Turn], begins: I32) -> I32:
+    """The ops of all moments; returns their rows."""
+    what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
+    columns = columns_of(step.parameters)
+    n_bytes = columns.numel * columns.itemsize
+    names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
+    parameter = np.where(what == _ADD, 0, row)
+    factor = np.asarray([0, 0, 1, 1, 0], np.int64)[what]
+    uses = order_of_use(len(step.blocks))
+    call = np.asarray([*uses, -1], np.int32)[moment]
+    backward = (moment >= len(step.blocks)) & (what != _UPDATE)
+    phase = np.where(what == _UPDATE, Phase.BOUNDARY, np.where(backward, Phase.BACKWARD, Phase.FORWARD))
+    return edit.add_ops(
+        names[what],
+        before=begins[moment],
+        phase=phase.astype(np.uint8),
+        resource=np.asarray([resource for _, resource in _OPS], np.uint8)[what],
+        traffic_bytes=np.where(what == _UPDATE, _update_bytes(step)[parameter], factor * n_bytes[parameter]),
+        call=call,
+        stream=(what == _COPY).astype(np.uint8),  # what is used at once is complete in stream order
+        prefetch=(what == _AHEAD).astype(np.uint8),
+    )
+
+
+def _update_bytes(step: Step) -> I64:
+    """(parameters,) what one native pass over each moves: gradient and weight, moments there and back."""
+    columns, state = columns_of(step.parameters), _state(step)
+    moments = np.bincount(step.owner[state], step.bytes[state], len(columns.numel)).astype(np.int64)
+    return 12 * columns.numel + 2 * moments
+
+
+@functools.lru_cache(maxsize=8)
+def _state(step: Step) -> I32:
+    """State storages as large as their parameter; the others count steps."""
+    columns = columns_of(step.parameters)
+    state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner >= 0)).astype(np.int32)
+    owner = step.owner[state]
+    whole: I32 = state[step.bytes[state] == columns.numel[owner] * columns.itemsize[owner]]
+    return whole
+
+
+def _starts(turns: list[_Turn], rows: I32, begins: I32) -> tuple[I32, I32]:
+    """(moments,) the op before which each moment lets go of the gradient on its way, and of parameters."""
+    land, drop = begins.copy(), begins.copy()
+    for turn, row in zip(reversed(turns), reversed(rows.tolist()), strict=True):
+        land[turn.moment] = row
+        if turn.what != _ADD:
+            drop[turn.moment] = row
+    return land, drop
+
+
+def _let_go(edit: Edit, landings: _Landings, down: _Down, starts: tuple[I32, I32]) -> None:
+    """A gradient on its way is let go when the next one lands, or when the next moment begins."""
+    gone = starts[_LAND][landings.moment + 1]
+    same = landings.moment[1:] == landings.moment[:-1]
+    following = np.where(down.adds[:-1] >= 0, down.adds[:-1], down.copies[1:])
+    gone[:-1] = np.where(same, following, gone[:-1])
+    edit.held_until[landings.raw] = -1
+    edit.kind[landings.raw] = Kind.TEMPORARY
+    edit.let_go_before(landings.raw, gone)
+
+
+def _stay(edit: Edit, step: Step, residency: Residency, turns: list[_Turn], rows: I32, drop: I32) -> None:
+    """Each load makes storages that the block's ops use from then on, until the moment that drops it."""
+    columns, n_blocks = columns_of(step.parameters), len(step.blocks)
+    allocated = [(turn.row, turn.moment, row) for turn, row in zip(turns, rows.tolist(), strict=True) if turn.what == _ALLOCATE]
+    row, moment, producer = (np.asarray(column, np.int32) for column in zip(*allocated, strict=True))
+    there = edit.add_storages(columns.numel[row] * columns.itemsize[row], producer=producer, kind=Kind.COMMUNICATION, owner=row)
+    copies = np.asarray([r for turn, r in zip(turns, rows.tolist(), strict=True) if turn.what in (_COPY, _AHEAD)], np.int32)
+    edit.add_uses(copies, there, mutates=True)
+    until = np.full((n_blocks, len(drop)), -1, np.int32)  # by block and moment of the load: the moment that drops it
+    for k, units in enumerate(residency.drops):
+        for unit in units:
+            until[unit, :k][until[unit, :k] < 0] = k
+    block = columns.block[row]
+    edit.let_go_before(there, drop[until[block, moment]])
+    in_forward, in_backward = (np.full(len(columns.block) + 1, -1, np.int32) for _ in range(2))
+    late = moment >= n_blocks
+    in_forward[row[~late]] = there[~late]
+    in_backward[row[~late]] = there[~late]
+    in_backward[row[late]] = there[late]
+    parameter = step.parameter_of[step.use_storage]
+    back = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
+    target = np.where(back, in_backward[parameter], in_forward[parameter])
+    edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
+
+
+def _update(edit: Edit, step: Step, landings: _Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
+    """Each block's update reads its gradients and holds them all until its last one."""
+    what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
+    trailing = what == _ADD
+    edit.add_uses(rows[trailing], down.hosts[row[trailing]])
+    edit.add_uses(rows[trailing], landings.sums[row[trailing]], mutates=True)
+    loads = (what == _COPY) | (what == _AHEAD)
+    edit.add_uses(rows[loads], hosts[row[loads]])
+    updates = what == _UPDATE
+    update_of = np.full(len(hosts), -1, np.int32)
+    update_of[row[updates]] = rows[updates]
+    edit.add_uses(rows[updates], hosts[row[updates]], mutates=True)
+    gradient = np.where(landings.sums >= 0, landings.sums, down.hosts)
+    edit.add_uses(update_of[landings.parameter], gradient)
+    last = np.full(int(moment.max()) + 1, -1, np.int32)
+    last[moment[updates]] = rows[updates]
+    edit.held_until[landings.sums[landings.sums >= 0]] = -1
+    edit.hold_through(gradient, last[landings.moment + 1])
+    state = _state(step)
+    state = state[update_of[step.owner[state]] >= 0]
+    edit.add_uses(update_of[step.owner[state]], state, mutates=True)

@@ -1,0 +1,266 @@
+"""Parameters of the blocks on the host, on the device only while a residency says so; gradients leave as they land.
+
+Six rules, which the pass `passes.stream` follows op by op:
+
+Rule 1. A moment begins when a block is called, or when backward has the gradient of what a block returned; the last one of a step
+        when backward ends. A block's use ends where the next moment begins.
+Rule 2. When a moment begins, the gradient on its way is finished, then blocks are let go, then others come in, then the block of
+        the moment before is updated. So its update runs beside the device's work on the next block.
+Rule 3. A block's memory is given back and taken anew in place (the storage is resized, as FSDP2 does), so what autograd saved
+        of a weight finds the values that it saved: they do not change within a step.
+Rule 4. A gradient's copy to the host starts when autograd has put it in place; the device lets go of it when the next one lands,
+        or when the next moment begins. The host adds up micro-batches.
+Rule 5. Updates in backward need to know that the micro-batch is the last one: `Tuned.step` says so. In any other loop all blocks
+        are updated in `optimizer.step()`.
+Rule 6. What is not there when it is asked for comes in late: a loop that uses blocks in another order is slower, not wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_leaves
+
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.errors import ApplyError
+from memtune.residency import Residency
+from memtune.runtime import transfer
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import HostOptimizer, to_host_now
+from memtune.runtime.replaced_forward import ReplacedForward
+from memtune.runtime.tiers import HOST, mark, tier
+
+
+class ParameterStore:
+    """Makes the blocks' parameters of `context` come and go.
+
+    Args:
+        context: Its model; hooks are put on its blocks and their parameters.
+        residency: Which block is there when.
+        optimizer: Holds the host copies, and updates them natively.
+
+    Raises:
+        ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
+    """
+
+    def __init__(self, context: Context, residency: Residency, optimizer: HostOptimizer) -> None:
+        self._residency, self._optimizer, self._device = residency, optimizer, context.device
+        blocks = [context.model.get_submodule(name) for name in context.blocks]
+        _refuse_schedules(context.model)
+        self._units = [list(block.parameters()) for block in blocks]
+        mine = [parameter for unit in self._units for parameter in unit]
+        self._outside = _outside(context.model, mine)
+        self._hosts = {p: context.represented[p].detach() if p in context.represented else _copy_of(p) for p in mine}
+        self._trained = {p: context.represented[p] for p in mine if p in context.represented}
+        optimizer.leave_down(mine)
+        self._there: set[int] = set(range(len(blocks)))
+        self._moment = self._end = len(residency.drops) - 1
+        self._on_the_way: tuple[nn.Parameter, Tensor, Tensor] | None = None
+        self._is_last = False
+        self._queued = False
+        self._versions: dict[nn.Parameter, int] = {}
+        self.loaded_bytes = 0
+        context.undo.callback(self._bring_all)
+        for index, block in enumerate(blocks):
+            self._watch(context, index, block)
+        context.sync = self.sync
+        begins = context.optimizer.register_step_pre_hook(self._step_begins)
+        hooks: Any = context.optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(begins.id, last=False)  # before gradients outside of the blocks are sent down and let go
+        self._release(range(len(blocks)))
+
+    def _watch(self, context: Context, index: int, block: nn.Module) -> None:
+        block.register_forward_pre_hook(
+            lambda module, args: self._begin(index) if torch.is_grad_enabled() else self._fetch(index)
+        )
+        block.register_forward_hook(lambda module, args, output: self._returned(index, output))
+        for parameter in self._units[index]:
+            if parameter.requires_grad:
+                context.undo.callback(parameter.register_post_accumulate_grad_hook(self._landed).remove)
+        block.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
+        block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch(index))
+        block.register_load_state_dict_post_hook(lambda module, _: self._loaded(index))
+
+    @contextmanager
+    def sync(self, last: bool) -> Iterator[None]:
+        """The context of a micro-batch: after the last one's backward each block is updated (Rule 5)."""
+        self._is_last = last
+        try:
+            yield
+        finally:
+            self._is_last = False
+
+    # -- moments ---------------------------------------------------------------------------------------------------------
+
+    def _returned(self, index: int, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._release([index])
+            return
+        moment = self._end - 1 - index
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._backward(moment))
+
+    def _backward(self, moment: int) -> None:
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._backward_ends)
+        self._begin(moment)
+
+    def _backward_ends(self) -> None:
+        self._queued = False
+        self._begin(self._end)
+        self._versions = {p: p.grad._version for p in self._outside if p.grad is not None}
+
+    def _begin(self, moment: int) -> None:
+        """Rules 1 and 2."""
+        if moment == self._moment:
+            return
+        before, self._moment = self._moment, moment
+        self._arrive()
+        blocks = len(self._units)
+        self._release(self._there if before + 1 != moment else self._residency.drops[moment])
+        transfer.caught_up(self._device)
+        if moment < self._end:
+            self._fetch(moment if moment < blocks else self._end - 1 - moment)  # the first that comes in, or Rule 6
+        for index in self._residency.loads[moment]:
+            with transfer.ahead(self._device):
+                self._fetch(index)
+        if self._is_last and blocks <= before < self._end:
+            self._optimizer.update(self._units[self._end - 1 - before])
+
+    @torch.no_grad()
+    def _fetch(self, index: int) -> None:
+        if index in self._there:
+            return
+        self._there.add(index)
+        for parameter in self._units[index]:
+            parameter.untyped_storage().resize_(self._hosts[parameter].nbytes)
+            with _unsafe_preserve_version_counter(parameter):  # Rule 3
+                torch.ops.memtune.copy_to_device_(parameter.detach(), self._hosts[parameter])
+            self.loaded_bytes += parameter.nbytes
+
+    def _release(self, units: Any) -> None:
+        for index in list(units):
+            if index in self._there:
+                self._there.discard(index)
+                for parameter in self._units[index]:
+                    parameter.untyped_storage().resize_(0)
+
+    def _bring_all(self) -> None:
+        for index in range(len(self._units)):
+            for parameter in self._units[index]:
+                if parameter.untyped_storage().nbytes() == 0:
+                    self._there.discard(index)
+            self._fetch(index)
+
+    # -- gradients -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _landed(self, parameter: Tensor) -> None:
+        """Rule 4."""
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        self._arrive()
+        source, parameter.grad = parameter.grad, None
+        host = torch.ops.memtune.to_host(source)
+        mark(host, HOST)
+        self._on_the_way = parameter, source, host
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        if self._on_the_way is None:
+            return
+        (parameter, source, host), self._on_the_way = self._on_the_way, None
+        transfer.finish(host)
+        del source
+        held = self._trained[parameter]
+        if held.grad is None:
+            held.grad = host
+        else:
+            with tier(HOST):
+                held.grad.add_(host)
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """All are let go before the weights change, and gradients must be those that backward left."""
+        self._release(range(len(self._units)))
+        changed = [p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version]
+        self._versions = {}
+        if changed:
+            raise ApplyError(
+                f"{len(changed)} gradients were changed between backward and the optimizer's step, as clipping by norm does.",
+                evidence="Gradients of the blocks have left the device by then, so their part of the norm is missing.",
+                fix="offload: {states: {kind: optimizer_cpu}}, or no clipping", code="MT364",
+            )  # fmt: skip
+
+    # -- checkpoints and proof -------------------------------------------------------------------------------------------
+
+    def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                state[prefix + name] = self._hosts[parameter]
+
+    @torch.no_grad()
+    def _loaded(self, index: int) -> None:
+        for parameter in self._units[index]:
+            self._hosts[parameter].copy_(parameter)
+        self._release([index])
+
+    def check(self) -> dict[str, Any]:
+        """Where the blocks' parameters are.
+
+        Raises:
+            ApplyError: Some are on the device between two steps.
+        """
+        left = sum(parameter.untyped_storage().nbytes() for unit in self._units for parameter in unit)
+        if left and self._moment == self._end:
+            raise ApplyError(f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309")
+        facts = self._optimizer.check()
+        return facts | {"blocks_on_host": len(self._units), "loaded_bytes": self.loaded_bytes}
+
+
+def _refuse_schedules(model: nn.Module) -> None:
+    owner = getattr(vars(model).get("forward"), "__self__", None)
+    if isinstance(owner, ReplacedForward):
+        raise ApplyError(
+            "A schedule takes the place of the model's code, so its blocks are not called and cannot come and go.",
+            fix="recompute: {kind: full}", code="MT364",
+        )  # fmt: skip
+
+
+def _outside(model: nn.Module, mine: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Trained parameters that stay on the device.
+
+    Raises:
+        ApplyError: There are none, or a block's parameter is used elsewhere as well.
+    """
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    inside = {id(parameter) for parameter in mine}
+    if len(inside) != len(mine) or any(owners[id(parameter)] > 1 for parameter in mine):
+        raise ApplyError(
+            "A parameter of a block is shared with another module, so it cannot come and go with its block.",
+            fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
+        )  # fmt: skip
+    outside = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
+    if not outside:
+        raise ApplyError(
+            "Nothing outside of the blocks is trained, so clipping by norm could not be noticed.",
+            fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
+        )  # fmt: skip
+    return outside
+
+
+def _copy_of(parameter: nn.Parameter) -> Tensor:
+    host = to_host_now(parameter)
+    mark(host, HOST)
+    return host

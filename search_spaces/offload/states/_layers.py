@@ -1,0 +1,48 @@
+"""What techniques share that keep the blocks' parameters on the host (`runtime.store`): what fits, and how it is applied."""
+
+from __future__ import annotations
+
+from memtune.passes.host_optimizer import Native, optimizer_on_host
+from memtune.passes.stream import not_in_layers, stream_parameters
+from memtune.program import Kind, Program
+from memtune.residency import Residency
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.store import ParameterStore
+from memtune.technique import Reason, Target
+
+EAGER_ONLY = "compiled graphs hold the memory of parameters that come and go"
+_OTHER = "offload: {states: {kind: optimizer_cpu}}"
+_SCHEDULED = ("a frozen schedule", "a schedule")
+
+
+def cannot_run(program: Program, target: Target) -> Reason | None:
+    """Why blocks' parameters cannot come and go in `program`."""
+    step = program.step
+    if program.ranks > 1 or target.ranks > 1:
+        return Reason("parameters that come and go are for one rank", "sharding: {states: {kind: fsdp}}")
+    if target.compiled:
+        return Reason(EAGER_ONLY, "execution.compile: false")
+    if any(each.eager_only.startswith(_SCHEDULED) or ("by_schedule", True) in each.knobs() for each in target.chosen.values()):
+        return Reason("a schedule takes the place of the blocks' calls", "recompute: {kind: full}")
+    if (reason := not_in_layers(step)) != "":
+        return Reason(reason, _OTHER)
+    trained = [parameter for parameter in step.parameters if parameter.gradient >= 0]
+    if not any(parameter.block >= 0 for parameter in trained) or not (step.kind == Kind.OPTIMIZER).any():
+        return Reason("the optimizer has no state of a block to move")
+    if all(parameter.block >= 0 for parameter in trained):
+        return Reason("nothing outside of the blocks is trained, so clipping by norm could not be noticed", _OTHER)
+    if {parameter.itemsize for parameter in trained} != {4}:
+        return Reason("the native update keeps float32 weights", "offload: {states: {kind: optimizer_cpu, update: master}}")
+    return None
+
+
+def in_layers(program: Program, residency: Residency) -> Program:
+    """The program with its blocks' parameters as `residency` says, and every update on the host."""
+    return program.with_step(optimizer_on_host(stream_parameters(program.step, residency), Native()))
+
+
+def apply_layers(context: Context, residency: Residency) -> None:
+    """Move the optimizer to the host, then the blocks' parameters."""
+    store = ParameterStore(context, residency, HostOptimizer(context, "native"))
+    context.checks["offload.states"] = store.check

@@ -1,0 +1,59 @@
+"""What tests of techniques share whose blocks come and go and are updated natively in backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from zoo_paths import ZOO
+
+from memtune._apply import Tuned
+from memtune.program import Resource, Step
+from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
+from memtune.technique import Technique
+from memtune.testing import TechniqueSuite, differences, train
+from memtune.testing.training import Run, plain
+
+NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
+
+
+def without_gradients(run: Run) -> Run:
+    """Gradients of blocks have left, and been used, when backward returns."""
+    return replace(run, gradients=[])
+
+
+def block_bytes(step: Step) -> list[int]:
+    """Bytes of each block's parameters, of a plain step."""
+    rows = [(p.block, int(step.bytes[p.storage])) for p in step.parameters if p.block >= 0]
+    return [sum(n for block, n in rows if block == i) for i in range(len(step.blocks))]
+
+
+def total(step: Step, resource: Resource) -> int:
+    return int(step.op_traffic_bytes[step.op_resource == resource].sum())
+
+
+class LayersSuite(TechniqueSuite):
+    """Of techniques whose blocks come and go and are updated natively in backward."""
+
+    # As of `optimizer_cpu: native` against torch's loops: Adam divides what is nothing but rounding by its own size.
+    tolerance = 2e-2
+
+    def check_training(self, model: str, variant: Technique) -> None:
+        """Losses and weights of the plain model."""
+        found = differences(without_gradients(train(ZOO[model], variant)), without_gradients(plain(ZOO[model])), self.tolerance)
+        assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
+
+    @pytest.mark.parametrize("micro_batches", [1, 3])
+    def test_five_steps_have_the_bits_of_the_native_update_in_place(self, micro_batches: int) -> None:
+        """With accumulation as well: the host adds up in the order in which the device would."""
+        found, wanted = (train(ZOO["gpt"], each, steps=5, micro_batches=micro_batches) for each in (self._any(), NATIVE))
+        assert not differences(without_gradients(found), without_gradients(wanted))
+
+    def _any(self) -> Technique:
+        return (self.variants or (self.default(),))[0]
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        block = tuned._context.model.get_submodule(tuned._context.blocks[0])
+        for parameter in block.parameters():
+            parameter.untyped_storage().resize_(parameter.nbytes)
+        return True

@@ -1,0 +1,147 @@
+"""Blocks that come and go: bytes by the ledger, user's own loops, checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from layers_suite import NATIVE, without_gradients
+from torch import nn
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.record import record
+from memtune.autotune.simulate import simulate
+from memtune.errors import ApplyError
+from memtune.runtime import shim
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.tiers import HOST, tier
+from memtune.search_spaces.offload.states.l2l import L2L
+from memtune.search_spaces.offload.states.stronghold import Stronghold
+from memtune.technique import Target
+from memtune.testing import differences, train
+from memtune.testing.training import SEED, build, config_of, one_step, settings_of
+from memtune.workload import Workload
+
+ONE, TWO = L2L(kind="l2l"), Stronghold(kind="stronghold", window=2)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def steps(workload: Workload, tuned: Any, ledger: Ledger, micro_batches: int, count: int = 5) -> list[tuple[int, int, int, int]]:
+    """Peaks of device and host, and bytes live there after it, of every step."""
+    found = []
+    for step in range(count):
+        torch.manual_seed(SEED + step)
+        with tier(HOST):
+            batches = [workload.make_batch(2) for _ in range(micro_batches)]
+        ledger.reset_peak()
+        tuned.step(batches)
+        batch = sum(each.nbytes for pair in batches for each in pair)
+        del batches
+        peaks = ledger.peak_allocated_bytes(), ledger.peak_allocated_bytes(HOST) - batch
+        found.append((*peaks, ledger.live_bytes(), ledger.live_bytes(HOST)))
+    return found
+
+
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize(("technique", "micro_batches"), [pytest.param(ONE, 1, marks=pytest.mark.slow), (TWO, 2)])
+def test_peaks_are_the_predicted_ones_and_nothing_is_left(technique: L2L | Stronghold, micro_batches: int) -> None:
+    """Under a budget that the plain model exceeds; after the third step nothing more is held on any tier."""
+    path = ZOO["gpt"]
+    target = Target(hardware.detect("cpu"))
+    rewriter = Rewriter(record(Workload.load(path)), target)
+    execution = {"micro_batch": 2, "accumulate": micro_batches}
+    document = {"execution": execution, **settings_of(technique)}
+    candidate = rewriter.candidate(Choice.from_document({**document, "execution": execution}))
+    assert isinstance(candidate, Candidate), candidate
+    plain = rewriter.candidate(Choice.from_document({"execution": execution}))
+    assert isinstance(plain, Candidate)
+    predicted, whole = (simulate(each.program, target.hardware).peak_allocated_bytes for each in (candidate, plain))
+    gc.collect()
+    ledger = Ledger.open("cpu")
+    empty, empty_host = ledger.live_bytes(), ledger.live_bytes(HOST)
+    workload, model, optimizer = build(path)
+    tuned = apply(model, optimizer, config_of(path, technique), loss=workload.loss, strict=False)
+    gc.collect()
+    budget = empty + (predicted + whole) // 2
+    with Ledger.open("cpu", budget_bytes=budget) as ledger:
+        seen = steps(workload, tuned, ledger, micro_batches)
+    assert max(peak for peak, *_ in seen[2:]) - empty == pytest.approx(predicted, rel=0.02)
+    host = candidate.program.step.peak_bytes(2 - 1) - 2 * 2 * 32 * 8
+    assert max(peak for _, peak, *_ in seen[2:]) - empty_host == pytest.approx(host, rel=0.02)
+    assert seen[2][2:] == seen[3][2:] == seen[4][2:]
+    del tuned, model, optimizer
+    workload, model, optimizer = build(path)
+    plainly = apply(model, optimizer, {"settings": {}}, loss=workload.loss, strict=False)
+    with Ledger.open("cpu", budget_bytes=budget) as ledger, pytest.raises(torch.OutOfMemoryError):
+        steps(workload, plainly, ledger, micro_batches)
+
+
+def test_a_loop_of_the_users_own_updates_in_the_optimizers_step() -> None:
+    """Nobody says which micro-batch is the last one: gradients wait on the host."""
+    runs = []
+    for technique in (ONE, NATIVE):
+        workload, model, optimizer = build(ZOO["tied"])
+        apply(model, optimizer, config_of(ZOO["tied"], technique), strict=False)
+        for step in range(3):
+            torch.manual_seed(SEED + step)
+            for _ in range(2):
+                workload.loss(model, workload.make_batch(2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(runs[0][name], value) for name, value in runs[1].items())
+
+
+def test_clipping_of_what_is_left_on_the_device_is_refused() -> None:
+    workload, model, optimizer = build(ZOO["tied"])
+    apply(model, optimizer, config_of(ZOO["tied"], ONE), strict=False)
+    workload.loss(model, workload.make_batch(2)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ApplyError, match="changed between backward") as caught:
+        optimizer.step()
+    assert caught.value.code == "MT364"
+
+
+def test_checkpoints_are_whole_and_can_be_loaded_and_evaluation_leaves_nothing() -> None:
+    path = ZOO["tied"]
+    workload, model, optimizer = build(path)
+    tuned = apply(model, optimizer, config_of(path, TWO), strict=False)
+    one_step(workload, model, optimizer, tuned, seed=SEED)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        loss = workload.loss(model, batch := workload.make_batch(2))
+    assert tuned.audit()
+    _, other, _ = build(path)
+    other.load_state_dict(saved)
+    assert torch.equal(workload.loss(other, batch), loss)
+    with torch.no_grad():
+        for value in other.state_dict().values():
+            value.mul_(2)
+    model.load_state_dict(other.state_dict())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(workload.loss(model, batch), workload.loss(other, batch))
+    assert tuned.audit()
+
+
+def test_with_recomputation_and_moved_activations() -> None:
+    from memtune.search_spaces.offload.activations.copy_out import CopyOut
+    from memtune.search_spaces.recompute.full import Full
+
+    others = [Full(kind="full"), CopyOut(kind="copy_out", min_bytes=0)]
+    found, wanted = (without_gradients(train(ZOO["tied"], each, *others)) for each in (TWO, NATIVE))
+    assert not differences(found, wanted)
+
+
+def test_blocks_that_share_a_weight_are_refused_before_anything_is_changed() -> None:
+    _, model, optimizer = build(ZOO["tied"])
+    model.layers[1].up.weight = model.layers[0].up.weight
+    optimizer = type(optimizer)(model.parameters())
+    with pytest.raises(ApplyError, match="shared with another module"):
+        apply(model, optimizer, config_of(ZOO["tied"], ONE), strict=False)
+    assert all(parameter.untyped_storage().nbytes() for parameter in model.parameters())

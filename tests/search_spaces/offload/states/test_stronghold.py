@@ -1,0 +1,66 @@
+"""A window of layers: what comes in while others compute, how wide the window is, and what it moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from layers_suite import LayersSuite, block_bytes, total
+from zoo_paths import ZOO
+
+from memtune._apply import apply
+from memtune.errors import ApplyError
+from memtune.program import Kind, Resource, Tier
+from memtune.search_spaces.offload.states.stronghold import Stronghold
+from memtune.testing import rewritten
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, settings_of
+
+DEFAULT = Stronghold(kind="stronghold")
+THREE = Stronghold(kind="stronghold", window=3)
+
+
+class TestStronghold(LayersSuite):
+    technique = Stronghold
+    models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
+    variants = (Stronghold(kind="stronghold", window=2), DEFAULT)
+    quick = ("tied",)
+
+    def test_bytes_and_residency_of_a_window(self) -> None:
+        """The mechanism: blocks of the window at the turn do not come in again, and no more than the window is there."""
+        plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], THREE)
+        sizes = block_bytes(plain)
+        there = replace(step, tier=np.where(step.kind == Kind.COMMUNICATION, step.tier, Tier.SSD).astype(np.uint8))
+        assert there.peak_bytes() == sum(sizes[:3])
+        batch = total(plain, Resource.HOST_TO_DEVICE)
+        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        assert total(step, Resource.HOST_TO_DEVICE) - batch - outside == 2 * sum(sizes) - sum(sizes[-3:])
+
+    def test_blocks_come_in_ahead_of_their_use(self) -> None:
+        """The mechanism: on a stream of their own, two moments before the one that uses them."""
+        plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], THREE)
+        copies = np.flatnonzero((step.op_resource == Resource.HOST_TO_DEVICE) & (step.op_prefetch == 1))
+        assert len(copies) == sum(p.block >= 0 for p in plain.parameters)  # of 5 loads, one is of the block that computes
+        used = step.use_storage[np.isin(step.use_op, copies) & (step.use_mutates == 1)]
+        computes = step.op_resource == Resource.COMPUTE
+        for copy, storage in zip(copies.tolist(), used.tolist(), strict=True):
+            uses = step.use_op[(step.use_storage == storage) & computes[step.use_op]]
+            assert not len(uses) or step.op_block[copy] != step.op_block[uses[0]]  # backward needs no biases
+
+    def test_the_window_is_solved_for_and_kept_within_the_budget(self) -> None:
+        program, target = plain_program(ZOO["gpt"]), target_of()
+        fast, slow = (replace(target, hardware=replace(target.hardware, host_to_device_bytes_per_s=rate)) for rate in (1e15, 1.0))
+        assert DEFAULT.plan(program, fast).decisions == {"slots": 2}
+        assert DEFAULT.plan(program, slow).decisions == {"slots": 4}
+        peak = rewritten(ZOO["gpt"], THREE).peak_bytes()
+        assert DEFAULT.plan(program, replace(slow, budget_bytes=peak)).decisions == {"slots": 3}
+        assert DEFAULT.plan(program, replace(slow, budget_bytes=1)).decisions == {"slots": 1}
+
+    def test_a_window_that_the_model_has_no_blocks_for_is_refused(self) -> None:
+        wide = Stronghold(kind="stronghold", window=9)
+        assert "4 blocks only" in str(wide.fits(plain_program(ZOO["gpt"]), target_of()))
+        _, model, optimizer = build(ZOO["gpt"])
+        with pytest.raises(ApplyError, match="no window"):
+            apply(model, optimizer, {"settings": settings_of(wide)}, strict=False)
