@@ -42,7 +42,7 @@ class Trial(BaseModel):
     deterministic: bool = False
     """Use torch's deterministic algorithms where there are any."""
     clock_ops: bool = False
-    """After the measured steps one more with a clock around every op (`TrialResult.op_times`); for one rank, not beside torch.compile."""
+    """One more step with a clock around every op (`TrialResult.op_times`); for one rank, not beside torch.compile."""
     dropout: bool = True
     """Off: drop nothing, so that runs that cut their batch differently can be compared."""
     env: dict[str, str] = {}
