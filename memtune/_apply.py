@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtune.blocks import expand, find_blocks
-from memtune.config import TunedConfig, check_environment, check_made_for, load_config
+from memtune.config import TunedConfig, check_environment, check_made_for, fingerprint, load_config
 from memtune.errors import ApplyError
 from memtune.runtime import checkpoint
 from memtune.runtime.activations import ActivationTable
@@ -24,8 +25,10 @@ from memtune.runtime.checkpoint import load_full_state_dict
 from memtune.runtime.compiled import compile_regions
 from memtune.runtime.context import Context, Snapshot
 from memtune.runtime.export import export
+from memtune.runtime.first_failure import first_failure_is_shown
 from memtune.runtime.loop import LossFunction, train_step
 from memtune.runtime.prepare import prepare_model
+from memtune.runtime.ranks import are_there, require_plain, require_same_config
 from memtune.runtime.state_dict import full_state_dict
 from memtune.technique import NO_PLAN, Plan, Technique
 
@@ -58,9 +61,12 @@ class Tuned:
 
         Raises:
             ApplyError: No `loss` was given to `apply` and the model does not return one.
+            RankFailed: Another rank ended in the middle of a collective.
         """
         sync = self._context.sync or (lambda last: nullcontext())
-        return train_step(self.model, self.optimizer, self._loss or _models_own_loss, batches, self._context.device, sync=sync)
+        loss = self._loss or _models_own_loss
+        with first_failure_is_shown(self._context.ranks):
+            return train_step(self.model, self.optimizer, loss, batches, self._context.device, sync=sync)
 
     def audit(self) -> dict[str, Any]:
         """Facts that prove the config is in effect, by axis.
@@ -142,6 +148,8 @@ def apply(
     config = config if isinstance(config, TunedConfig) else load_config(config)
     if hasattr(model, _MARK):
         raise ApplyError("this model has been tuned already.", fix="call memtune.apply once, on the fresh model", code="MT304")
+    if "sharding.states" in config.settings.chosen:
+        require_plain(model)
     _join_ranks(model)
     blocks = expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
     prepare_model(model)
@@ -151,8 +159,11 @@ def apply(
     check_environment(config.settings, device=context.device.type)
     snapshot = Snapshot(model, optimizer)
     try:
-        _apply_axes(context, config)
-        audit(context)
+        with first_failure_is_shown(context.ranks):
+            if are_there(model):
+                require_same_config(_what_all_must_say(config, model), context.device)
+            _apply_axes(context, config)
+            audit(context)
     except BaseException:
         context.undo.close()
         snapshot.restore()
@@ -160,6 +171,12 @@ def apply(
     tuned = Tuned(context, config, loss)
     vars(model)[_MARK] = True
     return tuned
+
+
+def _what_all_must_say(config: TunedConfig, model: nn.Module) -> str:
+    settings = [f"{name}: {json.dumps(value, sort_keys=True)}" for name, value in sorted(config.settings.dump().items())]
+    plans = [f"plan of {slot}: sha256:{plan.sha256[:16]}" for slot, plan in sorted(config.plan.items())]
+    return "\n".join([*settings, *plans, f"model: {fingerprint(model)}"])
 
 
 def _apply_axes(context: Context, config: TunedConfig) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import zip_longest
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
@@ -26,7 +33,70 @@ def require_ranks(context: Context, what: str) -> None:
             fix="torchrun --nproc-per-node 2 your_script.py",
             code="MT320",
         )
+    if are_there(context.model):
+        require_backend(context.device)
     _require_same_weights(context)
+
+
+def are_there(model: nn.Module) -> bool:
+    """Whether there are other ranks that what this one sends reaches: not alone, nor in a dry run."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several and dist.get_backend() != "fake" and not any(isinstance(p, FakeTensor) for p in model.parameters())
+
+
+def require_backend(device: torch.device) -> None:
+    """Check that the process group can send what is on `device`.
+
+    Raises:
+        ApplyError: It was made for other devices.
+    """
+    config = dist.get_backend_config()
+    if device.type not in dist.distributed_c10d.BackendConfig(dist.Backend(config)).get_device_backend_map():
+        raise ApplyError(
+            f"The ranks' process group cannot send what is on {device.type}, where the model is.",
+            evidence=f"It was made for {config}.",
+            fix="move the model to its device before memtune.apply, or init_process_group('cpu:gloo,cuda:nccl')", code="MT378",
+        )  # fmt: skip
+
+
+def require_plain(model: nn.Module) -> None:
+    """Check that nobody has divided or replicated the model yet.
+
+    Raises:
+        ApplyError: It, or a part of it, is in a wrapper of torch's.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            kind = "fully_shard" if isinstance(module, FSDPModule) else type(module).__name__
+            raise ApplyError(
+                f"{name or 'The model'} is wrapped by {kind} already.",
+                fix="give memtune.apply the plain module: the config wraps it", code="MT376",
+            )  # fmt: skip
+
+
+def require_same_config(said: str, device: torch.device) -> None:
+    """Compare what every rank is about to do, before anything else is sent.
+
+    Args:
+        said: Whatever must be equal, a line each: settings, plans' hashes, the model's fingerprint.
+        device: Where the model is.
+
+    Raises:
+        ApplyError: The ranks differ; the same on all of them.
+    """
+    ranks = dist.get_world_size()
+    everyone: list[Any] = [None] * ranks
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(everyone, said)
+    differing = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
+    if differing:
+        lines = zip_longest(everyone[0].splitlines(), everyone[differing[0]].splitlines(), fillvalue="nothing")
+        zero, other = next(((a, b) for a, b in lines if a != b), ("", ""))
+        raise ApplyError(
+            f"{len(differing)} of {ranks} ranks have another config or model than rank 0.",
+            evidence=f"Rank 0: {zero}; rank {differing[0]}: {other}.",
+            fix="give all ranks one config file and one model", code="MT379",
+        )  # fmt: skip
 
 
 def _require_same_weights(context: Context) -> None:
