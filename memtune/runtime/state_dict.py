@@ -68,14 +68,15 @@ def full_state_dict(context: Context) -> dict[str, Any]:
 
     On several ranks all must call it: sharded tensors are gathered.
     """
-    model = context.model.state_dict()  # first: FSDP2 then divides what a forward has left gathered
+    # The model first: FSDP2 then divides what a forward has left gathered.
+    model = {name: whole(value) for name, value in context.model.state_dict().items()}
     plain = context.optimizer.state_dict()
     held = held_parameters(context)
     plain["state"] = {
         index: {name: whole(held[index].divided(value)) for name, value in state.items()}
         for index, state in plain["state"].items()
     }
-    return {"model": {name: whole(value) for name, value in model.items()}, "optimizer": plain}
+    return {"model": model, "optimizer": plain}
 
 
 def whole(value: Any) -> Any:
