@@ -328,6 +328,8 @@ class RealOutputs(WatchingMode):
         f"aten.{loss}.default" for loss in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
     )
     """Losses that are made at full size and then resized to a scalar, which holds all that memory, on every device."""
+    CONTIGUOUS: ClassVar[frozenset[str]] = frozenset({"aten.native_layer_norm_backward.default"})
+    """Gradients that the kernels of every device write row by row, where fake ones have the strides of what came in."""
     ONE_ROW: ClassVar[frozenset[str]] = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.default"})
     """Of these only the outputs' types are in question, which one row shows: a large batch would take seconds and gigabytes."""
 
@@ -348,6 +350,10 @@ class RealOutputs(WatchingMode):
         name = str(func)
         if name in self.SHRUNK:
             return _in_memory_of(args, out)
+        if name in self.CONTIGUOUS:
+            return tuple(
+                torch.empty_like(each, memory_format=torch.contiguous_format) if _lies_otherwise(each) else each for each in out
+            )
         if name not in self.OPS:
             return out
         if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(out)):
@@ -384,6 +390,11 @@ def _corrected(fake: Tensor, real: TensorMeta, seen: set[int]) -> Tensor:
         return fake
     dtype, shape, stride = real
     return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=fake.device)
+
+
+def _lies_otherwise(made: Tensor | None) -> bool:
+    """`made` is a fake tensor that is not contiguous."""
+    return isinstance(made, FakeTensor) and not made.is_contiguous()
 
 
 def _in_memory_of(args: tuple[Any, ...], out: Tensor) -> Tensor:

@@ -122,6 +122,19 @@ def test_fake_runs_hold_what_real_ones_hold(op: str, make: Any) -> None:
         assert peak_of(make, outer=workspace.RealOutputs(WorkspaceTable())) == real
 
 
+def test_a_norms_gradient_lies_row_by_row_whatever_flows_in() -> None:
+    def strides() -> tuple[int, ...]:
+        x, norm = torch.ones(2, 5, 8, requires_grad=True), torch.nn.LayerNorm(8)
+        flows_in = torch.ones(2, 8).unsqueeze(-1).expand(2, 8, 5).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+        return torch.autograd.grad(norm(x), x, flows_in)[0].stride()
+
+    real = strides()
+    with FakeTensorMode():
+        assert strides() != real
+        with workspace.RealOutputs(WorkspaceTable()):
+            assert strides() == real
+
+
 def test_a_normalisation_is_measured_on_one_row_however_many_there_are() -> None:
     table = WorkspaceTable()
     with FakeTensorMode(), workspace.RealOutputs(table):
