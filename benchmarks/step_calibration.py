@@ -109,13 +109,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=4, help="micro-batch")
     parser.add_argument("--seconds", type=float, default=1.0, help="how long to train each model in each setting")
-    parser.add_argument("--models", default="", help="names, separated by commas; default: all but the two largest")
+    parser.add_argument("--models", default="", help="names of the zoo, separated by commas; default: all")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    names = asked.models.split(",") if asked.models else [path.stem for path in MODELS if path.parent.name == "zoo"]
-    wanted = [path for path in MODELS if path.stem in names]
+    names = asked.models.split(",") if asked.models else []
+    wanted = [path for path in MODELS if path.parent.name == "zoo" and (not names or path.stem in names)]
     machine = with_threads(detect("cpu"), 1)
     found = rows([steps(path, machine, asked.size, asked.seconds) for path in wanted], machine)
     document = {
