@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gloo import run_ranks
 from zoo_paths import ZOO
 
-from memtune._apply import Tuned
+from memtune._apply import Tuned, apply
 from memtune.program import Kind, Resource, Tier
 from memtune.runtime.host_update import Moments
 from memtune.runtime.loop import accumulate
@@ -16,6 +17,28 @@ from memtune.technique import Exactness
 from memtune.testing import TechniqueSuite, rewritten
 from memtune.testing.drift import plain_program, target_of
 from memtune.testing.training import SEED, build, differences, plain, train
+
+
+def sharded() -> list[list[torch.Tensor]]:
+    """Losses of a few steps under FSDP2 with either update."""
+    return [losses_of(update) for update in ("native", "own")]
+
+
+def losses_of(update: str) -> list[torch.Tensor]:
+    """The last layer's one row is on rank 0 alone, so rank 1 updates nothing of it."""
+    torch.manual_seed(SEED)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.GELU(), torch.nn.Linear(5, 7)) for _ in range(2)]
+    model = torch.nn.Sequential(*blocks, torch.nn.Linear(7, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = {
+        "sharding": {"states": {"kind": "fsdp"}},
+        "offload": {"states": {"kind": "optimizer_cpu", "update": update}},
+    }
+    tuned = apply(model, optimizer, {"settings": settings}, loss=lambda model, batch: model(batch).pow(2).mean())
+    losses = [tuned.step([torch.randn(4, 7), torch.randn(4, 7)]) for _ in range(3)]
+    tuned.audit()
+    assert len(tuned.state_dict()["optimizer"]["state"]) == 10
+    return losses
 
 
 class TestOptimizerCpu(TechniqueSuite):
@@ -88,6 +111,10 @@ class TestOptimizerCpu(TechniqueSuite):
             torch.testing.assert_close(weight, wanted[name].detach(), rtol=2.0**-7, atol=0)
             if weight.numel() % 16 == 0:
                 assert torch.equal(weight, wanted[name])
+
+    def test_native_update_of_shards_some_of_them_empty(self) -> None:
+        for native, own in run_ranks(sharded, 2):
+            torch.testing.assert_close(native, own, rtol=1e-6, atol=0)
 
     def test_narrow_moments_still_train(self) -> None:
         for moments in ("bfloat16", "int8"):
