@@ -68,6 +68,20 @@ class Tuned:
         with first_failure_is_shown(self._context.ranks):
             return train_step(self.model, self.optimizer, loss, batches, self._context.device, sync=sync)
 
+    @property
+    def resumed_steps(self) -> int:
+        """Optimizer steps that an earlier run did and this one goes on from (`resume: last_step`); 0: a fresh start.
+
+        Weights, optimizer state, buffers and torch's random numbers are those after that step; schedulers and the position in the
+        data are the training script's to set.
+        """
+        return self._context.resumed_steps
+
+    def finish(self) -> None:
+        """Training is over: what was kept for resuming is removed, where anything was. Do not train on afterwards."""
+        if self._context.finish is not None:
+            self._context.finish()
+
     def audit(self) -> dict[str, Any]:
         """Facts that prove the config is in effect, by axis.
 
@@ -168,6 +182,7 @@ def apply(
         context.undo.close()
         snapshot.restore()
         raise
+    context.undo.pop_all()  # nothing is taken back any more
     tuned = Tuned(context, config, loss)
     vars(model)[_MARK] = True
     return tuned

@@ -20,8 +20,14 @@ _OPS = (
 )
 
 
-def optimizer_on_ssd(step: Step, ahead: int) -> Step:
-    """`step` with the optimizer's ops replaced by reads, native updates and writes; `ahead` pieces are read ahead."""
+def optimizer_on_ssd(step: Step, ahead: int, slots: int = 1) -> Step:
+    """`step` with the optimizer's ops replaced by reads, native updates and writes.
+
+    Args:
+        step: Any step.
+        ahead: Pieces that are read ahead.
+        slots: Places on SSD for each piece, which take turns.
+    """
     columns = columns_of(step.parameters)
     mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0))
     optimizer = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
@@ -40,6 +46,8 @@ def optimizer_on_ssd(step: Step, ahead: int) -> Step:
     weights, gradients = columns.storage[mine], columns.gradient[mine]
     owner = step.owner[gradients]
     masters = edit.add_storages(4 * numel, producer=nowhere, tier=Tier.SSD, kind=Kind.PARAMETER, held_until=forever, owner=owner)
+    for _ in range(1, slots):
+        edit.add_storages(piece_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.OPTIMIZER, held_until=forever, owner=owner)
     update_bytes = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel + 2 * moment_bytes
     traffic = np.stack([piece_bytes, itemsize * numel, update_bytes, itemsize * numel, piece_bytes])
     rows = _insert(edit, int(np.flatnonzero(optimizer)[0]), traffic, ahead)

@@ -34,6 +34,8 @@ class Context:
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
         compiled: What runs through torch.compile, if anything does.
         reloaded: Called when weights and optimizer state have been loaded, by whoever keeps copies of them.
+        resumed_steps: Optimizer steps that an earlier run did, from whose end this one goes on.
+        finish: Takes away what is kept for resuming.
         undo: Closed when `apply` fails: takes back what is done to tensors, which `Snapshot` does not look into.
     """
 
@@ -47,6 +49,8 @@ class Context:
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     reloaded: list[Callable[[], None]] = field(default_factory=list)
+    resumed_steps: int = 0
+    finish: Callable[[], None] | None = None
     undo: ExitStack = field(default_factory=ExitStack)
     compiled: CompiledModel | None = None
 

@@ -34,6 +34,8 @@ from memtune.units import MIB, format_bytes
 
 ALIGN: Final[int] = _native.IO_ALIGN
 _GROW: Final = 64 * MIB
+TENSORS: Final = "tensors"
+"""Name of the file in a run's folder."""
 LATE: Final = 1 << 40
 """Priority of writes: behind every read."""
 
@@ -169,13 +171,17 @@ class Disk:
         """Begin to write `memory`'s storage, as long as the extent and in host memory; it is kept until that is over."""
         return self._start(True, extent, memory, priority)
 
-    def read(self, extent: Extent, memory: Tensor, priority: int = 0) -> Ticket:
-        """Begin to read into `memory`'s storage; smaller priorities come first."""
-        return self._start(False, extent, memory, priority)
+    def read(self, extent: Extent, memory: Tensor, priority: int = 0, file: int | None = None) -> Ticket:
+        """Begin to read into `memory`'s storage, from `file` where it is not this one; smaller priorities come first."""
+        return self._start(False, extent, memory, priority, file)
 
-    def _start(self, write: bool, extent: Extent, memory: Tensor, priority: int) -> Ticket:
+    def flush(self) -> None:
+        """Return once what was written is on the drive, whatever happens to the machine."""
+        os.fdatasync(self._fd)
+
+    def _start(self, write: bool, extent: Extent, memory: Tensor, priority: int, file: int | None = None) -> Ticket:
         flat = bytes_of(memory).numpy()
-        ticket = self.engine.start(write, self._fd, extent.offset, flat, extent.sums, priority)
+        ticket = self.engine.start(write, self._fd if file is None else file, extent.offset, flat, extent.sums, priority)
 
         def finish() -> None:
             error, block = self.engine.wait(ticket)
@@ -230,6 +236,11 @@ class Disk:
         if before is not None:
             before.result()
         return self.read(extent, host, priority)
+
+    def extent(self, ssd: Tensor) -> Extent:
+        """Where the tensor `ssd` is."""
+        with self._lock:
+            return self._tensors[ssd.untyped_storage().data_ptr()][0]
 
     def written(self, ssd: Tensor) -> None:
         """Return once what was stored in `ssd` is on the drive."""
@@ -313,9 +324,18 @@ def current() -> Disk:
     Raises:
         EnvironmentFault: The directory cannot be used.
     """
+    return _current()[0]
+
+
+def folder() -> offload_dir.RunFolder:
+    """The folder that `current` is in."""
+    return _current()[1]
+
+
+def _current() -> tuple[Disk, offload_dir.RunFolder]:
     global _disk
     root = offload_dir.allowed()
     if _disk is None or _disk[:2] != (os.getpid(), root):
         run = offload_dir.RunFolder(offload_dir.checked())
-        _disk = os.getpid(), root, Disk(run.path / "tensors"), run
-    return _disk[2]
+        _disk = os.getpid(), root, Disk(run.path / TENSORS), run
+    return _disk[2:]

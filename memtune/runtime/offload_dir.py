@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,8 +27,11 @@ _NETWORK: Final = (
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "9p", "afs", "beegfs", "glusterfs", "pvfs2",
     "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs", "fuse.ceph",
 )  # fmt: skip
+_MEMORY: Final = ("tmpfs", "ramfs")
 _RUN, _NEW = "memtune-run-", ".memtune-new-"
 _OWNER = "owner"
+MANIFEST: Final = "manifest-"
+"""How the names of files begin that say what training can go on from (`runtime.manifest`); folders that have one are kept."""
 
 
 def allowed() -> str:
@@ -51,6 +55,10 @@ def checked(root: str | None = None) -> Path:
     path = Path(text)
     _must_be_a_plain_directory(path)
     kind = file_system(path)
+    if kind in _MEMORY:
+        warnings.warn(
+            f"The offload directory {path} is in memory ({kind}): what goes there takes host memory, not a drive's.", stacklevel=2
+        )
     if kind in _NETWORK:
         raise _fault(f"The offload directory {path} is on a network mount ({kind}).", fix="choose a directory on a local drive")
     if not os.access(path, os.W_OK | os.X_OK):
@@ -97,15 +105,17 @@ def file_system(path: Path) -> str:
 class RunFolder:
     """A folder of this process's own, mode 0700, locked while it lives and removed by `close` or at a normal end.
 
+    One from which training can go on stays; `remove` takes it away.
+
     Args:
-        directory: Where; folders of dead runs there are removed first.
+        directory: Where; folders of dead runs there are removed first, but for those from which training can go on.
 
     Attributes:
         path: The folder.
     """
 
     def __init__(self, directory: Path) -> None:
-        clean(directory)
+        clean(directory, resumable=False)
         try:
             made = Path(tempfile.mkdtemp(prefix=_NEW, dir=directory))
             lock = os.open(made / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -119,14 +129,26 @@ class RunFolder:
         self._end = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
 
     def close(self) -> None:
+        """Remove the folder and all in it, unless training can go on from it."""
+        self._end()
+
+    def remove(self) -> None:
         """Remove the folder and all in it."""
+        for manifest in self.path.glob(f"{MANIFEST}*"):
+            manifest.unlink(missing_ok=True)
         self._end()
 
 
 def _remove_own(path: Path, lock: int, pid: int) -> None:
     if os.getpid() == pid:  # a forked child holds the same lock and must leave the folder alone
-        shutil.rmtree(path, ignore_errors=True)
+        if not is_resumable(path):
+            shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+def is_resumable(path: Path) -> bool:
+    """Whether the run of the folder `path` said what training can go on from."""
+    return any(path.glob(f"{MANIFEST}*"))
 
 
 @dataclass(frozen=True)
@@ -135,6 +157,8 @@ class Left:
 
     path: Path
     n_bytes: int
+    resumable: bool = False
+    """Training could go on from it."""
 
 
 def orphans(directory: Path) -> Iterator[Left]:
@@ -144,27 +168,37 @@ def orphans(directory: Path) -> Iterator[Left]:
             mine = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
             if mine and entry.name.startswith((_RUN, _NEW)) and _is_dead(Path(entry.path)):
                 files = [each.stat() for each in Path(entry.path).iterdir() if not each.is_symlink()]
-                yield Left(Path(entry.path), sum(each.st_blocks * 512 for each in files))
+                yield Left(Path(entry.path), sum(each.st_blocks * 512 for each in files), is_resumable(Path(entry.path)))
 
 
 def _is_dead(path: Path) -> bool:
+    lock = locked(path)
+    if lock is not None:
+        os.close(lock)
+        return True
+    return path.name.startswith(_RUN) and not (path / _OWNER).is_file()  # one that is just being made has no lock yet
+
+
+def locked(path: Path) -> int | None:
+    """The lock of the folder `path`, held until it is closed; None where its owner lives."""
     try:
         lock = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return path.name.startswith(_RUN)  # one that is just being made has no lock yet
+        return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return False
-    finally:
         os.close(lock)
-    return True
+        return None
+    return lock
 
 
-def clean(directory: Path) -> list[Left]:
-    """Remove what dead runs left in `directory`; says what was removed."""
+def clean(directory: Path, *, resumable: bool = True) -> list[Left]:
+    """Remove what dead runs left in `directory`, that from which training could go on only if `resumable`; says what it was."""
     removed = []
     for each in list(orphans(directory)):
+        if each.resumable and not resumable:
+            continue
         shutil.rmtree(each.path, ignore_errors=True)
         if not each.path.exists():
             removed.append(each)

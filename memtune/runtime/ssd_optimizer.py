@@ -13,12 +13,12 @@ Rule 3. When `step` returns, everything is written: a state dict, which reads th
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
@@ -28,23 +28,10 @@ from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import master_of, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
+from memtune.runtime.resume import LastStep
+from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
-
-
-@dataclass(eq=False)
-class _Piece:
-    """One parameter's weight and moments on SSD, one after the other."""
-
-    device: nn.Parameter
-    held: nn.Parameter  # what the optimizer holds in its place, on SSD
-    ssd: Tensor
-    group: dict[str, Any]
-    moments: list[str]
-
-    def parts(self, of: Tensor) -> list[Tensor]:
-        """Weight and moments in `of`, which is laid out as the piece."""
-        return [part.view(self.held.shape) for part in of.split(self.held.numel())]
 
 
 class SsdOptimizer:
@@ -54,40 +41,44 @@ class SsdOptimizer:
         context: Its model and optimizer; the optimizer is rebound in place.
         master: bfloat16 parameters have float32 masters.
         ahead: Pieces that are read ahead.
+        keep: Every complete step is kept (`runtime.resume`), and the newest one that was kept is taken up.
 
     Raises:
         ApplyError: The optimizer or a parameter's type is none that the native update knows.
         EnvironmentFault: There is no room on SSD; says for which parameter.
     """
 
-    def __init__(self, context: Context, *, master: bool, ahead: int) -> None:
-        self._optimizer, self._ahead, self._master = context.optimizer, ahead, master
+    def __init__(self, context: Context, *, master: bool, ahead: int, keep: bool = False) -> None:
+        self._optimizer, self._ahead, self._master, self._keep = context.optimizer, ahead, master, keep
         self._native = NativeUpdate(context.optimizer, "float32")
         names = {parameter: name for name, parameter in context.model.named_parameters()}
         names |= {shard: names[whole] for whole, shard in context.represented.items() if whole in names}
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
-        self._pieces: list[_Piece] = []
+        self._pieces: list[Piece] = []
         for group in self._optimizer.param_groups:
             moved = [self._move(each, group, names.get(each, "a parameter")) for each in group["params"]]
             group["params"] = [piece.held for piece in moved]
             self._pieces += moved
         context.represented.update({piece.device: piece.held for piece in self._pieces})
         context.reloaded.append(self._reload)
+        self._last: LastStep | None = None
+        if keep and not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
+            self._last = LastStep(context, self._pieces)
+            context.resumed_steps = self._last.resume()
+            context.finish = self._last.finish
         step = MethodType(Optimizer.profile_hook_step(self._step()), self._optimizer)
         self._optimizer.step = step  # type: ignore[method-assign]
 
-    def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> _Piece:
+    def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
         weight = master_of(to_host_now(local(parameter)), self._master)
         state = {key: state_to_host(value) for key, value in self._optimizer.state.pop(parameter, {}).items()}
         moments = self._native.moment_names(group)
         with tier(HOST):
             parts = [weight, *(state.get(each, torch.zeros_like(weight)) for each in moments)]
             together = torch.cat([part.detach().float().reshape(-1) for part in parts])
-        ssd = torch.ops.memtune.to_ssd(together, f"the optimizer state of {name}")
-        transfer.written(ssd)
-        mark(ssd, SSD)
+        ssd, *spare = (self._on_ssd(together, name) for _ in range(1 + self._keep))
         held = nn.Parameter(ssd[: weight.numel()].view(weight.shape), requires_grad=parameter.requires_grad)
-        piece = _Piece(parameter, held, ssd, group, moments)
+        piece = Piece(name, parameter, held, ssd, group, moments, *spare)
         mine = self._optimizer.state[held]
         mine.update(state)
         mine.update(zip(moments, piece.parts(ssd)[1:], strict=True))
@@ -96,6 +87,12 @@ class SsdOptimizer:
                 mine["step"] = torch.tensor(0.0, dtype=torch.float32)
             mark(mine["step"], HOST)
         return piece
+
+    def _on_ssd(self, host: Tensor, name: str) -> Tensor:
+        ssd: Tensor = torch.ops.memtune.to_ssd(host, f"the optimizer state of {name}")
+        transfer.written(ssd)
+        mark(ssd, SSD)
+        return ssd
 
     def _step(self) -> Any:
         @torch.no_grad()
@@ -106,7 +103,7 @@ class SsdOptimizer:
 
         return step
 
-    def _stream(self, pieces: list[_Piece]) -> None:
+    def _stream(self, pieces: list[Piece]) -> None:
         read: deque[Tensor] = deque(torch.ops.memtune.from_ssd(piece.ssd) for piece in pieces[: self._ahead])
         writing: deque[tuple[Tensor, Tensor]] = deque()  # (on SSD, on the host)
         for index, piece in enumerate(pieces):
@@ -115,14 +112,16 @@ class SsdOptimizer:
             self._update(piece, read[0], index)
             if len(writing) == WRITES:
                 transfer.written(writing.popleft()[0])
-            torch.ops.memtune.write_ssd_(piece.ssd, read[0])
-            writing.append((piece.ssd, read.popleft()))
+            torch.ops.memtune.write_ssd_(piece.target, read[0])
+            writing.append((piece.target, read.popleft()))
             if self._ahead and index + self._ahead < len(pieces):
                 read.append(torch.ops.memtune.from_ssd(pieces[index + self._ahead].ssd))
         for ssd, _ in writing:
             transfer.written(ssd)
+        if self._last is not None:
+            self._last.complete(pieces)
 
-    def _update(self, piece: _Piece, host: Tensor, seed: int) -> None:
+    def _update(self, piece: Piece, host: Tensor, seed: int) -> None:
         parameter = piece.device
         assert parameter.grad is not None
         gradient: Tensor = torch.ops.memtune.to_host(local(parameter.grad))
@@ -141,7 +140,7 @@ class SsdOptimizer:
         del gradient
         torch.ops.memtune.copy_to_device_(local(parameter), up)
 
-    def _adopt(self, piece: _Piece, state: dict[str, Any], moments: list[Tensor]) -> None:
+    def _adopt(self, piece: Piece, state: dict[str, Any], moments: list[Tensor]) -> None:
         """State that was loaded since the last step is elsewhere: its values go into the piece, which takes its place again."""
         for name, host, own in zip(piece.moments, moments, piece.parts(piece.ssd)[1:], strict=True):
             value = state.get(name)
@@ -158,8 +157,10 @@ class SsdOptimizer:
             weight, *moments = piece.parts(host)
             weight.copy_(to_host_now(local(piece.device)))
             self._adopt(piece, self._optimizer.state[piece.held], moments)
-            torch.ops.memtune.write_ssd_(piece.ssd, host)
-            transfer.written(piece.ssd)
+            torch.ops.memtune.write_ssd_(piece.target, host)
+            transfer.written(piece.target)
+        if self._last is not None:
+            self._last.complete(self._pieces, steps=0)
 
     def check(self) -> dict[str, Any]:
         """Bytes on SSD.
@@ -171,4 +172,5 @@ class SsdOptimizer:
             state = self._optimizer.state[piece.held]
             if tier_of(piece.held) != SSD or any(tier_of(state[name]) != SSD for name in piece.moments if name in state):
                 raise ApplyError("Some of the optimizer's state is not on SSD.", code="MT309")
-        return {"parameters": len(self._pieces), "ssd_bytes": sum(piece.ssd.nbytes for piece in self._pieces)}
+        slots = 1 + self._keep
+        return {"parameters": len(self._pieces), "ssd_bytes": slots * sum(piece.ssd.nbytes for piece in self._pieces)}

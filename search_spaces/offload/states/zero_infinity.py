@@ -39,6 +39,9 @@ class ZeroInfinity(Technique):
     parameters, on SSD as well."""
     ahead: Annotated[int, Field(ge=0, le=64)] = 3
     """Pieces that are read ahead; each takes the bytes of a parameter's state on the host."""
+    resume: Literal["checkpoint", "last_step"] = "checkpoint"
+    """After a crash training goes on from the user's own checkpoint, or from the last complete step: then each piece has two
+    slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a directory on a drive, and something to update in a type that the native update knows."""
@@ -51,16 +54,22 @@ class ZeroInfinity(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State and masters to SSD; reads, updates and writes in place of the optimizer's ops."""
-        return program.with_step(optimizer_on_ssd(program.step, self.ahead))
+        return program.with_step(optimizer_on_ssd(program.step, self.ahead, 2 if self._keeps else 1))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to tensors on SSD."""
         offload_dir.checked()
-        context.checks["offload.states"] = SsdOptimizer(context, master=self.update == "master", ahead=self.ahead).check
+        moved = SsdOptimizer(context, master=self.update == "master", ahead=self.ahead, keep=self._keeps)
+        context.checks["offload.states"] = moved.check
+
+    @property
+    def _keeps(self) -> bool:
+        return self.resume == "last_step"
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, and how it is updated."""
-        return {"states.offload": {"optimizer": "ssd", "trigger": "end_of_step", "update": self.update, "ahead": self.ahead}}
+        how = {"optimizer": "ssd", "trigger": "end_of_step", "update": self.update, "ahead": self.ahead}
+        return {"states.offload": {**how, **({"resume": self.resume} if self._keeps else {})}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """One way for each type of parameter."""

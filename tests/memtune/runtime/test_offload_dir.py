@@ -46,6 +46,25 @@ def test_what_is_no_usable_directory_is_refused_by_name(tmp_path: Path, monkeypa
     assert "not writable" in refusal(str(tmp_path))
 
 
+def test_a_directory_in_memory_is_used_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_dir, "file_system", lambda path: "tmpfs")
+    with pytest.warns(UserWarning, match=r"is in memory \(tmpfs\)"):
+        assert checked(str(tmp_path)) == tmp_path
+
+
+def test_what_training_can_go_on_from_is_kept_until_it_is_cleaned(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    (run.path / f"{offload_dir.MANIFEST}0").touch()
+    run.close()
+    assert [left.resumable for left in orphans(tmp_path)] == [True]
+    RunFolder(tmp_path).close()
+    assert [left.path for left in clean(tmp_path)] == [run.path]
+    run = RunFolder(tmp_path)
+    (run.path / f"{offload_dir.MANIFEST}0").touch()
+    run.remove()
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_kernel_says_which_file_system_it_is() -> None:
     assert offload_dir.file_system(Path("/proc")) == "proc"
 

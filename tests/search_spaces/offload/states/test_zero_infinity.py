@@ -77,6 +77,15 @@ class TestZeroInfinity(TechniqueSuite):
         assert step.peak_bytes(Tier.HOST) - counters - batch <= (12 * (ahead + 3) + 4) * largest
         assert not (step.kind[step.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
 
+    def test_the_last_step_is_kept_in_twice_the_space_for_the_same_traffic(self) -> None:
+        keeps = DEFAULT.model_copy(update={"resume": "last_step"})
+        step, kept = rewritten(ZOO["tied"], DEFAULT), rewritten(ZOO["tied"], keeps)
+        assert kept.peak_bytes(Tier.SSD) == 2 * step.peak_bytes(Tier.SSD)
+        assert total(kept, Resource.SSD_WRITE) == total(step, Resource.SSD_WRITE)
+        assert kept.peak_bytes() == step.peak_bytes()
+        self.check_drift("tied", keeps)
+        disk.folder().remove()
+
     def test_reads_go_ahead_of_updates(self) -> None:
         """The mechanism: three deep. Without reading ahead, each read waits for the update before it."""
         deep, flat = (rewritten(ZOO["gpt"], DEFAULT.model_copy(update={"ahead": ahead})) for ahead in (3, 0))

@@ -1,0 +1,134 @@
+"""The SSD engine against `fio` on the same file system: block size, depth and direct I/O alike; and what checksums cost.
+
+Every round times every contestant once, in turn: reading and writing with and without checksums, and fio's read and write.
+Ratios are medians over rounds of the ratios within a round. fio is Debian's (`apt-get install fio`); without it the comparison is
+skipped with the reason, and checksums are still priced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memtune.runtime import offload_dir
+from memtune.runtime.disk import Disk, Extent
+from memtune.units import MIB
+
+FIO_MISSING = "fio is not installed (Debian: apt-get install fio): not compared"
+
+
+def ours(folder: Path, n_bytes: int, depth: int, block_bytes: int, checksums: bool) -> tuple[Disk, Extent, torch.Tensor]:
+    """A file with one tensor, written once."""
+    disk = Disk(folder / f"tensors-{checksums}", depth=depth, block_bytes=block_bytes, checksums=checksums)
+    memory = torch.randint(-(2**31), 2**31 - 1, (n_bytes // 4,), dtype=torch.int32)
+    extent = disk.reserve("bench", n_bytes)
+    disk.write(extent, memory).result()
+    return disk, extent, memory
+
+
+def fio(folder: Path, mode: str, n_bytes: int, depth: int, block_bytes: int) -> float:
+    """Seconds that fio takes to read or write a file of `n_bytes` once, through io_uring with registered buffers."""
+    command = [
+        "fio", f"--name={mode}", f"--filename={folder / 'fio'}", f"--rw={mode}", f"--bs={block_bytes}", f"--size={n_bytes}",
+        f"--iodepth={depth}", "--direct=1", "--ioengine=io_uring", "--fixedbufs=1", "--fallocate=posix", "--overwrite=1",
+        "--output-format=json", "--refill_buffers=0",
+    ]  # fmt: skip
+    job = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["jobs"][0][mode]
+    return n_bytes / float(job["bw_bytes"])
+
+
+def contestants(folder: Path, n_bytes: int, depth: int, block_bytes: int) -> dict[str, Callable[[], float]]:
+    """Seconds of one run each."""
+
+    def timed(begin: Callable[[], Any]) -> Callable[[], float]:
+        def run() -> float:
+            start = time.perf_counter()
+            begin().result()
+            return time.perf_counter() - start
+
+        return run
+
+    found = {}
+    for checksums in (True, False):
+        disk, extent, memory = ours(folder, n_bytes, depth, block_bytes, checksums)
+        name = "ours" if checksums else "ours, no checksums"
+        found[f"{name}: write"] = timed(lambda d=disk, e=extent, m=memory: d.write(e, m))  # type: ignore[misc]
+        found[f"{name}: read"] = timed(lambda d=disk, e=extent, m=memory: d.read(e, m))  # type: ignore[misc]
+    if shutil.which("fio") is not None:
+        for mode in ("write", "read"):
+            found[f"fio: {mode}"] = lambda mode=mode: fio(folder, mode, n_bytes, depth, block_bytes)  # type: ignore[misc]
+    return found
+
+
+def measure(folder: Path, n_bytes: int, depth: int, block_bytes: int, rounds: int) -> dict[str, Any]:
+    """Medians of every contestant, and the ratios that are claimed."""
+    calls = contestants(folder, n_bytes, depth, block_bytes)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(rounds + 1):
+        for name, call in calls.items():
+            if round_:
+                seconds[name].append(call())
+            else:
+                call()
+    rows = {
+        name: {"median_s": statistics.median(s), "bytes_per_s": n_bytes / statistics.median(s)} for name, s in seconds.items()
+    }
+    found: dict[str, Any] = {}
+    for mode in ("write", "read"):
+        if f"fio: {mode}" in seconds:
+            found[f"{mode} of fio (aim 0.9)"] = ratio(seconds[f"fio: {mode}"], seconds[f"ours: {mode}"])
+        found[f"{mode} with checksums of without (aim 0.97)"] = ratio(
+            seconds[f"ours, no checksums: {mode}"], seconds[f"ours: {mode}"]
+        )
+    return {"bytes": n_bytes, "depth": depth, "block_bytes": block_bytes, "rounds": rounds, "rows": rows, "ratios": found}
+
+
+def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
+    """Median over rounds, with quartiles."""
+    low, middle, high = statistics.quantiles([one / other for one, other in zip(theirs, ours, strict=True)], n=4)
+    return {"median": middle, "low": low, "high": high}
+
+
+def main() -> None:
+    """Print a table and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="on the drive that is measured")
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.directory, prefix="ssd-bench-") as name:
+        folder = Path(name)
+        result = measure(folder, given.mib * MIB, given.depth, MIB, given.rounds)
+        system = offload_dir.file_system(folder)
+        backend = Disk(folder / "probe").engine.backend
+    version = (
+        subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
+        if shutil.which("fio")
+        else FIO_MISSING
+    )
+    machine = {"file_system": system, "kernel": platform.release(), "cores": os.cpu_count(), "engine": backend, "fio": version}
+    machine["load"] = os.getloadavg()  # type: ignore[assignment]
+    for row, value in result["rows"].items():
+        print(f"{row:<30} {value['median_s'] * 1e3:9.1f} ms  {value['bytes_per_s'] / 1e9:6.2f} GB/s")
+    for row, value in result["ratios"].items():
+        print(f"{row:<50} {value['median']:.3f}  ({value['low']:.3f} to {value['high']:.3f})")
+    if given.json:
+        given.json.write_text(json.dumps({"machine": machine, "result": result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What is on SSD after a step, as a file that is whole or not there: where the pieces are, their checksums, and what is small.
+
+Rule 1. Every piece has two slots. A step writes into the one that the last manifest does not name.
+Rule 2. When all pieces of a step are written, the data is flushed to the drive; then manifest `step % 2` is written beside its
+        place, flushed and renamed into it. So the last two complete steps are there until the next step's first write.
+Rule 3. No rank writes a piece of a step before all ranks have ended the step before: they sum gradients in between. So ranks are
+        at most one step apart, and every rank still has the newest step of the one that is behind.
+Rule 4. A dead run's folder that has a manifest stays until the run that goes on from it has ended a step of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memtune.errors import EnvironmentFault
+from memtune.runtime import offload_dir
+from memtune.runtime.disk import Extent
+
+SCHEMA: Final = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """One complete step of one rank."""
+
+    key: str
+    """Of model, optimizer and rank: what else could go on from here would be wrong."""
+    step: int
+    pieces: list[Extent]
+    counters: list[float | None]
+    """Steps that each piece's optimizer state counts."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Buffers that a checkpoint would hold, and the states of random number generators."""
+
+    def text(self) -> bytes:
+        """The file: one line of JSON, one with its hash."""
+        pieces = [[each.name, each.offset, each.n_bytes, _coded(each.sums.tobytes())] for each in self.pieces]
+        values = {name: _tensor_coded(value) for name, value in self.values.items()}
+        document = {"schema": SCHEMA, "key": self.key, "step": self.step, "pieces": pieces, "counters": self.counters}
+        line = json.dumps({**document, "values": values}).encode()
+        return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest | None:
+        """The manifest in `path`; None where it is not there, not whole, or of another version."""
+        try:
+            line, found, end = path.read_bytes().split(b"\n")
+            if end or hashlib.sha256(line).hexdigest().encode() != found:
+                return None
+            document = json.loads(line)
+            if document["schema"] != SCHEMA:
+                return None
+            pieces = [
+                Extent(name, offset, n_bytes, np.frombuffer(base64.b64decode(sums), np.uint64).copy())
+                for name, offset, n_bytes, sums in document["pieces"]
+            ]
+            values = {name: _tensor_decoded(*value) for name, value in document["values"].items()}
+            return cls(document["key"], document["step"], pieces, document["counters"], values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        """Put it into `folder`, on the drive when this returns (Rule 2).
+
+        Raises:
+            EnvironmentFault: It cannot be written.
+        """
+        place = _places(folder, self.key)[self.step % 2]
+        new = place.with_name(f".new-{place.name}")
+        try:
+            with open(new, "wb") as file:
+                file.write(self.text())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, place)
+            _flush_directory(folder)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"Step {self.step} cannot be kept for resuming: {error.strerror}.",
+                evidence=str(place),
+                fix="free space in the offload directory, or set  resume: checkpoint",
+                code="MT362",
+            ) from None
+
+
+def _places(folder: Path, key: str) -> tuple[Path, Path]:
+    first, second = (folder / f"{offload_dir.MANIFEST}{key[:16]}-{slot}" for slot in (0, 1))
+    return first, second
+
+
+def forget(folder: Path, key: str) -> None:
+    """Training cannot go on from what `folder` has of `key`."""
+    for place in _places(folder, key):
+        place.unlink(missing_ok=True)
+
+
+def _coded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _tensor_coded(value: Tensor) -> list[Any]:
+    host = value.detach().cpu().contiguous()
+    return [
+        str(host.dtype).removeprefix("torch."),
+        list(host.shape),
+        _coded(host.reshape(-1).view(torch.uint8).numpy().tobytes()),
+    ]
+
+
+def _tensor_decoded(dtype: str, shape: list[int], data: str) -> Tensor:
+    flat = torch.frombuffer(bytearray(base64.b64decode(data)) or bytearray(1), dtype=torch.uint8)
+    kind = getattr(torch, dtype)
+    numel = int(np.prod(shape))
+    return flat[: numel * kind.itemsize].view(kind).view(shape) if numel else torch.empty(shape, dtype=kind)
+
+
+def _flush_directory(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+@dataclass(frozen=True, eq=False)
+class DeadRun:
+    """A folder that a dead run left, locked for this process, with the steps that training can go on from."""
+
+    path: Path
+    lock: int
+    manifests: tuple[Manifest, ...]
+    """Newest first."""
+
+    def remove(self) -> None:
+        """Nobody needs it any more."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Leave it to others."""
+        os.close(self.lock)
+
+
+def dead_runs(directory: Path, key: str) -> list[DeadRun]:
+    """Folders in `directory` with steps of `key`, the one with the newest step first; all are locked until released."""
+    found = []
+    for left in offload_dir.orphans(directory):
+        if not left.resumable or (lock := offload_dir.locked(left.path)) is None:
+            continue
+        read = [Manifest.read(place) for place in _places(left.path, key)]
+        mine = sorted((each for each in read if each is not None and each.key == key), key=lambda each: -each.step)
+        run = DeadRun(left.path, lock, tuple(mine))
+        if mine:
+            found.append(run)
+        else:
+            run.release()
+    return sorted(found, key=lambda run: -run.manifests[0].step)

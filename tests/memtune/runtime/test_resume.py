@@ -1,0 +1,182 @@
+"""A run that is killed at any moment goes on from its last complete step, to the bit; or starts afresh, where asked to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gloo  # noqa: F401  (what processes are forked from)
+import pytest
+import torch
+from torch import nn
+
+import memtune
+from memtune.errors import EnvironmentFault
+from memtune.runtime import disk, offload_dir
+from memtune.runtime.manifest import Manifest
+
+FRESH = multiprocessing.get_context("forkserver")
+STEPS = 3
+
+
+def fresh() -> nn.Module:
+    torch.manual_seed(1)
+    block = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 6))
+    return nn.Sequential(block, nn.Linear(6, 2))
+
+
+def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    settings = {"offload": {"states": {"kind": "zero_infinity", "resume": resume}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it goes on
+        return memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean())
+
+
+def train(directory: str, resume: str, kill_at: int, log: str) -> None:
+    """Train to step `STEPS`; the process kills itself at durable act number `kill_at`. The data is torch's draw."""
+    os.environ[offload_dir.VARIABLE] = directory
+    torch.set_num_threads(1)
+    if kill_at >= 0:
+        kill_at_durable_act(kill_at)
+    tuned = tuned_of(fresh(), resume)
+    with open(log, "a") as out:
+        print("start", tuned.resumed_steps, file=out, flush=True)
+        for step in range(tuned.resumed_steps, STEPS):
+            tuned.step([torch.randn(4, 6)])
+            print("done", step + 1, file=out, flush=True)
+        torch.save((tuned.state_dict(), torch.get_rng_state()), f"{log}.pt")
+    tuned.finish()
+    disk.folder().close()  # what the end of an interpreter does; processes forked from a server have none
+
+
+def kill_at_durable_act(number: int) -> None:
+    """Writes, flushes, renames, removals: before each of them is a moment at which what is on the drive differs."""
+    count = iter(range(10**6))
+
+    def counted(act: Callable[..., Any]) -> Callable[..., Any]:
+        def one(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return act(*args, **kwargs)
+
+        return one
+
+    for where, name in ((os, "fsync"), (os, "fdatasync"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (disk.Disk, "store")):
+        setattr(where, name, counted(getattr(where, name)))
+
+
+def run(directory: Path, log: Path, kill_at: int = -1, resume: str = "last_step") -> int:
+    child = FRESH.Process(target=train, args=(str(directory), resume, kill_at, str(log)))
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode
+
+
+def same(one: Path, other: Path) -> None:
+    got, wanted = (torch.load(f"{each}.pt") for each in (one, other))
+    assert torch.equal(got[1], wanted[1])
+    assert all(torch.equal(value, wanted[0]["model"][name]) for name, value in got[0]["model"].items())
+    for index, state in wanted[0]["optimizer"]["state"].items():
+        assert all(
+            torch.equal(torch.as_tensor(state[name]), torch.as_tensor(got[0]["optimizer"]["state"][index][name]))
+            for name in state
+        )
+
+
+def killed_and_resumed(tmp_path: Path, acts: range, again: int = -1) -> int:
+    """Kill at each of `acts`, resume (killed once more at act `again`), and compare. Returns at how many it was killed."""
+    plain = tmp_path / "plain"
+    assert run(tmp_path_of(tmp_path, "plain"), plain) == 0
+    kills = 0
+    for act in acts:
+        directory, log = tmp_path_of(tmp_path, f"{act}"), tmp_path / f"log{act}"
+        if run(directory, log, act) == 0:
+            break
+        kills += 1
+        done = sum(line.startswith("done") for line in log.read_text().splitlines()) if log.exists() else 0
+        if again >= 0:
+            run(directory, tmp_path / f"again{act}", again)
+        resumed = tmp_path / f"resumed{act}"
+        assert run(directory, resumed) == 0
+        start = int(resumed.read_text().split()[1])
+        if done < STEPS:  # else it was killed when nothing need be kept any more
+            assert start in (done, done + 1) or (again >= 0 and start > done), (act, start, done)
+        same(resumed, plain)
+        assert not list(directory.iterdir())  # `finish` takes away everything
+    return kills
+
+
+def tmp_path_of(tmp_path: Path, name: str) -> Path:
+    (tmp_path / f"dir-{name}").mkdir()
+    return tmp_path / f"dir-{name}"
+
+
+def test_killed_in_a_step_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """At three of the acts of apply and three steps; at all of them in the slow tier."""
+    assert killed_and_resumed(tmp_path, range(20, 60, 14)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("again", [-1, 20, 33])
+def test_killed_at_every_durable_act(tmp_path: Path, again: int) -> None:
+    assert killed_and_resumed(tmp_path, range(200), again) > 40
+
+
+def test_from_a_checkpoint_nothing_is_kept(tmp_path: Path) -> None:
+    directory, log = tmp_path_of(tmp_path, "d"), tmp_path / "log"
+    assert run(directory, log, kill_at=20, resume="checkpoint") != 0
+    assert run(directory, log, resume="checkpoint") == 0
+    assert [line for line in log.read_text().splitlines() if line.startswith("start")] == ["start 0", "start 0"]
+    assert not list(directory.iterdir())
+
+
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a run that was killed after its first step."""
+    directory = tmp_path_of(tmp_path, "kept")
+    assert run(directory, tmp_path / "log", kill_at=40) != 0
+    monkeypatch.setenv(offload_dir.VARIABLE, str(directory))
+    (folder,) = directory.iterdir()
+    return folder
+
+
+def test_a_damaged_piece_is_an_error_and_the_model_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = kept(tmp_path, monkeypatch)
+    manifest = max((Manifest.read(each) for each in folder.glob("manifest-*")), key=lambda each: each.step if each else 0)
+    assert manifest is not None
+    with open(folder / disk.TENSORS, "r+b") as file:
+        file.seek(manifest.pieces[-1].offset)
+        (right,) = file.read(1)
+        file.seek(manifest.pieces[-1].offset)
+        file.write(bytes([right ^ 1]))
+    model = fresh()
+    with pytest.raises(EnvironmentFault, match=r"the optimizer state of 1\.bias") as caught:
+        tuned_of(model, "last_step")
+    assert caught.value.code == "MT363"
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), fresh().parameters(), strict=True))
+    assert folder.exists()  # it is the user's to decide what is done with the rest
+    assert [left.path for left in offload_dir.clean(folder.parent) if left.resumable] == [folder]
+
+
+def test_a_manifest_that_is_cut_off_or_changed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = kept(tmp_path, monkeypatch)
+    place = next(folder.glob("manifest-*"))
+    text = place.read_bytes()
+    assert Manifest.read(place) is not None
+    for wrong in (b"", text[:-1], text[: len(text) // 2], text[:50] + b"0" + text[51:], b"\xff" * 300, b"{}\n"):
+        if wrong != text:
+            place.write_bytes(wrong)
+            assert Manifest.read(place) is None
+
+
+def test_another_model_does_not_go_on_from_it_and_does_not_remove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = kept(tmp_path, monkeypatch)
+    assert tuned_of(nn.Linear(3, 3), "last_step").resumed_steps == 0
+    assert folder.exists()
