@@ -99,7 +99,7 @@ bench-layout: setup  ## layouts of MiniMalloc's instances (MEMTUNE_MINIMALLOC sa
 # DeepSpeed is a peer of this benchmark alone: its CPU Adam is compiled at first use. Without it, or without fio (Debian's), the
 # comparison is skipped and the result says why.
 bench-offload: setup  ## the host optimizer against torch's fused AdamW, DeepSpeed's and the memory's bandwidth (500M parameters: 12 GB of memory); SSD against fio
-	-DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --no-build-isolation --no-deps deepspeed hjson py-cpuinfo
+	-DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --no-build-isolation --no-deps deepspeed hjson py-cpuinfo einops msgpack
 	$(BIN)/python benchmarks/host_optimizer.py --json benchmarks/results/host-optimizer.json
 	$(BIN)/python benchmarks/ssd.py --json benchmarks/results/ssd.json
 
