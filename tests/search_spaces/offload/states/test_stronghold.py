@@ -26,7 +26,7 @@ class TestStronghold(LayersSuite):
     technique = Stronghold
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
     variants = (Stronghold(kind="stronghold", window=2), DEFAULT)
-    quick = ("tied",)
+    quick = ("gpt",)
 
     def test_bytes_and_residency_of_a_window(self) -> None:
         """The mechanism: blocks of the window at the turn do not come in again, and no more than the window is there."""
