@@ -247,7 +247,8 @@ class Rewriter:
 
     def _seen_by(self, watched: _Watched, choice: Choice) -> Target:
         target = self.target
-        return Target(target.hardware, target.ranks, target.budget_bytes, watched, choice.execution.compile)
+        compiled = choice.execution.compile
+        return Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, cut=target.cut)
 
     def _node(self, choice: Choice) -> _Node:
         if self._rows > _MAX_ROWS:

@@ -7,8 +7,7 @@ op by op. What fake tensors cannot show is refused with the reason (DDP's bucket
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 
@@ -17,13 +16,13 @@ import torch.distributed as dist
 
 from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.fake_ranks import fake_ranks as fake_ranks
 from memtune.autotune.record import Session, Trace, record, start_session, step_of, why
 from memtune.autotune.setup import Setup
 from memtune.autotune.simulate import simulate
 from memtune.config import MadeFor, TunedConfig
 from memtune.edit import Edit
 from memtune.program import Kind, Step
-from memtune.runtime import nodes, sharding, states
 from memtune.runtime.workspace import WorkspaceTable
 from memtune.technique import Reason, Target
 from memtune.workload import Workload
@@ -130,25 +129,6 @@ def traced_under(session: Session, config: TunedConfig, micro_batch: int, *, mic
     for _ in range(2 if dist.is_initialized() else 1):
         session.warm_up(micro_batch)
     return session.traced(micro_batch, micro_batches=micro_batches)
-
-
-@contextmanager
-def fake_ranks(ranks: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of `ranks` that are not there; collectives return at once and move nothing."""
-    if ranks == 1 or dist.is_initialized():
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        sharding.forget_meshes()
-        states.forget_meshes()
-        nodes.forget()
-        nodes.declare(None)
 
 
 def _ranks_are_fake(ranks: int) -> bool:

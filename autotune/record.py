@@ -230,6 +230,7 @@ def record(
     workspace: WorkspaceTable | None = None,
     target: Device = "cpu",
     compiling: Compiling | None = None,
+    change: Callable[[Session], None] | None = None,
 ) -> Recording:
     """Record one training step of `workload`.
 
@@ -245,6 +246,7 @@ def record(
             and saved. Without it the recording holds tensors only, and says so in its notes.
         target: Where the step is to run; what is recorded for CUDA is meant for `translate`.
         compiling: What is compiled and how; None records the plain model.
+        change: Changes model and optimizer of a fresh session before anything is recorded.
 
     Returns:
         The recording, with the rung of the ladder and the reasons why earlier rungs did not do.
@@ -255,7 +257,7 @@ def record(
     """
     started = time.monotonic()
     workload.check_batch()
-    session, one, notes = open_session(workload, small, target, compiling)
+    session, one, notes = open_session(workload, small, target, compiling, change)
     two = session.traced(large)
     first, second = one.step, two.step
     same = _same_program(first, second)
@@ -352,13 +354,19 @@ def _with_workspaces(step: Step, scratch_bytes: I64, somewhere: npt.NDArray[np.b
 
 @_unlogged()
 def open_session(
-    workload: Workload, micro_batch: int, target: Device = "cpu", compiling: Compiling | None = None
+    workload: Workload,
+    micro_batch: int,
+    target: Device = "cpu",
+    compiling: Compiling | None = None,
+    change: Callable[[Session], None] | None = None,
 ) -> tuple[Session, Trace, list[str]]:
     """Climb the ladder to the first rung that records; returns the session, its trace and why lower rungs failed."""
     notes: list[str] = []
     for rung, how in RUNGS.items():
         try:
             session = replace(start_session(workload, rung), target=target)
+            if change is not None:
+                change(session)
             session = _folded(session) if compiling is None else _compiled(session, compiling)
             session.warm_up(micro_batch)
             trace = session.traced(micro_batch)

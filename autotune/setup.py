@@ -16,6 +16,7 @@ from memtune import hardware
 from memtune.autotune.calibrate import calibration_of, earlier
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.compiled import CompiledRecordings
+from memtune.autotune.cut import CutRecordings
 from memtune.autotune.lossless import batch_is_lossless
 from memtune.autotune.options import PlanOptions, TargetOptions
 from memtune.autotune.pruning import Pruner
@@ -33,6 +34,7 @@ from memtune.hardware import Device, Hardware
 from memtune.program import Kind, Recording
 from memtune.runtime import shim
 from memtune.runtime.workspace import WorkspaceTable
+from memtune.search_spaces import null
 from memtune.technique import Reason, Target
 from memtune.workload import Workload
 
@@ -123,8 +125,16 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     )
     searches = earlier(device) if options.gpu_type is None else []
     calibration = calibration_of(searches)
+    cut = CutRecordings(
+        workload, recorded, {max(used), *(used & {1})}, used, workspace, device, machine.local_ranks(options.ranks),
+        lambda each: translate(each, machine),
+    )  # fmt: skip
     scorer = Scorer(
-        Rewriter(recording, Target(machine, options.ranks, budget), compiled=compiled),
+        Rewriter(
+            recording,
+            Target(machine, options.ranks, budget, cut=cut if _cuts_layers(options, only) else None),
+            compiled=compiled,
+        ),
         op_times=[row for each in searches for row in each.op_times],
         calibration=None if for_trials else calibration,  # a search calibrates by its own trials, as they come
     )
@@ -145,6 +155,14 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
         workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
         _made_for(workload, recording, machine, options.ranks, global_batch), recorded, workspace, only, calibration,
     )  # fmt: skip
+
+
+def _cuts_layers(options: TargetOptions, only: Choice | None) -> bool:
+    """Whether steps with layers cut are recorded: each degree is a recording of its own, so somebody must ask for the slot."""
+    slot = "sharding.parallel"
+    if only is not None:
+        return only.technique(slot) != null(slot)
+    return options.ranks > 1 and (slot in options.freeze or slot in options.axes)
 
 
 def _one_config(options: TargetOptions, per_rank: int) -> Choice | None:

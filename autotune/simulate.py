@@ -198,11 +198,10 @@ def simulate(
     op = heaviest.live.peak_op[Tier.DEVICE]
     step = heaviest.step
     by_kind = dict(zip((*KINDS.values(), ACTIVATIONS), heaviest.live.bytes_by_kind, strict=True))
-    samples = program.micro_batch * program.accumulate * program.ranks
     return Prediction(
         level=level,
         step_s=step_s,
-        samples_per_s=samples / step_s if step_s else 0.0,
+        samples_per_s=program.samples / step_s if step_s else 0.0,
         peak_allocated_bytes=peak,
         peak_reserved_bytes=reserved,
         host_peak_bytes=max(run.live.peak_bytes[Tier.HOST] for run in runs),

@@ -221,7 +221,7 @@ def build_space(
             techniques = _defaults(slot, rewriter.target)
         kept = _that_fit(techniques, rewriter, chosen_executions, unfit, allow_lossy)
         if slot not in frozen and slot not in searched:
-            kept = kept[:1]
+            kept = (*kept[:1], *_alone(slot, rewriter.target))
         if not kept:
             raise UsageError(
                 f"No technique for {slot} can be used here.",
@@ -244,7 +244,7 @@ def _that_fit(
     kept: list[Technique] = []
     for technique in techniques:
         reason: Reason | None = None
-        if technique == null("sharding.states") and rewriter.target.ranks > 1:
+        if technique == null("sharding.states") and rewriter.target.ranks > 1 and rewriter.target.cut is None:
             reason = _NULL_WITH_RANKS
         elif technique.exactly() is Exactness.LOSSY and not allow_lossy:
             reason = Reason("it changes results", "allow it with --allow-lossy")
@@ -298,6 +298,11 @@ def _defaults(slot: str, target: Target) -> tuple[Technique, ...]:
     if slot == "sharding.states" and target.ranks > 1:
         return variants(find(slot, "ddp"), target)
     return (null(slot),)
+
+
+def _alone(slot: str, target: Target) -> tuple[Technique, ...]:
+    """Ranks that all share layers have nothing left to average: beside a default there is nothing."""
+    return (null(slot),) if slot == "sharding.states" and target.cut is not None else ()
 
 
 def _slots_of(axis: str) -> tuple[str, ...]:

@@ -63,10 +63,14 @@ class Tuned:
             ApplyError: No `loss` was given to `apply` and the model does not return one.
             RankFailed: Another rank ended in the middle of a collective.
         """
-        sync = self._context.sync or (lambda last: nullcontext())
-        loss = self._loss or _models_own_loss
-        with first_failure_is_shown(self._context.ranks):
-            return train_step(self.model, self.optimizer, loss, batches, self._context.device, sync=sync)
+        context, loss = self._context, self._loss or _models_own_loss
+        sync, turns = context.sync or (lambda last: nullcontext()), context.turns
+        with first_failure_is_shown(context.ranks):
+            if turns is None:
+                return train_step(self.model, self.optimizer, loss, batches, context.device, sync=sync)
+            taken = turns.of(batches)
+            with turns.own_numbers(context.device):
+                return train_step(self.model, self.optimizer, loss, taken, context.device, sync=sync, upload=turns.upload)
 
     @property
     def resumed_steps(self) -> int:

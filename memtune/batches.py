@@ -18,6 +18,11 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
     return _map(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
+def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of `batch` with everything in its containers replaced by `change(it)`."""
+    return _map(batch, change)
+
+
 def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors in `batch`, in the order in which its containers hold them."""
     found: list[Tensor] = []

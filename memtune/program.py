@@ -284,6 +284,13 @@ class Program:
     accumulate: int = 1
     notes: tuple[str, ...] = ()
     """What was assumed on the way, for people to read."""
+    sharers: int = 1
+    """Consecutive ranks that work on one micro-batch together; each brings its own, so `accumulate` counts those of all."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self.micro_batch * self.accumulate * self.ranks // self.sharers
 
     @property
     def ranks(self) -> int:

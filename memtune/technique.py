@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,7 +20,7 @@ from memtune.runtime import offload_dir
 
 if TYPE_CHECKING:
     from memtune.hardware import Hardware
-    from memtune.program import Program
+    from memtune.program import Program, Recording
     from memtune.runtime.context import Context
 
 
@@ -64,6 +64,8 @@ class Target:
     """What of the model runs compiled."""
     offload_dir: str = field(default_factory=offload_dir.allowed)
     """Where tensors may go on SSD; empty: nowhere."""
+    cut: CutRecordings | None = None
+    """Records the step of one rank with layers cut over ranks; None where nobody asked for such steps."""
 
     @property
     def device(self) -> str:
@@ -75,6 +77,19 @@ class Target:
         node = self.hardware.local_ranks(self.ranks)
         whole = (size for size in range(self.ranks // 2, 1, -1) if self.ranks % size == 0)
         return tuple(size for size in whole if size % node == 0 or node % size == 0)
+
+
+CutRecordings = Callable[[int, str, int], "CutRecording | Reason"]
+"""From degree, what is cut (`all` or `mlp`) and number of ranks to the recorded step, or why there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class CutRecording:
+    """A rank's step with layers cut over a group of ranks, recorded from the real mechanism."""
+
+    recording: Recording
+    decisions: Mapping[str, Any]
+    """Which layers, for the plan."""
 
 
 def no_directory(target: Target) -> Reason | None:

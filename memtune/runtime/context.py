@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.compiled import CompiledModel
+from memtune.runtime.turns import Turns
 
 Check = Callable[[], dict[str, Any]]
 
@@ -30,6 +31,7 @@ class Context:
         activations: The table of claims on the blocks' activations.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
+        turns: Hands micro-batches round among ranks that work on one at a time; set by techniques that cut layers.
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
         compiled: What runs through torch.compile, if anything does.
@@ -46,6 +48,7 @@ class Context:
     activations: ActivationTable
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
+    turns: Turns | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     reloaded: list[Callable[[], None]] = field(default_factory=list)

@@ -15,6 +15,7 @@ from memtune.batches import map_tensors
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 SyncContext = Callable[[bool], AbstractContextManager[Any]]
+Upload = Callable[[Any, torch.device], Any]
 
 
 def upload(batch: Any, device: torch.device) -> Any:
@@ -29,6 +30,7 @@ def accumulate(
     device: torch.device,
     *,
     sync: SyncContext = lambda last: nullcontext(),
+    upload: Upload = upload,
 ) -> Tensor:
     """Forward and backward over all micro-batches; leaves the mean gradient in the parameters.
 
@@ -38,6 +40,7 @@ def accumulate(
         batches: The micro-batches, all of one size; each is moved to `device` when its turn comes.
         device: Where the model computes.
         sync: From "is this the last micro-batch?" to the context in which it runs (DDP's `no_sync`).
+        upload: Moves a micro-batch to `device`.
 
     Returns:
         The mean loss, detached.
@@ -65,9 +68,10 @@ def train_step(
     device: torch.device,
     *,
     sync: SyncContext = lambda last: nullcontext(),
+    upload: Upload = upload,
 ) -> Tensor:
     """One optimizer step over `batches`; returns the mean loss, detached."""
-    loss = accumulate(model, loss_function, list(batches), device, sync=sync)
+    loss = accumulate(model, loss_function, list(batches), device, sync=sync, upload=upload)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss

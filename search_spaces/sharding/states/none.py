@@ -20,7 +20,7 @@ class Alone(Technique):
     def fits(self, program: Program, target: Target) -> Reason | None:
         """One rank, or several whose samples are not divided because the model itself is cut over them."""
         parallel = target.chosen.get("sharding.parallel")
-        if target.ranks == 1 or (parallel is not None and parallel.kind != "none"):
+        if target.ranks == 1 or (parallel is not None and parallel.kind != "none"):  # which averages what it leaves to average
             return None
         return Reason(f"{target.ranks} ranks would each train a model of their own", "choose ddp, zero1 or fsdp")
 

@@ -1,0 +1,69 @@
+"""What `runtime.tensor` and `runtime.turns` do beside the cut layers themselves: micro-batches sent, gradients averaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtune.edit import Edit
+from memtune.parameters import columns_of
+from memtune.program import Phase, Resource, Step
+
+_UPLOAD = "memtune.to_device.default"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Who works together."""
+
+    ranks: int
+    """Of a group, which are given one micro-batch at a time."""
+    copies: int
+    """Groups, between which gradients are averaged."""
+    between: Resource
+    """The link that the averages cross."""
+    accumulate: int
+    """Micro-batches that a group works through in one step."""
+
+
+def share(step: Step, how: Sharing) -> Step:
+    """`step`, which was recorded with the layers cut, with every uploaded batch sent round and gradients averaged at the end."""
+    edit = Edit(step)
+    _send(edit, step, how)
+    if how.copies > 1:
+        _average(edit, step, how)
+    return edit.done()
+
+
+def _send(edit: Edit, step: Step, how: Sharing) -> None:
+    name = step.names.index(_UPLOAD) if _UPLOAD in step.names else -1
+    batches = np.flatnonzero((step.producer >= 0) & (step.op_name[step.producer] == name)).astype(np.int32)
+    if len(batches):
+        sent = edit.add_ops(
+            "c10d.broadcast_.default",
+            after=step.producer[batches],
+            phase=Phase.FORWARD,
+            resource=Resource.INTRA_LINK,
+            traffic_bytes=step.bytes[batches],
+            group=how.ranks,
+        )
+        edit.add_uses(sent, batches, mutates=True)
+
+
+def _average(edit: Edit, step: Step, how: Sharing) -> None:
+    columns = columns_of(step.parameters)
+    gradients = columns.gradient[columns.trainable & (columns.gradient >= 0)]
+    end = np.flatnonzero(step.op_phase == Phase.BACKWARD)
+    if not len(gradients) or not len(end):
+        return
+    averaged = edit.add_ops(
+        "memtune.all_reduce_.default",
+        after=np.full(len(gradients), end[-1], np.int32),
+        # What runs once per step although it stands at the end of backward belongs to the boundary.
+        phase=Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY,
+        resource=how.between,
+        traffic_bytes=step.bytes[gradients],
+        group=how.copies,
+    )
+    edit.add_uses(averaged, gradients, mutates=True)

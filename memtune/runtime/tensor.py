@@ -1,0 +1,301 @@
+"""Linear layers cut over a group of ranks: each holds its heads and features, and the parts of the output are added up.
+
+Four rules:
+
+1. A weight is a DTensor of the plain weight's shape whose part on this rank the layer computes with (torch's `ColwiseParallel`
+   and `RowwiseParallel` divide alike); the code between the layers sees plain tensors with this rank's heads or features.
+2. Forward adds up the row layer's outputs, backward the gradients of the column layers' shared input: one all-reduce each.
+   A row's bias is added once, after the sum.
+3. All else is whole and equal on the ranks of a group, which therefore work on one micro-batch at a time: `Turns` hands the
+   micro-batches of all its ranks round, with one seed for each, so that what is drawn outside of the pairs is equal too.
+4. Groups are consecutive ranks. What several groups hold is averaged between them when the last backward has ended.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+
+from memtune.batches import tensors_of
+from memtune.errors import ApplyError
+from memtune.linear_pairs import Pair
+from memtune.runtime.context import Context
+from memtune.runtime.ranks import require_ranks
+from memtune.runtime.sharding import meshes, rebind
+from memtune.runtime.tree import local
+from memtune.runtime.turns import Turns
+
+_MIXED: list[AbstractContextManager[Any]] = []
+"""Entered for good: whole parameters stay plain tensors, and clipping and optimizers see them beside DTensors."""
+
+
+class _Copied(torch.autograd.Function):
+    """The shared input of the column layers: itself; its gradient is the sum over the ranks (rule 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        whole = gradient.contiguous()  # nobody else's: the column layers' products made it
+        torch.ops.memtune.all_reduce_(whole, ctx.group, ctx.ranks, "sum")
+        return whole, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """A product of which each rank has a part: the sum over the ranks, in the same memory (rule 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: str, ranks: int) -> Tensor:
+        whole = part.detach().contiguous()
+        torch.ops.memtune.all_reduce_(whole, group, ranks, "sum")
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
+
+
+@dataclass(eq=False)
+class Sharers:
+    """The ranks that share a pair, and the input that its column layers were last given."""
+
+    group: str
+    ranks: int
+    columns: int
+    _given: weakref.ref[Tensor] | None = field(default=None, repr=False)
+    _copied: Tensor | None = field(default=None, repr=False)
+    _taken: int = field(default=0, repr=False)
+
+    def entered(self, x: Tensor) -> Tensor:
+        """`x` for one of the column layers; the same object for all that are given the same `x`, so that gradients meet."""
+        copied = self._copied
+        if copied is None or self._given is None or self._given() is not x:
+            copied = _Copied.apply(x, self.group, self.ranks)  # type: ignore[no-untyped-call]
+            self._given, self._copied, self._taken = weakref.ref(x), copied, 0
+        self._taken += 1
+        if self._taken == self.columns:
+            self.forget()
+        assert copied is not None
+        return copied
+
+    def forget(self) -> None:
+        """Let go of the input."""
+        self._given = self._copied = None
+
+
+class ColumnLinear(nn.Linear):
+    """A linear layer of which this rank computes some outputs."""
+
+    sharers: Sharers
+
+    def forward(self, input: Tensor) -> Tensor:
+        """This rank's outputs."""
+        bias = self._parameters["bias"]
+        return F.linear(self.sharers.entered(input), local(self.weight), None if bias is None else local(bias))
+
+
+class RowLinear(nn.Linear):
+    """A linear layer of which this rank has some inputs."""
+
+    sharers: Sharers
+
+    def forward(self, input: Tensor) -> Tensor:
+        """All outputs, equal on every rank."""
+        self.sharers.forget()
+        part, bias = F.linear(input, local(self.weight)), self._parameters["bias"]
+        whole: Tensor = _Summed.apply(part, self.sharers.group, self.sharers.ranks)  # type: ignore[no-untyped-call]
+        return whole if bias is None else whole + bias
+
+
+def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
+    """Cut `pairs` of the model in `context` over groups of `degree` ranks and rebind its optimizer.
+
+    Args:
+        context: Model and optimizer, changed in place; gets a `turns`, and a `sync` where there are several groups.
+        pairs: What is cut.
+        degree: Ranks of a group; divides the number of ranks.
+
+    Raises:
+        ApplyError: There is no process group, `degree` does not divide it, the ranks' weights differ, or a layer cannot be cut.
+    """
+    require_ranks(context, "tensor parallelism")
+    if degree < 2 or context.ranks % degree:
+        raise ApplyError(
+            f"{context.ranks} ranks cannot be put into equal groups of {degree} to share layers.",
+            fix="a degree that divides the number of ranks", code="MT321",
+        )  # fmt: skip
+    require_linear(context.model, pairs, degree)
+    copies, mesh = meshes(context.device.type, degree)
+    before = dict(context.model.named_parameters())
+    place = Place(mesh.get_group().group_name, degree, mesh.get_local_rank(), mesh)
+    cut_layers(context.model, pairs, place)
+    rebind(context.optimizer, before, dict(context.model.named_parameters()))
+    if not _MIXED:
+        _MIXED.append(implicit_replication())
+        _MIXED[0].__enter__()
+    context.turns = Turns(mesh.get_group())
+    handles: list[Any] = []
+    handles.append(context.model.register_forward_pre_hook(_same_batch(mesh.get_group(), handles), with_kwargs=True))
+    if copies is not None:
+        between = _Average(context, copies.get_group())
+        context.sync = between.sync
+    context.checks["sharding.parallel"] = lambda: _check(context, pairs, degree)
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank among those that share layers."""
+
+    group: str
+    ranks: int
+    rank: int
+    mesh: DeviceMesh | None = None
+    """None where weights stay plain tensors: while a step is recorded."""
+
+
+def cut_layers(model: nn.Module, pairs: Sequence[Pair], place: Place) -> None:
+    """Leave this rank's part of every pair in `model`."""
+    for pair in pairs:
+        sharers = Sharers(place.group, place.ranks, len(pair.columns))
+        for name in pair.columns:
+            _become(model.get_submodule(name), ColumnLinear, sharers, {"weight": 0, "bias": 0}, place)
+        _become(model.get_submodule(pair.row), RowLinear, sharers, {"weight": 1}, place)
+
+
+def _become(module: nn.Module, kind: type[nn.Linear], sharers: Sharers, dims: Mapping[str, int], place: Place) -> None:
+    for name, dim in dims.items():
+        whole = module._parameters[name]
+        if whole is not None:
+            module._parameters[name] = _part(whole, dim, place)
+    module.__class__ = kind
+    module.sharers = sharers  # type: ignore[assignment]
+
+
+def _part(whole: nn.Parameter, dim: int, place: Place) -> nn.Parameter:
+    mine = whole.detach().chunk(place.ranks, dim)[place.rank].clone(memory_format=torch.contiguous_format)
+    if place.mesh is None:
+        return nn.Parameter(mine, requires_grad=whole.requires_grad)
+    placed = DTensor.from_local(
+        mine, place.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )  # fmt: skip
+    return nn.Parameter(placed, requires_grad=whole.requires_grad)
+
+
+def require_linear(model: nn.Module, pairs: Sequence[Pair], degree: int) -> None:
+    """Check that what has a linear layer's name and shape is one, and that `degree` divides the heads.
+
+    Raises:
+        ApplyError: A layer of `pairs` is of another class, has hooks, or shares its weight; or a rank would get part of a head.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for pair in pairs:
+        for name in (*pair.columns, pair.row):
+            module = model.get_submodule(name)
+            if type(module) is not nn.Linear:
+                raise _no(f"{name} is a {type(module).__name__}, not a plain nn.Linear")
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                raise _no(f"{name} has hooks or a forward of its own")
+            shared = [other for p in module.parameters() for other in owners[id(p)] if not other.startswith(f"{name}.")]
+            if shared:
+                raise _no(f"{name} shares its weight with {shared[0]}")
+        if pair.attention:
+            _require_heads(model, pair, degree)
+
+
+def _require_heads(model: nn.Module, pair: Pair, degree: int) -> None:
+    size = getattr(model.get_submodule(pair.owner), "head_dim", None)
+    for name in pair.columns:
+        outputs = model.get_parameter(f"{name}.weight").shape[0]
+        if isinstance(size, int) and size > 0 and outputs // size % degree:
+            raise _no(f"{degree} ranks do not divide the {outputs // size} heads of {name}")
+
+
+def _no(why: str) -> ApplyError:
+    return ApplyError(
+        f"these layers cannot be cut over ranks: {why}.",
+        fix="another degree or  cut: mlp, or parallel: {kind: none}",
+        code="MT390",
+    )
+
+
+class _Average:
+    """Gradients averaged between the groups when the last backward has ended (rule 4)."""
+
+    def __init__(self, context: Context, group: dist.ProcessGroup) -> None:
+        self._group, self._last, self._queued = group, True, False
+        self._parameters = [p for p in context.model.parameters() if p.requires_grad]
+        for parameter in self._parameters:
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
+
+    @contextmanager
+    def sync(self, last: bool) -> Iterator[None]:
+        """The context of a micro-batch."""
+        self._last = last
+        try:
+            yield
+        finally:
+            self._last = True
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if self._last and not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        self._queued = False
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                torch.ops.memtune.all_reduce_(local(parameter.grad), self._group.group_name, self._group.size(), "avg")
+
+
+def _same_batch(group: dist.ProcessGroup, handles: list[Any]) -> Any:
+    """A hook that compares the first input of the model between the ranks of a group, then takes itself off."""
+
+    def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        tensors = [t for t in tensors_of([args, kwargs]) if t.numel() and not isinstance(t, FakeTensor)]
+        if not tensors:
+            return
+        with torch.no_grad():
+            sums = torch.stack([t.detach().double().sum() for t in tensors])
+            low, high = sums.clone(), sums.clone()
+            dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+        if not torch.equal(low.nan_to_num(), high.nan_to_num()):
+            raise ApplyError(
+                "ranks that share layers were given different micro-batches.",
+                evidence=f"{group.size()} consecutive ranks work on each micro-batch together.",
+                fix="Tuned.step, which hands them round, or the same samples on these ranks", code="MT391",
+            )  # fmt: skip
+
+    return compare
+
+
+def _check(context: Context, pairs: Sequence[Pair], degree: int) -> dict[str, Any]:
+    layers = {name: ColumnLinear for pair in pairs for name in pair.columns} | {pair.row: RowLinear for pair in pairs}
+    n_bytes = 0
+    for name, kind in layers.items():
+        module = context.model.get_submodule(name)
+        if not (isinstance(module, kind) and isinstance(module.weight, DTensor)):
+            raise ApplyError(f"{name} is not cut over the ranks.", code="MT392")
+        n_bytes += local(module.weight).nbytes
+    return {"degree": degree, "pairs": len(pairs), "layers": len(layers), "cut_bytes": n_bytes}

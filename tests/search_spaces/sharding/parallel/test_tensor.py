@@ -1,0 +1,280 @@
+"""Tensor parallelism: what may be cut, what a rank's step holds, and that gloo ranks train as one does."""
+
+from __future__ import annotations
+
+import re
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from torch import nn
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.cut import CutRecordings, chosen_pairs, cut_session, differs
+from memtune.autotune.fake_ranks import fake_ranks
+from memtune.autotune.record import record
+from memtune.autotune.simulate import simulate
+from memtune.errors import ApplyError
+from memtune.linear_pairs import Pair, Pairs, find_pairs
+from memtune.program import Phase, Recording, Resource
+from memtune.runtime import shim
+from memtune.runtime.tensor import require_linear
+from memtune.search_spaces.sharding.parallel.tensor import TensorParallel
+from memtune.technique import Reason, Target
+from memtune.testing.training import build
+from memtune.workload import Workload
+
+SEPARATE, BETWEEN = (Path(__file__).parent / "models" / name for name in ("separate.py", "between.py"))
+STEPS, SIZE = 5, 2
+
+
+def settings(**knobs: Any) -> dict[str, Any]:
+    return {"execution": {"micro_batch": SIZE}, "sharding": {"parallel": {"kind": "tensor", **knobs}}}
+
+
+@cache
+def rewriter(path: Path, ranks: int = 2) -> Rewriter:
+    workload = Workload.load(path)
+    plain = record(workload)
+    return Rewriter(plain, Target(hardware.detect("cpu"), ranks, cut=CutRecordings(workload, plain)))
+
+
+def candidate(path: Path = SEPARATE, ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any) -> Candidate:
+    found = rewriter(path, ranks).candidate(Choice.from_document({**settings(**knobs), **(beside or {})}))
+    assert isinstance(found, Candidate), found
+    return found
+
+
+def config(ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
+    made = candidate(SEPARATE, ranks, beside, **knobs)
+    plan = {slot: plan.decisions for slot, plan in made.plans.items()}
+    return {"settings": {**settings(**knobs), **(beside or {})}, "plan": plan}
+
+
+def refusal(beside: dict[str, Any] | None = None, **knobs: Any) -> str:
+    found = rewriter(SEPARATE).candidate(Choice.from_document({**settings(**knobs), **(beside or {})}))
+    assert isinstance(found, Reason)
+    return str(found)
+
+
+# -- what may be cut ---------------------------------------------------------------------------------------------------
+
+
+def pairs_of(shapes: dict[str, tuple[int, ...]]) -> Pairs:
+    return find_pairs([(f"h.0.{name}.weight", shape) for name, shape in shapes.items()], ["h.0"])
+
+
+def test_pairs_are_found_by_names_and_shapes() -> None:
+    attention = {f"attn.{name}": (32, 32) for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    gated = {"mlp.gate": (64, 32), "mlp.up": (64, 32), "mlp.down": (32, 64)}
+    found = pairs_of({**attention, **gated, "norm": (32,)}).found
+    assert [(pair.owner, pair.attention, len(pair.columns)) for pair in found] == [("h.0.attn", True, 3), ("h.0.mlp", False, 2)]
+    assert not pairs_of({"mlp.up": (64, 32), "mlp.down": (32, 32)}).found
+    assert "in one product" in pairs_of({"attn.c_attn": (96, 32), "attn.c_proj": (32, 32)}).refused[0]
+    assert "other linear layers" in pairs_of({**attention, "attn.gate": (32, 32)}).refused[0]
+
+
+def test_refusals_name_what_is_in_the_way() -> None:
+    both = {"parallel": {"kind": "tensor"}, "states": {"kind": "fsdp"}}
+    assert "sharding.states: fsdp does not work" in refusal(beside={"sharding": both})
+    assert "does not divide the 2 ranks" in refusal(degree=4)
+    program, here = candidate().program, hardware.detect("cpu")
+    assert "each degree must be recorded" in str(TensorParallel().fits(program, Target(here, 2)))
+    assert "only one rank" in str(TensorParallel().fits(program, Target(here, 1)))
+    step = rewriter(SEPARATE).recording.step
+    assert "3 ranks do not divide the 32 outputs of h.0.attn.q_proj" in str(chosen_pairs(step, 3, "all"))
+
+
+@pytest.mark.parametrize(
+    ("degree", "change", "reason"),
+    [
+        (8, lambda block: None, "8 ranks do not divide the 4 heads of h.0.attn.q_proj"),
+        (2, lambda block: setattr(block.mlp[0], "weight", block.mlp[0].weight), None),
+        (
+            2,
+            lambda block: setattr(block.attn.q_proj, "weight", block.attn.k_proj.weight),
+            "shares its weight with h.0.attn.k_proj",
+        ),
+        (2, lambda block: block.mlp[2].register_forward_hook(lambda *_: None), "h.0.mlp.2 has hooks"),
+    ],
+)
+def test_layers_must_be_plain(degree: int, change: Any, reason: str | None) -> None:
+    _, model, _ = build(SEPARATE)
+    pairs = find_pairs([(name, tuple(p.shape)) for name, p in model.named_parameters()], ["h.0", "h.1"]).found
+    change(model.h[0])
+    if reason is None:
+        require_linear(model, pairs, degree)
+        return
+    with pytest.raises(ApplyError, match=re.escape(reason)):
+        require_linear(model, pairs, degree)
+
+
+@cache
+def between() -> tuple[Recording, Recording, dict[str, Pair]]:
+    """The plain step, the cut one, and the pair of each MLP by what is between its layers."""
+    workload = Workload.load(BETWEEN)
+    plain = record(workload)
+    pairs = chosen_pairs(plain.step, 2, "mlp")
+    assert not isinstance(pairs, Reason)
+    with fake_ranks(2):
+        cut = record(workload, change=partial(cut_session, pairs=pairs, degree=2))
+    names = [module.name for module in workload.build_model()]
+    return plain, cut, dict(zip(names, pairs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("tanh", None),
+        ("mean", "works along what was divided"),
+        ("softmax", "works along what was divided"),
+        ("dropout", "draws random numbers"),
+        ("size", "is given another number"),
+        ("cumsum", "is not known to treat"),
+        ("products", "sums over what was divided"),
+    ],
+)
+def test_code_between_the_layers_must_treat_features_alike(name: str, reason: str | None) -> None:
+    plain, cut, pairs = between()
+    found = differs(plain, cut, [pairs[name]], 2)
+    assert found is None if reason is None else reason in str(found)
+
+
+# -- the rank's step ---------------------------------------------------------------------------------------------------
+
+
+def test_a_step_has_half_the_cut_weights_and_two_sums_a_pair() -> None:
+    plain, cut = rewriter(SEPARATE).recording.at(SIZE), candidate().program.step
+    shapes = {p.name: p.shape for p in cut.parameters}
+    assert shapes["h.1.attn.q_proj.weight"] == (16, 32)
+    assert shapes["h.1.attn.out_proj.weight"] == (32, 16)
+    assert shapes["h.1.mlp.0.bias"] == (64,)
+    assert shapes["h.1.mlp.2.bias"] == (32,)
+    sums = [op for op in range(cut.n_ops) if cut.names[cut.op_name[op]] == "memtune.all_reduce_.default"]
+    assert [int(cut.op_phase[op]) for op in sums].count(Phase.FORWARD) == 4
+    assert [int(cut.op_phase[op]) for op in sums].count(Phase.BACKWARD) == 4
+    assert {int(cut.op_traffic_bytes[op]) for op in sums} == {SIZE * 16 * 32 * 4}
+    assert {int(cut.op_resource[op]) for op in sums} == {Resource.INTRA_LINK}
+    assert cut.op_flops.sum() < 0.75 * plain.op_flops.sum()
+
+
+def test_a_step_has_the_same_samples_in_more_turns() -> None:
+    program = candidate().program
+    assert (program.accumulate, program.sharers, program.samples) == (2, 2, 2 * SIZE)
+
+
+# -- on gloo ranks -----------------------------------------------------------------------------------------------------
+
+
+def tensor_run(ranks: int, document: dict[str, Any] | None, clip: bool = False, dropout: bool = False) -> dict[str, Any]:
+    """Five steps; each rank brings its own samples, and the plain run (one rank) all of them."""
+    workload, model, optimizer = build(SEPARATE)
+    if not dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    tuned = apply(model, optimizer, document, loss=workload.loss, strict=False) if document else None
+    rank = torch.distributed.get_rank() if document else 0
+    losses, norms = [], []
+    if clip:
+        optimizer.register_step_pre_hook(lambda *_: norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
+    from memtune.runtime.loop import train_step
+
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        batches = [workload.make_batch(SIZE) for _ in range(ranks)]
+        if tuned is not None:
+            torch.manual_seed(100 * step + rank)
+            losses.append(float(tuned.step([batches[rank]])))
+        else:
+            losses.append(float(train_step(model, optimizer, workload.loss, batches, torch.device("cpu"))))
+    state = tuned.state_dict() if tuned is not None else {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    audit = tuned.audit() if tuned is not None else {}
+    return {"losses": losses, "norms": norms, "model": state["model"], "optimizer": state["optimizer"]["state"], "audit": audit}
+
+
+def assert_trained_as_one(found: list[dict[str, Any]], wanted: dict[str, Any], atol: float = 1e-6) -> None:
+    """AdamW divides by the gradient's size: where that is tiny, `atol` is of its rounding."""
+    mean = torch.tensor([each["losses"] for each in found]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(wanted["losses"]), rtol=1e-6, atol=1e-6)
+    for each in found:
+        assert list(each["model"]) == list(wanted["model"])
+        torch.testing.assert_close(each["model"], wanted["model"], rtol=1e-5, atol=atol)
+        torch.testing.assert_close(each["norms"], wanted["norms"], rtol=1e-6, atol=1e-6)
+        assert each["optimizer"].keys() == wanted["optimizer"].keys()
+        for index, state in wanted["optimizer"].items():
+            torch.testing.assert_close(each["optimizer"][index]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-6)
+
+
+def test_two_ranks_train_as_one_with_clipping() -> None:
+    found = run_ranks(tensor_run, 2, 2, config(), True)
+    assert_trained_as_one(found, tensor_run(2, None, True))
+    assert found[0]["audit"]["sharding.parallel"] == {"degree": 2, "pairs": 4, "layers": 12, "cut_bytes": 49152}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [{}, {"degree": 2}, {"cut": "mlp"}], ids=str)
+def test_four_ranks_train_as_one(knobs: dict[str, Any]) -> None:
+    assert_trained_as_one(run_ranks(tensor_run, 4, 4, config(4, **knobs), True), tensor_run(4, None, True), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_beside_recompute(kind: str) -> None:
+    found = run_ranks(tensor_run, 2, 2, config(beside={"recompute": {"kind": kind}}))
+    assert_trained_as_one(found, tensor_run(2, None))
+
+
+def without_turns(document: dict[str, Any]) -> list[str]:
+    rank, said = torch.distributed.get_rank(), []
+    for seed in (0, rank):
+        workload, model, optimizer = build(SEPARATE)
+        tuned = apply(model, optimizer, document, strict=False)
+        torch.manual_seed(seed)
+        batch = workload.make_batch(SIZE)
+        try:
+            workload.loss(tuned.model, batch)
+            said.append("")
+        except ApplyError as error:
+            said.append(str(error))
+    return said
+
+
+def test_other_samples_outside_of_step_are_noticed() -> None:
+    for same, other in run_ranks(without_turns, 2, config()):
+        assert same == ""
+        assert "different micro-batches" in other
+
+
+def peak(document: dict[str, Any]) -> int:
+    from memtune.runtime.ledger import Ledger
+    from memtune.runtime.tiers import HOST, tier
+
+    ledger = Ledger.open("cpu")
+    empty = ledger.live_bytes()
+    workload, model, optimizer = build(SEPARATE)
+    tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
+    peaks = []
+    for _ in range(4):
+        with tier(HOST):
+            batches = [workload.make_batch(SIZE)]
+        ledger.reset_peak()
+        tuned.step(batches)
+        peaks.append(ledger.peak_allocated_bytes() - empty)
+    return max(peaks[2:])
+
+
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize(
+    "beside", [{}, pytest.param({"recompute": {"kind": "full"}}, marks=pytest.mark.slow)], ids=["alone", "full"]
+)
+def test_ledger_peak_is_as_predicted(beside: dict[str, Any]) -> None:
+    made = candidate(SEPARATE, 2, beside)
+    predicted = simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes
+    for measured in run_ranks(peak, 2, config(beside=beside)):
+        assert abs(measured - predicted) <= 0.02 * predicted, (measured, predicted)
