@@ -129,32 +129,30 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
         workload, recorded, {max(used), *(used & {1})}, used, workspace, device, machine.local_ranks(options.ranks),
         lambda each: translate(each, machine),
     )  # fmt: skip
+    target = Target(machine, options.ranks, budget, cut=cut if _cuts_layers(options, only) else None)
     scorer = Scorer(
-        Rewriter(
-            recording,
-            Target(machine, options.ranks, budget, cut=cut if _cuts_layers(options, only) else None),
-            compiled=compiled,
-        ),
+        Rewriter(recording, target, compiled=compiled),
         op_times=[row for each in searches for row in each.op_times],
         calibration=None if for_trials else calibration,  # a search calibrates by its own trials, as they come
     )
     space = build_space(
-        scorer.rewriter,
-        global_batch,
-        axes=options.axes,
-        freeze=options.freeze,
-        batch_frozen=frozen,
+        scorer.rewriter, global_batch, axes=options.axes, freeze=options.freeze, batch_frozen=frozen,
         allow_lossy=options.allow_lossy,
-    )
+    )  # fmt: skip
     if options.goal == "batch":
         assert budget is not None
-        like = space.executions[0]
-        sizes = [each.micro_batch for each in batch_sizes(_most_samples(scorer, space, budget))]
-        space = replace(space, executions=tuple(like.model_copy(update={"micro_batch": each, "accumulate": 1}) for each in sizes))
+        space = _of_all_batches(space, scorer, budget)
     return Setup(
         workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
         _made_for(workload, recording, machine, options.ranks, global_batch), recorded, workspace, only, calibration,
     )  # fmt: skip
+
+
+def _of_all_batches(space: Space, scorer: Scorer, budget: int) -> Space:
+    """`space` with every micro-batch worth trying up to what may fit, without accumulation."""
+    like = space.executions[0]
+    sizes = [each.micro_batch for each in batch_sizes(_most_samples(scorer, space, budget))]
+    return replace(space, executions=tuple(like.model_copy(update={"micro_batch": each, "accumulate": 1}) for each in sizes))
 
 
 def _cuts_layers(options: TargetOptions, only: Choice | None) -> bool:
