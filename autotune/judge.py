@@ -149,7 +149,8 @@ def contenders(measured: Sequence[Measured], goal: Goal, count: int = 3) -> list
 
 def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
     best = min(measured, key=lambda each: each.value(goal))
-    ties = [each for each in measured if each is best or not beats(best, each, goal)]
+    # What ties with the best because that one's times spread widely may still be beaten by another.
+    ties = [each for each in measured if each is best or not any(beats(other, each, goal) for other in measured)]
     return min(ties, key=lambda each: (each.choice.complexity, each.value(goal)))
 
 

@@ -79,7 +79,7 @@ def _native(one_thread: None) -> None:
         pytest.skip(f"no native ledger here: {shim.available()}")
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("forward", "shape", "wanted"), CASES.values(), ids=CASES)
 def test_what_is_made_in_place(forward: str, shape: str, wanted: set[str], tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL.replace("{forward}", forward).replace("{shape}", shape))

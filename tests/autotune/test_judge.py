@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from memtune.autotune.candidates import Choice
@@ -109,6 +109,7 @@ steps = st.lists(st.floats(0.5, 2.0), min_size=3, max_size=9)
     st.lists(st.tuples(st.integers(0, 5), steps), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(0, 5), steps), max_size=2),
 )
+@example([(1, [2.0, 2.0, 0.5, 0.5, 0.5])], [(0, [1.0, 1.0, 1.0]), (1, [1.0, 0.5, 0.5])])  # the best spreads widely
 def test_what_ships_is_never_worse_than_a_guard(others: list[tuple[int, list[float]]], guards: list[tuple[int, list[float]]]):
     pool = [measured(i, each, *SETS[which]) for i, (which, each) in enumerate(others)]
     pool += [measured(100 + i, each, *SETS[which], guard=f"guard {i}") for i, (which, each) in enumerate(guards)]

@@ -115,7 +115,7 @@ def measured(path: str, settings: dict[str, Any]) -> dict[str, int]:
 
 
 @native
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("model", ["cnn_bn", "gpt", "lstm", "tied"])
 def test_moments_are_those_of_a_real_run(model: str, kind: str) -> None:

@@ -91,6 +91,7 @@ def test_equal_candidates_are_merged_and_the_simpler_one_stays():
     assert len(found.by_key) + found.n_merged + found.n_unfit == found.n_candidates
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("goal", ["throughput", "memory"])
 def test_a_sample_and_what_lies_around_its_best_hold_the_best_of_all(goal: Goal, monkeypatch: pytest.MonkeyPatch):
     made = rewriter(budget_bytes=6 * 2**20)

@@ -221,6 +221,7 @@ def with_workspaces(path: Path, table: WorkspaceTable) -> Recording:
     return record(Workload.load(path), workspace=table)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("model", ZOO)
 def test_with_workspaces_the_native_peak_is_explained(model: str, table: WorkspaceTable) -> None:
     recording = with_workspaces(ZOO[model], table)

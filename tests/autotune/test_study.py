@@ -49,6 +49,7 @@ def test_a_search_measures_guards_audits_confirms_and_writes_what_can_be_loaded(
     assert SearchOutcome.from_dict(outcome.to_dict()) == outcome
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_what_ships_fits_and_is_never_worse_than_a_guard(seed: int):
     options = asked(seed=seed, budget_bytes=[5, 6, 7, 8, 9, 12][seed] * 2**20)
@@ -211,6 +212,7 @@ def test_goal_memory_ships_the_lowest_peak_that_was_measured():
     )
 
 
+@pytest.mark.slow
 def test_goal_batch_ships_the_largest_micro_batch_that_fits():
     options = asked(goal="batch", trials=24)
     outcome = run(options, truth(options, peak=0.0))
@@ -298,6 +300,7 @@ def slower(result: TrialResult, factor: float) -> TrialResult:
     )
 
 
+@pytest.mark.slow
 def test_real_trials_on_this_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(study, "prepare", setup.prepare)
     options = asked(trials=3, repeats=0, axes=("recompute",))

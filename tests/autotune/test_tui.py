@@ -199,6 +199,7 @@ def test_keys_on_a_real_terminal_pause_open_and_stop(terminal):
     shown.assert_restored()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("how", "exit_code"), [("SIGTERM", 143), ("SIGINT", 130), ("ctrl-c", 130)])
 def test_signals_stop_in_order_and_restore_the_terminal(terminal, how, exit_code):
     shown = terminal(0.1)

@@ -143,6 +143,7 @@ def test_ranks_listen_on_the_loopback_only(ground, meanwhile):
     assert set(listening) == {"127.0.0.1"}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("skip", [0, 1])
 def test_silence_after_steps_is_a_hang_and_names_who_stopped_first(ground, skip):
     """Rank 1 always says its last after rank 0; the stacks tell who waits for whom."""

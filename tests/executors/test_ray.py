@@ -99,6 +99,7 @@ def test_progress_arrives(arena):
     arena.ground.until(lambda: not arena.ground.left())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("victim", ["rank", "shim", "actor"])
 def test_worker_killed_in_the_middle_of_a_trial(arena, victim):
     arena.cluster.submit(arena.trial("lost_once"))
@@ -122,7 +123,7 @@ def test_worker_killed_twice_is_a_result_and_the_next_trial_runs(arena):
     assert arena.result().status == "ok"
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("daemon", ["gcs_server", "raylet"])
 def test_a_cluster_that_ends_is_replaced(arena, daemon):
     arena.cluster.submit(arena.trial("lost_once"))

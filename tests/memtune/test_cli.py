@@ -184,6 +184,7 @@ def test_trial_and_plan_print_one_document_whatever_the_model_prints(folder: Pat
             assert len(document["gradients_sha256"]) == 64
 
 
+@pytest.mark.slow
 def test_a_trial_that_runs_out_of_memory_exits_1(folder: Path):
     done = memtune(folder, "trial", "model.py", "--config", "c.yaml", "--device", "cpu", "--max-memory", "1KiB", "--json")
     assert done.returncode == 1

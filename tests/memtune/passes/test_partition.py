@@ -129,7 +129,7 @@ def real(case: Case) -> Step:
     return session.trace(2, micro_batches=case.micro_batches, trace_last=True)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_recording_of_the_mechanism(case: Case) -> None:
     assert compare(predicted(case), real(case)) == ""

@@ -133,7 +133,7 @@ def timeline(step: Step) -> list[tuple[str, int]]:
     return [(step.names[name], int(live[op])) for op, name in enumerate(step.op_name)]
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_recording_of_fsdp2(case: Case) -> None:
     ours, theirs = predicted(case), real(case)

@@ -59,6 +59,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_trains_as_without_and_stays_within_the_budget(name: str, policy: str) -> None:
     plain, _ = train(name, None, 0)
@@ -179,6 +180,7 @@ def measured(
 
 
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", BUDGETS)
 def test_the_ledgers_peak_is_within_the_budget(name: str) -> None:
     size, technique = BUDGETS[name]

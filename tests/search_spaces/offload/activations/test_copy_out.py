@@ -60,7 +60,7 @@ class TestCopyOut(TechniqueSuite):
     def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
 
-    @pytest.mark.drawn(6)
+    @pytest.mark.drawn(4)
     @pytest.mark.parametrize("variant", [ALL, HALF], ids=["all", "half"])
     @pytest.mark.parametrize("recompute", [Full(kind="full"), Selective(kind="selective")], ids=lambda each: each.kind)
     @pytest.mark.parametrize("model", ZOO)
