@@ -141,9 +141,8 @@ class _ShimLedger(Ledger):
     def peak_reserved_bytes(self) -> int:
         if arena.installed() is None:
             return self.peak_allocated_bytes()
-        outside = (
-            shim.live_bytes() - shim.source_live_bytes()
-        )  # made before there was an allocator: malloc's, which keeps nothing
+        # Made before there was an allocator: malloc's, which keeps nothing.
+        outside = shim.live_bytes() - shim.source_live_bytes()
         return max(self.peak_allocated_bytes(), arena.statistics().peak_reserved_bytes + outside)
 
     def reset_peak(self) -> None:
