@@ -111,7 +111,8 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     used = {each.micro_batch for each in (shares if only is None else [only.execution]) if each.micro_batch}
     workspace = _workspaces(device, options.ranks)
     # The plain micro-batch, from which the others are cut, and 1, at which a step may have other ops than at 2 and more.
-    recorded = record(workload, sizes={max(used), *(used & {1})}, between=used, workspace=workspace, target=device)
+    sizes = {max(used), *(used & {1})}
+    recorded = record(workload, sizes=sizes, between=used, workspace=workspace, target=device)
     recording = translate(recorded, machine)
     budget = options.budget_bytes or (machine.usable_bytes(options.ranks) if device == "cuda" else None)
     if budget is None and options.goal == "batch":
@@ -120,13 +121,11 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     if options.goal != "batch" and only is None:
         say("checking that micro-batches add up to the batch")
         frozen = batch_is_lossless(workload, parameter_bytes=parameter_bytes(recording), threads=_threads(options.ranks))
-    compiled = CompiledRecordings(
-        workload, {max(used), *(used & {1})}, used, workspace, device, lambda each: translate(each, machine)
-    )
+    compiled = CompiledRecordings(workload, sizes, used, workspace, device, lambda each: translate(each, machine))
     searches = earlier(device) if options.gpu_type is None else []
     calibration = calibration_of(searches)
     cut = CutRecordings(
-        workload, recorded, {max(used), *(used & {1})}, used, workspace, device, machine.local_ranks(options.ranks),
+        workload, recorded, sizes, used, workspace, device, machine.local_ranks(options.ranks),
         lambda each: translate(each, machine),
     )  # fmt: skip
     target = Target(machine, options.ranks, budget, cut=cut if _cuts_layers(options, only) else None)

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.calls import INPUTS, Call
 from memtune.errors import ApplyError
-from memtune.runtime.changed_buffers import changed_buffers, only_written
+from memtune.runtime.changed_buffers import changed_buffers, copied_buffers, only_written
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
 from memtune.runtime.look import Look, Trail, difference
@@ -261,7 +261,7 @@ class _Frame:
         recompute = self.region.recompute
         inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
         buffers = {name: buffer._version for name, buffer in self.region.module.named_buffers()} if recompute else {}
-        self._before = _copies(self.region) if recompute else {}
+        self._before = copied_buffers(self.region.module, self.region.reads_back) if recompute else {}
         keep = self.region.keep if recompute else None
         random = partial(RandomState.capture, self.region.module)
         mode = nullcontext() if keep is None else KeepMode(keep, self.kept, self.left_out, lambda: self.count, random)
@@ -438,13 +438,6 @@ class _Replay:
 
 class _Enough(Exception):
     """The second run has saved the last tensor that is needed."""
-
-
-def _copies(region: Region) -> dict[str, Tensor]:
-    """What is in the buffers that the second run must find as they are now; of all, before it is known which change."""
-    buffers = dict(region.module.named_buffers())
-    names = set(buffers) - only_written(region.module) if region.reads_back is None else region.reads_back
-    return {name: buffer.detach().clone() for name, buffer in buffers.items() if name in names}
 
 
 def _is_plain(value: Any) -> bool:

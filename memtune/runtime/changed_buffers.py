@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def changed_buffers(module: nn.Module, versions: dict[str, int]) -> list[str]:
@@ -24,3 +24,10 @@ def only_written(module: nn.Module) -> set[str]:
         if isinstance(norm, nn.modules.batchnorm._NormBase) and type(norm).__module__.startswith("torch.nn.")
     }
     return {f"{name}.{buffer}".lstrip(".") for name, norm in norms.items() for buffer, _ in norm.named_buffers(recurse=False)}
+
+
+def copied_buffers(module: nn.Module, reads_back: frozenset[str] | None) -> dict[str, Tensor]:
+    """What a second run must find in the buffers as it is now: of `reads_back`, or of all while that is not known."""
+    buffers = dict(module.named_buffers())
+    names = set(buffers) - only_written(module) if reads_back is None else reads_back
+    return {name: buffer.detach().clone() for name, buffer in buffers.items() if name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from typing import Annotated, Any
@@ -49,9 +50,9 @@ class _Dynamic(Technique):
     """Online, runs of the same ops on the same shapes, one after the other, after which what was decided runs as a schedule,
     without what deciding costs; 0: never."""
 
+    @abc.abstractmethod
     def policy(self) -> Policy:
         """Who is evicted."""
-        raise NotImplementedError
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs the model to itself on one rank, and a budget that plain training exceeds and the policy meets."""

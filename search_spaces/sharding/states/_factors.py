@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -24,8 +25,8 @@ class _Divided(_Units):
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
     """MiB of what FSDP2 does not send: gradients reduced further, and weights gathered after the step, at once."""
 
-    def _factors(self, ranks: int, plan: Plan) -> Factors:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _factors(self, ranks: int, plan: Plan) -> Factors: ...
 
     def _why_not(self, factors: Factors, program: Program, target: Target) -> Reason | None:
         """Why `factors` cannot be used on `program`, or are another technique."""
