@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.fake_ranks import fake_ranks as fake_ranks
+from memtune.autotune.fake_ranks import fake_ranks
 from memtune.autotune.record import Session, Trace, record, start_session, step_of, why
 from memtune.autotune.setup import Setup
 from memtune.autotune.simulate import simulate

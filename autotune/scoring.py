@@ -152,9 +152,10 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
             found.add(space)
         else:
             found.add(space.sample(SAMPLE, seed))
-            best: list[Choice] = []
-            while best != (best := found.best(goal)):
+            looked_around: list[Choice] = []
+            while (best := found.best(goal)) != looked_around:
                 found.add(space.around(best))
+                looked_around = best
     _refine(found.by_key, scorer, goal)
     return Scores(found.by_key, dict(found.unfit), len(found.seen), found.n_merged, time.monotonic() - started)
 

@@ -182,8 +182,7 @@ def simulate(
 
     Peak reserved on CUDA: at the events level, under the settings of an `allocator`, its replay of several steps that nothing
     presses; else small and large requests each keep the segments of their own peak, since cached blocks never change pools, and
-    fragmentation within a pool is not modelled. On CPU reserved is allocated, but for
-    memtune's own allocator, which is replayed.
+    fragmentation within a pool is not modelled. On CPU reserved is allocated, but for memtune's own allocator, which is replayed.
 
     Raises:
         ValueError: A column of a step is broken.

@@ -9,7 +9,8 @@ import pytest
 from sharding_program import target
 from zoo_paths import ZOO
 
-from memtune.autotune.dry_run import _with_staging, fake_ranks, traced_under
+from memtune.autotune.dry_run import _with_staging, traced_under
+from memtune.autotune.fake_ranks import fake_ranks
 from memtune.autotune.record import start_session
 from memtune.config import Settings, TunedConfig
 from memtune.program import Program, RankClass, Resource, Step

@@ -12,7 +12,7 @@ import torch
 from zoo_paths import ZOO
 
 import memtune.runtime.rows as mechanism
-from memtune.autotune.dry_run import fake_ranks
+from memtune.autotune.fake_ranks import fake_ranks
 from memtune.autotune.record import record, start_session
 from memtune.edit import accumulate_gradients
 from memtune.factors import Factors

@@ -10,7 +10,7 @@ import pytest
 import torch
 from zoo_paths import ZOO
 
-from memtune.autotune.dry_run import fake_ranks
+from memtune.autotune.fake_ranks import fake_ranks
 from memtune.autotune.record import record, start_session
 from memtune.edit import accumulate_gradients
 from memtune.passes.host_optimizer import optimizer_on_host
