@@ -88,6 +88,8 @@ class CandidatesScored(_Event):
     n_pruned: int = 0
     n_unfit: int = 0
     score_s: float = 0.0
+    not_used: dict[str, str] = {}
+    """Techniques (`slot: kind`) that no candidate has, with the reason."""
 
 
 class TrialPruned(_Event):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -80,6 +80,8 @@ class LinePrinter:
                     f"scored {text.plural(event.n_candidates, 'candidate')} in {format_seconds(event.score_s)}: "
                     f"{event.n_pruned:,} over the limit, {event.n_merged:,} the same as another, {event.n_unfit:,} unfit"
                 )
+                if event.not_used:
+                    self._print(self._paint(f"not used: {_by_slot(event.not_used)} (`memtune plan` says why)", "dim"))
             case TrialFinished() | TrialCancelled() if event.number in self.view.trials:
                 self._trial(self.view.trials[event.number])
             case Paused() | Resumed():
@@ -194,3 +196,12 @@ def summary_lines(view: SearchView, see_why: str = "", color: bool = False) -> l
     lines += [f"  {finished.message}"] if finished.message else []
     lines.append(f'  use it     model, optimizer = memtune.apply(model, optimizer, "{finished.out}")')
     return lines + ([f"  see why    {see_why}"] if see_why else [])
+
+
+def _by_slot(names: Iterable[str]) -> str:
+    """`recompute coop, dtr · allocator async` of `recompute: coop`, `recompute: dtr`, `allocator: async`."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        slot, _, kind = name.partition(": ")
+        kinds.setdefault(slot, []).append(kind)
+    return " · ".join(f"{slot} {', '.join(each)}" for slot, each in kinds.items())

@@ -108,9 +108,10 @@ class Stages:
                 n_pruned=pruned,
                 n_unfit=self.scores.n_unfit,
                 score_s=self.scores.score_s,
+                not_used={name: str(reason) for name, reason in setup.space.unfit.items()},
             )
         )
-        for text in (*setup.recording.notes, *setup.space.notes, *(f"{name}: {why}" for name, why in setup.space.unfit.items())):
+        for text in (*setup.recording.notes, *setup.space.notes):
             self.driver.note(text)
         network = self.folder.network()
         if network is not None:

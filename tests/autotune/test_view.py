@@ -9,6 +9,7 @@ import pytest
 from memtune.autotune import text
 from memtune.autotune.control import Control
 from memtune.autotune.events import (
+    CandidatesScored,
     EventLog,
     LogOpened,
     Note,
@@ -126,6 +127,13 @@ def test_one_aligned_line_per_trial():
     assert "aten::addmm asked for 24 MiB" in out
     assert lines[3] == "pruned 2 candidates: at least 850 MiB predicted, limit 600 MiB"
     assert "\x1b" not in out
+
+
+def test_what_is_not_used_is_one_line_by_slot():
+    reasons = {"recompute: coop": "on CUDA", "allocator: async": "no effect on CPU", "recompute: dtr": "on CUDA"}
+    lines = printed([CandidatesScored(n_candidates=3, not_used=reasons)]).splitlines()
+    assert lines[1:] == ["not used: recompute coop, dtr · allocator async (`memtune plan` says why)"]
+    assert len(printed([CandidatesScored(n_candidates=3)]).splitlines()) == 1
 
 
 def test_colour_is_for_terminals_that_want_it(monkeypatch):
