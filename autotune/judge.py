@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from memtune.autotune.candidates import Choice
@@ -134,12 +134,14 @@ def beats(one: Measured, other: Measured, goal: Goal) -> bool:
 
 
 def rounds_disagree(finalists: Sequence[Measured], goal: Goal) -> bool:
-    """Whether another round is worth its time: the rounds do not name the same best, so what lies between them is noise."""
+    """Whether another round is worth its time: the rounds name neither the same best nor, each judged alone, the same winner."""
     rounds = [each.per_round(goal) for each in finalists]
     if len(rounds) < 2 or not all(rounds):
         return False
     best = {min(range(len(rounds)), key=lambda i: values[i][0]) for values in zip(*rounds, strict=False)}
-    return len(best) > 1
+    turns = range(min(map(len, rounds)))
+    alone = [judge([replace(each, rounds=(each.rounds[turn],)) for each in finalists], goal) for turn in turns]
+    return len(best) > 1 and len({verdict.winner.number for verdict in alone if verdict is not None}) > 1
 
 
 def contenders(measured: Sequence[Measured], goal: Goal, count: int = 3) -> list[Measured]:

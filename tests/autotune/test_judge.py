@@ -79,6 +79,12 @@ def test_rounds_that_name_another_best_ask_for_one_more():
     assert not rounds_disagree([one], "throughput")
 
 
+def test_rounds_that_tie_each_time_ask_for_none():
+    simple = in_turn(1, [[0.9, 1.0, 1.1], [1.0, 1.1, 1.2]], FULL)
+    other = in_turn(2, [[1.0, 1.01, 1.02], [1.06, 1.07, 1.08]], EVERY, HOST)
+    assert not rounds_disagree([simple, other], "throughput")
+
+
 def test_when_the_users_own_setting_is_best_it_ships_and_it_is_said():
     plain = measured(0, [1.0, 1.0, 1.0], guard="plain")
     verdict = judge(
