@@ -22,6 +22,7 @@ from memtune.cores import threads_per_rank, usable_cores
 from memtune.errors import EnvironmentFault
 from memtune.executors import shim
 from memtune.executors.base import Progress, Trial, TrialResult
+from memtune.executors.fork_server import ForkedShim, ForkServer
 from memtune.executors.outcome import Ended
 from memtune.executors.watch import SILENCE_S, Event, Leftovers, Lost, Said, run_watched
 
@@ -82,18 +83,23 @@ class LocalRanks:
         command: Program and arguments of one rank.
         log_dir: Existing folder for the output of the ranks.
         place: Which ranks run here, and where they meet the others.
+        server: Forks them where it can; without one they are executed.
 
     Raises:
         EnvironmentFault: No process can be started, or the folder for temporary files cannot be written.
     """
 
-    def __init__(self, trial: Trial, command: Sequence[str], log_dir: Path, place: Place) -> None:
+    def __init__(
+        self, trial: Trial, command: Sequence[str], log_dir: Path, place: Place, server: ForkServer | None = None
+    ) -> None:
         self.marker = uuid.uuid4().hex
         self.pending = set(place.ranks)
         try:
             self.scratch = tempfile.mkdtemp(prefix="memtune-")
             Path(self.scratch, "trial.json").write_text(trial.model_dump_json())
-            self.process = start_shim()
+            envs = [rank_env(trial, place, index, self.scratch, self.marker) for index in range(len(place.ranks))]
+            forked = server.shim(command, envs[0]) if server is not None else None
+            self.process = forked or start_shim()
         except OSError as error:
             fix = "free processes, or space in the folder for temporary files (TMPDIR)"
             raise EnvironmentFault("A trial cannot be started.", evidence=str(error), fix=fix, code="MT501") from error
@@ -101,10 +107,10 @@ class LocalRanks:
             {
                 "rank": rank,
                 "argv": list(command),
-                "env": rank_env(trial, place, local_rank, self.scratch, self.marker),
+                "env": env,
                 "log": str(log_path(log_dir, trial.number, rank)),
             }
-            for local_rank, rank in enumerate(place.ranks)
+            for rank, env in zip(place.ranks, envs, strict=True)
         ]
         self._order({"ranks": ranks, "scratch": self.scratch})
         self._buffer = bytearray()
@@ -173,7 +179,7 @@ def start_shim() -> subprocess.Popen[bytes]:
     )
 
 
-def end_shim(process: subprocess.Popen[bytes]) -> None:
+def end_shim(process: subprocess.Popen[bytes] | ForkedShim) -> None:
     """Close the pipes of a shim, upon which it kills all below it and ends; kill it if it cannot."""
     for stream in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):
@@ -219,6 +225,7 @@ def run_group(
     on_progress: Callable[[Progress], None] = lambda _: None,
     cancelled: threading.Event | None = None,
     silence_s: float = SILENCE_S,
+    server: ForkServer | None = None,
 ) -> TrialResult | None:
     """Run `trial` in fresh processes of this machine, one a rank, and wait for what comes of it.
 
@@ -231,6 +238,7 @@ def run_group(
         on_progress: Called with every sign of life of rank 0.
         cancelled: Set it from another thread to end the trial.
         silence_s: Once steps are made, a rank silent for longer than this and than 20 steps has hung.
+        server: Forks the ranks where it can; without one they are executed.
 
     Returns:
         The result, or None when `cancelled` was set. No process of the trial is left in either case.
@@ -242,7 +250,7 @@ def run_group(
     place = Place(range(trial.ranks), cores=cores or usable_cores(), env=env)
     return run_watched(
         trial,
-        lambda: LocalRanks(trial, command, folder, place),
+        lambda: LocalRanks(trial, command, folder, place, server),
         on_progress=on_progress,
         cancelled=cancelled or threading.Event(),
         silence_s=silence_s,

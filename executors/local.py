@@ -8,13 +8,14 @@ from pathlib import Path
 
 from memtune.cores import usable_cores
 from memtune.executors.base import Progress, Trial, TrialResult
+from memtune.executors.fork_server import ForkServer
 from memtune.executors.group import WORKER, make_log_dir, run_group
 from memtune.executors.pool import PoolExecutor
 from memtune.executors.watch import SILENCE_S
 
 
 class LocalExecutor(PoolExecutor):
-    """Runs each trial in fresh child processes below a shim of its own.
+    """Runs each trial in fresh child processes below a shim of its own, forked where no GPU driver is near (see `fork_server`).
 
     Args:
         slots: How many trials run at the same time; they share the processor cores evenly.
@@ -40,7 +41,13 @@ class LocalExecutor(PoolExecutor):
     ) -> None:
         self.log_dir = make_log_dir(log_dir)
         self._gpus, self._command, self._silence_s = tuple(gpus), tuple(command), silence_s
+        self._server = ForkServer()
         super().__init__(slots)
+
+    def close(self) -> None:
+        """End everything that still runs; no process survives. May be called twice."""
+        super().close()
+        self._server.close()
 
     def _run(
         self, trial: Trial, slot: int, on_progress: Callable[[Progress], None], cancelled: threading.Event
@@ -59,4 +66,5 @@ class LocalExecutor(PoolExecutor):
             on_progress=on_progress,
             cancelled=cancelled,
             silence_s=self._silence_s,
+            server=self._server if trial.device == "cpu" else None,
         )

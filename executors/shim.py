@@ -37,6 +37,7 @@ HOUSEKEEPING_S = 0.5
 DUMP_S = 1.0  # what a rank gets to write its stacks
 LEFTOVER_S = 1.0  # what helpers of a rank that ended well get to end by themselves
 LOG_LIMIT_BYTES, LOG_KEPT_BYTES, LINE_LIMIT_BYTES = 64 << 20, 1 << 20, 16 << 20
+REPORT_FD = "MEMTUNE_REPORT_FD"
 LOW_MEMORY = 0.03  # of the host's memory; less than this is left when user-space memory guards begin to kill
 _libc = ctypes.CDLL(None)
 
@@ -139,8 +140,14 @@ class Rank:
     buffer: bytearray = field(default_factory=bytearray)
 
 
-def spawn(spec: dict[str, Any], shim: int) -> tuple[int, Rank]:
-    """Start one rank in a session of its own; its reports go to the descriptor named by MEMTUNE_REPORT_FD."""
+def execute(spec: dict[str, Any], report_end: int) -> None:
+    """Become the program of a rank."""
+    os.set_inheritable(report_end, True)
+    os.execvpe(spec["argv"][0], spec["argv"], {**spec["env"], REPORT_FD: str(report_end)})
+
+
+def spawn(spec: dict[str, Any], shim: int, start: Callable[[dict[str, Any], int], None]) -> tuple[int, Rank]:
+    """`start` one rank in a session of its own; its reports go to the descriptor named by MEMTUNE_REPORT_FD."""
     reports, report_end = os.pipe()
     os.set_blocking(reports, False)
     log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
@@ -157,7 +164,6 @@ def spawn(spec: dict[str, Any], shim: int) -> tuple[int, Rank]:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.set_inheritable(report_end, True)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         # Asked for stacks, a rank ends by SIGABRT: no core file the size of its memory for that.
@@ -166,7 +172,7 @@ def spawn(spec: dict[str, Any], shim: int) -> tuple[int, Rank]:
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as score:
             if int(score.read()) < 500:
                 score.write("500")
-        os.execvpe(spec["argv"][0], spec["argv"], {**spec["env"], "MEMTUNE_REPORT_FD": str(report_end)})
+        start(spec, report_end)
     except BaseException as error:
         os.write(2, f"cannot start {spec['argv'][0]}: {error}\n".encode())
     os._exit(127)
@@ -175,7 +181,9 @@ def spawn(spec: dict[str, Any], shim: int) -> tuple[int, Rank]:
 class Shim:
     """Starts the ranks, relays what they report, and ends when nothing below it is left."""
 
-    def __init__(self, spec: dict[str, Any], driver: int, orders: bytearray) -> None:
+    def __init__(
+        self, spec: dict[str, Any], driver: int, orders: bytearray, start: Callable[[dict[str, Any], int], None]
+    ) -> None:
         self.driver = driver
         self.escalation: list[tuple[float, Callable[[], None]]] = []
         self.killing = False
@@ -194,7 +202,7 @@ class Shim:
         self.poll.register(0, select.POLLIN)
         self.ranks: dict[int, Rank] = {}
         for each in spec["ranks"]:
-            pid, rank = spawn(each, os.getpid())
+            pid, rank = spawn(each, os.getpid(), start)
             self.ranks[pid] = rank
             self.poll.register(rank.reports, select.POLLIN)
 
@@ -326,8 +334,8 @@ class Shim:
         self.kill()
 
 
-def main() -> None:
-    """Read the spec, do what it says, clean up."""
+def main(start: Callable[[dict[str, Any], int], None] = execute) -> None:
+    """Read the spec, start the ranks, watch them, clean up."""
     driver = os.getppid()
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # Rule 2
     first = bytearray()
@@ -339,7 +347,7 @@ def main() -> None:
     line, _, orders = first.partition(b"\n")
     spec = json.loads(line)
     try:
-        Shim(spec, driver, orders).run()
+        Shim(spec, driver, orders, start).run()
     finally:
         shutil.rmtree(spec["scratch"], ignore_errors=True)
 

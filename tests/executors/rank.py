@@ -125,6 +125,19 @@ def daemon_then_sleep():
     sleep_long()
 
 
+def forked_daemon_then_sleep():
+    """As `daemon_then_sleep`, but the daemon executes nothing."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            note("daemon")
+            time.sleep(1000)
+        os._exit(0)
+    while not (FOLDER / "daemon").exists():
+        time.sleep(0.01)
+    sleep_long()
+
+
 def lost_once():
     """Wait to be killed from outside at the first try, do well at the second."""
     if first_time():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -175,7 +177,7 @@ def test_a_child_deaf_to_term_is_killed(ground, monkeypatch):
 def test_daemon_left_behind_is_killed_and_reported(ground):
     result, _ = run(ground, "daemon_then_well")
     assert result.status == "ok"
-    assert result.audit["killed_leftovers"] == [f"python (pid {ground.pid('daemon')})"]
+    assert result.audit["killed_leftovers"] == [f"{Path(sys.executable).name} (pid {ground.pid('daemon')})"]
 
 
 def test_flood_of_output_blocks_nothing(ground):

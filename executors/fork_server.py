@@ -1,0 +1,278 @@
+"""A process that has imported what every rank imports, and forks shims that fork ranks: a trial starts without waiting for torch.
+
+Rules:
+1. A rank forked here is as fresh as one that is executed: it has run nothing but imports, has the same environment, and the
+   program runs in it as `__main__`. Variables are read by libraries as they are loaded, so ranks whose environment differs from
+   the server's in more than their place in the trial are executed instead. So is all that may touch a GPU driver.
+2. The server answers one request, `the working directory`, with a shim of its own fork, and never waits for it: it knows nothing
+   of trials. End of file on its socket means that the driver is gone, and with the server's end its shims end (shim rule 1).
+3. A forked rank keeps the environment of the server in /proc, so the trial's marker is not seen there. What a shim that was
+   killed has left behind is what carries the server's marker and is not below the server.
+4. Whatever goes wrong with the server costs time only: ranks are executed then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any, Final
+
+from memtune.executors import shim
+
+MARKER: Final = "MEMTUNE_FORK_SERVER"
+OF_ONE_RANK: Final = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MEMTUNE_RENDEZVOUS", "MEMTUNE_TRIAL_FILE", "MEMTUNE_GROUP"})
+"""Variables that nothing reads while it is imported."""
+READY_S, ANSWER_S, END_S = 120.0, 20.0, 5.0
+
+
+class ForkedShim:
+    """A running shim; as much of `subprocess.Popen` as is needed of one. How it ended is not known."""
+
+    returncode: Final = None
+
+    def __init__(self, stdin: IO[bytes], stdout: IO[bytes], pidfd: int, marker: str, server: int) -> None:
+        self.stdin, self.stdout = stdin, stdout
+        self._pidfd, self._marker, self._server = pidfd, marker, server
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for its end, and end what it may have left.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs.
+        """
+        if self._pidfd < 0:
+            return
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        if not poll.poll(None if timeout_s is None else timeout_s * 1000):
+            raise subprocess.TimeoutExpired("shim", timeout_s or 0.0)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._end_strays()
+
+    def kill(self) -> None:
+        """Kill it, not what is below it."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _end_strays(self) -> None:
+        """Rule 3."""
+        stop_s = time.monotonic() + END_S
+        while time.monotonic() < stop_s:
+            below = shim.descendants(self._server)
+            strays = [pid for pid in shim.marked(self._marker) if pid not in below and pid != self._server]
+            if not strays:
+                return
+            shim.send(strays, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+class ForkServer:
+    """Starts the server when it is first needed, and again should it have ended; may be used by several threads.
+
+    Args:
+        preload: Module that ranks run, or that imports what they import.
+    """
+
+    def __init__(self, preload: str = "memtune.executors.worker") -> None:
+        self._preload = preload
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._shared: dict[str, str] = {}
+        self._marker = ""
+        self._failures = 0
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server, None where none runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def shim(self, command: Sequence[str], env: Mapping[str, str]) -> ForkedShim | None:
+        """A shim whose ranks are forked; None where ranks must be executed (Rules 1 and 4).
+
+        Args:
+            command: Program and arguments of a rank.
+            env: Environment of a rank.
+        """
+        shared = {name: value for name, value in env.items() if name not in OF_ONE_RANK}
+        if module_of(command) is None:
+            return None
+        with self._lock:
+            try:
+                if self.pid is None and self._failures < 2:
+                    self._end()
+                    self._start(shared)
+                return self._forked() if self.pid is not None and shared == self._shared else None
+            except OSError:  # it ended, or did not answer in time
+                self._failures += 1
+                self._end()
+                return None
+
+    def close(self) -> None:
+        """End the server, and with it what it has forked; may be called twice."""
+        with self._lock:
+            self._failures = 2
+            self._end()
+
+    def _start(self, shared: dict[str, str]) -> None:
+        self._marker, self._shared = f"{MARKER}={uuid.uuid4().hex}", shared
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "memtune.executors.fork_server", str(theirs.fileno()), self._preload],
+                env={**shared, MARKER: self._marker.partition("=")[2]},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+        self._socket.settimeout(READY_S)
+        if not self._socket.recv(16):
+            raise ConnectionError("it ended while it imported")
+        self._socket.settimeout(ANSWER_S)
+
+    def _forked(self) -> ForkedShim:
+        assert self._socket is not None
+        assert self._process is not None
+        (read_in, write_in), (read_out, write_out) = os.pipe(), os.pipe()
+        try:
+            socket.send_fds(self._socket, [os.getcwd().encode()], [read_in, write_out])
+            _, pidfds, _, _ = socket.recv_fds(self._socket, 16, 1)
+            if not pidfds:
+                raise ConnectionError("it ended")
+        except OSError:
+            os.close(write_in)
+            os.close(read_out)
+            raise
+        finally:
+            os.close(read_in)
+            os.close(write_out)
+        stdin, stdout = os.fdopen(write_in, "wb"), os.fdopen(read_out, "rb")
+        return ForkedShim(stdin, stdout, pidfds[0], self._marker, self._process.pid)
+
+    def _end(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._process = self._socket = None
+
+
+def module_of(command: Sequence[str]) -> str | None:
+    """The module that `command` runs, if it is this Python with a safe path and a module."""
+    python, *rest = command
+    return rest[2] if python == sys.executable and rest[:2] == ["-P", "-m"] and len(rest) == 3 else None
+
+
+# -- in the server ---------------------------------------------------------------------------------------------------------
+
+
+def serve(requests: socket.socket) -> None:
+    """Fork a shim for every request until the driver is gone."""
+    while True:
+        try:
+            folder, ends, _, _ = socket.recv_fds(requests, 1 << 16, 2)
+        except ConnectionError:
+            return
+        if not folder:
+            return
+        pid = os.fork()
+        if pid == 0:
+            _be_shim(folder.decode(), *ends)
+        for end in ends:
+            os.close(end)
+        pidfd = os.pidfd_open(pid)
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(requests, [b"shim"], [pidfd])
+        os.close(pidfd)
+
+
+def _be_shim(folder: str, stdin: int, stdout: int) -> None:
+    try:
+        os.setsid()
+        os.chdir(folder)
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        os.closerange(3, _open_files())
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        shim.main(run_here)
+    finally:
+        os._exit(0)
+
+
+def run_here(spec: dict[str, Any], report_end: int) -> None:
+    """What a rank would execute, in this process; does not return."""
+    env = {**spec["env"], MARKER: os.environ[MARKER], shim.REPORT_FD: str(report_end)}
+    os.environ.clear()
+    os.environ.update(env)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)  # as Python has them when it starts
+    os.closerange(3, report_end)
+    os.closerange(report_end + 1, _open_files())
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # as a process of its own would have; Python's own generator sees to itself
+    module = module_of(spec["argv"])
+    assert module is not None
+    sys.argv = [module]
+    sys.modules.pop(module, None)
+    code: Any = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the user's code may have closed or replaced it
+            stream.flush()
+    os._exit(code or 0)
+
+
+def _open_files() -> int:
+    """One more than the highest descriptor in use."""
+    return 1 + max(int(each) for each in os.listdir("/proc/self/fd"))
+
+
+def main() -> None:
+    """Import, say so, serve."""
+    _, descriptor, preload = sys.argv
+    requests = socket.socket(fileno=int(descriptor))
+    requests.set_inheritable(False)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # shims are nobody's to wait for
+    importlib.import_module(preload)
+    if "torch" in sys.modules:  # the first optimizer imports a third of torch
+        torch = sys.modules["torch"]
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    requests.send(b"ready")
+    serve(requests)
+
+
+if __name__ == "__main__":
+    main()

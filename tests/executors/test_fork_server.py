@@ -1,0 +1,156 @@
+"""Ranks that are forked end, fail and clean up as those that are executed do, and give the same numbers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from zoo_paths import ZOO
+
+from memtune.executors.base import Trial, TrialResult
+from memtune.executors.fork_server import ForkServer, module_of
+from memtune.executors.group import WORKER, run_group, start_shim
+from memtune.executors.local import LocalExecutor
+
+MODULE = (sys.executable, "-P", "-m", "rank")
+
+
+@pytest.fixture
+def server(monkeypatch, ground):
+    """Its ranks are those of `rank.py`."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setattr("tempfile.tempdir", str(ground.path))
+    with ForkServer(preload="json") as server:
+        yield server
+
+
+def run(ground, server, do, **options):
+    trial = ground.trial(do, **options)
+    result = run_group(trial, MODULE, log_dir=ground.logs, cores=2, server=server)
+    assert ground.left() == [server.pid]
+    assert not list(ground.path.glob("memtune-*")), "scratch folders are removed"
+    return result
+
+
+def test_ranks_are_forked_with_their_own_environment(ground, server):
+    first, second = run(ground, server, "well", ranks=2), run(ground, server, "well", number=2, ranks=2)
+    assert (first.status, second.status) == ("ok", "ok")
+    assert first.audit["omp"] == "1"
+    assert first.audit["meet"] != second.audit["meet"]
+    assert first.memory_by_kind == {"parameter": 11}
+
+
+@pytest.mark.parametrize(
+    ("do", "status", "says", "log"),
+    [
+        ("segfault", "crash", "rank 1 was ended by SIGSEGV", "in segfault"),
+        ("exit_three", "crash", "rank 1 ended with exit code 3 before its result: no licence server found", ""),
+        ("exit_zero", "crash", "all done, bye", ""),
+        ("raises", "crash", "shapes do not match on rank 1", 'rank.py", line'),
+        ("out_of_memory", "oom", "rank 1: asked for 5 GiB", ""),
+        ("stopped", "timeout", "'step 1/9'", "in stopped"),
+        ("stubborn", "timeout", "after its 2 s", ""),
+    ],
+)
+def test_ends_as_if_executed(ground, server, monkeypatch, do, status, says, log):
+    monkeypatch.setattr("memtune.executors.watch.GRACE_S", 0.5)
+    hangs = status == "timeout"
+    result = run(ground, server, do, ranks=1 if hangs else 2, on=0 if hangs else 1, deadline_s=2.0 if hangs else 60.0)
+    assert (result.status, result.retried) == (status, False)
+    assert says in result.reason
+    assert log in result.log_tail
+
+
+def test_what_a_rank_leaves_behind_is_killed_and_reported(ground, server):
+    result = run(ground, server, "daemon_then_well")
+    assert result.status == "ok"
+    assert result.audit["killed_leftovers"] == [f"{Path(sys.executable).name} (pid {ground.pid('daemon')})"]
+
+
+def killed_meanwhile(ground, server, do, kill, **options):
+    """Run a trial in a thread and `kill(pid of rank 0)` once that one has noted it."""
+    results: list[TrialResult] = []
+    thread = threading.Thread(target=lambda: results.append(run(ground, server, do, **options)))
+    thread.start()
+    kill(ground.pid("rank-0"))
+    thread.join(60)
+    return results[0]
+
+
+def test_a_killed_rank_is_tried_once_more(ground, server):
+    result = killed_meanwhile(ground, server, "lost_once", lambda pid: os.kill(pid, signal.SIGKILL))
+    assert (result.status, result.retried) == ("ok", True)
+
+
+@pytest.mark.parametrize("do", ["daemon_then_sleep", "forked_daemon_then_sleep"])
+def test_a_killed_shim_takes_all_with_it_and_leaves_no_daemon(ground, server, do):
+    killed = killed_meanwhile(ground, server, do, lambda pid: psutil.Process(pid).parent().kill(), deadline_s=2.0)
+    assert (killed.status, killed.retried) == ("timeout", True)
+    assert not ground.alive(ground.pid("daemon"))
+
+
+def test_a_killed_server_is_replaced(ground, server):
+    before = []
+
+    def kill(pid):
+        before.append(server.pid)
+        os.kill(server.pid, signal.SIGKILL)
+
+    result = killed_meanwhile(ground, server, "lost_once", kill, ranks=2)
+    assert (result.status, result.retried) == ("ok", True)
+    assert server.pid not in (None, *before)
+
+
+def test_what_cannot_be_forked_is_executed(ground, server, monkeypatch):
+    run(ground, server, "well")
+    started = []
+    monkeypatch.setattr("memtune.executors.group.start_shim", lambda: started.append(1) or start_shim())
+    trials = [ground.trial("well").model_copy(update={"env": env}) for env in ({}, {"MALLOC_ARENA_MAX": "1"})]
+    assert [run_group(each, MODULE, log_dir=ground.logs, cores=2, server=server).status for each in trials] == ["ok", "ok"]
+    assert len(started) == 1
+    env = dict(os.environ)
+    assert server.shim((sys.executable, "-P", "rank.py"), env) is None
+    assert server.shim(MODULE, {**env, "OMP_NUM_THREADS": "7"}) is None
+    assert module_of(WORKER) == "memtune.executors.worker"
+
+
+def test_a_server_that_cannot_start_costs_nothing_but_time(ground, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with ForkServer(preload="no_such_module") as server:
+        for number in range(3):
+            assert run_group(ground.trial("well", number=number), MODULE, log_dir=ground.logs, server=server).status == "ok"
+        assert server.pid is None
+
+
+def test_closing_leaves_no_process(ground, server):
+    run(ground, server, "well")
+    pid = server.pid
+    server.close()
+    assert not psutil.pid_exists(pid)
+    assert server.shim(MODULE, dict(os.environ)) is None
+
+
+def test_real_trials_give_the_same_numbers(ground, tmp_path):
+    def results(close: bool) -> list[TrialResult]:
+        executor = LocalExecutor(1, log_dir=tmp_path)
+        if close:
+            executor._server.close()
+        trial = Trial(
+            number=1, workload=str(ZOO["gpt"]), config={"settings": {"sharding": {"states": {"kind": "ddp"}}}}, ranks=2,
+            steps=1, warmup_steps=1, fingerprint=True,
+        )  # fmt: skip
+        executor.submit(trial)
+        found: list[TrialResult] = []
+        ground.until(lambda: found.extend(each for each in executor.wait(0.2) if isinstance(each, TrialResult)) or found)
+        executor.close()
+        return found
+
+    forked, executed = results(close=False)[0], results(close=True)[0]
+    for name in ("status", "losses", "gradients_sha256", "peak_allocated_bytes", "peak_reserved_bytes", "memory_by_kind"):
+        assert getattr(forked, name) == getattr(executed, name), name
+    assert forked.status == "ok"
