@@ -67,11 +67,12 @@ class Choice(Settings):
     @cached_property
     def summary(self) -> str:
         """The choice in one short line: `mb 4×2 · full · fsdp(degree=2)`."""
-        parts = [self.execution.summary()] + [_short(each) for each in self.techniques]
+        parts = [self.execution.summary()] + [short(each) for each in self.techniques]
         return " · ".join(part for part in parts if part) or "plain"
 
 
-def _short(technique: Technique) -> str:
+def short(technique: Technique) -> str:
+    """A technique in a short line, with knobs off their default, and with its slot where the kind alone says too little."""
     kind = (
         technique.kind
         if technique.slot in ("recompute", "sharding.states", "allocator")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from memtune.autotune.ablation import ablate
 from memtune.autotune.calibrate import oom_probability
 from memtune.autotune.candidates import Choice
 from memtune.autotune.driver import Driver, Finished, trial_config
@@ -99,7 +100,7 @@ def tuned_config(
     return trial_config(driver.setup, winner.choice).model_copy(
         update={
             "measured": {**numbers(winner), "guards": guards},
-            "predicted": predicted(driver, scored),
+            "predicted": predicted(driver, scored) | _ablation(driver, winner.choice),
             "certificate": _certificate(driver, winner, confirmed) | numerics,
             "study": {"name": Path(study).name, "trial": winner.number, "seed": driver.options.seed, "goal": driver.setup.goal},
         }
@@ -132,6 +133,12 @@ def predicted(driver: Driver, scored: Scored) -> dict[str, Any]:
         "critical_s": prediction.critical_s,
         "exposed_by_op": [asdict(each) for each in prediction.exposed_by_op[:5]],
     }
+
+
+def _ablation(driver: Driver, choice: Choice) -> dict[str, Any]:
+    """What each setting costs and saves, for `memtune explain`."""
+    found = ablate(driver.setup.scorer, choice, step_correction=driver.pruner.calibration.step_correction)
+    return {} if isinstance(found, Reason) else {"ablation": found.document()}
 
 
 def _certificate(driver: Driver, winner: Measured, confirmed: Finished | None) -> dict[str, Any]:

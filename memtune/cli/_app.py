@@ -37,6 +37,7 @@ Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs that train together.
 Workers = Annotated[int | None, typer.Option(min=1, help="Ranks on CPU (with --device cpu).")]
 GpuType = Annotated[str | None, typer.Option(help="Predict for this GPU: h100-80g, a100-40g, …")]
 Memory = Annotated[str | None, typer.Option("--max-memory", metavar="SIZE", help="Device memory per rank, like 24GiB.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Machines that share the GPUs; default: as few as hold them.")]
 Goal = Annotated[str, typer.Option(metavar="throughput|memory|batch", help="Most samples/s, lowest peak or largest micro-batch.")]
 GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples per optimizer step over all ranks.")]
 Axes = Annotated[str | None, typer.Option(help="Search only these axes: recompute,sharding,offload,allocator,execution.")]
@@ -89,7 +90,7 @@ def plan(
     device: Device = None,
     workers: Workers = None,
     gpu_type: GpuType = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines that share the GPUs; default: as few as hold them.")] = None,
+    nodes: Nodes = None,
     max_memory: Memory = None,
     goal: Goal = "throughput",
     axes: Axes = None,
@@ -151,11 +152,24 @@ def techniques(as_json: AsJson = False) -> int:
 
 
 @app.command()
-def explain(config: ConfigPath, as_json: AsJson = False) -> int:
-    """Say what each setting of a config does, what was measured and what was predicted."""
-    from memtune.cli import _tools
+def explain(
+    config: ConfigPath,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL.PY[:NAME]", help="Record it and simulate each setting anew.")
+    ] = None,
+    gpus: Gpus = None,
+    device: Device = None,
+    workers: Workers = None,
+    gpu_type: GpuType = None,
+    nodes: Nodes = None,
+    max_memory: Memory = None,
+    as_json: AsJson = False,
+) -> int:
+    """Say why each setting of a config is there, what it costs and what it saves: the config simulated without it."""
+    from memtune.cli import _explain
 
-    return _tools.explain(config, as_json)
+    given = {name: value for name, value in locals().items() if name != "_explain"}
+    return _explain.explain(given)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The smaller commands: trial, run, techniques, explain, doctor, watch, config."""
+"""The smaller commands: trial, run, techniques, doctor, watch, config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -87,75 +86,6 @@ def techniques(as_json: bool) -> int:
     for row in rows:
         print(f"{row['axis']:<{width}}  {row['kind']:<20}  {row['exactness']:<9}  {row['title']}")
     return 0
-
-
-def explain(config: Path, as_json: bool) -> int:
-    """`memtune explain`: each setting in a sentence, then the numbers."""
-    from memtune.autotune.exposure import time_lines
-    from memtune.config import load_config
-
-    tuned = load_config(config)
-    rows: list[dict[str, Any]] = [
-        {
-            "slot": each.slot,
-            "kind": each.kind,
-            "title": each.title,
-            "source": each.source,
-            "exactness": str(each.exactness),
-            "knobs": dict(each.knobs()),
-            "why": " ".join((type(each).__doc__ or "").split("Distinguishing test")[0].split()),
-            "plan": list(each.explain(tuned.plan[each.slot])) if each.slot in tuned.plan else [],
-        }
-        for each in tuned.settings.techniques
-    ]
-    if as_json:
-        numbers = {"measured": tuned.measured, "predicted": tuned.predicted, "certificate": tuned.certificate}
-        emit({"schema": SCHEMA, "execution": tuned.settings.execution.model_dump(mode="json"), "settings": rows, **numbers})
-        return 0
-    execution = tuned.settings.execution.summary()
-    print(f"execution            {execution or 'as the training script does it'}")
-    for row in rows:
-        knobs = ", ".join(f"{name}={value}" for name, value in row["knobs"].items())
-        print(f"{row['slot']:<20} {row['kind']}{f' ({knobs})' if knobs else ''}: {row['title']} · {row['exactness']}")
-        print(f"{'':21}{row['why']}\n{'':21}{row['source']}")
-        print("".join(f"  {line}\n" for line in row["plan"]), end="")
-    for name in ("measured", "predicted", "certificate"):
-        part = getattr(tuned, name)
-        if part:
-            print(f"{name:<20} {_numbers(part)}")
-        if name == "predicted":
-            print("".join(f"  {line}\n" for line in time_lines(part)), end="")
-            part = {key: value for key, value in part.items() if key not in ("critical_s", "exposed_by_op")}
-        for group, inner in part.items():
-            for key, value in inner.items() if isinstance(inner, dict) else ():
-                print(f"  {f'{group}, {key}':<24} {_numbers(value) if isinstance(value, dict) else _human(key, value)}")
-    for line in _over_budget(tuned.certificate):
-        print(line)
-    return 0
-
-
-def _over_budget(certificate: dict[str, Any]) -> Iterator[str]:
-    """What a config that trains is still predicted not to have the memory for; a certificate may have been edited by hand."""
-    budget, moments = certificate.get("budget_bytes"), certificate.get("moments")
-    for name, moment in moments.items() if isinstance(moments, dict) else ():
-        needs = moment.get("peak_bytes") if isinstance(moment, dict) else None
-        if isinstance(budget, int) and isinstance(needs, int) and needs > budget:
-            more = format_bytes(needs - budget)
-            yield f"{name.replace('_', ' ')} exceeds the budget: {format_bytes(needs)} predicted, {more} too much"
-
-
-def _numbers(part: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {_human(key, value)}" for key, value in part.items() if not isinstance(value, dict | list))
-
-
-def _human(key: str, value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if key.endswith("_bytes"):
-            return format_bytes(value)
-        return format_seconds(value) if key.endswith("_s") and "per" not in key else f"{value:.4g}"
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)
 
 
 def doctor(as_json: bool) -> int:

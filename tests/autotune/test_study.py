@@ -46,6 +46,7 @@ def test_a_search_measures_guards_audits_confirms_and_writes_what_can_be_loaded(
     assert certificate["confirmed_peak_bytes"] <= BUDGET
     assert set(certificate["moments"]) == {"first_step", "steady_step", "resume", "evaluation", "checkpoint"}
     assert certificate["moments"]["steady_step"]["peak_bytes"] == written.predicted["peak_bytes"]
+    assert written.predicted["ablation"]["whole"]["peak_bytes"] == written.predicted["peak_bytes"]
     assert SearchOutcome.from_dict(outcome.to_dict()) == outcome
 
 
