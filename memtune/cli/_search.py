@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
+from memtune.cli._crash import told
 from memtune.cli._output import emit, results, say
 from memtune.config import load_config
 
@@ -36,7 +37,7 @@ def search(given: dict[str, Any]) -> int:
     def work() -> SearchOutcome:
         return run_search(options, control, say=(lambda text: None) if quiet else say)
 
-    with results() as stream:
+    with told(given["model"], given["as_json"]), results() as stream:
         if quiet or options.dry_run:
             with control.catch_signals():
                 outcome = work()
@@ -95,7 +96,7 @@ def plan(given: dict[str, Any]) -> int:
         top=given["top"],
         exact=given["exact"],
     )
-    with results() as stream:
+    with told(given["model"], given["as_json"]), results() as stream:
         report = make_plan(options, say=say)
         if given["as_json"]:
             emit(report.to_dict(), stream)

@@ -72,8 +72,14 @@ def train(path: Path, *techniques: Technique, steps: int = 3, micro_batches: int
         micro_batches: Micro-batches per step.
         size: Samples per micro-batch.
     """
+    config = config_of(path, *techniques) if techniques else None
+    return train_under(path, config, steps=steps, micro_batches=micro_batches, size=size)
+
+
+def train_under(path: Path, config: Mapping[str, Any] | None, *, steps: int = 3, micro_batches: int = 2, size: int = 2) -> Run:
+    """As `train`, with the config's document in the place of techniques."""
     workload, model, optimizer = build(path)
-    tuned = apply(model, optimizer, config_of(path, *techniques), strict=False) if techniques else None
+    tuned = None if config is None else apply(model, optimizer, config, strict=False)
     losses, gradients = [], []
     for step in range(steps):
         loss, gradient = one_step(workload, model, optimizer, tuned, seed=SEED + 1 + step, micro_batches=micro_batches, size=size)

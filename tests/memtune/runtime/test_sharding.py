@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from gloo import run_ranks
+from sharded_suite import peaks
 from torch import Tensor, nn
 from zoo_paths import ZOO
 
@@ -299,29 +299,6 @@ def test_one_process_alone_is_told_what_to_do() -> None:
 # -- the peak, by the native ledger -------------------------------------------------------------------------------
 
 
-def peaks(path: str, kinds: tuple[str, ...]) -> dict[str, tuple[int, list[int]]]:
-    """Per kind: bytes that stay between steps, and the peaks of six steps after the first two."""
-    from memtune.runtime.ledger import Ledger
-    from memtune.runtime.tiers import HOST, tier
-    from memtune.testing.training import build as build_zoo
-
-    ledger, found = Ledger.open("cpu"), {}
-    for kind in kinds:
-        empty = ledger.live_bytes()
-        workload, model, optimizer = build_zoo(Path(path))
-        tuned = apply(model, optimizer, {"settings": {"sharding": {"states": {"kind": kind}}}}, loss=workload.loss, strict=False)
-        measured = []
-        for _ in range(8):
-            with tier(HOST):
-                batches = [workload.make_batch(2)]
-            ledger.reset_peak()
-            tuned.step(batches)
-            measured.append(ledger.peak_allocated_bytes() - empty)
-        found[kind] = (ledger.live_bytes() - empty, measured[2:])
-        del model, optimizer, tuned, workload
-    return found
-
-
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
 def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
     from memtune.autotune.record import record
@@ -337,7 +314,7 @@ def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
         "ddp": replicate(step, Replication(2, 25 << 20)),
         "zero1": partition_states(step, Partitioning(2, 25 << 20, stages_messages=True)),
     }
-    for rank in run_ranks(peaks, 2, str(ZOO["gpt"]), tuple(predicted)):
+    for rank in run_ranks(peaks, 2, str(ZOO["gpt"]), {kind: {"sharding": {"states": {"kind": kind}}} for kind in predicted}):
         for kind, (stays, measured) in rank.items():
             wanted = predicted[kind]
             always = int(wanted.bytes[(wanted.producer < 0) & (wanted.held_until == FOREVER) & (wanted.tier == 0)].sum())

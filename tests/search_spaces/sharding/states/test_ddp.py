@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from gloo import run_ranks
+from sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
 from sharding_program import program, step, target, with_parameter
 from torch import Tensor, nn
 
@@ -97,6 +98,11 @@ def test_buffers_follow_the_first_rank() -> None:
 def test_record_tells_it_from_sharding() -> None:
     assert Ddp().record(target(2))["states.shard"] == {"parameters": 1, "gradients": 1, "optimizer": 1}
     assert Ddp().record(target(2)) != Ddp(bucket_cap_mb=100).record(target(2))
+
+
+class TestDdp(ShardedSuite):
+    technique = Ddp
+    not_shown = (*NOT_AT_THE_PEAK, "a failed apply is not undone")  # it wraps the model and changes nothing in it
 
 
 # -- a parameter that some ranks do not use -----------------------------------------------------------------------

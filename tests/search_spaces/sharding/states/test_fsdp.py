@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gloo import run_ranks
+from sharded_suite import ShardedSuite
 from sharding_program import program, target, with_parameter
 from torch import Tensor, nn
 
@@ -89,6 +90,10 @@ def test_every_choice_is_a_valid_knob() -> None:
         assert values[0] == getattr(Fsdp(), knob)
         for value in values:
             Fsdp(**{knob: value})
+
+
+class TestFsdp(ShardedSuite):
+    technique = Fsdp
 
 
 # -- two copies of two shards -------------------------------------------------------------------------------------

@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from gloo import run_ranks
+from sharded_suite import ShardedSuite
 from sharding_program import program, step, target, with_parameter
 from zoo_paths import ZOO
 
-from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.program import Kind, Program, Tier
-from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.states.zero1 import Zero1
 from memtune.technique import NO_PLAN
-from memtune.testing import TechniqueSuite
 
 
 def bytes_of(after: Program, kind: Kind) -> int:
@@ -63,22 +60,6 @@ def test_record_says_what_is_divided() -> None:
     assert record != Zero1(bucket_cap_mb=100).record(target(8))
 
 
-def test_survives_yaml() -> None:
-    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Zero1(bucket_cap_mb=7)}))
-    assert load_config(dump_yaml(config)) == config
-
-
-class Suite(TechniqueSuite):
-    __test__ = False  # its tests are for one rank: two run its checks
-    technique, tolerance = Zero1, 1e-4
+class TestZero1(ShardedSuite):
+    technique = Zero1
     models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
-
-
-def on_ranks() -> None:
-    """Both ranks train on the same samples, so that their mean gradient is the plain model's."""
-    Suite().check_training("lora", Zero1())
-    Suite().check_untouched("lora", Zero1())
-
-
-def test_suite_passes_on_two_ranks() -> None:
-    assert run_ranks(on_ranks, 2) == [None, None]

@@ -1,0 +1,128 @@
+"""The suite for techniques of several ranks: two gloo ranks run its checks, and the ledger there is what `rewrite` is held to."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from gloo import run_ranks
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.errors import MemtuneError
+from memtune.program import Program, RankClass
+from memtune.runtime import shim
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.tiers import HOST, tier
+from memtune.technique import Target, Technique
+from memtune.testing import TechniqueSuite
+from memtune.testing.drift import recording_of
+from memtune.testing.mutations import Mutation, mutations
+from memtune.testing.training import build, plain, settings_of
+
+RANKS = 2
+SPARE_BYTES = 24
+"""Scalars of FSDP2 and of gloo's average, a mesh's ranks."""
+NOT_AT_THE_PEAK = ("rewrite frees a tensor one op late", "rewrite loses an op")
+"""Defects of a single op; the ledger on real ranks knows the peak alone."""
+
+
+# -- what runs on each rank ---------------------------------------------------------------------------------------
+
+
+def peaks(path: str, settings: dict[str, dict[str, Any]]) -> dict[str, tuple[int, list[int]]]:
+    """Per entry of `settings`: bytes that stay between steps, and the peaks of six steps after the first two."""
+    ledger, found = Ledger.open("cpu"), {}
+    for name, chosen in settings.items():
+        empty = ledger.live_bytes()
+        workload, model, optimizer = build(Path(path))
+        tuned = apply(model, optimizer, {"settings": chosen}, loss=workload.loss, strict=False)
+        measured = []
+        for _ in range(8):
+            with tier(HOST):
+                batches = [workload.make_batch(2)]
+            ledger.reset_peak()
+            tuned.step(batches)
+            measured.append(ledger.peak_allocated_bytes() - empty)
+        found[name] = (ledger.live_bytes() - empty, measured[2:])
+        del model, optimizer, tuned, workload
+    return found
+
+
+def on_rank(technique: type[Technique], suite: dict[str, Any], check: str, arguments: tuple[Any, ...], defect: str) -> Any:
+    """What a check of the suite finds on this rank under the named defect: its message, '' for nothing; or the peaks."""
+    one = type("OnRank", (TechniqueSuite,), {"__test__": False, "technique": technique, **suite})()
+    seeded = {each.name: each for each in mutations(technique)}
+    for path in suite["models"].values():
+        plain(path)  # what it is compared with is made before the defect
+    with seeded[defect].seed(technique) if defect else nullcontext():
+        if check == "peaks":
+            return peaks(*arguments)
+        try:
+            getattr(one, check)(*arguments)
+        except (AssertionError, MemtuneError) as error:
+            return str(error) or type(error).__name__
+    return ""
+
+
+# -- the suite ----------------------------------------------------------------------------------------------------
+
+
+class ShardedSuite(TechniqueSuite):
+    """Both ranks train on the same samples, so that their mean gradient is the plain model's."""
+
+    models: ClassVar[dict[str, Path]] = {"gpt": ZOO["gpt"]}
+    tolerance = 1e-4
+    defect = ""
+    not_shown: ClassVar[tuple[str, ...]] = NOT_AT_THE_PEAK
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """The seeded defects reach the ranks by name."""
+
+        @pytest.mark.slow
+        @pytest.mark.parametrize("mutation", [m for m in mutations(cls.technique) if m.name not in cls.not_shown], ids=str)
+        def test_suite_fails_under(self: ShardedSuite, mutation: Mutation) -> None:
+            check = {"drift": self.check_drift, "training": self.check_training, "untouched": self.check_untouched}
+            self.defect = mutation.name
+            with mutation.seed(self.technique), pytest.raises((AssertionError, MemtuneError)):
+                check[mutation.shown_by](self._quick()[0], (self.variants or (self.default(),))[0])
+
+        cls.test_suite_fails_under = test_suite_fails_under  # type: ignore[attr-defined]
+        super().__init_subclass__(**kwargs)
+        pytest.mark.slow(cls.test_failed_apply_leaves_everything_untouched)  # briefly in memtune/runtime/test_sharding.py
+
+    @pytest.mark.slow
+    def test_audit_tells_whether_it_is_in_effect(self) -> None:
+        assert not any(self._on_ranks("test_audit_tells_whether_it_is_in_effect"))
+
+    def check_training(self, model: str, variant: Technique) -> None:
+        found = self._on_ranks("check_training", model, variant)
+        assert not any(found), found
+
+    def check_untouched(self, model: str, variant: Technique) -> None:
+        found = self._on_ranks("check_untouched", model, variant)
+        assert not any(found), found
+
+    def check_drift(self, model: str, variant: Technique) -> None:
+        """Raise AssertionError where the peak of a rank's steps is not the predicted one."""
+        if shim.available() is not None:
+            pytest.skip(f"no native ledger here: {shim.available()}")
+        path, target = self.models[model], self._target(variant)
+        program = Program((RankClass(RANKS, recording_of(path).at(2)),), 2)
+        wanted = variant.rewrite(program, variant.plan(program, target), target).step.peak_bytes()
+        for rank in self._on_ranks("peaks", str(path), {"": settings_of(variant)}):
+            assert all(0 <= peak - wanted <= SPARE_BYTES for peak in rank[""][1]), (rank, wanted)
+
+    def _on_ranks(self, check: str, *arguments: Any) -> list[Any]:
+        suite = {"models": self.models, "tolerance": self.tolerance}
+        return run_ranks(on_rank, RANKS, self.technique, suite, check, arguments, self.defect)
+
+    def _skip_unless_it_fits(self, model: str, variant: Technique) -> None:
+        program = Program((RankClass(RANKS, recording_of(self.models[model]).at(2)),), 2)
+        assert variant.fits(program, self._target(variant)) is None
+
+    def _target(self, variant: Technique) -> Target:
+        return Target(hardware.detect("cpu"), RANKS, chosen={variant.slot: variant})
