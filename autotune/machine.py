@@ -25,7 +25,11 @@ from memtune.cores import cpu_threads, usable_cores
 from memtune.errors import EnvironmentFault
 from memtune.hardware import Device, Hardware, detect, with_measured
 from memtune.measured import Measured
+from memtune.runtime import shim
+from memtune.runtime.mode_ledger import ModeLedger
 from memtune.runtime.op_clock import Observed, clock_of
+from memtune.runtime.workspace import SignatureCollector, WorkspaceTable, op_of
+from memtune.units import format_bytes
 
 BUDGET_S = 60.0
 
@@ -68,6 +72,8 @@ def calibrate(
         say("ops of every class, at growing sizes")
         base = with_measured(detect(device), Measured(measured.machine(device), "", found.constants))
         curves = _op_curves(found, base, on, started, tiny)
+    say("what kernels allocate beyond their outputs")
+    _workspaces(found, on, tiny)
     say("optimizer on the host, drive, links between ranks")
     _host_adam(found, tiny)
     _drive(found, place or Path(tempfile.gettempdir()), 2**20 if tiny else 2**27)
@@ -175,6 +181,34 @@ def _op_curves(found: _Found, hardware: Hardware, on: torch.device, started: flo
         found.set("launch_s", launch, how)
     found.details["ops_observed"] = len(observed)
     return op_rates.curves(observed, one)
+
+
+def _workspaces(found: _Found, on: torch.device, tiny: bool) -> None:
+    """Scratch of the kernels that small models of every class of ops run, each op alone, into the table that recordings look in.
+
+    A signature names no device, so the ops are collected on CPU for either. A recording measures what is not among them.
+    """
+    reason = shim.available() if on.type == "cpu" else None
+    if reason is not None:
+        found.details["workspaces"] = f"not measured: {reason.what}"
+        return
+    seen = SignatureCollector()
+    for probe in op_rates.probes(0 if tiny else 2):
+        with ModeLedger(workspace=seen), torch.enable_grad():
+            probe.model.train()(torch.rand(probe.shape)).square().mean().backward()
+    table = WorkspaceTable.cached(on, threads=usable_cores())
+    try:
+        table.fill_in_child(seen.keys, on)
+    except EnvironmentFault as error:
+        found.details["workspaces"] = f"not measured: {error.what} {error.evidence}"
+        return
+    table.save()
+    measured_here = {key: table.workspace_bytes(key) for key in seen.keys if key in table.entries}
+    key, largest = max(measured_here.items(), key=lambda row: row[1], default=("", 0))
+    some = sum(n_bytes > 0 for n_bytes in measured_here.values())
+    most = f", at most {format_bytes(largest)} in {op_of(key)}" if largest else ""
+    found.details["workspaces"] = f"{some} of {len(measured_here)} ops allocate beyond their outputs{most}"
+    found.details["workspace_bytes"] = largest
 
 
 def _launch_s(on: torch.device, tiny: bool) -> float:

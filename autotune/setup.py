@@ -33,7 +33,7 @@ from memtune.executors.probe import probe
 from memtune.hardware import Device, Hardware
 from memtune.program import Kind, Recording
 from memtune.runtime import shim
-from memtune.runtime.workspace import WorkspaceTable
+from memtune.runtime.workspace import WorkspaceTable, op_of
 from memtune.search_spaces import null
 from memtune.technique import Reason, Target
 from memtune.workload import Workload
@@ -113,7 +113,12 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     # The plain micro-batch, from which the others are cut, and 1, at which a step may have other ops than at 2 and more.
     sizes = {max(used), *(used & {1})}
     recorded = record(workload, sizes=sizes, between=used, workspace=workspace, target=device)
-    recording = translate(recorded, machine)
+    scratch = _device_workspaces(recorded) if device == "cuda" and options.gpu_type is None else None
+
+    def to_device(each: Recording) -> Recording:
+        return translate(each, machine, workspace=scratch)
+
+    recording = to_device(recorded)
     budget = options.budget_bytes or (machine.usable_bytes(options.ranks) if device == "cuda" else None)
     if budget is None and options.goal == "batch":
         budget = machine.memory_bytes // options.ranks
@@ -121,12 +126,11 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     if options.goal != "batch" and only is None:
         say("checking that micro-batches add up to the batch")
         frozen = batch_is_lossless(workload, parameter_bytes=parameter_bytes(recording), threads=_threads(options.ranks))
-    compiled = CompiledRecordings(workload, sizes, used, workspace, device, lambda each: translate(each, machine))
+    compiled = CompiledRecordings(workload, sizes, used, workspace, device, to_device)
     searches = earlier(device) if options.gpu_type is None else []
     calibration = calibration_of(searches)
     cut = CutRecordings(
-        workload, recorded, sizes, used, workspace, device, machine.local_ranks(options.ranks),
-        lambda each: translate(each, machine),
+        workload, recorded, sizes, used, workspace, device, machine.local_ranks(options.ranks), to_device
     )  # fmt: skip
     target = Target(machine, options.ranks, budget, cut=cut if _cuts_layers(options, only) else None)
     scorer = Scorer(
@@ -175,6 +179,20 @@ def _workspaces(device: Device, ranks: int) -> WorkspaceTable | None:
     if device != "cpu" or shim.available() is not None:
         return None
     return WorkspaceTable.cached(threads=_threads(ranks))
+
+
+def _device_workspaces(recorded: Recording) -> WorkspaceTable | None:
+    """What kernels allocate on the GPU that is here; convolutions that the table lacks are measured. None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    table = WorkspaceTable.cached("cuda")
+    keys = {key for hints in recorded.hints.values() for key in hints.signatures if key and "convolution" in op_of(key)}
+    try:
+        table.fill_in_child(sorted(keys), "cuda")
+    except EnvironmentFault:
+        return None  # the notes then say that convolutions are counted without
+    table.save()
+    return table
 
 
 def _threads(ranks: int) -> int:

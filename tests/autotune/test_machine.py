@@ -13,11 +13,14 @@ import torch
 
 from memtune import measured
 from memtune.autotune import machine, op_rates
+from memtune.cores import usable_cores
 from memtune.errors import EnvironmentFault
 from memtune.hardware import Hardware, detect, find, with_measured
 from memtune.op_costs import CLASSES, on_curve, op_costs
 from memtune.program import Step
+from memtune.runtime import shim
 from memtune.runtime.op_clock import Observed
+from memtune.runtime.workspace import WorkspaceTable, op_of
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,14 @@ def test_every_rate_is_measured_and_says_how(found: measured.Measured) -> None:
     assert all(value > 0 for value in found.constants.values())
     assert {"elementwise", "matmul"} <= set(found.curves) <= set(CLASSES)
     assert torch.get_num_threads() >= 1
+
+
+@pytest.mark.skipif(shim.available() is not None, reason=f"no native ledger here: {shim.available()}")
+def test_what_kernels_allocate_is_measured_where_recordings_look_for_it(found: measured.Measured) -> None:
+    table = WorkspaceTable.cached(threads=usable_cores())
+    assert any(op_of(key).startswith("aten.") for key in table.nonzero())
+    assert found.details["workspace_bytes"] == max(table.nonzero().values())
+    assert found.details["workspaces"].startswith(f"{len(table.nonzero())} of {len(table.entries)} ops")
 
 
 def test_measured_beats_the_table(found: measured.Measured) -> None:
