@@ -15,6 +15,7 @@ from typing import Literal
 from memtune.autotune.allocator_model import AllocatorSettings
 from memtune.autotune.calibrate import residuals
 from memtune.autotune.candidates import Choice, Rewriter
+from memtune.autotune.host_memory import too_little
 from memtune.autotune.simulate import Calibration, Prediction, simulate
 from memtune.autotune.space import ENUMERATE_UP_TO, SAMPLE, Space
 from memtune.hardware import Hardware
@@ -72,10 +73,19 @@ class Scorer:
         rewriter: Makes programs of choices, for a target.
         op_times: What earlier searches on this machine told of its ops.
         calibration: What trials said of whole steps and peaks, if predictions are to hold it already.
+        host_bytes: Free on the host of a node; None: not known, and nothing is refused for it.
     """
 
-    def __init__(self, rewriter: Rewriter, *, op_times: Sequence[OpTime] = (), calibration: Calibration | None = None) -> None:
+    def __init__(
+        self,
+        rewriter: Rewriter,
+        *,
+        op_times: Sequence[OpTime] = (),
+        calibration: Calibration | None = None,
+        host_bytes: int | None = None,
+    ) -> None:
         self.rewriter, self._op_times, self._calibration = rewriter, tuple(op_times), calibration
+        self._host_bytes = host_bytes
         self._known: dict[int, tuple[Program, Prediction]] = {}
         self._hardware = self._taught_by(())
 
@@ -93,15 +103,19 @@ class Scorer:
         candidate = self.rewriter.candidate(choice)
         if isinstance(candidate, Reason):
             return candidate
-        if level == "events":
-            return Scored(choice, candidate.key, self._events(choice, candidate.program, self._hardware))
-        program = candidate.program
+        prediction = (
+            self._coarse(candidate.program) if level == "coarse" else self._events(choice, candidate.program, self._hardware)
+        )
+        reason = too_little(prediction, self.rewriter.target, self._host_bytes)
+        return Scored(choice, candidate.key, prediction) if reason is None else reason
+
+    def _coarse(self, program: Program) -> Prediction:
         known = self._known.get(id(program))
         if known is None or known[0] is not program:  # an id may come again when its program is gone
             if len(self._known) >= _KEPT:
                 del self._known[next(iter(self._known))]  # the oldest
             known = self._known[id(program)] = program, simulate(program, self._hardware, calibration=self._calibration)
-        return Scored(choice, candidate.key, known[1])
+        return known[1]
 
     def again(self, scored: Scored, *, taught_by: Iterable[OpTime] | None = None) -> Scored:
         """`scored` predicted once more, at the events level; with `taught_by`, as if nothing else had been learnt."""
@@ -120,11 +134,7 @@ class Scorer:
 
     def refined(self, scored: Scored) -> Scored:
         """`scored` with the prediction of the events level, the one that trials are compared with."""
-        if scored.prediction.level == "events":
-            return scored
-        found = self.score(scored.choice, level="events")
-        assert isinstance(found, Scored)  # it fitted before
-        return replace(scored, prediction=found.prediction)
+        return scored if scored.prediction.level == "events" else self.again(scored)
 
 
 @contextmanager

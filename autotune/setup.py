@@ -17,6 +17,7 @@ from memtune.autotune.calibrate import calibration_of, earlier
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.compiled import CompiledRecordings
 from memtune.autotune.cut import CutRecordings
+from memtune.autotune.host_memory import available_bytes
 from memtune.autotune.lossless import batch_is_lossless
 from memtune.autotune.options import PlanOptions, TargetOptions
 from memtune.autotune.pruning import Pruner
@@ -137,6 +138,7 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
         Rewriter(recording, target, compiled=compiled),
         op_times=[row for each in searches for row in each.op_times],
         calibration=None if for_trials else calibration,  # a search calibrates by its own trials, as they come
+        host_bytes=available_bytes() if options.gpu_type is None else None,  # of another machine nothing is known
     )
     space = build_space(
         scorer.rewriter, global_batch, axes=options.axes, freeze=options.freeze, batch_frozen=frozen,

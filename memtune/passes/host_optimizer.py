@@ -76,7 +76,7 @@ def optimizer_on_host(step: Step, native: Native | None = None) -> Step:
     late &= step.kind != Kind.GRADIENT  # a tiled loss makes some in forward
     late = np.flatnonzero(late).astype(np.int32)
     edit.hold_through(late, np.full(len(late), up[-1], np.int32))
-    _on_host(edit, step, optimizer)
+    on_host(edit, step, optimizer)
     return edit.done()
 
 
@@ -88,36 +88,60 @@ def _copies(edit: Edit, step: Step, name: str, before: I32, storages: I32, sizes
 
 def _one_pass(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp], weights: I32, gradients: I32) -> None:
     """The optimizer's ops away, one op per parameter in their place; its state in the format of `native`."""
-    columns = columns_of(step.parameters)
-    optimizer = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
-    edit.drop_ops(optimizer)
-    numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
-    state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & np.isin(step.owner, mine)).astype(np.int32)
-    at = np.searchsorted(mine, step.owner[state])
-    moments = step.bytes[state] == (numel * itemsize)[at]  # the others count steps
-    state, at = state[moments], at[moments]
-    edit.bytes[state] = native.moment_bytes * numel[at]
-    scales = -(-numel[at] // native.block) * 4 if native.block else np.zeros(len(at), np.int64)
-    each = 2 * (edit.bytes[state] + scales)
-    traffic = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel + np.bincount(at, each, len(mine)).astype(np.int64)
+    optimizer = without_own_update(edit, step)
     updates = edit.add_ops(
         "memtune.host_update_.default",
-        before=np.full(len(mine), np.flatnonzero(optimizer)[-1], np.int32),
+        before=np.full(len(mine), optimizer[-1], np.int32),
         phase=Phase.OPTIMIZER,
         resource=Resource.HOST_THREADS,
-        traffic_bytes=traffic,
+        traffic_bytes=update_bytes(step, native, mine),
     )
+    update_by(edit, step, native, mine, updates)
     edit.add_uses(updates, weights, mutates=True)
     edit.add_uses(updates, gradients, mutates=True)
+
+
+def without_own_update(edit: Edit, step: Step) -> npt.NDArray[np.intp]:
+    """Take the optimizer's own ops away; returns where they were."""
+    optimizer = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
+    edit.drop_ops(optimizer)
+    return np.flatnonzero(optimizer)
+
+
+def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:
+    """State storages as large as their parameter (the others count steps), and where that is among `mine`."""
+    columns = columns_of(step.parameters)
+    sizes = columns.numel[mine] * columns.itemsize[mine]
+    state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & np.isin(step.owner, mine)).astype(np.int32)
+    at = np.searchsorted(mine, step.owner[state])
+    moments = step.bytes[state] == sizes[at]
+    return state[moments], at[moments]
+
+
+def update_bytes(step: Step, native: Native, mine: npt.NDArray[np.intp]) -> I64:
+    """What one native pass over each parameter moves: gradient and weights, moments there and back."""
+    columns, (_, at) = columns_of(step.parameters), _moments(step, mine)
+    numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
+    scales = -(-numel[at] // native.block) * 4 if native.block else np.zeros(len(at), np.int64)
+    each = 2 * (native.moment_bytes * numel[at] + scales)
+    found: I64 = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel
+    return found + np.bincount(at, each, len(mine)).astype(np.int64)
+
+
+def update_by(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp], updates: I32) -> None:
+    """The op `updates[i]` changes the state of parameter `mine[i]`, which is in the format of `native`."""
+    columns, (state, at) = columns_of(step.parameters), _moments(step, mine)
+    numel = columns.numel[mine]
+    edit.bytes[state] = native.moment_bytes * numel[at]
     edit.add_uses(updates[at], state, mutates=True)
     if native.block:
         there, forever = np.full(len(at), -1, np.int32), np.full(len(at), FOREVER, np.int32)
-        owner = step.owner[state]
+        owner, scales = step.owner[state], -(-numel[at] // native.block) * 4
         held = edit.add_storages(scales, producer=there, tier=Tier.HOST, kind=Kind.OPTIMIZER, held_until=forever, owner=owner)
         edit.add_uses(updates[at], held, mutates=True)
 
 
-def _on_host(edit: Edit, step: Step, optimizer: npt.NDArray[np.bool_]) -> None:
+def on_host(edit: Edit, step: Step, optimizer: npt.NDArray[np.bool_]) -> None:
     """Optimizer state and what optimizer ops make to the host tier, the ops themselves to host threads."""
     computes = optimizer & (step.op_resource == Resource.COMPUTE)
     edit.tier = step.tier.copy()

@@ -89,14 +89,14 @@ class _Landings:
         parameter = parameter[parameter >= 0]
         gradient = columns.gradient[parameter]
         summed = step.producer[gradient] < 0
-        after = np.where(summed, _adding(step)[gradient], step.ready_after[raw[parameter]]).astype(np.int32)
+        after = np.where(summed, adding(step)[gradient], step.ready_after[raw[parameter]]).astype(np.int32)
         order = np.argsort(after, kind="stable")
         moment = 2 * len(step.blocks) - 1 - columns.block[parameter]
         sums = np.where(summed, gradient, -1).astype(np.int32)
         return cls(*(column[order] for column in (parameter, raw[parameter], sums, after, moment.astype(np.int32))))
 
 
-def _adding(step: Step) -> I32:
+def adding(step: Step) -> I32:
     """(m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
     adds = (step.use_mutates == 1) & (step.producer[step.use_storage] < 0) & (step.use_phase < Phase.BOUNDARY)
     found = np.full(step.n_storages, -1, np.int32)

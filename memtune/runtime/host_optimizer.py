@@ -6,13 +6,17 @@ is framed by two hooks. Gradients go down one after the other: each is let go on
 What `step` does in between is the optimizer's own business, or one native pass over each parameter (`host_update`). With
 `master`, bfloat16 parameters have float32 masters on the host: the bfloat16 gradient comes down, and the memory it came to
 takes the new weight, which goes up again.
+
+Who brings gradients down earlier (`gradients_down`, `store`) may have parameters updated before `step`, on a thread beside
+backward; and a step may leave its update to the next one (`late_after`), whose computation it then runs beside.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from concurrent.futures import Future
+from contextlib import ExitStack, nullcontext
 from types import MethodType
 from typing import Any, Literal
 
@@ -24,7 +28,7 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.host_update import Moments, NativeUpdate
+from memtune.runtime.host_update import Moments, NativeUpdate, beside
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
 from memtune.runtime.tree import local
 
@@ -38,12 +42,15 @@ class HostOptimizer:
         context: Its model and optimizer; the optimizer is rebound in place.
         update: `own`: the optimizer's own step. `native`: `host_update` in its place. `master`: the same, with float32 masters.
         moments: How a native update stores moments.
+        late_after: Steps after which each update runs beside the next step's computation; None: never.
 
     Raises:
         ApplyError: The optimizer or a parameter's type is none that the native update knows.
     """
 
-    def __init__(self, context: Context, update: Update = "own", moments: Moments = "float32") -> None:
+    def __init__(
+        self, context: Context, update: Update = "own", moments: Moments = "float32", late_after: int | None = None
+    ) -> None:
         self._native = None if update == "own" else NativeUpdate(context.optimizer, moments)
         self._master = update == "master"
         self._optimizer = context.optimizer
@@ -53,6 +60,11 @@ class HostOptimizer:
         for group in self._optimizer.param_groups:
             group["params"] = [self._host_copy(parameter) for parameter in group["params"]]
         self._comes_and_goes: set[nn.Parameter] = set()
+        self._updated: set[nn.Parameter] = set()  # on the host, before `step`
+        self._under_way: list[Future[None]] = []
+        self._late_after, self._steps = late_after, 0
+        self._late: dict[nn.Parameter, Tensor] | None = None  # gradients of the step before, whose update is late
+        self._late_began = False
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         context.represented.update(self._pairs)
         context.reloaded.append(self._reload)
@@ -63,6 +75,11 @@ class HostOptimizer:
         up = self._optimizer.register_step_post_hook(self._weights_up)
         hooks: Any = self._optimizer._optimizer_step_post_hooks
         hooks.move_to_end(up.id, last=False)  # before those that hand the new weights on to other ranks
+        if late_after is not None:
+            context.model.register_state_dict_pre_hook(lambda *_: self._settle())
+            context.model.register_load_state_dict_pre_hook(lambda *_: self._settle())
+            self._optimizer.register_state_dict_pre_hook(lambda _: self._settle())
+            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle())
 
     def _closing(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -80,7 +97,16 @@ class HostOptimizer:
         def step(optimizer: Optimizer, closure: None = None) -> None:
             if closure is not None:
                 raise ApplyError("The native update takes no closure.", fix="set  update: own  for offload.states", code="MT318")
-            native.step(optimizer, self._gradients.get)
+            if self._late_after is not None and self._steps >= self._late_after:
+                self.start_late()
+                self._join()
+                self._late, self._gradients = self._gradients, self._late or {}
+                self._late_began = False
+                native.make_state(optimizer, self._late.get)
+            else:
+                self._join()
+                native.step(optimizer, lambda host: None if host in self._updated else self._gradients.get(host))
+            self._steps += 1
 
         return MethodType(Optimizer.profile_hook_step(step), self._optimizer)
 
@@ -102,6 +128,8 @@ class HostOptimizer:
             if parameter.grad is None:
                 if host.grad is not None:  # came down as it landed
                     self._gradients[host] = host.grad
+                    if self._native is not None:
+                        host.grad = None
                 continue
             if on_the_way is not None:
                 self._arrived(on_the_way)
@@ -120,15 +148,47 @@ class HostOptimizer:
         """Somebody else brings these up when they are used, and their gradients down."""
         self._comes_and_goes.update(parameters)
 
-    def update(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Update these parameters of the model now, from the gradients of their host copies; they are let go."""
+    def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool = True) -> None:
+        """Update these parameters of the model now, from the gradients of their host copies, which are let go.
+
+        Args:
+            parameters: On the device.
+            at_once: Done when this returns, else beside what comes next, until `step`; there the weights go up.
+        """
         native, wanted = self._native, set(parameters)
         assert native is not None
         gradients = {host: host.grad for device, host in self._pairs if device in wanted and host.grad is not None}
-        with tier(HOST), torch.no_grad():
-            native.step(self._optimizer, gradients.get)
-        for host in gradients:
+        self._run(gradients, self._under_way if not at_once else None)
+        for host, gradient in gradients.items():
             host.grad = None
+            if not at_once:
+                self._updated.add(host)
+                if gradient.dtype is not host.dtype:  # its memory takes the new weight
+                    self._gradients[host] = gradient
+
+    def _run(self, gradients: dict[nn.Parameter, Tensor], under_way: list[Future[None]] | None) -> None:
+        assert self._native is not None
+        with tier(HOST), torch.no_grad(), nullcontext() if under_way is None else beside(under_way):
+            self._native.step(self._optimizer, gradients.get)
+
+    def start_late(self) -> None:
+        """Begin the update that the last step left, if it did, beside what comes next."""
+        if self._late and not self._late_began:
+            self._late_began = True
+            self._run(self._late, self._under_way)
+
+    def _join(self) -> None:
+        """Wait for updates beside backward; raises what went wrong in one."""
+        while self._under_way:
+            self._under_way.pop(0).result()
+
+    def _settle(self) -> None:
+        """No update is late any more, and the device has the weights."""
+        if self._late:
+            self.start_late()
+            self._join()
+            late, self._late, self._late_began = self._late, None, False
+            self._up(late, set(late))
 
     def _arrived(self, host: nn.Parameter) -> None:
         transfer.finish(self._gradients[host])
@@ -138,19 +198,25 @@ class HostOptimizer:
 
     def _weights_up(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._host.close()
-        with torch.no_grad():
-            for parameter, host in self._pairs:
-                gradient = self._gradients.pop(host, None)
-                if parameter in self._comes_and_goes:
-                    host.grad = None
-                    continue
-                narrow = host.dtype is not parameter.dtype
-                if not narrow or gradient is not None:
-                    torch.ops.memtune.copy_to_device_(local(parameter), gradient if narrow else host)
-                host.grad = None
+        late = self._late is not None
+        self._up(self._gradients, {host for _, host in self._pairs if not late or host in self._gradients})
+        self._gradients = {}
+        self._updated.clear()
         for value in self._state():  # made inside `tier(HOST)`; where no native ledger noticed (fake tensors), say so
             if value.device.type == "cpu" and tier_of(value) != HOST:
                 mark(value, HOST)
+
+    @torch.no_grad()
+    def _up(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter]) -> None:
+        """New weights of `hosts` to the device; `gradients`, whose memory holds the narrow ones, are let go one by one."""
+        for parameter, host in self._pairs:
+            gradient = gradients.pop(host, None)
+            if host in hosts and parameter not in self._comes_and_goes:
+                narrow = host.dtype is not parameter.dtype
+                if not narrow or gradient is not None:
+                    torch.ops.memtune.copy_to_device_(local(parameter), gradient if narrow else host)
+            if host.grad is gradient:
+                host.grad = None
 
     def _reload(self) -> None:
         """The device's weights are others, and so is the state, wherever it was read into."""

@@ -9,7 +9,10 @@ CPU, but for one rounding of the second moment in a tensor's last few elements (
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 import torch
@@ -61,16 +64,48 @@ def update_(
         maximize: Goes up the gradient.
         seed: Of stochastic rounding, together with `step`.
     """
-    count = 1.0
-    if step is not None:
-        step += 1
-        count = step.item()
-    numbers = _native.OptimizerNumbers(
-        **_NUMBERS[rule](count, *settings), sign=-1.0 if maximize else 1.0, seed=_seed(seed, int(count))
-    )
     of_first, of_second = _flat(first_scale), _flat(second_scale)
     arrays = (_flat(weight), _flat(gradient), _flat(out), _flat(first), _flat(second), of_first, of_second)
-    _native.optimizer_update(rule, moments, *arrays, numbers, torch.get_num_threads())
+    threads = torch.get_num_threads()
+
+    def update() -> None:
+        count = 1.0
+        if step is not None:
+            step.add_(1)
+            count = step.item()
+        sign = -1.0 if maximize else 1.0
+        numbers = _native.OptimizerNumbers(**_NUMBERS[rule](count, *settings), sign=sign, seed=_seed(seed, int(count)))
+        _native.optimizer_update(rule, moments, *arrays, numbers, threads)
+
+    under_way: list[Future[None]] | None = getattr(_local, "under_way", None)
+    if under_way is None:
+        update()
+    else:
+        under_way.append(_threads().submit(update))
+
+
+_local = threading.local()
+_pool: ThreadPoolExecutor | None = None
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(1, thread_name_prefix="memtune-update")
+    return _pool
+
+
+@contextmanager
+def beside(under_way: list[Future[None]]) -> Iterator[None]:
+    """Updates that this thread asks for inside run on a thread of their own, one after the other; `under_way` gets them.
+
+    Whoever reads a weight or a moment, or changes a gradient, waits for them first.
+    """
+    _local.under_way = under_way
+    try:
+        yield
+    finally:
+        _local.under_way = None
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:
@@ -136,11 +171,18 @@ class NativeUpdate:
 
     def step(self, optimizer: Optimizer, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Update every parameter that has a gradient; a bfloat16 gradient's memory takes the new weight."""
-        given = [(group, p, g) for group in optimizer.param_groups for p in group["params"] if (g := gradient_of(p)) is not None]
-        for group, parameter, _ in given:
-            self._make_state(optimizer.state[parameter], parameter, group)
-        for index, (group, parameter, gradient) in enumerate(given):
-            self.one(group, parameter.detach(), gradient, optimizer.state[parameter], index)
+        every = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        given = [(seed, *each, g) for seed, each in enumerate(every) if (g := gradient_of(each[1])) is not None]
+        self.make_state(optimizer, gradient_of)
+        for seed, group, parameter, gradient in given:
+            self.one(group, parameter.detach(), gradient, optimizer.state[parameter], seed)
+
+    def make_state(self, optimizer: Optimizer, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Make the state of every parameter that has a gradient, where it is not there."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if gradient_of(parameter) is not None:
+                    self._make_state(optimizer.state[parameter], parameter, group)
 
     def one(self, group: dict[str, Any], weight: Tensor, gradient: Tensor, state: dict[str, Any], seed: int) -> None:
         """Update one float32 `weight` and its `state` in place; a bfloat16 gradient's memory takes the new weight."""

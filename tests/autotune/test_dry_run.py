@@ -18,7 +18,7 @@ from memtune.autotune.options import PlanOptions
 from memtune.autotune.plan_text import render
 from memtune.autotune.planning import EXACT_ROWS, plan
 from memtune.autotune.record import record
-from memtune.program import Step
+from memtune.program import Step, Tier
 from memtune.runtime import shim
 from memtune.runtime.workspace import WorkspaceTable
 from memtune.technique import Reason, Target
@@ -72,6 +72,19 @@ def test_divided_states_with_sums_over_micro_batches(kind: str) -> None:
     assert isinstance(step, Step)
     predicted = candidate("gpt", settings, 4, accumulate=2)[0].program.step.peak_bytes()
     assert 0 <= step.peak_bytes() - predicted <= 16  # the sum of the losses, and the loss that is divided
+
+
+@pytest.mark.parametrize(
+    "kind", [{"kind": "zero_offload", "bucket_mib": 0.02}, {"kind": "optimizer_cpu", "trigger": "per_layer"}]
+)
+def test_gradients_that_leave_as_they_land_are_summed_on_the_host(kind: dict[str, Any]) -> None:
+    settings = {"offload": {"states": {"update": "native", **kind}}}
+    step = dry("tied", settings, accumulate=2)
+    assert isinstance(step, Step)
+    predicted = candidate("tied", settings, 1, accumulate=2)[0].program.step
+    assert 0 <= step.peak_bytes() - predicted.peak_bytes() <= 16  # the sum of the losses
+    batch = int(predicted.op_traffic_bytes[predicted.op_name == predicted.names.index("memtune.to_device.default")].sum())
+    assert 0 <= step.peak_bytes(Tier.HOST) - predicted.peak_bytes(Tier.HOST) <= batch  # the other micro-batch's
 
 
 def test_copies_of_a_sharded_model_have_meshes_of_their_own() -> None:

@@ -23,7 +23,7 @@ def cannot_run(program: Program, target: Target) -> Reason | None:
         return Reason("parameters that come and go are for one rank", "sharding: {states: {kind: fsdp}}")
     if target.compiled:
         return Reason(EAGER_ONLY, "execution.compile: false")
-    if any(each.eager_only.startswith(_SCHEDULED) or ("by_schedule", True) in each.knobs() for each in target.chosen.values()):
+    if takes_a_schedule(target):
         return Reason("a schedule takes the place of the blocks' calls", "recompute: {kind: full}")
     if (reason := not_in_layers(step)) != "":
         return Reason(reason, _OTHER)
@@ -35,6 +35,11 @@ def cannot_run(program: Program, target: Target) -> Reason | None:
     if {parameter.itemsize for parameter in trained} != {4}:
         return Reason("the native update keeps float32 weights", "offload: {states: {kind: optimizer_cpu, update: master}}")
     return None
+
+
+def takes_a_schedule(target: Target) -> bool:
+    """Whether another axis runs the model's ops by a schedule of its own."""
+    return any(each.eager_only.startswith(_SCHEDULED) or ("by_schedule", True) in each.knobs() for each in target.chosen.values())
 
 
 def in_layers(program: Program, residency: Residency) -> Program:

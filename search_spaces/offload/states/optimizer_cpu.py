@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from memtune.passes.host_optimizer import Native, optimizer_on_host
+from memtune.early_updates import Trigger
+from memtune.passes.gradients_down import Early, optimizer_beside_backward
+from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.program import Kind, Program
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
-from memtune.runtime.host_update import BLOCK, DTYPES, Moments
+from memtune.runtime.host_update import Moments
+from memtune.search_spaces.offload.states._as_they_land import apply_as_they_land, native_of, not_as_they_land
 from memtune.search_spaces.offload.states._native_update import no_native_update
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -37,31 +40,46 @@ class OptimizerCpu(Technique):
     """Of a native update: narrow moments (`bfloat16`, `int8` in blocks of 256, both rounded stochastically) save host bytes and
     cost precision; on few cores they also cost time, which is predicted from the bytes alone."""
 
+    trigger: Trigger = "end_of_step"
+    """When a native update runs: after the last gradient has come down; or beside backward, each parameter as its gradient lands
+    (`per_gradient`) or each block when all of its gradients have (`per_layer`). The weights are the same to the bit, and go up
+    in the step. In `end_of_step` gradients wait on the device, so clipping by norm works, and so does leaving a step out;
+    else clipping is refused, and what has been updated stays so."""
+
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs an optimizer whose state is worth moving and, where it is known, host memory for it."""
+        """Needs an optimizer whose state is worth moving; updates beside backward need one rank and plain autograd."""
         step = program.step
         state_bytes = int(step.bytes[step.kind == Kind.OPTIMIZER].sum())
         if state_bytes == 0 and not any(p.gradient >= 0 for p in step.parameters):
             return Reason("the optimizer has nothing to update")
         if self.update == "own":
+            if self.trigger != "end_of_step":
+                return Reason("the optimizer's own update is one step over all parameters", "update: native, or end_of_step")
             return None if self.moments == "float32" else Reason("the optimizer's own update keeps its moments", "set update")
+        if self.trigger != "end_of_step" and (reason := not_as_they_land(program, target)) is not None:
+            return reason
         return no_native_update(step, self.update)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State to the host tier, update to host threads, copies around it."""
-        native = None
-        if self.update != "own":
-            native = Native(DTYPES[self.moments].itemsize, BLOCK if self.moments == "int8" else 0)
-        return program.with_step(optimizer_on_host(program.step, native))
+        if self.update == "own":
+            return program.with_step(optimizer_on_host(program.step))
+        native = native_of(self.moments)
+        if self.trigger == "end_of_step":
+            return program.with_step(optimizer_on_host(program.step, native))
+        return program.with_step(optimizer_beside_backward(program.step, native, Early(0, self.trigger)))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to host copies of its parameters."""
-        context.checks["offload.states"] = HostOptimizer(context, self.update, self.moments).check
+        if self.trigger == "end_of_step":
+            context.checks["offload.states"] = HostOptimizer(context, self.update, self.moments).check
+        else:
+            apply_as_they_land(context, self.update, self.moments, 0, self.trigger)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, and when the update runs."""
         how = {} if self.update == "own" else {"update": self.update, "moments": self.moments}
-        return {"states.offload": {"optimizer": "host", "trigger": "end_of_step", **how}}
+        return {"states.offload": {"optimizer": "host", "trigger": self.trigger, **how}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Narrow moments are never proposed."""

@@ -1,0 +1,33 @@
+"""Whether a candidate's share of the host's memory is there, said before anything runs."""
+
+from __future__ import annotations
+
+import psutil
+
+from memtune.autotune.simulate import Prediction
+from memtune.technique import Reason, Target
+from memtune.units import format_bytes
+
+
+def available_bytes() -> int:
+    """What the kernel thinks new processes can take without swapping (`MemAvailable` of /proc/meminfo)."""
+    return int(psutil.virtual_memory().available)
+
+
+def too_little(prediction: Prediction, target: Target, there_bytes: int | None) -> Reason | None:
+    """Why the host of a node cannot hold what its ranks keep there, as predicted; None where it can, or nothing is known.
+
+    Args:
+        prediction: Of one rank.
+        target: Says how many ranks share a host.
+        there_bytes: Free on that host; None: not known.
+    """
+    ranks = target.hardware.local_ranks(target.ranks)
+    needed = ranks * prediction.host_peak_bytes
+    if there_bytes is None or needed <= there_bytes:
+        return None
+    each = f" for {ranks} ranks of {format_bytes(prediction.host_peak_bytes)} each" if ranks > 1 else ""
+    return Reason(
+        f"needs {format_bytes(needed)} of host memory{each}, and {format_bytes(there_bytes)} are available",
+        "offload less, or to SSD: offload: {states: {kind: zero_infinity}}",
+    )

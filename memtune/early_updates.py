@@ -1,0 +1,25 @@
+"""What the mechanism and the pass of updates within backward both go by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+Trigger = Literal["end_of_step", "per_gradient", "per_layer"]
+"""When the host updates a parameter whose gradient has arrived."""
+
+
+def witness(n_bytes: Sequence[int]) -> int:
+    """Index of the trained parameter whose gradient stays on the device until the step: the first of the smallest."""
+    return min(range(len(n_bytes)), key=n_bytes.__getitem__)
+
+
+def bucket_ends(n_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
+    """Indices of the gradients, in the order in which they land, with which a bucket is full; the last one may not be."""
+    ends, held = [], 0
+    for index, size in enumerate(n_bytes):
+        held += size
+        if held >= bucket_bytes:
+            ends.append(index)
+            held = 0
+    return ends

@@ -1,0 +1,298 @@
+"""The pass of `runtime.gradients_down`: gradients leave in buckets during backward, updates run beside it or a step late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.early_updates import Trigger, bucket_ends, witness
+from memtune.edit import Edit
+from memtune.parameters import columns_of
+from memtune.passes.host_optimizer import Native, on_host, update_by, update_bytes, without_own_update
+from memtune.passes.shares import raw_gradients
+from memtune.passes.stream import adding
+from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
+
+
+@dataclass(frozen=True)
+class Early:
+    """When gradients go down and the host updates."""
+
+    bucket_bytes: int
+    trigger: Trigger = "end_of_step"
+    late: bool = False
+    """Each update runs beside the next step."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Landings:
+    """Gradients in the order in which they land, all but the witness's; indices are into the parameters that are updated."""
+
+    index: I32
+    raw: I32
+    """What this micro-batch makes."""
+    sums: I32
+    """What it is added to, -1 in the only or first micro-batch."""
+    after: I32
+    bucket: I32
+    full: npt.NDArray[np.bool_]
+    """Whether this one fills its bucket."""
+
+
+_Rows = npt.NDArray[np.intp]
+_BEGIN, _WITNESS = -1, -1
+_ADD, _COPY, _UPDATE, _UP = range(4)
+_OPS = (
+    ("aten.add_.Tensor", Resource.HOST_THREADS),
+    ("memtune.to_host.default", Resource.DEVICE_TO_HOST),
+    ("memtune.host_update_.default", Resource.HOST_THREADS),
+    ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
+)
+
+
+class _Turn(NamedTuple):
+    """An op that is inserted: `row` is a landing's, or of updates and copies up a parameter's among those updated.
+
+    In backward it goes after its anchor, else before: the first op of the step, or the first one of the optimizer.
+    """
+
+    what: int
+    row: int
+    anchor: int
+
+
+def no_witness(step: Step) -> bool:
+    """Whether the smallest trained parameter gets no gradient, so that nobody would notice a change of gradients."""
+    columns = columns_of(step.parameters)
+    trained = np.flatnonzero(columns.trainable)
+    return bool(columns.gradient[trained[witness(_sizes(step)[trained].tolist())]] < 0)
+
+
+def optimizer_beside_backward(step: Step, native: Native, early: Early) -> Step:
+    """`step` with its optimizer on the host, gradients that leave as they land, and updates as `early` says.
+
+    Args:
+        step: One of a single rank, whose smallest parameter has a gradient.
+        native: The update.
+        early: When gradients go down and the host updates.
+    """
+    columns = columns_of(step.parameters)
+    mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0))
+    if not len(mine) or not (step.op_phase == Phase.OPTIMIZER).any():
+        return step
+    trained = np.flatnonzero(columns.trainable)
+    watched = int(np.searchsorted(mine, trained[witness(_sizes(step)[trained].tolist())]))
+    edit, landings = Edit(step), _landings(step, mine, watched, early.bucket_bytes)
+    first = int(without_own_update(edit, step)[0])
+    turns = _turns(step, mine, landings, watched, early, first)
+    rows = _insert(edit, step, native, mine, landings, turns, first)
+    gradients, old = _gradients(edit, step, mine, landings, watched, turns, rows, early.late)
+    _update(edit, step, native, mine, turns, rows, gradients, old)
+    _let_go(edit, step, landings, turns, rows)
+    on_host(edit, step, step.op_phase == Phase.OPTIMIZER)
+    edit.tier[landings.sums[landings.sums >= 0]] = Tier.HOST
+    return edit.done()
+
+
+def _sizes(step: Step) -> I64:
+    columns = columns_of(step.parameters)
+    return columns.numel * columns.itemsize
+
+
+def _landings(step: Step, mine: _Rows, watched: int, bucket_bytes: int) -> _Landings:
+    columns, raw = columns_of(step.parameters), raw_gradients(step)[mine]
+    index_of = np.full(step.n_storages, -1, np.int32)
+    index_of[columns.gradient[mine]] = np.arange(len(mine), dtype=np.int32)
+    index = index_of[step.landing]
+    index = index[(index >= 0) & (index != watched)]
+    gradient = columns.gradient[mine][index]
+    summed = step.producer[gradient] < 0
+    after = np.where(summed, adding(step)[gradient], step.ready_after[raw[index]]).astype(np.int32)
+    order = np.argsort(after, kind="stable")
+    index, after, sums = index[order], after[order], np.where(summed, gradient, -1)[order].astype(np.int32)
+    full = np.zeros(len(index), np.int32)
+    full[bucket_ends(step.bytes[raw[index]].tolist(), bucket_bytes)] = 1
+    return _Landings(index, raw[index], sums, after, (np.cumsum(full) - full).astype(np.int32), full.astype(bool))
+
+
+def _turns(step: Step, mine: _Rows, landings: _Landings, watched: int, early: Early, first: int) -> list[_Turn]:
+    """All ops in their order."""
+    end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    waits = _Waits(step, mine, watched, early.trigger)
+    buckets = [np.flatnonzero(landings.bucket == each).tolist() for each in np.unique(landings.bucket)]
+    updated: set[int] = set()
+
+    def arrival(members: list[int], anchor: int) -> list[_Turn]:
+        ready = sorted(waits.ready(landings.index[members].tolist()))
+        updated.update(ready)
+        adds = [_Turn(_ADD, row, anchor) for row in members if landings.sums[row] >= 0]
+        return adds + [_Turn(_UPDATE, index, anchor) for index in ready]
+
+    turns = [_Turn(_UPDATE, index, _BEGIN) for index in range(len(mine)) if early.late]
+    before: list[int] = []
+    for members in buckets:
+        anchor = int(landings.after[members[-1]]) if landings.full[members[-1]] else end
+        turns += arrival(before, anchor)
+        turns += [_Turn(_COPY, row, anchor) for row in members]
+        before = members
+    turns += arrival(before, end)
+    turns += [_Turn(_COPY, _WITNESS, first)]
+    if not early.late:
+        turns += [_Turn(_UPDATE, index, first) for index in range(len(mine)) if index not in updated]
+    return turns + [_Turn(_UP, index, first) for index in range(len(mine))]
+
+
+class _Waits:
+    """What is updated when gradients arrive."""
+
+    def __init__(self, step: Step, mine: _Rows, watched: int, trigger: Trigger) -> None:
+        columns = columns_of(step.parameters)
+        self._trigger, self._block = trigger, columns.block[mine].tolist()
+        self._members: dict[int, set[int]] = {}
+        for index, block in enumerate(self._block):
+            if index != watched and block >= 0:
+                self._members.setdefault(block, set()).add(index)
+        for block in columns.block[columns.trainable & (columns.gradient < 0)].tolist():
+            self._members.pop(block, None)  # never complete
+        self._missing = {block: set(members) for block, members in self._members.items()}
+
+    def ready(self, arrived: list[int]) -> list[int]:
+        if self._trigger != "per_layer":
+            return arrived if self._trigger == "per_gradient" else []
+        found: list[int] = []
+        for index in arrived:
+            missing = self._missing.get(self._block[index])
+            if missing is not None:
+                missing.discard(index)
+                found += [] if missing else self._members[self._block[index]]
+        return found
+
+
+def _insert(edit: Edit, step: Step, native: Native, mine: _Rows, landings: _Landings, turns: list[_Turn], first: int) -> I32:
+    """The ops; returns their rows."""
+    what, row, anchor = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
+    names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
+    sizes = _sizes(step)[mine]
+    of_landing = np.append(landings.index, np.searchsorted(mine, _watched_row(step))).astype(np.int32)  # the last: the witness
+    index = np.where((what == _ADD) | (what == _COPY), of_landing[row], row)
+    traffic = np.where(what == _ADD, 3, 1) * sizes[index]
+    traffic = np.where(what == _UPDATE, update_bytes(step, native, mine)[index], traffic)
+    rows = np.empty(len(turns), np.int32)
+    at_start, at_end = anchor == _BEGIN, anchor == first
+    for part, where in ((at_start, "before"), (~at_start & ~at_end, "after"), (at_end, "before")):
+        inside = where == "after"
+        phase = np.where(what == _UPDATE, Phase.BOUNDARY, Phase.BACKWARD) if inside else np.full(len(turns), Phase.OPTIMIZER)
+        phase = np.where(at_start, Phase.BOUNDARY, np.where(at_end & (what == _COPY), Phase.BOUNDARY, phase))
+        rows[part] = edit.add_ops(
+            names[what[part]],
+            **{where: np.maximum(anchor[part], 0)},
+            phase=phase[part].astype(np.uint8),
+            resource=np.asarray([resource for _, resource in _OPS], np.uint8)[what[part]],
+            traffic_bytes=traffic[part],
+            call=step.op_call[anchor[part]] if inside else -1,
+            stream=(what[part] == _UP).astype(np.uint8),  # a copy back is complete in stream order
+            prefetch=(what[part] == _COPY).astype(np.uint8),  # the side stream waits for the compute stream
+        )
+    return rows
+
+
+def _watched_row(step: Step) -> int:
+    trained = np.flatnonzero(columns_of(step.parameters).trainable)
+    return int(trained[witness(_sizes(step)[trained].tolist())])
+
+
+def _gradients(
+    edit: Edit, step: Step, mine: _Rows, landings: _Landings, watched: int, turns: list[_Turn], rows: I32, late: bool
+) -> tuple[I32, I32]:
+    """(mine,) the gradients on the host that this step leaves for an update, and those that its updates use."""
+    columns = columns_of(step.parameters)
+    what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
+    sums = np.append(landings.sums, -1)  # the last: the witness
+    copies, source = rows[what == _COPY], row[what == _COPY]
+    index = np.append(landings.index, watched)[source]
+    stays = late & (sums[source] < 0)
+    hosts = edit.add_storages(
+        _sizes(step)[mine][index],
+        producer=copies,
+        tier=Tier.HOST,
+        kind=Kind.GRADIENT,
+        owner=mine[index].astype(np.int32),
+        held_until=np.where(stays, FOREVER, -1).astype(np.int32),
+    )
+    edit.add_uses(copies, np.append(landings.raw, columns.gradient[mine][watched])[source].astype(np.int32))
+    gradients = np.empty(len(mine), np.int32)
+    gradients[index] = np.where(sums[source] >= 0, sums[source], hosts)
+    host_of = np.empty(len(sums), np.int32)
+    host_of[source] = hosts
+    adds = what == _ADD
+    edit.add_uses(rows[adds], host_of[row[adds]])
+    edit.add_uses(rows[adds], sums[row[adds]], mutates=True)
+    dropped = np.zeros(step.n_ops, bool)
+    dropped[landings.after[landings.sums >= 0]] = True
+    edit.drop_ops(dropped)
+    edit.held_until[sums[sums >= 0]] = FOREVER if late else -1
+    if not late:
+        return gradients, gradients
+    nowhere = np.full(len(mine), -1, np.int32)
+    old = edit.add_storages(_sizes(step)[mine], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=mine.astype(np.int32))
+    return gradients, old
+
+
+def _update(edit: Edit, step: Step, native: Native, mine: _Rows, turns: list[_Turn], rows: I32, gradients: I32, old: I32) -> None:
+    """Masters, updates from the gradients `old`, and weights up."""
+    columns = columns_of(step.parameters)
+    count = len(mine)
+    weights = edit.add_storages(
+        4 * columns.numel[mine],
+        producer=np.full(count, -1, np.int32),
+        tier=Tier.HOST,
+        kind=Kind.PARAMETER,
+        held_until=np.full(count, FOREVER, np.int32),
+        owner=mine.astype(np.int32),
+    )
+    what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
+    updates, up = np.empty(count, np.int32), np.empty(count, np.int32)
+    updates[row[what == _UPDATE]], up[row[what == _UP]] = rows[what == _UPDATE], rows[what == _UP]
+    update_by(edit, step, native, mine, updates)
+    edit.add_uses(updates, weights, mutates=True)
+    edit.add_uses(updates, old, mutates=True)
+    narrow = columns.itemsize[mine] != 4
+    edit.add_uses(up, np.where(narrow, old, weights))
+    edit.add_uses(up, columns.storage[mine], mutates=True)
+    # A gradient used in backward is let go with the others of its turn, one used in the step when its weight is up.
+    last = up.copy()
+    end_of_turn = -1
+    for turn, op in zip(reversed(turns), rows[::-1].tolist(), strict=True):
+        end_of_turn = -1 if turn.what != _UPDATE else op if end_of_turn < 0 else end_of_turn
+        if turn.what == _UPDATE and turn.anchor not in (_BEGIN, turns[-1].anchor) and not narrow[turn.row]:
+            last[turn.row] = end_of_turn
+    edit.hold_through(old, last)
+
+
+def _let_go(edit: Edit, step: Step, landings: _Landings, turns: list[_Turn], rows: I32) -> None:
+    """Each bucket is let go on the device before the first op that follows its copies."""
+    gone = np.empty(len(landings.raw), np.int32)
+    following = of = -1
+    for turn, after in zip(reversed(turns[:-1]), rows[:0:-1].tolist(), strict=True):
+        bucket = int(landings.bucket[turn.row]) if turn.what == _COPY and turn.row != _WITNESS else -1
+        if bucket != of:
+            following, of = after, bucket
+        if bucket >= 0:
+            gone[turn.row] = following
+    edit.held_until[landings.raw] = -1
+    edit.kind[landings.raw] = Kind.TEMPORARY
+    edit.let_go_before(landings.raw, gone)
+    watched = columns_of(step.parameters).gradient[_watched_row(step)]
+    edit.held_until[watched] = -1
+    end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    hung = [op for turn, op in zip(turns, rows.tolist(), strict=True) if turn.anchor == end]
+    if hung:
+        edit.hold_to_the_end_of_backward(hung[-1])
+    # What Python holds to the end of the step (the loss) is there until the last weight is up.
+    late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
+    late &= step.kind != Kind.GRADIENT  # a tiled loss makes some in forward
+    kept = np.flatnonzero(late).astype(np.int32)
+    edit.hold_through(kept, np.full(len(kept), rows[-1], np.int32))

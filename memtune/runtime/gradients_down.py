@@ -1,0 +1,171 @@
+"""Gradients leave the device in buckets while backward goes on, and the host updates what it has been given.
+
+Six rules, which the pass `passes.gradients_down` follows op by op:
+
+Rule 1. A gradient that autograd has put in place joins the bucket and is no longer the parameter's. When the bucket holds
+        `bucket_bytes` or more, it is sent: copies to the host start for all that is in it.
+Rule 2. Before a bucket is sent, the one before it has arrived: the device lets go of it, the host adds it to the sums of earlier
+        micro-batches. So the device holds two buckets at most. When backward ends, the last bucket is sent and arrives.
+Rule 3. What has arrived in the last micro-batch is updated then (`per_gradient`), once its block is complete (`per_layer`), or
+        in `optimizer.step()` (`end_of_step`). Updates run on a thread of their own, beside backward. That the micro-batch is the
+        last one is known from `Tuned.step`; in any other loop all is updated in `optimizer.step()`.
+Rule 4. Weights go up in `optimizer.step()`, whenever they were updated: within a step no weight changes on the device.
+Rule 5. One step late (`HostOptimizer.late`): the update begins with the next step, beside its forward and backward, and the
+        weights go up at its end. A state dict waits for it, and has its weights.
+Rule 6. The smallest gradient stays on the device until the step, as a witness: whoever scales gradients in between (clipping by
+        norm, a loss scaler) changes it, and is refused, since the others would not be scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.early_updates import Trigger, witness
+from memtune.errors import ApplyError
+from memtune.runtime import transfer
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.tiers import HOST, mark, tier
+
+
+class GradientsDown:
+    """Sends the gradients of `context`'s model to the host as they land.
+
+    Args:
+        context: Its model; hooks are put on its parameters.
+        optimizer: Holds the host copies, and updates them natively.
+        bucket_bytes: Of gradients that go down together; 0: each by itself.
+        trigger: When the host updates.
+    """
+
+    def __init__(self, context: Context, optimizer: HostOptimizer, bucket_bytes: int, trigger: Trigger) -> None:
+        self._optimizer, self._bucket_bytes, self._trigger = optimizer, bucket_bytes, trigger
+        trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
+        self._witness = trained[witness([parameter.nbytes for parameter in trained])]
+        self._held = {p: context.represented[p] for p in trained if p in context.represented and p is not self._witness}
+        for parameter, held in self._held.items():
+            if held.dtype is not parameter.dtype:  # a master, whose gradient is as narrow as the weight on the device
+                held.grad_dtype = parameter.dtype
+        self._block_of: dict[nn.Parameter, int] = {}
+        for index, name in enumerate(context.blocks):
+            for parameter in context.model.get_submodule(name).parameters():
+                if parameter in self._held:
+                    self._block_of.setdefault(parameter, index)
+        self._blocks = [[p for p, block in self._block_of.items() if block == index] for index in range(len(context.blocks))]
+        self._missing: dict[int, set[nn.Parameter]] = {}  # by block, in this micro-batch
+        self._bucket: list[tuple[nn.Parameter, Tensor]] = []
+        self._on_the_way: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._is_last = self._queued = False
+        self._version: int | None = None
+        self.buckets = self.sent_bytes = 0
+        for parameter in self._held:
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(self._landed).remove)
+        context.sync = self.sync
+        begins = context.optimizer.register_step_pre_hook(self._step_begins)
+        hooks: Any = context.optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(begins.id, last=False)  # before the witness is sent down and let go
+
+    @contextmanager
+    def sync(self, last: bool) -> Iterator[None]:
+        """The context of a micro-batch: in the last one's backward the host updates (Rule 3)."""
+        self._optimizer.start_late()
+        self._is_last, self._queued = last, False
+        self._missing = {index: set(block) for index, block in enumerate(self._blocks)}
+        try:
+            yield
+        finally:
+            self._is_last = False
+
+    @torch.no_grad()
+    def _landed(self, parameter: Tensor) -> None:
+        """Rule 1."""
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._backward_ends)
+        self._bucket.append((parameter, parameter.grad))
+        parameter.grad = None
+        if sum(gradient.nbytes for _, gradient in self._bucket) >= self._bucket_bytes:
+            self._send()
+
+    def _send(self) -> None:
+        self._arrive()
+        for parameter, gradient in self._bucket:
+            host = torch.ops.memtune.to_host(gradient)
+            mark(host, HOST)
+            self._on_the_way.append((parameter, gradient, host))
+            self.sent_bytes += gradient.nbytes
+        self.buckets += 1
+        self._bucket = []
+
+    def _arrive(self) -> None:
+        """Rules 2 and 3."""
+        arrived = [(entry[0], entry[2]) for entry in self._on_the_way]
+        for entry in arrived:
+            transfer.finish(entry[1])
+        self._on_the_way = []
+        parameters = [parameter for parameter, _ in arrived]
+        while arrived:
+            parameter, host = arrived.pop(0)
+            held = self._held[parameter]
+            if held.grad is None:
+                held.grad = host
+            else:
+                with tier(HOST):
+                    held.grad.add_(host)
+            del host
+        ready = self._ready(parameters) if self._is_last else []
+        if ready:
+            self._optimizer.update(ready, at_once=False)
+
+    def _ready(self, arrived: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        if self._trigger == "per_gradient":
+            return list(arrived)
+        ready: list[nn.Parameter] = []
+        for parameter in arrived if self._trigger == "per_layer" else ():
+            block = self._block_of.get(parameter, -1)
+            missing = self._missing.get(block, set())
+            missing.discard(parameter)
+            if block >= 0 and not missing:
+                ready += self._blocks[block]
+        return ready
+
+    @torch.no_grad()
+    def _backward_ends(self) -> None:
+        self._queued = False
+        if self._bucket:
+            self._send()
+        self._arrive()
+        self._version = -1 if self._witness.grad is None else self._witness.grad._version
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Rule 6."""
+        version, self._version = self._version, None
+        if version is None:
+            return
+        if self._witness.grad is None or self._witness.grad._version != version:
+            raise ApplyError(
+                "Gradients were changed between backward and the optimizer's step, as clipping by norm does.",
+                evidence="All but the smallest have left the device by then, so the norm is not theirs and they are not scaled.",
+                fix="offload: {states: {kind: optimizer_cpu}} with  trigger: end_of_step", code="MT364",
+            )  # fmt: skip
+
+    def check(self) -> dict[str, Any]:
+        """What went down, and when the host updates.
+
+        Raises:
+            ApplyError: Some state tensor of the optimizer is on the device, or a gradient has stayed there.
+        """
+        left = [parameter for parameter in self._held if parameter.grad is not None]
+        if left:
+            raise ApplyError(f"{len(left)} gradients are on the device that should have gone down as they landed.", code="MT309")
+        facts = self._optimizer.check()
+        return facts | {"trigger": self._trigger, "buckets": self.buckets, "gradient_bytes_down": self.sent_bytes}

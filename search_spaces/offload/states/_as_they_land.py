@@ -1,0 +1,47 @@
+"""What techniques share whose gradients go down as they land (`runtime.gradients_down`): what fits, and how it is applied."""
+
+from __future__ import annotations
+
+from memtune.early_updates import Trigger
+from memtune.passes.gradients_down import no_witness
+from memtune.passes.host_optimizer import Native
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.runtime.gradients_down import GradientsDown
+from memtune.runtime.host_optimizer import HostOptimizer, Update
+from memtune.runtime.host_update import BLOCK, DTYPES, Moments
+from memtune.search_spaces.offload.states._layers import takes_a_schedule
+from memtune.technique import Reason, Target
+
+_OTHER = "offload: {states: {kind: optimizer_cpu}} with trigger: end_of_step"
+
+
+def native_of(moments: Moments) -> Native:
+    """The native update that stores moments so."""
+    return Native(DTYPES[moments].itemsize, BLOCK if moments == "int8" else 0)
+
+
+def not_as_they_land(program: Program, target: Target) -> Reason | None:
+    """Why gradients of `program` cannot go down as they land."""
+    if program.ranks > 1 or target.ranks > 1:
+        return Reason("gradients that go down as they land are for one rank", _OTHER)
+    if target.compiled:
+        return Reason("a compiled graph hands its gradients over at its end, not as they are made", "execution.compile: false")
+    if takes_a_schedule(target):
+        return Reason("a schedule puts gradients in place itself", "recompute: {kind: full}")
+    if no_witness(program.step):
+        return Reason("the smallest parameter gets no gradient, so clipping by norm could not be noticed", _OTHER)
+    return None
+
+
+def apply_as_they_land(
+    context: Context,
+    update: Update,
+    moments: Moments,
+    bucket_bytes: int,
+    trigger: Trigger,
+    late_after: int | None = None,
+) -> None:
+    """Move the optimizer to the host, then have gradients follow it as they land."""
+    optimizer = HostOptimizer(context, update, moments, late_after)
+    context.checks["offload.states"] = GradientsDown(context, optimizer, bucket_bytes, trigger).check

@@ -1,0 +1,166 @@
+"""Gradients leave in buckets while backward goes on; delayed, weights are one step old."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from layers_suite import NATIVE, LayersSuite, total, without_gradients
+from zoo_paths import ZOO
+
+from memtune._apply import Tuned, apply
+from memtune.errors import ApplyError
+from memtune.program import Kind, Phase, Resource, Step
+from memtune.runtime.host_update import Moments
+from memtune.runtime.loop import accumulate
+from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
+from memtune.search_spaces.offload.states.zero_offload import ZeroOffload
+from memtune.technique import Exactness, Technique
+from memtune.testing import differences, rewritten, train
+from memtune.testing.drift import drift, plain_program, target_of
+from memtune.testing.training import SEED, Run, build, config_of, one_step
+
+BUCKET = 5242
+SMALL = ZeroOffload(kind="zero_offload", bucket_mib=0.005)
+DELAYED = SMALL.model_copy(update={"delayed": True, "delay_after": 0})
+EARLY = tuple(OptimizerCpu(kind="optimizer_cpu", update="native", trigger=each) for each in ("per_gradient", "per_layer"))
+
+
+@cache
+def accumulated(micro_batches: int) -> Run:
+    return without_gradients(train(ZOO["tied"], NATIVE, micro_batches=micro_batches))
+
+
+def ops(step: Step, name: str) -> np.ndarray[Any, Any]:
+    return np.flatnonzero(step.op_name == step.names.index(f"memtune.{name}.default"))
+
+
+def tuned_with(technique: Technique, model: str = "tied") -> tuple[Any, torch.nn.Module, torch.optim.Optimizer, Tuned]:
+    workload, net, optimizer = build(ZOO[model])
+    return workload, net, optimizer, apply(net, optimizer, config_of(ZOO[model], technique), strict=False)
+
+
+class TestZeroOffload(LayersSuite):
+    technique = ZeroOffload
+    models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
+    variants = (SMALL, ZeroOffload(kind="zero_offload"))
+    quick = ("tied",)
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        parameter = next(p for p in tuned.model.parameters() if p.numel() > 1000)
+        parameter.grad = torch.zeros_like(parameter)
+        return True
+
+    def test_buckets_leave_while_backward_goes_on(self) -> None:
+        """The mechanism: event order and bytes per step. End-of-step copies start after the last op of backward, all of them."""
+        plain, step = rewritten(ZOO["tied"]), rewritten(ZOO["tied"], SMALL)
+        computes = np.flatnonzero((step.op_phase == Phase.BACKWARD) & (step.op_resource == Resource.COMPUTE))
+        copies = ops(step, "to_host")
+        early = copies[copies < computes[-1]]
+        sizes = step.op_traffic_bytes[early]
+        assert len(early) > len(copies) / 2
+        gaps = np.add.reduceat(step.op_resource == Resource.COMPUTE, early)[:-1] > 0
+        buckets = np.split(sizes, np.flatnonzero(gaps) + 1)
+        assert len(buckets) > 3
+        assert all(bucket.sum() >= BUCKET > bucket[:-1].sum() for bucket in buckets[:-1])
+        numel = sum(int(plain.bytes[p.gradient]) for p in plain.parameters if p.gradient >= 0)
+        assert total(step, Resource.DEVICE_TO_HOST) == numel
+        assert total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) == numel
+        at_end = rewritten(ZOO["tied"], NATIVE)
+        assert not (ops(at_end, "to_host") < np.flatnonzero(at_end.op_phase == Phase.BACKWARD)[-1]).any()
+
+    def test_the_device_holds_two_buckets_at_most(self) -> None:
+        step = rewritten(ZOO["tied"], SMALL)
+        largest = max(int(step.bytes[p.storage]) for p in step.parameters)
+        end = step.end
+        copied = {int(s) for op in ops(step, "to_host") for s in step.use_storage[step.use_op == op]}
+        held = [sum(int(step.bytes[s]) for s in copied if step.producer[s] <= op <= end[s]) for op in range(step.n_ops)]
+        assert max(held) <= 2 * BUCKET + 2 * largest
+        assert not (step.kind[step.tier == 0] == Kind.OPTIMIZER).any()
+
+    @pytest.mark.parametrize("technique", EARLY, ids=lambda each: each.trigger)
+    def test_updates_beside_backward(self, technique: OptimizerCpu) -> None:
+        """The host updates before backward is over, and what comes out are the bits of the update at the end of the step."""
+        self.check_drift("tied", technique)
+        step = rewritten(ZOO["tied"], technique)
+        computes = np.flatnonzero((step.op_phase == Phase.BACKWARD) & (step.op_resource == Resource.COMPUTE))
+        updates = ops(step, "host_update_")
+        assert (updates < computes[-1]).sum() >= len(updates) / (2 if technique.trigger == "per_gradient" else 3)
+        for micro_batches in (1, 4):
+            found = train(ZOO["tied"], technique, micro_batches=micro_batches)
+            assert not differences(without_gradients(found), accumulated(micro_batches))
+
+    def test_loops_that_do_not_say_which_micro_batch_is_the_last_update_in_the_step(self) -> None:
+        workload, model, optimizer, _ = tuned_with(EARLY[0])
+        torch.manual_seed(SEED)
+        accumulate(model, workload.loss, [workload.make_batch(2) for _ in range(2)], torch.device("cpu"))
+        optimizer.step()
+        other = tuned_with(NATIVE)
+        one_step(*other, seed=SEED)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other[1].parameters(), strict=True))
+
+    def test_delayed_weights_are_one_step_old(self) -> None:
+        """The mechanism of `delayed`: as a loop that keeps gradients for a step, to the bit; a state dict catches up."""
+        self.check_drift("tied", DELAYED)
+        step = rewritten(ZOO["tied"], DELAYED)
+        assert (ops(step, "host_update_") < np.flatnonzero(step.op_phase == Phase.FORWARD)[0]).all()
+        workload, model, optimizer, tuned = tuned_with(DELAYED.model_copy(update={"delay_after": 1}))
+        late_workload, reference, by_hand, _ = tuned_with(NATIVE)
+        kept: dict[str, torch.Tensor] = {}
+        for number in range(4):
+            one_step(workload, model, optimizer, tuned, seed=SEED + number)
+            torch.manual_seed(SEED + number)
+            accumulate(reference, late_workload.loss, [late_workload.make_batch(2) for _ in range(2)], torch.device("cpu"))
+            mine = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+            for name, parameter in reference.named_parameters():
+                parameter.grad = mine.get(name) if number == 0 else kept.get(name)
+            if number != 1:
+                by_hand.step()
+            kept = mine if number else {}
+            by_hand.zero_grad(set_to_none=True)
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True)), number
+        state = tuned.state_dict()["model"]
+        for name, parameter in reference.named_parameters():
+            parameter.grad = kept.get(name)
+        by_hand.step()
+        assert all(torch.equal(state[name], parameter) for name, parameter in reference.named_parameters())
+
+    def test_clipping_by_norm_is_noticed(self) -> None:
+        for technique in (SMALL, *EARLY):
+            workload, model, optimizer, tuned = tuned_with(technique)
+            torch.manual_seed(SEED)
+            sync = tuned._context.sync
+            assert sync is not None
+            accumulate(model, workload.loss, [workload.make_batch(2)], torch.device("cpu"), sync=sync)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with pytest.raises(ApplyError, match="Gradients were changed"):
+                optimizer.step()
+
+    @pytest.mark.parametrize("moments", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
+    def test_masters(self, moments: Moments) -> None:
+        """Under masters the memory that a gradient came to takes the new weight, whenever it was updated."""
+        at_end = without_gradients(train(ZOO["tobf16"], NATIVE.model_copy(update={"update": "master", "moments": moments})))
+        for technique in (EARLY[1], SMALL):
+            master = technique.model_copy(update={"update": "master", "moments": moments})
+            assert not drift(ZOO["tobf16"], master)
+            assert not differences(without_gradients(train(ZOO["tobf16"], master)), at_end)
+
+    def test_what_it_cannot_do_is_refused(self) -> None:
+        program, default = plain_program(ZOO["gpt"]), self.default()
+        assert "one rank" in str(default.fits(program, replace(target_of(), ranks=2)))
+        assert "compiled" in str(default.fits(program, replace(target_of(), compiled="blocks")))
+        own = OptimizerCpu(kind="optimizer_cpu", trigger="per_layer")
+        assert "update: native" in str(own.fits(program, target_of()))
+        step = program.step
+        smallest = min(step.parameters, key=lambda p: int(step.bytes[p.storage]))
+        unused = tuple(p._replace(gradient=-1) if p is smallest else p for p in step.parameters)
+        assert "clipping" in str(default.fits(program.with_step(replace(step, parameters=unused)), target_of()))
+
+    def test_what_is_lossy_says_so(self) -> None:
+        assert SMALL.exactly() is Exactness.REORDERED
+        assert DELAYED.exactly() is Exactness.LOSSY
+        assert EARLY[0].exactly() is Exactness.REORDERED
