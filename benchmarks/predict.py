@@ -11,6 +11,7 @@ model out changes no other row. Beside them what other tools say (`predict_peers
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import subprocess
@@ -38,6 +39,7 @@ from memtune.runtime.workspace import WorkspaceTable
 from memtune.technique import Reason, Target
 from memtune.workload import Workload
 
+ROOT = Path(__file__).parents[1]
 THREADS = 1
 """CPU threads of a trial, and those for which kernel workspaces are looked up."""
 
@@ -140,6 +142,15 @@ def machine() -> dict[str, Any]:
     return {"cpu": measure.cpu().title, "capability": capability, "cores": usable_cores(), "torch": str(torch.__version__)}
 
 
+def sources() -> str:
+    """Which version of memtune the figures are of: a hash of all its sources, the same wherever they lie."""
+    folders, found = ("autotune", "csrc", "executors", "memtune", "search_spaces"), hashlib.sha256()
+    for folder in folders:
+        for file in sorted(each for each in (ROOT / folder).rglob("*") if each.suffix in (".py", ".cpp", ".h")):
+            found.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
 def summary(rows: list[Row]) -> dict[str, Any]:
     """How far each tool is off: over all its cases, and over the plain ones, which every tool can be asked for."""
     found: dict[str, Any] = {
@@ -172,6 +183,7 @@ def document(rows: list[Row], models: dict[str, Any], speeds: dict[str, Any] | N
     return {
         "schema": 1,
         "command": "make bench-predict",
+        "sources": sources(),
         "machine": machine(),
         "threads": THREADS,
         "elapsed_s": sum(about["elapsed_s"] for about in models.values()),

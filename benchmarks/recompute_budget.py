@@ -1,14 +1,16 @@
 """`planned` over a sweep of budgets, beside every other recompute technique and torch's own, on the models of `predict_models/`.
 
-    python benchmarks/recompute_budget.py [--models gpt,vit] [--measure 3] [--json FILE] [--markdown FILE] [--plot FILE.svg]
+    python benchmarks/recompute_budget.py [--models gpt,vit] [--measure 3] [--json FILE [--resume]] [--markdown FILE] [--plot FILE]
 
 For each model the smallest peak that recomputation by blocks reaches and the plain peak are the ends of the sweep; a budget of
 10 % lies a tenth of the way between them, and what a plan keeps spare on top. Every program is simulated op by op for this
 machine's CPU. At each budget stand `planned`, also `by_schedule`, and what takes a budget too: `checkmate`, `dtr`, `megtaichi`,
 `coop`. A second table puts `planned`, without moves to the host, beside each technique that has no budget, at exactly that
-technique's peak: memtune's own, and torch's checkpointing, auto-SAC and `memory_budget` as recorded (`recompute_peers.py`). With
-`--measure`, so many plans of each model also train for real in a fresh process, and the native ledger's peak stands beside the
-planned one.
+technique's peak: memtune's own, and torch's checkpointing, auto-SAC and `memory_budget` as recorded (`recompute_peers.py`).
+Compiled graphs run single ops again wherever they like, so beside those stands `by_schedule`, which may too; they are counted
+apart, since they are another program than the one that is planned for: dropout under AOTAutograd makes masks of one byte and
+eager dropout on a CPU of four. With `--measure`, so many plans of each model also train for real in a fresh process, and the
+native ledger's peak stands beside the planned one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from predict import THREADS, machine
+from predict import THREADS, machine, sources
 from predict_grid import MODELS
 from recompute_budget_report import markdown, plot
 from recompute_peers import compiled_steps, torch_steps
@@ -51,6 +53,7 @@ SAME = 5e-4
 """Part of a step by which two step times may differ and count as equal, where plans are ordered by the sum of their ops' times:
 the simulation overlaps some of them with what the host does."""
 BY_BUDGET = ("checkmate", "dtr", "megtaichi", "coop")
+COMPILED = "torch memory_budget"
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,13 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
         peers.append(replace(found, again_flops=max(float(step.op_flops.sum()) - once, 0.0)))
     for found in peers:
         if found.peak_bytes < plain.peak_bytes:  # auto-SAC may save more than the plain model does
-            technique = planned(kind="planned", budget_bytes=found.peak_bytes, spare=0.0, host=False)
-            if isinstance(technique.fits(program, target), Reason):  # the partitioner of compiled graphs gets below blocks
+            op_by_op = found.technique.startswith(COMPILED)
+            technique = planned(kind="planned", budget_bytes=found.peak_bytes, spare=0.0, host=False, by_schedule=op_by_op)
+            plan = technique.plan(program, target)
+            if plan.decisions["peak_bytes"] > found.peak_bytes:  # the partitioner of compiled graphs gets below blocks
                 rows.append(found)
                 continue
-            mine = _row(model, technique, technique.plan(program, target), program, target, plain.step_s)
+            mine = _row(model, technique, plan, program, target, plain.step_s)
             rows += [found, replace(mine, budget_bytes=found.peak_bytes, beside=found.technique)]
     return rows, configs
 
@@ -187,7 +192,9 @@ def rivals(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
 
 def summary(rows: list[Row]) -> dict[str, Any]:
     """How often a plan is over its budget, slower than another technique at its peak, or runs more FLOPs again."""
-    compared, beside = list(pairs(rows)), list(rivals(rows))
+    both, beside = list(pairs(rows)), list(rivals(rows))
+    compiled = [pair for pair in both if pair[0].technique.startswith(COMPILED)]
+    compared = [pair for pair in both if pair not in compiled]
     costly = [(peer, mine) for peer, mine in compared if peer.extra_s > 0]
     ratios = [max(mine.extra_s, 0.0) / peer.extra_s for peer, mine in costly]
     trials = [(row.measured_bytes, row.budget_bytes, row.peak_bytes) for row in rows if row.measured_bytes]
@@ -206,6 +213,8 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         "more_flops": sum(mine.again_flops > peer.again_flops for peer, mine in compared),
         "median_share_of_their_extra_time": round(float(np.median(ratios)), 4) if ratios else None,
         "largest_share_of_their_extra_time": round(max(ratios), 4) if ratios else None,
+        "compared_with_compiled": len(compiled),
+        "slower_than_compiled": sum(mine.step_s > peer.step_s * (1 + 1e-9) for peer, mine in compiled),
         "compared_by_budget": len(beside),
         "slower_by_budget": sum(mine.step_s > other.step_s * (1 + 1e-9) for other, mine in beside),
         "others_over_budget": sum(other.peak_bytes > (other.budget_bytes or 0) for other, _ in beside),
@@ -225,31 +234,45 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", help="only these, by name, with commas between")
     parser.add_argument("--measure", type=int, default=0, metavar="N", help="real trials of N plans of each model")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures, written after every model")
+    parser.add_argument("--resume", action="store_true", help="keep the models that FILE has of the very same sources")
     parser.add_argument("--markdown", type=Path, help="file for the tables")
     parser.add_argument("--plot", type=Path, help="file for the plot, an SVG")
     asked = parser.parse_args()
     names = asked.models.split(",") if asked.models else [each.stem for each in MODELS]
-    rows: list[Row] = []
-    for model in (each for each in MODELS if each.stem in names):
+    rows = kept(asked.json) if asked.resume else []
+    for model in (each for each in MODELS if each.stem in names and each.stem not in {row.model for row in rows}):
         started = time.monotonic()
         made, configs = sweep(model)
         rows += measured(model, made, configs, asked.measure)
         print(f"{model.stem:14} {len(made):3} programs, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-        found = {
-            "schema": 1, "command": "make bench-recompute", "machine": machine(), "threads": THREADS, "batch": BATCH,
-            "summary": summary(rows), "rows": [asdict(row) for row in rows],
-        }  # fmt: skip
-        if asked.json:
-            head = json.dumps({**found, "rows": []}, indent=1)
-            body = ",\n".join("  " + json.dumps(row) for row in found["rows"])
-            asked.json.write_text(head.replace('"rows": []', f'"rows": [\n{body}\n ]') + "\n")
-        if asked.markdown:
-            asked.markdown.write_text(markdown(found, rows, list(pairs(rows)), SHARES, asked.plot))
-        if asked.plot:
-            asked.plot.write_text(plot(rows))
-    print(json.dumps(found["summary"], indent=1))
-    return int(any(found["summary"][name] for name in WRONG))
+        _write(rows, asked)
+    figures = summary(rows)
+    print(json.dumps(figures, indent=1))
+    return int(any(figures[name] for name in WRONG))
+
+
+def kept(file: Path | None) -> list[Row]:
+    """The rows in `file`, if they were made of the sources as they are."""
+    if file is None or not file.exists():
+        return []
+    found = json.loads(file.read_text())
+    return [Row(**row) for row in found["rows"]] if found["sources"] == sources() else []
+
+
+def _write(rows: list[Row], asked: argparse.Namespace) -> None:
+    """All that is asked for, of the models that are done."""
+    found = {
+        "schema": 2, "command": "make bench-recompute", "sources": sources(), "machine": machine(), "threads": THREADS,
+        "batch": BATCH, "summary": summary(rows), "rows": [],
+    }  # fmt: skip
+    if asked.json:
+        body = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
+        asked.json.write_text(json.dumps(found, indent=1).replace('"rows": []', f'"rows": [\n{body}\n ]') + "\n")
+    if asked.markdown:
+        asked.markdown.write_text(markdown(found, rows, list(pairs(rows)), SHARES, asked.plot))
+    if asked.plot:
+        asked.plot.write_text(plot(rows))
 
 
 if __name__ == "__main__":
