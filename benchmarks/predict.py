@@ -143,8 +143,8 @@ def machine() -> dict[str, Any]:
 
 
 def sources() -> str:
-    """Which version of memtune the figures are of: a hash of all its sources, the same wherever they lie."""
-    folders, found = ("autotune", "csrc", "executors", "memtune", "search_spaces"), hashlib.sha256()
+    """Which version of memtune and its benchmarks the figures are of: a hash of all sources, the same wherever they lie."""
+    folders, found = ("autotune", "benchmarks", "csrc", "executors", "memtune", "search_spaces"), hashlib.sha256()
     for folder in folders:
         for file in sorted(each for each in (ROOT / folder).rglob("*") if each.suffix in (".py", ".cpp", ".h")):
             found.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())

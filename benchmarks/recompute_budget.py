@@ -1,6 +1,6 @@
 """`planned` over a sweep of budgets, beside every other recompute technique and torch's own, on the models of `predict_models/`.
 
-    python benchmarks/recompute_budget.py [--models gpt,vit] [--measure 3] [--json FILE [--resume]] [--markdown FILE] [--plot FILE]
+    python benchmarks/recompute_budget.py [--models gpt,vit] [--measure 3] [--json FILE [--resume]] [--markdown FILE] [--plot SVG]
 
 For each model the smallest peak that recomputation by blocks reaches and the plain peak are the ends of the sweep; a budget of
 10 % lies a tenth of the way between them, and what a plan keeps spare on top. Every program is simulated op by op for this
@@ -257,7 +257,7 @@ def kept(file: Path | None) -> list[Row]:
     if file is None or not file.exists():
         return []
     found = json.loads(file.read_text())
-    return [Row(**row) for row in found["rows"]] if found["sources"] == sources() else []
+    return [Row(**row) for row in found["rows"]] if found.get("sources") == sources() else []
 
 
 def _write(rows: list[Row], asked: argparse.Namespace) -> None:
