@@ -81,6 +81,8 @@ BUDGETS := benchmarks/results/recompute-budget
 
 bench-recompute: setup  ## recompute techniques (dynamic ones where MEMTUNE_DTR_LOGS says the logs are): `planned` over a sweep of budgets beside the others, some plans trained for real
 	mkdir -p $(dir $(BUDGETS))
+	$(BIN)/python benchmarks/recompute_claims.py --json benchmarks/results/recompute-claims.json --markdown benchmarks/results/recompute-claims.md
+	$(BIN)/python benchmarks/planned_speed.py --json benchmarks/results/planned-speed.json
 	$(BIN)/python benchmarks/recompute_budget.py --measure 3 --resume --json $(BUDGETS).json --markdown $(BUDGETS).md --plot $(BUDGETS).svg
 	$(BIN)/python benchmarks/recompute_dynamic.py --json benchmarks/results/recompute-dynamic.json --markdown benchmarks/results/recompute-dynamic.md
 	$(BIN)/python benchmarks/frozen_speed.py --json benchmarks/results/frozen-speed.json --markdown benchmarks/results/frozen-speed.md

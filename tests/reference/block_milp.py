@@ -50,8 +50,9 @@ def least_seconds(
     for row, (coefficients, _) in enumerate(rows):
         for column, value in coefficients.items():
             matrix[row, column] = value
+    unit = float(cost.max()) or 1.0  # HiGHS also stops 1e-6 away from the best, whatever the cost is counted in
     found = milp(
-        cost, integrality=np.ones(2 * n), bounds=Bounds(low, high), options={"time_limit": limit_s, "mip_rel_gap": 1e-6},
+        cost / unit, integrality=np.ones(2 * n), bounds=Bounds(low, high), options={"time_limit": limit_s, "mip_rel_gap": 1e-6},
         constraints=LinearConstraint(matrix.tocsr(), ub=np.asarray([bound for _, bound in rows])),
     )  # fmt: skip
-    return float(found.fun) if found.status == 0 else None
+    return float(found.fun) * unit if found.status == 0 else None
