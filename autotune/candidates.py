@@ -209,7 +209,8 @@ class Rewriter:
         if isinstance(root.result, Reason):
             return root.result, False
         watched = _Watched(chosen)
-        reason = technique.fits(root.result, replace(self.target, chosen=watched, compiled=execution.compile))
+        target = replace(self.target, chosen=watched, compiled=execution.compile, compile_backend=execution.compile_backend)
+        reason = technique.fits(root.result, target)
         return reason, any(slot != technique.slot for slot in watched.seen)
 
     def forget(self) -> None:
@@ -225,7 +226,7 @@ class Rewriter:
         return known
 
     def _record_pairs(self, technique: Technique, choice: Choice) -> frozenset[str]:
-        asked = self._number(technique), choice.execution.compile
+        asked = self._number(technique), choice.execution.compile, choice.execution.compile_backend
         known = self._pairs.get(asked)
         if known is not None:
             return known
@@ -248,8 +249,8 @@ class Rewriter:
 
     def _seen_by(self, watched: _Watched, choice: Choice) -> Target:
         target = self.target
-        compiled = choice.execution.compile
-        return Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, cut=target.cut)
+        compiled, backend = choice.execution.compile, choice.execution.compile_backend
+        return Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
 
     def _node(self, choice: Choice) -> _Node:
         if self._rows > _MAX_ROWS:

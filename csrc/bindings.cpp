@@ -9,6 +9,7 @@
 #include "io/bind.h"
 #include "layout/bind.h"
 #include "optim/bind.h"
+#include "order/bind.h"
 #include "quant/bind.h"
 #include "remat/bind.h"
 #include "simulator/bind.h"
@@ -24,6 +25,7 @@ NB_MODULE(_native, m) {
   bind_io(m);
   bind_layout(m);
   bind_optim(m);
+  bind_order(m);
   bind_quant(m);
   bind_remat(m);
   bind_simulator(m);

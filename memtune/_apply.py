@@ -210,6 +210,7 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     _one(context, config, "sharding.states")
     _one(context, config, "sharding.communication")
     _one(context, config, "offload.states")
+    _one(context, config, "execution.order")
     _one(context, config, "allocator")
 
 

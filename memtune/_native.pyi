@@ -106,6 +106,11 @@ def optimizer_update(rule: str, moments: str, weight: object, gradient: object, 
     One optimizer step over one tensor in host memory, in one pass on `threads` threads: weight (float32) and moments in place, the new weight in bfloat16 to `out`, which may be the gradient's memory. ValueError names what does not fit.
     """
 
+def low_peak_order(n_ops: int, bytes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], producer: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], stays: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], use_op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], first: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], then: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], int, int]:
+    """
+    (ops in an order with a low peak, its most live bytes, those of program order); the first is never above the second, and exact for up to 16 ops. ValueError for numbers out of range and pairs against program order.
+    """
+
 def quantise(packed: object, values: object, error: object | None, lengths: Sequence[int], bits: int, block: int, nodes: int = 1, threads: int = 1, isa: str = '') -> None:
     """
     Rows of values into rows of bytes: stretches of `lengths` are, in turn, quantised in blocks and kept. csrc/quant/quantise.h has the form. ValueError names what does not fit.

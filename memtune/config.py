@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 _ALIASES = {("sharding.communication", "plain"): "none"}
 """Other names of a technique that configs may use, by slot."""
+_EXECUTION = tuple(Execution.model_fields)
 _SECTIONS = ("memtune", "settings", "measured", "predicted", "certificate", "made_for", "plan", "study")
 
 
@@ -197,20 +198,24 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
             raise _explained(document, path, error) from None
     path = ("settings", "execution")
     execution = _mapping(document, path, data.get("execution"))
-    _known(document, path, execution, tuple(Execution.model_fields))
+    own = {name: value for name, value in execution.items() if name not in _slots_in("execution")}
+    _known(document, path, own, _EXECUTION)
     try:
-        return Settings.of(Execution.model_validate_json(json.dumps(execution)), techniques)
+        return Settings.of(Execution.model_validate_json(json.dumps(own)), techniques)
     except ValidationError as error:
         raise _explained(document, path, error) from None
 
 
+def _slots_in(axis: str) -> tuple[str, ...]:
+    return tuple(slot.split(".")[1] for slot in SLOTS if slot.startswith(f"{axis}."))
+
+
 def _at(document: Document, path: tuple[str, ...], data: dict[str, Any]) -> dict[str, Any]:
-    """The mapping at `path` below `settings`; the axes on the way may only hold their slots."""
+    """The mapping at `path` below `settings`; axes hold their slots, and `execution` its own settings."""
     node = data
     for depth, part in enumerate(path[1:], start=1):
         if depth > 1:
-            slots = [slot.split(".")[1] for slot in SLOTS if slot.startswith(f"{path[1]}.")]
-            _known(document, path[:depth], node, slots)
+            _known(document, path[:depth], node, _slots_in(path[1]) + (_EXECUTION if path[1] == "execution" else ()))
         node = _mapping(document, path[: depth + 1], node.get(part))
     return node
 

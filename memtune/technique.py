@@ -62,6 +62,8 @@ class Target:
     """Techniques by slot (`sharding.states`), as chosen in the candidate at hand."""
     compiled: CompileScope = False
     """What of the model runs compiled."""
+    compile_backend: str = "inductor"
+    """Whose kernels run what is compiled."""
     offload_dir: str = field(default_factory=offload_dir.allowed)
     """Where tensors may go on SSD; empty: nowhere."""
     cut: CutRecordings | None = None

@@ -15,6 +15,7 @@ from memtune.errors import ConfigError
 from memtune.technique import Technique
 
 SLOTS = (
+    "execution.order",
     "recompute",
     "split",
     "sharding.states",
@@ -34,6 +35,7 @@ PASS_ORDER = (
     "sharding.states",
     "sharding.communication",
     "offload.states",
+    "execution.order",
     "allocator",
 )
 """The slots in the order of the passes, from the inside out; execution comes before them all.
@@ -41,7 +43,7 @@ PASS_ORDER = (
 A sharding pass must see every use of a weight, the recomputed ones too, and offloading moves what sharding left.
 """
 
-NULL_KINDS = {slot: "native" if slot == "allocator" else "none" for slot in SLOTS}
+NULL_KINDS = {slot: {"allocator": "native", "execution.order": "program"}.get(slot, "none") for slot in SLOTS}
 """The technique that stands for "nothing" in each slot."""
 
 

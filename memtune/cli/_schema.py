@@ -23,7 +23,9 @@ def schema() -> dict[str, Any]:
     for slot, found in by_slot.items():
         techniques = {"oneOf": [refs[(model, "validation")] | _kind(model.model_fields["kind"].default) for model in found]}
         group, _, name = slot.partition(".")
-        if name:
+        if group == "execution":
+            shared["$defs"][Execution.__name__]["properties"][name] = techniques
+        elif name:
             settings.setdefault(group, _mapping({}))["properties"][name] = techniques
         else:
             settings[group] = techniques

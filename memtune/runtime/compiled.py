@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from memtune.errors import ApplyError
+from memtune.planners.order import LowPeak
 from memtune.runtime import partitioner
 
 if TYPE_CHECKING:
@@ -70,13 +71,16 @@ class CompiledModel:
 
     Attributes:
         sizes: Ops of each graph that was made, in the order in which they were.
+        orders: Of each graph that was ordered for few live bytes, forward and backward apart.
+        backend: Whose kernels run the graphs.
     """
 
     def __init__(self, model: nn.Module, regions: list[str], backend: str, partitioning: dict[str, Any]) -> None:
         self.regions = [Region(name, model.get_submodule(name)) for name in regions]
         self.partitioning = partitioning
         self.sizes: list[int] = []
-        self._backend = backend
+        self.orders: list[LowPeak] = []
+        self.backend = backend
         self._running: Region | None = None
         self._complaints: Counter[str] = Counter()
 
@@ -106,14 +110,13 @@ class CompiledModel:
     def _make_graph(self) -> Callable[..., Any]:
         """The backend that Dynamo is given; one object, so that equal blocks share their graphs."""
         from torch._dynamo import lookup_backend
-        from torch._functorch import config
 
-        inner = lookup_backend(BACKENDS[self._backend])
+        inner = lookup_backend(BACKENDS[self.backend])
 
         def make_graph(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
             self.sizes.append(sum(node.op not in ("placeholder", "output", "get_attr") for node in graph.graph.nodes))
-            safe = partitioner.in_inductor() if self._backend == "inductor" and self.partitioning else nullcontext()
-            with config.patch(self.partitioning), safe:
+            safe = partitioner.in_inductor() if self.backend == "inductor" and self.partitioning else nullcontext()
+            with partitioner.told(self.partitioning, self.orders), safe:
                 run = inner(graph, inputs, **options)
 
             def counted(*args: Any) -> Any:
@@ -140,6 +143,18 @@ class CompiledModel:
             "calls": sum(region.calls for region in self.regions),
             "graph_runs": sum(region.runs for region in self.regions),
         }
+
+    def check_orders(self) -> dict[str, Any]:
+        """How far the peaks of ordered graphs fell.
+
+        Raises:
+            ApplyError: Graphs ran and none was looked at.
+        """
+        if any(region.runs for region in self.regions) and self.sizes and not self.orders:
+            raise ApplyError("No graph of the compiled model was put in another order.", code="MT310")
+        lower = [each for each in self.orders if each.peak_bytes < each.program_peak_bytes]
+        saved = max((each.program_peak_bytes - each.peak_bytes for each in lower), default=0)
+        return {"graphs": len(self.orders), "graphs_lowered": len(lower), "most_bytes_saved": saved}
 
     def check(self) -> dict[str, Any]:
         """`facts`, or the error that compilation is not in effect (Rule 2).

@@ -7,16 +7,36 @@ of exactly 0 has no rules at all. A mask drawn twice is a wrong gradient. So wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from memtune.planners.order import LowPeak
+from memtune.runtime.reorder import reorder
+
 LEAST_BUDGET = 1e-6
 """In place of a budget of 0."""
+LOW_PEAK = "memtune.low_peak_order"
+"""Beside settings of `torch._functorch.config`: whether graphs are ordered for few live bytes."""
+_orders: ContextVar[list[LowPeak] | None] = ContextVar("orders", default=None)
+
+
+@contextmanager
+def told(settings: Mapping[str, Any], orders: list[LowPeak]) -> Iterator[None]:
+    """Inside, graphs are made as `settings` say; the order of each one that is ordered is added to `orders`."""
+    from torch._functorch import config
+
+    token = _orders.set(orders if settings.get(LOW_PEAK) else None)
+    try:
+        with config.patch({name: value for name, value in settings.items() if name != LOW_PEAK}):
+            yield
+    finally:
+        _orders.reset(token)
 
 
 def aot_eager(graph: GraphModule, inputs: list[Any], *, as_inductor: bool = False, **options: Any) -> Callable[..., Any]:
@@ -53,6 +73,10 @@ def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphMod
             if _draws(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     found: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
+    orders = _orders.get()
+    if orders is not None:
+        ordered = [reorder(each, inputs_stay=forward) for each, forward in zip(found, (True, False), strict=True)]
+        orders += [each for each in ordered if each is not None]
     return found
 
 

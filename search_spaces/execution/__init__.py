@@ -1,4 +1,4 @@
-"""How a step is executed: samples per micro-batch, micro-batches per step, their order, compiled or not.
+"""How a step is executed: samples per micro-batch, micro-batches per step, compiled or not; `order/` says in which order ops run.
 
 The first pass: everything else works on the step that this one describes.
 """
@@ -12,15 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from memtune.technique import CompileScope
 
 
-class Order(BaseModel):
-    """In which order micro-batches and layers run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    kind: Literal["program"] = "program"
-    """`program`: micro-batch after micro-batch, as the user's code does it."""
-
-
 class Execution(BaseModel):
     """Micro-batch × accumulation under a fixed global batch: the same samples per step, in more and smaller parts."""
 
@@ -30,7 +21,6 @@ class Execution(BaseModel):
     """Samples per forward on each rank; None leaves it to the training script. Smaller: fewer activations, more launches."""
     accumulate: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step; larger: the same step from smaller parts."""
-    order: Order = Order()
     compile: CompileScope = False
     """torch.compile: `blocks` each block by itself, so that equal ones share a graph; `model` (or true) the whole model."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"

@@ -1,0 +1,127 @@
+"""Operator orders of whole training steps: peaks in program order and in the planner's, at batch 1, and seconds to plan.
+
+Each workload of `--models` is recorded, forward, backward and optimizer, and all its ops may move as far as data and writes
+allow. Random ops and what runs on links keep their order. The peak of program order is counted by the same rule: a storage goes
+after its last use. That is a statement on the graph, not on what PyTorch can run: eager code runs in program order, and compiled
+graphs hold forward and backward of what they were made of, not the optimizer.
+
+Run as `python benchmarks/order.py --json out.json --markdown out.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memtune.autotune.record import record
+from memtune.planners.order import Ops, low_peak_order
+from memtune.program import FOREVER, READS, Step, Tier
+from memtune.workload import Workload
+
+LARGE = 10_000
+_ZOO = Path(__file__).parents[1] / "tests" / "zoo"
+
+
+def ops_of(step: Step) -> Ops:
+    """The ops of `step` with the storages on the device; what outlives the step stays, writes keep their order with all else."""
+    device = step.tier == Tier.DEVICE
+    stays = step.held_until == FOREVER
+    storages = zip(np.where(device, step.bytes, 0).tolist(), step.producer.tolist(), stays.tolist(), strict=True)
+    writes = step.use_mutates != READS
+    last_write, since = {}, {}
+    pairs: list[tuple[int, int]] = []
+    for op, storage, write in zip(step.use_op.tolist(), step.use_storage.tolist(), writes.tolist(), strict=True):
+        if storage in last_write:
+            pairs.append((last_write[storage], op))
+        if write:
+            pairs += [(other, op) for other in since.pop(storage, [])]
+            last_write[storage] = op
+        else:
+            since.setdefault(storage, []).append(op)
+    kept = np.flatnonzero((step.op_rng > 0) | (step.op_group > 0)).tolist()
+    pairs += pairwise(kept)
+    uses = zip(step.use_op.tolist(), step.use_storage.tolist(), strict=True)
+    return Ops.of(step.n_ops, storages, uses, {(first, then) for first, then in pairs if first < then})
+
+
+def row(name: str, ops: Ops) -> dict[str, Any]:
+    """The planner on one graph."""
+    started = time.perf_counter()
+    found = low_peak_order(ops)
+    seconds = time.perf_counter() - started
+    return {
+        "graph": name,
+        "ops": ops.count,
+        "program_peak_bytes": found.program_peak_bytes,
+        "peak_bytes": found.peak_bytes,
+        "ratio": found.peak_bytes / max(found.program_peak_bytes, 1),
+        "plan_s": seconds,
+    }
+
+
+def synthetic(kind: str) -> Ops:
+    """Ten thousand ops: sizes and users at random, or updates of 1,250 layers after all of their gradients."""
+    if kind == "random":
+        rng = np.random.default_rng(0)
+        storages = [(int(size), op, False) for op, size in enumerate(rng.integers(1, 1 << 20, LARGE))]
+        near = np.minimum(np.arange(LARGE)[:, None] + rng.geometric(0.02, (LARGE, 3)), LARGE - 1)
+        return Ops.of(LARGE, storages, [(int(user), each) for each, users in enumerate(near) for user in users])
+    layers = LARGE // 8
+    storages = [(1 << 20, op, False) for op in range(4 * layers)] + [(1 << 20, 4 * layers + 4 * i, False) for i in range(layers)]
+    uses = [(op + 1, op) for op in range(4 * layers - 1)]  # backward: a chain whose every fourth op makes a gradient
+    pairs = []
+    for layer in range(layers):
+        first, temporary = 4 * layers + 4 * layer, 4 * layers + layer
+        uses += [(first + i, temporary) for i in (1, 2, 3)] + [(first + i, 4 * layer) for i in (0, 3)]
+        pairs += [(first + i, first + i + 1) for i in range(3)]
+    return Ops.of(LARGE, storages, uses, pairs)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The results as a table."""
+    lines = [
+        "# Operator orders",
+        "",
+        "Made by `make bench-order`. Whole steps (forward, backward, optimizer) at batch 1, all ops free to move; a storage goes",
+        "after its last use in both columns. Seconds are those of one thread. A statement on graphs, not a measurement.",
+        "",
+        "| graph | ops | program order, MB | planned, MB | planned / program | s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in rows:
+        sizes = (each["program_peak_bytes"] / 1e6, each["peak_bytes"] / 1e6)
+        lines.append(
+            f"| {each['graph']} | {each['ops']:,} | {sizes[0]:.2f} | {sizes[1]:.2f} "
+            f"| {each['ratio']:.3f} | {each['plan_s']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", type=Path, default=_ZOO, help="folder with workload files; default: the zoo of the tests")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    asked = parser.parse_args()
+    rows = []
+    for path in sorted(asked.models.glob("*.py")):
+        rows.append(row(path.stem, ops_of(record(Workload.load(path)).at(1))))
+        print(rows[-1], file=sys.stderr)
+    rows += [row(f"{LARGE:,} ops, {kind}", synthetic(kind)) for kind in ("random", "updates")]
+    if asked.json:
+        asked.json.write_text(json.dumps({"schema": 1, "rows": rows}, indent=1) + "\n")
+    if asked.markdown:
+        asked.markdown.write_text(markdown(rows))
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Ops run as the user's code says, micro-batch after micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from memtune.technique import Exactness, Target, Technique
+
+
+class ProgramOrder(Technique):
+    """Nothing is reordered."""
+
+    kind: Literal["program"] = "program"
+    slot: ClassVar[str] = "execution.order"
+    title: ClassVar[str] = "Program order"
+    source: ClassVar[str] = "PyTorch"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """No mechanism."""
+        return {}
