@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from arena_suite import ArenaSuite, trained
+from zoo_paths import ZOO
 
+from memtune._apply import apply
 from memtune.runtime import arena, shim
 from memtune.search_spaces.allocator.planned_layout import PlannedLayout
+from memtune.testing.training import build, one_step, settings_of
 
 pytestmark = pytest.mark.skipif(shim.available() is not None, reason=f"no native ledger here: {shim.available()}")
 
@@ -40,3 +43,21 @@ class TestPlannedLayout(ArenaSuite):
         assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
         assert arena.statistics().plans >= 2
         assert len(told) == 1
+
+    def test_a_request_larger_than_the_arena_is_served_beside_it(self) -> None:
+        """One tensor larger than all that is planned: its values stay, and the steps after it are served by plan as before."""
+        workload, model, optimizer = build(ZOO["tied"])
+        tuned = apply(model, optimizer, {"settings": settings_of(PlannedLayout())}, strict=False)
+        for step in range(4):
+            one_step(workload, model, optimizer, tuned, seed=step, micro_batches=1)
+        planned = arena.statistics()
+        large = torch.arange(planned.plan_bytes // 4 + 1024, dtype=torch.int32)
+        assert large.nbytes > planned.plan_bytes > 0
+        served = arena.statistics().plan_served
+        with pytest.warns(RuntimeWarning, match="other memory than planned"):
+            one_step(workload, model, optimizer, tuned, seed=4, micro_batches=1)
+        after = arena.statistics()
+        assert after.deviations > planned.deviations
+        assert after.plan_served - served >= 0.9 * after.plan_requests
+        assert after.plans == 1
+        assert torch.equal(large, torch.arange(len(large), dtype=torch.int32))
