@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from memtune.search_spaces.recompute.dtr import Dtr
@@ -9,7 +11,7 @@ from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.technique import Technique
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift import plain_program, recorded, rewritten, target_of
 from memtune.testing.training import differences, plain, train
 
 MODEL = """
@@ -70,3 +72,37 @@ def test_a_checkpoint_of_the_users_own_is_refused_by_what_runs_op_by_op(tmp_path
     path.write_text(MODEL)
     for technique in BY_OPS.values():
         assert "the model recomputes parts of itself already" in str(technique.fits(plain_program(path), target_of(technique)))
+
+
+PENALTY = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(64, 1))
+
+def batch(size):
+    return torch.randn(size * 64, 64)
+
+def loss(model, batch):
+    x = batch.detach().requires_grad_()
+    y = model(x)
+    gradient, = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.mean() + (gradient.norm(2, dim=1) - 1).square().mean()
+"""
+
+
+@pytest.mark.parametrize("name", ["full", "selective"])
+def test_what_a_gradient_penalty_saves_of_a_second_run_is_counted_once(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "penalty.py"
+    path.write_text(PENALTY)
+    technique = BY_BLOCKS[name]
+    assert rewritten(path, technique).peak_bytes() == recorded(path, technique).peak_bytes()
