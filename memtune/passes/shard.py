@@ -18,6 +18,7 @@ import numpy as np
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
+from memtune.passes.gathers import Gathered, When, gather_units
 from memtune.passes.shares import Mask, Shards, add_storages, divided, raw_gradients, shards_of
 from memtune.passes.units import Ragged, Units, column, units_of
 from memtune.program import I32, I64, Kind, Phase, Resource, Step
@@ -35,8 +36,15 @@ class Sharding:
 
     degree: int
     replicas: int = 1
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
+    """Whether a unit's parameters go between forward and backward; a number: what stays is divided over groups of that many."""
     blocks_per_unit: int = 1
+    keeps_root: bool = True
+    """Whether what is in no block stays gathered between forward and backward."""
+    prefetch: int | None = None
+    """Units gathered ahead of the one that runs; None: as FSDP2 does it, none in forward and one in backward."""
+    reduce_itemsize: int | None = None
+    """Bytes of an element of a gradient on the link; None: as many as it has."""
     replicas_across_nodes: bool = False
     """Whether the ranks that hold the same shard sit on different nodes, each with a network card of its own."""
     stages_messages: bool = False
@@ -69,6 +77,22 @@ class Sharding:
         """Of the reductions inside a group and between the copies."""
         return (_COMPUTE_STREAM, _COMPUTE_STREAM) if self.stages_messages else (_REDUCE_STREAM, _REPLICA_STREAM)
 
+    @property
+    def gather_stream(self) -> int:
+        """Of the gathers: they wait for nothing but the link, or compute waits for them."""
+        return _COMPUTE_STREAM if self.stages_messages else 0
+
+    @property
+    def group_after_forward(self) -> int:
+        """Ranks over which a unit is divided between its forward and its backward."""
+        return self.degree if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
+
+    def ahead(self, phase: Phase) -> int:
+        """How far a gather runs ahead of compute on the link's own stream (`Step.op_prefetch`)."""
+        if self.stages_messages:
+            return 0
+        return 1 if phase == Phase.BACKWARD else 2 if self.prefetch else 3
+
 
 def shard_states(step: Step, how: Sharding) -> Step:
     """`step` as one rank runs it under FSDP2."""
@@ -76,9 +100,11 @@ def shard_states(step: Step, how: Sharding) -> Step:
     edit = Edit(step)
     uses = _Redirect(step)
     if len(units):
-        _forward(edit, step, how, units, uses)
-        if how.reshard_after_forward:
-            _backward(edit, step, how, units, uses)
+        kept = np.full(len(units), not how.reshard_after_forward)
+        kept[0] |= units.has_root and how.keeps_root
+        secondary = _forward(edit, step, how, units, kept, uses)
+        if not kept.all():
+            _backward(edit, step, how, units, kept, secondary, uses)
     reduced = _gradients(edit, step, how)
     edit.use_storage = uses.apply(edit.use_storage)
     return _resized(edit, step, how, reduced)
@@ -108,76 +134,63 @@ def _parameter_uses(step: Step) -> tuple[I32, Mask]:
     return np.where(step.use_phase < Phase.BOUNDARY, step.parameter_of[step.use_storage], -1), step.use_phase == Phase.FORWARD
 
 
-@dataclass(frozen=True, eq=False)
-class _Gathered:
-    """What an all-gather of some units made: (units,) buffers and copying ops, and the whole parameters unit by unit."""
-
-    buffer: I32
-    copy: I32
-    whole: I32
-
-
-# Streams of the reductions, and how far a gather runs ahead of compute on the link's own stream (`Step.op_prefetch`).
 _COMPUTE_STREAM, _REDUCE_STREAM, _REPLICA_STREAM = 1, 2, 3
-_AHEAD = {Phase.FORWARD: 3, Phase.BACKWARD: 1}
 
 
-def _gather(edit: Edit, how: Sharding, whole: Ragged, before: I32, copied_before: I32, phase: Phase) -> _Gathered:
-    """Gather units, in their order, each before op `before` and copied out into whole parameters before op `copied_before`.
-
-    `whole` holds the bytes of the parameters; ops of a unit: its buffer, its all-gather, an allocation a parameter, the copy.
-    """
-    sums, per_unit = whole.sums(), whole.count + 3
-    make = np.cumsum(per_unit) - per_unit
-    gather, allocate, copy = make + 1, whole.places(make + 2), make + 2 + whole.count
-    n_ops = int(per_unit.sum())
-    rows = edit.add_ops(
-        column(
-            n_ops, np.int32,
-            (make, edit.name_id("aten.empty.memory_format")), (gather, edit.name_id("memtune.all_gather_into_.default")),
-            (allocate, edit.name_id("memtune.allocate")), (copy, edit.name_id("fsdp.split_with_sizes_copy.default")),
-        ),
-        before=column(
-            n_ops, np.int32, (make, before), (gather, before), (allocate, copied_before[whole.part]), (copy, copied_before)
-        ),
-        phase=phase,
-        resource=column(n_ops, np.uint8, (make, NOTHING), (gather, Resource.INTRA_LINK), (allocate, NOTHING), (copy, 0)),
-        traffic_bytes=column(n_ops, np.int64, (gather, sums), (copy, 2 * sums)),
-        group=column(n_ops, np.int32, (gather, how.degree)),
-        stream=column(n_ops, np.uint8, (gather, _COMPUTE_STREAM if how.stages_messages else 0)),
-        prefetch=column(n_ops, np.uint8, (gather, _AHEAD[phase] if not how.stages_messages else 0)),
-    )  # fmt: skip
-    # Storages of a unit: its buffer, the whole parameters.
-    buffer = make - 2 * np.arange(len(make))
-    inside = whole.places(buffer + 1)
-    storages = add_storages(
-        edit, [(buffer, rows[make], sums, Kind.COMMUNICATION), (inside, rows[allocate], whole.values, Kind.COMMUNICATION)]
-    )
-    made = _Gathered(storages[buffer], rows[copy], storages[inside])
-    edit.add_uses(rows[gather], made.buffer)
-    edit.add_uses(rows[gather], made.buffer, mutates=True)
-    edit.add_uses(made.copy, made.buffer)
-    edit.add_uses(made.copy[whole.part], made.whole, mutates=True)
-    return made
-
-
-def _forward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redirect) -> None:
+def _forward(edit: Edit, step: Step, how: Sharding, units: Units, kept: Mask, uses: _Redirect) -> _Secondary | None:
     """Gather each unit when its forward starts; its buffer stays until the next unit has copied out, the last to the end."""
-    whole = replace(
-        units.parameters, values=shards_of(columns_of(step.parameters), how.degree).n_bytes[units.parameters.values] * how.degree
-    )
-    first = units.first_forward
-    made = _gather(edit, how, whole, first, first, Phase.FORWARD)
+    whole = _whole(step, how, units.parameters)
+    place = np.arange(len(units))
+    when = When(np.maximum(place - (how.prefetch or 0), 0), place, units.first_forward)
+    made = gather_units(edit, whole, when, Phase.FORWARD, how.degree, ahead=how.ahead(Phase.FORWARD), stream=how.gather_stream)
     unit, waiting = _waiting_sources(step, how.blocks_per_unit)
-    edit.hold_through(waiting, made.copy[unit])
-    # (units,) what stays gathered between forward and backward
-    kept = np.full(len(units), not how.reshard_after_forward)
-    kept[0] |= units.has_root
+    edit.hold_through(waiting, _last_at(made, when)[unit])
+    # What stays gathered between forward and backward.
     edit.hold_through(made.whole, np.where(kept, units.last_backward, units.last_forward)[whole.part])
     edit.hold_through(made.buffer, np.append(made.copy[1:], step.leave[-1:]))
+    secondary = None
+    if how.group_after_forward < how.degree and not kept.all():
+        divided = ~kept
+        divided[0] &= not units.has_root
+        secondary = _keep(edit, how, made, whole, np.where(divided, units.last_forward, -1).astype(np.int32))
     uses.to(units.parameters.values, made.whole, forward=True)
     again = kept[whole.part]
     uses.to(units.parameters.values[again], made.whole[again], forward=False)
+    return secondary
+
+
+def _last_at(made: Gathered, when: When) -> I32:
+    """(units,) the last op put before the forward of each: its own copy, or the last gather that runs ahead from there."""
+    last = made.copy.copy()
+    ahead = when.issued < when.used
+    last[when.issued[ahead]] = made.gather[ahead]  # of several gathers in one place the last one stays
+    return last
+
+
+def _whole(step: Step, how: Sharding, parameters: Ragged) -> Ragged:
+    """Bytes of each parameter when gathered, padded to what the ranks hold."""
+    return replace(parameters, values=shards_of(columns_of(step.parameters), how.degree).n_bytes[parameters.values] * how.degree)
+
+
+@dataclass(frozen=True, eq=False)
+class _Secondary:
+    """What groups smaller than the sharding degree keep of units between forward and backward, parameter by parameter."""
+
+    part: I32
+    """(units, parameters) flattened: the storage of each, -1 where there is none."""
+
+
+def _keep(edit: Edit, how: Sharding, made: Gathered, whole: Ragged, last_forward: I32) -> _Secondary:
+    """Copy this rank's part of each parameter when its unit's forward ends, then let the whole one go."""
+    mine = np.flatnonzero(last_forward[whole.part] >= 0)
+    n_bytes = whole.values[mine] // how.group_after_forward
+    copy = edit.add_ops(
+        "aten.clone.default", after=last_forward[whole.part[mine]], phase=Phase.FORWARD, traffic_bytes=2 * n_bytes
+    )
+    parts = np.full(len(whole.values), -1, np.int32)
+    parts[mine] = edit.add_storages(n_bytes, producer=copy, kind=Kind.COMMUNICATION)
+    edit.add_uses(copy, made.whole[mine])
+    return _Secondary(parts)
 
 
 @functools.lru_cache(maxsize=8)
@@ -197,18 +210,27 @@ def _waiting_sources(step: Step, blocks_per_unit: int) -> tuple[I32, I32]:
     return found[:, 0], found[:, 1]
 
 
-def _backward(edit: Edit, step: Step, how: Sharding, units: Units, uses: _Redirect) -> None:
-    """Gather again, one unit ahead: a unit's buffer is filled when the one after it (in forward order) starts its backward."""
-    order = np.arange(len(units))[::-1][: len(units) - units.has_root]
-    if not len(order):
-        return
+def _backward(
+    edit: Edit, step: Step, how: Sharding, units: Units, kept: Mask, secondary: _Secondary | None, uses: _Redirect
+) -> None:
+    """Gather again, by default one unit ahead: its buffer is filled when the backward of the one after it (forward) starts."""
+    order = np.arange(len(units))[::-1]
+    if units.has_root:  # its backward begins where the model's does
+        order = np.concatenate([order[-1:], order[:-1]])
+    starts, place = units.first_backward[order], np.arange(len(order))
+    order, place = order[~kept[order]], place[~kept[order]]
+    early = np.maximum(place - (1 if how.prefetch is None else how.prefetch), 0)
+    when = When(early, place, starts)
     parameters = units.parameters.picked(order)
-    whole = replace(parameters, values=shards_of(columns_of(step.parameters), how.degree).n_bytes[parameters.values] * how.degree)
-    first = units.first_backward[order]
-    start = units.first_backward[0] if units.has_root else first[0]
-    made = _gather(edit, how, whole, np.append(start, first[:-1]).astype(np.int32), first, Phase.BACKWARD)
+    whole = _whole(step, how, parameters)
+    groups = np.where((order == 0) & units.has_root, how.degree, how.group_after_forward)
+    made = gather_units(edit, whole, when, Phase.BACKWARD, groups, ahead=how.ahead(Phase.BACKWARD), stream=how.gather_stream)
     edit.hold_through(made.whole, units.last_backward[order][whole.part])
     uses.to(parameters.values, made.whole, forward=False)
+    if secondary is not None:
+        parts = Ragged(secondary.part, units.parameters.count).picked(order)
+        there = parts.values >= 0
+        edit.hold_through(parts.values[there], made.copy[parts.part[there]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +273,8 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     """Reduce-scatter each unit after its backward, and add it to the sums of the earlier micro-batches.
 
     Ops of a unit: a buffer, the copy into it, the sharded gradient, the reduction, the all-reduce between replicas if there
-    are any, an addition for each sum. In two hops what is all-reduced are the sums of the unit before.
+    are any, a cast if it travelled in another type, an addition for each sum. In two hops what is all-reduced are the sums of
+    the unit before.
     """
     of, shards = _reductions(step, how.blocks_per_unit, how.sums), shards_of(columns_of(step.parameters), how.degree)
     if not len(of.after):
@@ -260,9 +283,13 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     mine, per_unit = of.parameters, of.sums.count + 4
     per_unit[averaged] += 1
     n_bytes = replace(mine, values=shards.n_bytes[mine.values]).sums()
+    cast_units = _cast_units(step, mine, how)
+    per_unit[cast_units] += 1
+    sent = _in_type(step, mine, n_bytes, how)
     make = np.cumsum(per_unit) - per_unit
     pack, take, reduce = make + 1, make + 2, make + 3
     exchange = make[averaged] + 4
+    cast = (make + per_unit - of.sums.count - 1)[cast_units]
     add = of.sums.places(make + per_unit - of.sums.count)
     n_ops = int(per_unit.sum())
     streams = how.reduce_streams
@@ -270,6 +297,7 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     names += [
         (reduce, "memtune.reduce_scatter_into_.default"),
         (exchange, "memtune.all_reduce_.default"),
+        (cast, "aten._to_copy.default"),
         (add, "aten.add_.Tensor"),
     ]
     rows = edit.add_ops(
@@ -281,19 +309,24 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
         ),
         traffic_bytes=column(
             n_ops, np.int64,
-            (pack, 2 * n_bytes * how.degree), (reduce, n_bytes * how.degree), (exchange, n_bytes[averaged - how.two_hop]),
-            (add, 3 * shards.n_bytes[of.sums.values]),
+            (pack, (n_bytes + sent) * how.degree), (reduce, sent * how.degree), (exchange, sent[averaged - how.two_hop]),
+            (cast, (n_bytes + sent)[cast_units]), (add, 3 * shards.n_bytes[of.sums.values]),
         ),
         group=column(n_ops, np.int32, (reduce, how.degree), (exchange, how.replicas)),
-        stream=column(n_ops, np.uint8, (reduce, streams[0]), (exchange, streams[1]), (add, streams[how.replicas > 1])),
+        stream=column(n_ops, np.uint8, (reduce, streams[0]), (exchange, streams[1]),
+            (cast, streams[how.replicas > 1]), (add, streams[how.replicas > 1])),
     )  # fmt: skip
-    given, taken = _reduction_buffers(edit, how, shards, mine, rows[np.stack([make, pack, take, reduce])])
+    given, taken = _reduction_buffers(edit, how, shards, mine, sent, rows[np.stack([make, pack, take, reduce])])
     raw = of.raw[mine.values]
     edit.add_uses(rows[pack][mine.part], raw)
     edit.add_uses(rows[pack], given, mutates=True)
     edit.add_uses(rows[reduce], given)
     edit.add_uses(rows[reduce], taken, mutates=True)
     edit.add_uses(rows[exchange], _averages(step, of, taken, how)[averaged - how.two_hop], mutates=True)
+    if len(cast):
+        edit.add_uses(rows[cast], taken[cast_units])
+        taken = taken.copy()
+        taken[cast_units] = edit.add_storages(n_bytes[cast_units], producer=rows[cast], kind=Kind.GRADIENT)
     edit.add_uses(rows[add], taken[of.sums.part])
     edit.add_uses(rows[add], columns_of(step.parameters).gradient[mine.values[mine.starts]][of.sums.part], mutates=True)
 
@@ -305,8 +338,21 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
     for op in last[of.after == end].tolist():
         edit.hold_to_the_end_of_backward(op)
     if how.replicas > 1 and how.two_hop:
-        _average_the_last(edit, step, how, int(n_bytes[-1]), _averages(step, of, taken, how)[-1:])
+        _average_the_last(edit, step, how, int(sent[-1]), _averages(step, of, taken, how)[-1:])
     return _Reduced(of, taken)
+
+
+def _cast_units(step: Step, parameters: Ragged, how: Sharding) -> I64:
+    """Units whose gradients travel in another type than their own."""
+    itemsize = columns_of(step.parameters).itemsize[parameters.values[parameters.starts]]
+    return np.flatnonzero(itemsize != (how.reduce_itemsize or itemsize))
+
+
+def _in_type(step: Step, parameters: Ragged, n_bytes: I64, how: Sharding) -> I64:
+    """(units,) `n_bytes` of gradients in the type in which they travel."""
+    itemsize = columns_of(step.parameters).itemsize[parameters.values[parameters.starts]].astype(np.int64)
+    travelling: I64 = n_bytes // itemsize * (how.reduce_itemsize or itemsize)
+    return travelling
 
 
 def _averaged(how: Sharding, units: int) -> I64:
@@ -335,19 +381,21 @@ def _average_the_last(edit: Edit, step: Step, how: Sharding, n_bytes: int, sums:
     edit.hold_to_the_end_of_backward(int(row[0]))
 
 
-def _reduction_buffers(edit: Edit, how: Sharding, shards: Shards, parameters: Ragged, ops: I32) -> tuple[I32, I32]:
-    """What each unit's reduction is given and what it makes; `ops`: (4, units) that make and fill the first, then the second."""
+def _reduction_buffers(edit: Edit, how: Sharding, shards: Shards, parameters: Ragged, sent: I64, ops: I32) -> tuple[I32, I32]:
+    """What each unit's reduction is given and what it makes; `ops`: (4, units) that make and fill the first, then the second.
+
+    `sent`: (units,) bytes of a shard as it travels.
+    """
     make, pack, take, reduce = ops
     bytes_of = shards.n_bytes[parameters.values]
-    n_bytes = replace(parameters, values=bytes_of).sums()
     place = (4 if how.stages_messages else 2) * np.arange(len(make))
-    parts = [(place, make, n_bytes * how.degree, Kind.COMMUNICATION), (place + 1, take, n_bytes, Kind.GRADIENT)]
+    parts = [(place, make, sent * how.degree, Kind.COMMUNICATION), (place + 1, take, sent, Kind.GRADIENT)]
     if how.stages_messages:
         # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
         uneven = replace(parameters, values=bytes_of * shards.uneven[parameters.values]).sums()
         parts += [
             (place + 2, pack, uneven * how.degree, Kind.WORKSPACE),
-            (place + 3, reduce, n_bytes * how.degree, Kind.WORKSPACE),
+            (place + 3, reduce, sent * how.degree, Kind.WORKSPACE),
         ]
     storages = add_storages(edit, parts)
     return storages[place], storages[place + 1]

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
@@ -39,17 +41,28 @@ def meshes(device_type: str, degree: int) -> tuple[DeviceMesh | None, DeviceMesh
         return _meshes(device_type, dist.get_world_size() // degree, degree, id(default))
 
 
+@cache
+def _smaller_groups(device_type: str, replicas: int, degree: int, size: int, group: int) -> HSDPMeshInfo:
+    names = ("copies", "groups", "sharers")
+    mesh = init_device_mesh(device_type, (replicas, degree // size, size), mesh_dim_names=names)
+    return HSDPMeshInfo(mesh["groups", "sharers"], shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
 def forget_meshes() -> None:
     """Call when the process group is gone: the next one may have its address."""
     _meshes.cache_clear()
+    _smaller_groups.cache_clear()
 
 
 def shard(
     context: Context,
     *,
     degree: int,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | int,
     blocks_per_unit: int,
+    keep_root: bool = True,
+    prefetch: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
     two_hop: bool = False,
     kind: str = "fsdp",
     sharers: DeviceMesh | None = None,
@@ -59,8 +72,12 @@ def shard(
     Args:
         context: Model and optimizer, changed in place.
         degree: Ranks that share one copy of the model state; divides the number of ranks.
-        reshard_after_forward: Free a unit's parameters between forward and backward.
+        reshard_after_forward: Free a unit's parameters between forward and backward; a number keeps a copy of them, divided over
+            groups of that many consecutive ranks, which backward gathers.
         blocks_per_unit: Blocks gathered together; what is in no block is the root unit, gathered once per step.
+        keep_root: Keep the root unit's parameters between forward and backward whatever `reshard_after_forward` says.
+        prefetch: Units gathered ahead of the one that runs; None: FSDP2's own way.
+        reduce_dtype: Type in which gradients are reduced; None: their own.
         two_hop: Average gradients between the copies in the last micro-batch alone, not in each.
         kind: Of the technique, for messages.
         sharers: The `degree` ranks that share parameters where other states are divided further: the caller averages between
@@ -78,13 +95,18 @@ def shard(
         )
     before = dict(context.model.named_parameters())
     copies, mesh = meshes(context.device.type, degree) if sharers is None else (None, sharers)
-    arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": bool(reshard_after_forward), "mp_policy": policy}
     units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
     for names in units:
         modules = [context.model.get_submodule(name) for name in names]
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
-    # The root's parameters are needed again at the start of backward: freeing them in between only costs a gather.
-    fully_shard(context.model, **{**arguments, "reshard_after_forward": False})
+    # The root's parameters are needed again at the start of backward: freeing them in between mostly costs a gather.
+    fully_shard(context.model, **{**arguments, "reshard_after_forward": bool(reshard_after_forward) and not keep_root})
+    if not isinstance(reshard_after_forward, bool):
+        _reshard_to_groups(context, degree, reshard_after_forward)
+    if prefetch is not None:
+        _prefetch(context.model, [context.model.get_submodule(names[0]) for names in units], prefetch)
     for module in context.model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(SeamAllGather())
@@ -94,6 +116,45 @@ def shard(
     if sharers is None:
         rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
+
+
+def _reshard_to_groups(context: Context, degree: int, size: int) -> None:
+    """What `fully_shard(reshard_after_forward=size)` sets, with one mesh for all units, made outside of dispatch modes."""
+    default = dist.distributed_c10d._get_default_group()
+    with _disable_current_modes():
+        smaller = _smaller_groups(context.device.type, context.ranks // degree, degree, size, id(default))
+    root: Any = context.model
+    for module, parameters in units_of(context.model):
+        group: Any = module._get_fsdp_state()._fsdp_param_group
+        if not parameters or module is root:
+            continue
+        group.post_forward_mesh_info = smaller
+        for each in group.fsdp_params:
+            each.post_forward_mesh_info = smaller
+            each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
+    # A forward that no backward follows leaves the copies in place of the shards: an optimizer's step would not reach them.
+    context.model.register_forward_hook(_drop_copies)
+
+
+def _drop_copies(model: nn.Module, args: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        for module, _ in units_of(model):
+            module.reshard()
+
+
+def _prefetch(model: Any, blocks: list[nn.Module], depth: int) -> None:
+    """Have every unit gather the next `depth` ones, in both directions, as soon as it has been gathered itself."""
+    units: list[FSDPModule] = [each for each in (model, *blocks) if isinstance(each, FSDPModule) and _gathers(each)]
+    root = int(units[0] is model)
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + depth])
+        before = units[max(place - depth, root) : place] if place or not root else units[max(len(units) - depth, 1) :]
+        # An empty list would mean FSDP2's own way: a unit that is there already asks for nothing.
+        unit.set_modules_to_backward_prefetch(before[::-1] or [unit])
+
+
+def _gathers(module: FSDPModule) -> bool:
+    return module._get_fsdp_state()._fsdp_param_group is not None
 
 
 def _average_copies(context: Context, copies: DeviceMesh, two_hop: bool) -> None:

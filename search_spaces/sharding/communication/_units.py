@@ -56,6 +56,10 @@ def unsharded(target: Target) -> Reason | None:
     if states is None or "states.gather" not in states.record(target):
         kind = "none" if states is None else states.kind
         return Reason(f"it changes how FSDP2 gathers parameters, and sharding.states is {kind}", "sharding.states: fsdp")
+    if not isinstance(_gather(target)["again_in_backward"], bool):
+        return Reason("backward gathers in groups of its own already", "reshard_after_forward: true")
+    if "states.reduce" in states.record(target):
+        return Reason("gradients travel in a type of their own already", "leave reduce_dtype out")
     return None
 
 

@@ -59,8 +59,11 @@ class _Units(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Gathers, copies, reductions and the buffers they need; state at the size of a shard."""
+        return program.with_step(shard_states(program.step, self._sharding(program, plan, target)))
+
+    def _sharding(self, program: Program, plan: Plan, target: Target) -> Sharding:
         degree = self._degree(program.ranks, plan)
-        how = Sharding(
+        return Sharding(
             degree=degree,
             replicas=program.ranks // degree,
             reshard_after_forward=self.reshard_after_forward,
@@ -69,7 +72,6 @@ class _Units(Technique):
             stages_messages=target.device == "cpu",
             two_hop=self._averages_once(),
         )
-        return program.with_step(shard_states(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Shard the model with FSDP2 and rebind the optimizer to the shards."""
@@ -80,7 +82,12 @@ class _Units(Technique):
             blocks_per_unit=self.blocks_per_unit,
             two_hop=self._averages_once(),
             kind=self.kind,
+            **self._more(),
         )
+
+    def _more(self) -> dict[str, Any]:
+        """Further arguments of `runtime.sharding.shard`."""
+        return {}
 
     def _settings(self, degree: int, ranks: int) -> dict[str, Any]:
         """Ranks over which each state is divided, what is gathered when, and how often copies are averaged."""

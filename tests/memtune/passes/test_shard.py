@@ -33,18 +33,22 @@ MATRIX = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.con
 class Case:
     model: str
     degree: int = RANKS
-    reshard: bool = True
+    reshard: bool | int = True
     blocks_per_unit: int = 1
     micro_batches: int = 1
     recompute: str = "none"
     move: bool = False
     host: bool = False
     two_hop: bool = False
+    prefetch: int | None = None
+    reduce: torch.dtype | None = None
+    keeps_root: bool = True
 
     def __str__(self) -> str:
         parts = [self.model, f"{self.degree} of {RANKS}", f"{self.blocks_per_unit} blocks", f"{self.micro_batches} micro-batches"]
         flags = {"kept": not self.reshard, self.recompute: self.recompute != "none", "moved": self.move, "host": self.host}
-        flags["two hops"] = self.two_hop
+        flags |= {"two hops": self.two_hop, "root again": not self.keeps_root, str(self.reduce): self.reduce is not None}
+        flags |= {f"to {self.reshard}": self.reshard > 1, f"{self.prefetch} ahead": self.prefetch is not None}
         return " ".join(parts + [name for name, on in flags.items() if on])
 
 
@@ -71,6 +75,16 @@ CASES = (
     Case("lora", degree=2, micro_batches=2, two_hop=True, move=True),
     Case("cnn_bn", degree=2, micro_batches=2, two_hop=True, reshard=False),
     Case("hf_llama", degree=2, micro_batches=2, two_hop=True, recompute="full", host=True),
+    Case("gpt", reshard=2),
+    Case("lora", reshard=2, micro_batches=2, recompute="selective", prefetch=0),
+    Case("hf_llama", reshard=2, keeps_root=False, prefetch=1, recompute="full"),
+    Case("gpt", prefetch=0),
+    Case("gpt", prefetch=2, micro_batches=2, keeps_root=False, move=True),
+    Case("cnn_bn", prefetch=3, blocks_per_unit=2, recompute="full"),
+    Case("tied", keeps_root=False),
+    Case("gpt", reduce=torch.bfloat16, degree=2, micro_batches=2),
+    Case("tobf16", reduce=torch.float32, micro_batches=2, host=True),
+    Case("lora", reduce=torch.bfloat16, reshard=False, prefetch=2),
 )
 
 
@@ -96,7 +110,10 @@ def predicted(case: Case) -> Step:
     if case.move:
         step = move_activations(step, [MoveClaim(block, 1.0) for block in blocks])
     copies = RANKS // case.degree
-    step = shard_states(step, Sharding(case.degree, copies, case.reshard, case.blocks_per_unit, two_hop=case.two_hop))
+    step = shard_states(step, Sharding(
+        case.degree, copies, case.reshard, case.blocks_per_unit, two_hop=case.two_hop, prefetch=case.prefetch,
+        keeps_root=case.keeps_root, reduce_itemsize=case.reduce.itemsize if case.reduce else None,
+    ))  # fmt: skip
     if case.host:
         step = optimizer_on_host(step)
     step.validate()
@@ -119,7 +136,7 @@ def real(case: Case) -> Step:
         table.install()
         sharding.shard(
             context, degree=case.degree, reshard_after_forward=case.reshard, blocks_per_unit=case.blocks_per_unit,
-            two_hop=case.two_hop,
+            two_hop=case.two_hop, keep_root=case.keeps_root, prefetch=case.prefetch, reduce_dtype=case.reduce,
         )  # fmt: skip
         if case.host:
             HostOptimizer(context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 STATES: dict[str, dict[str, Any]] = {
     "mics": {"kind": "mics", "group": 2},
     "mics, kept": {"kind": "mics", "group": 2, "reshard_after_forward": False},
+    "fsdp, groups, two ahead": {"kind": "fsdp", "reshard_after_forward": 2, "prefetch": 2},
+    "fsdp, bfloat16, none ahead": {"kind": "fsdp", "reduce_dtype": "bfloat16", "prefetch": 0, "keep_root": False},
 }
 
 
@@ -44,6 +47,7 @@ def measured(path: str, cases: list[tuple[str, str]]) -> dict[tuple[str, str], i
 
     ledger, found = Ledger.open("cpu"), {}
     for case in cases:
+        gc.collect()  # the model before is in cycles
         empty = ledger.live_bytes()
         workload, model, optimizer = build(Path(path))
         tuned = apply(model, optimizer, {"settings": settings(*case)}, loss=workload.loss, strict=False)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from memtune._apply import apply
 from memtune.program import Kind, Program, RankClass, Resource
+from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
-from memtune.technique import NO_PLAN
+from memtune.technique import NO_PLAN, Exactness
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,13 @@ from memtune.technique import NO_PLAN
         ({"blocks_per_unit": 5}, 2, "there are 4 blocks (at most 4)"),
         ({}, 2, None),
         ({"degree": 2, "reshard_after_forward": False, "blocks_per_unit": 4}, 8, None),
+        ({"reshard_after_forward": 2}, 4, None),
+        ({"reshard_after_forward": 2}, 2, "no smaller equal groups of the 2 ranks"),
+        ({"reshard_after_forward": 3}, 4, "(reshard_after_forward: 2)"),
+        ({"reshard_after_forward": 4, "degree": 4}, 8, "no smaller equal groups of the 4 ranks"),
+        ({"reshard_after_forward": False, "keep_root": False}, 4, "all units stay gathered"),
+        ({"reduce_dtype": "bfloat16", "prefetch": 0}, 2, None),
+        ({"reduce_dtype": "float32"}, 2, "elements of 4 bytes already"),
     ],
 )
 def test_fits(knobs: dict[str, Any], ranks: int, reason: str | None) -> None:
@@ -75,6 +83,25 @@ def test_the_pass_follows_the_knobs() -> None:
     kept = Fsdp(degree=4, reshard_after_forward=False).rewrite(program(ranks=16), NO_PLAN, target(16)).step
     assert len(by_name["memtune.all_gather_into_.default"]) == 9  # root and four blocks, the blocks once more in backward
     assert sum(kept.names[name] == "memtune.all_gather_into_.default" for name in kept.op_name) == 5
+
+
+def test_other_collectives_are_refused_where_units_have_ways_of_their_own() -> None:
+    for knobs, reason in (
+        ({"reshard_after_forward": 2}, "groups of its own"),
+        ({"reduce_dtype": "bfloat16"}, "type of their own"),
+    ):
+        chosen = replace(target(16), chosen={"sharding.states": Fsdp(**knobs)})
+        assert reason in str(Hierarchical().fits(program(ranks=16), chosen))
+
+
+def test_only_several_nodes_are_asked_for_what_spares_their_links() -> None:
+    assert Fsdp().choices_on(target(8)).keys() == Fsdp().choices_on(target(4, "cpu")).keys() == {"degree", *Fsdp().choices()}
+    assert Fsdp().choices_on(target(16))["reshard_after_forward"] == (True, False, 8)
+
+
+def test_fewer_bits_are_lossy() -> None:
+    assert Fsdp().exactly() is Fsdp(reshard_after_forward=2, prefetch=2).exactly() is Exactness.REORDERED
+    assert Fsdp(reduce_dtype="bfloat16").exactly() is Exactness.LOSSY
 
 
 def test_only_gloo_stages_its_messages() -> None:
