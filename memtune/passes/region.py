@@ -52,8 +52,9 @@ def region_of(step: Step) -> Region | str:
     backward = np.flatnonzero(inside).astype(np.int32)
     if not len(backward):
         return "no backward of the model was seen"
-    if (step.op_group > 0).any():
-        return "ranks exchange data in the middle of the step"
+    talks = step.op_group > 0
+    if talks.any():
+        return f"{step.names[step.op_name[int(talks.argmax())]]}: ranks exchange data in the middle of the step"
     adds = _added_gradients(step)
     others = (step.op_phase == Phase.BACKWARD) & ~inside & ~adds
     if others[backward[0] : backward[-1]].any():

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memtune.calls import INPUTS, Call
 from memtune.errors import ApplyError
 from memtune.runtime.changed_buffers import changed_buffers, copied_buffers, only_written
+from memtune.runtime.exchanges import refused_in
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
 from memtune.runtime.look import Look, Trail, difference
@@ -58,6 +59,8 @@ class Region:
     """Smaller tensors are never moved."""
     only: frozenset[Call] | None = None
     """Calls whose outputs may move, `INPUTS` for what the region is called with; None: all that is claimable."""
+    watched: bool = False
+    """Its first run was looked through for collectives."""
     reads_back: frozenset[str] | None = None
     """Buffers that its forward changes and may read, as far as its runs have shown; None before the first one."""
     ssd: bool = False
@@ -266,8 +269,10 @@ class _Frame:
         random = partial(RandomState.capture, self.region.module)
         mode = nullcontext() if keep is None else KeepMode(keep, self.kept, self.left_out, lambda: self.count, random)
         packer = _Packer(self)
-        with saved_tensors_hooks(packer, _unpack), self._named or nullcontext(), mode:
+        watch = refused_in(self.region.name) if recompute and not self.region.watched else nullcontext()
+        with saved_tensors_hooks(packer, _unpack), self._named or nullcontext(), mode, watch:
             out = self._forward(*args, **kwargs)
+        self.region.watched = True
         packer.frame = None
         if recompute:
             if any(tensor._version != version for tensor, version in inputs):
@@ -281,7 +286,7 @@ class _Frame:
             changed = frozenset(self._changed_buffers) - only_written(self.region.module)
             self.region.reads_back = changed | (self.region.reads_back or frozenset())
         self.inputs = {}
-        del args, kwargs, inputs, mode  # the mode names all that was kept, needed or not
+        del args, kwargs, inputs, mode, watch  # the mode names all that was kept, needed or not
         if recompute:
             self._settle()
         else:

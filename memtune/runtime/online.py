@@ -213,7 +213,7 @@ class _Run:
         for each in self.gradients:
             if each is not None:
                 self.table.watch(each)
-        root = torch.zeros_like(inner)
+        root, each = torch.zeros_like(inner), None  # what flowed in is the engine's from here on
         with _Mode(self.table, self.region.facts):
             _without_dynamo(torch.autograd.backward, (inner, root), {})
         del inner

@@ -150,11 +150,14 @@ class OnlineTable:
             self.watch(whole)
 
     def _spoil(self, written: list[Tensor]) -> None:
-        """Values that an op wrote into which cannot be repeated: who read them before cannot run again."""
+        """Values that an op wrote into which cannot be repeated: they stay, and who read them before cannot run again."""
         for each in written:
             value = self._values.get(each.untyped_storage()._cdata)
             if value is not None:
                 value.writes += 1
+                if value.again:
+                    value.again = False
+                    self._books.hold(value.number)
 
     # -- what it made --------------------------------------------------------------------------------------------------
 
@@ -355,7 +358,7 @@ class OnlineTable:
             assert whole is not None
             if over:
                 self._remove(ran.over[0])
-            self._place(ran.over[1], whole)
+            self._place(ran.over[1], whole.detach())  # a view would keep its base, and look held for ever
         made = tensors_in((out,))
         for at, value in ran.made:
             if value.alias is None:

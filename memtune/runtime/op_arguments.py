@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+_SENDS = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan")
+"""Collectives that write into nothing that they are given."""
 # BatchNorm kernels that write running_mean and running_var (arguments 3 and 4) without saying so in their schema.
 _UNDECLARED = {"aten.native_batch_norm.default": 5, "aten.cudnn_batch_norm.default": 5, "aten.miopen_batch_norm.default": 5}
 
@@ -60,6 +62,8 @@ def one_pass_bytes(inputs: list[Tensor], written: list[Tensor]) -> int:
 @functools.cache
 def _writes(func: Any) -> tuple[int | None, tuple[tuple[int, str], ...]]:
     """The argument that says whether undeclared writes happen (None: there are none), and the arguments written into."""
+    if func.namespace == "c10d":  # no schema there says that the first argument is what arrives
+        return None, () if func._schema.name in _SENDS else ((0, func._schema.arguments[0].name),)
     arguments = enumerate(func._schema.arguments)
     declared = ((at, each.name) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write)
     return _UNDECLARED.get(str(func)), tuple(declared)
