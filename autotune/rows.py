@@ -108,6 +108,7 @@ class Draft:
         self.calls = BlockCalls(len(blocks))
         self.modules: dict[str, int] = {"(outside)": 0}
         self.parameters: list[Parameter] = []
+        self.model_calls = 0
         self.enter, self.leave = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
         self.inputs: dict[tuple[int, int], None] = {}
         self.outputs: set[int] = set()
@@ -192,6 +193,7 @@ class Draft:
             save_call=calls.number[saves[:, 4]],
             enter=np.asarray(self.enter, np.int32),
             leave=np.asarray(self.leave, np.int32),
+            model_calls=self.model_calls,
             input_call=calls.number[np.asarray([call for call, _ in self.inputs], np.int32)],
             input_storage=np.asarray([storage for _, storage in self.inputs], np.int32),
             landing=np.asarray(list(self.ready), np.int32),

@@ -356,6 +356,7 @@ class Tracer(WatchingMode):
                 self.draft.enter[block] = len(self.draft.ops)
                 self.entered[block] = self.mark()
             if block == len(self._blocks):
+                self.draft.model_calls += 1
                 return
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):

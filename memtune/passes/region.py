@@ -46,6 +46,8 @@ def region_of(step: Step) -> Region | str:
     forward = np.arange(int(step.enter[-1]), int(step.leave[-1]) + 1, dtype=np.int32)
     if int(step.enter[-1]) < 0 or (step.op_phase[forward] != Phase.FORWARD).any():
         return "the model's own forward was not seen"
+    if step.model_calls > 1:
+        return f"the model's forward runs {step.model_calls} times in a step, and this is for one forward and its backward"
     if (step.op_phase == Phase.RECOMPUTE).any():
         return "the model recomputes parts of itself already"
     inside = (step.op_phase == Phase.BACKWARD) & (step.op_module > 0)

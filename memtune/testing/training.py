@@ -43,11 +43,15 @@ def settings_of(*techniques: Technique) -> dict[str, Any]:
     return Settings.of(Execution(), {each.slot: each for each in techniques}).dump()
 
 
-def config_of(path: Path, *techniques: Technique) -> dict[str, Any]:
+def config_of(path: Path, *techniques: Technique, micro_batch: int = 2) -> dict[str, Any]:
     """A config that holds the given techniques, with the plans that they make for the workload in `path`."""
     from memtune.testing.drift import planned
 
-    plans = planned(path, *techniques)[1] if any(type(each).plan is not Technique.plan for each in techniques) else {}
+    plans = (
+        planned(path, *techniques, micro_batch=micro_batch)[1]
+        if any(type(each).plan is not Technique.plan for each in techniques)
+        else {}
+    )
     return {
         "settings": settings_of(*techniques),
         "plan": {slot: plan.decisions for slot, plan in plans.items() if plan.decisions},
