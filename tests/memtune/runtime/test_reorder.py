@@ -39,35 +39,38 @@ def test_ops_move_and_results_stay() -> None:
 
 
 def test_random_ops_keep_their_order() -> None:
+    """The wide draw first would be lower, and other numbers."""
+
     def draws(x: Tensor) -> Tensor:
-        wide = [torch.rand_like(x.unsqueeze(0) * x.unsqueeze(1)) for _ in range(4)]
-        return torch.stack([each.sum() for each in wide])
+        wide = x.unsqueeze(0) * x.unsqueeze(1)
+        small = torch.rand_like(x)
+        return torch.rand_like(wide).sum() - small.sum()  # a sum of both would be the same draws
 
     x = torch.randn(32)
     module = graph_of(draws, x)
-    found = reorder(module, inputs_stay=True)
-    assert found is not None
-    assert found.peak_bytes < found.program_peak_bytes
+    assert reorder(module, inputs_stay=True) is not None
     torch.manual_seed(3)
     wanted = draws(x)
     torch.manual_seed(3)
     assert torch.equal(module(x), wanted)
 
 
-def test_reads_stay_on_their_side_of_a_write() -> None:
-    def writes(x: Tensor) -> Tensor:
+def test_a_read_stays_before_the_write() -> None:
+    """The write first would let go of what it reads, and give the read other values."""
+
+    def writes(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.clone()
-        wide = [y.unsqueeze(0) * (y.unsqueeze(1) + i) for i in range(3)]
-        y.mul_(2)
-        late = y.unsqueeze(0) * y.unsqueeze(1)
-        return torch.stack([each.sum() for each in (*wide, late)])
+        factor = y * 3
+        early = y + 1
+        y.mul_(factor)
+        return early, y
 
     x = torch.randn(32)
     module = graph_of(writes, x)
     found = reorder(module, inputs_stay=True)
     assert found is not None
-    assert found.peak_bytes < found.program_peak_bytes
-    assert torch.equal(module(x), writes(x))
+    assert found.peak_bytes == found.program_peak_bytes
+    assert all(torch.equal(one, other) for one, other in zip(module(x), writes(x), strict=True))
 
 
 def test_sizes_that_are_no_numbers_are_left_alone() -> None:
