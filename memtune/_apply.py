@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtune.blocks import expand, find_blocks
-from memtune.config import TunedConfig, check_environment, check_made_for, fingerprint, load_config
+from memtune.config import TunedConfig, check_blocks, check_environment, check_made_for, fingerprint, load_config
 from memtune.errors import ApplyError
 from memtune.runtime import checkpoint
 from memtune.runtime.activations import ActivationTable
@@ -170,6 +170,7 @@ def apply(
         require_plain(model)
     _join_ranks(model)
     blocks = expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
+    check_blocks(config, model, blocks)
     prepare_model(model)
     context = Context(model, optimizer, blocks, _device_of(model), ActivationTable(model, blocks))
     if strict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -325,20 +325,31 @@ def check_made_for(config: TunedConfig, model: nn.Module, ranks: int) -> None:
     if made_for is None:
         return
     if made_for.model and made_for.model != fingerprint(model):
-        count = sum(parameter.numel() for parameter in model.parameters())
-        raise ConfigError(
-            "this config was made for another model.",
-            evidence=f"It was made for {made_for.parameters:,} parameters ({made_for.model}), "
-            f"this model has {count:,} ({fingerprint(model)}).",
-            fix="run  memtune search  on this model, or pass strict=False",
-            code="MT206",
-        )
+        raise _other_model(made_for, model, "run  memtune search  on this model, or pass strict=False")
     if made_for.ranks != ranks:
         raise ConfigError(
             f"this config was made for {made_for.ranks} ranks, here {'are' if ranks > 1 else 'is'} {ranks}.",
             fix=f"torchrun --nproc-per-node {made_for.ranks} …, or search again with --gpus {ranks}",
             code="MT206",
         )
+
+
+def check_blocks(config: TunedConfig, model: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise ConfigError where the model has no module of the name of a block that the config was made with."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if config.made_for is not None and any(name not in modules for name in blocks):
+        raise _other_model(config.made_for, model, "run  memtune search  on this model, or leave made_for out of the config")
+
+
+def _other_model(made_for: MadeFor, model: nn.Module, fix: str) -> ConfigError:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return ConfigError(
+        "this config was made for another model.",
+        evidence=f"It was made for {made_for.parameters:,} parameters ({made_for.model}), "
+        f"this model has {count:,} ({fingerprint(model)}).",
+        fix=fix,
+        code="MT206",
+    )
 
 
 def environment(settings: Settings) -> dict[str, str]:
