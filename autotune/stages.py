@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -131,8 +132,21 @@ class Stages:
         done = {each.job.name for each in self.driver.finished if each.job.role == "guard"}
         jobs = [Job("guard", self._listed(each.scored), each.name) for each in found if each.name not in done]
         self.driver.run_all(jobs)
+        self._note_losses()
         if self.driver.op_times():
             predict_again(self.scores.by_key, self.driver.setup.scorer)
+
+    def _note_losses(self) -> None:
+        """A search measures settings whatever is trained; whoever wants to train with them wants to know."""
+        for each in self.driver.measured():
+            if each.guard and not all(map(math.isfinite, each.results[0].losses)):
+                step = next(i for i, loss in enumerate(each.results[0].losses, start=1) if not math.isfinite(loss))
+                self.driver.note(
+                    f"the loss is {each.results[0].losses[step - 1]} from step {step} on with {each.guard}, which changes no "
+                    "numbers: look at learning rate, data and precision before training with the result",
+                    warning=True,
+                )
+                return
 
     def _listed(self, scored: Scored) -> Scored:
         """The entry of the scores for a candidate, with the finer prediction."""

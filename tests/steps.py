@@ -22,6 +22,9 @@ def make_step(ops: int, storages: int, **columns: Any) -> Step:
         if each.name in data:
             data[each.name] = columns.get(each.name, data[each.name])
             continue
+        if str(each.type) == "int":
+            data[each.name] = columns.get(each.name, each.default)
+            continue
         rows = 0 if each.name in ("landing", "returned", "written_parts") else lengths.get(each.name.split("_")[0], storages)
         default = {"kind": int(Kind.TEMPORARY)}.get(each.name, neutral.get(each.name, 0))
         data[each.name] = np.asarray(columns.get(each.name, [default] * rows), kinds[str(each.type)])

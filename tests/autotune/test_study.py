@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import replace
@@ -163,6 +164,20 @@ def test_losses_that_disagree_make_a_trial_invalid():
     assert bad
     assert all(each["status"] == "unfit" for each in bad)
     assert "activations" not in outcome.config["settings"].get("offload", {})  # type: ignore[index]
+
+
+def test_a_loss_that_is_no_number_is_said():
+    options = asked(axes=("execution",))
+    honest = truth(options)
+
+    def diverging(trial: Trial) -> TrialResult:
+        result = honest(trial)
+        return result.model_copy(update={"losses": [5.0, math.nan, math.nan]}) if result.status == "ok" else result
+
+    outcome = run(options, diverging)
+    warned = [each.text for each in of(events.Note) if each.level == "warning"]
+    assert any(each.startswith("the loss is nan from step 2 on with ") for each in warned)
+    assert outcome.config is not None
 
 
 def test_the_same_crash_five_times_stops_and_is_shown_once():

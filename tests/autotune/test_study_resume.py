@@ -56,11 +56,12 @@ def test_ctrl_c_keeps_the_best_so_far(after: int):
 
 
 def test_a_real_ctrl_c_ends_the_search_orderly():
-    options = asked()
+    options, ran = asked(), []
     honest = truth(options)
 
     def signalling(trial: Trial) -> TrialResult:
-        if trial.number == 3:
+        ran.append(trial.number)
+        if len(ran) == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return honest(trial)
 
@@ -71,8 +72,7 @@ def test_a_real_ctrl_c_ends_the_search_orderly():
 
 def test_an_interrupted_search_goes_on_where_it_was_and_ends_like_another():
     options, control = asked(), Control()
-    honest = truth(options)
-    run(options, lambda trial: (control.interrupt() if trial.number == 4 else None, honest(trial))[1], control)
+    run(options, interrupting(truth(options), 4, control), control)
     told = [(each.number, each.result) for each in of(events.TrialFinished)]
     outcome = run(replace(options, resume=True, force=True))
     assert outcome.status == "done"
@@ -86,8 +86,7 @@ def test_an_interrupted_search_goes_on_where_it_was_and_ends_like_another():
 
 def test_a_result_that_a_crash_left_out_of_the_log_is_added():
     options, control = asked(), Control()
-    honest = truth(options)
-    run(options, lambda trial: (control.interrupt() if trial.number == 4 else None, honest(trial))[1], control)
+    run(options, interrupting(truth(options), 3, control), control)
     path = Path(".memtune/s/events.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     last = max(i for i, line in enumerate(lines) if b'"trial_finished"' in line[:40])

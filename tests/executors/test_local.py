@@ -106,7 +106,7 @@ def drive(ground):
 def test_nothing_outlives_a_killed_driver(ground, number):
     driver = drive(ground)
     driver.send_signal(number)
-    driver.wait()
+    driver.wait(60)
     ground.until(lambda: not ground.left(), 10)
     assert not list(Path(ground.path).glob("memtune-*"))
 
