@@ -17,7 +17,8 @@ from memtune.executors.local import LocalExecutor
 from memtune.executors.shim import send
 
 DRIVER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from memtune.executors.base import Trial
 from memtune.executors.local import LocalExecutor
 executor = LocalExecutor(2, log_dir=sys.argv[1], command=sys.argv[4:])
