@@ -138,6 +138,7 @@ def test_a_cluster_that_ends_is_replaced(arena, daemon):
     assert not os.path.exists(before.folder)
 
 
+@pytest.mark.slow  # the shim's part of it is in test_group
 def test_crash_and_hang_bring_their_evidence(arena):
     arena.cluster.submit(arena.trial("segfault", number=1, on=1))
     result = arena.result()
@@ -163,6 +164,7 @@ def test_more_ranks_than_the_cluster_has(arena):
     assert arena.result().reason == "needs 9 CPUs; the Ray cluster has 2"
 
 
+@pytest.mark.slow
 def test_a_missing_command_is_a_crash(arena, monkeypatch):
     monkeypatch.setattr(arena.cluster, "command", ("/nowhere/python",))
     arena.cluster.submit(arena.trial("well"))
