@@ -34,7 +34,7 @@ def percent(fraction: float | None, signed: bool = False) -> str:
     if fraction is None:
         return "–"
     digits = 0 if abs(fraction) >= 0.0995 else 1
-    return f"{100 * fraction:{'+' if signed else ''}.{digits}f} %"
+    return f"{100 * fraction:{'+' if signed else ''}z.{digits}f} %"
 
 
 def clock(seconds: float) -> str:

@@ -129,6 +129,10 @@ def test_one_aligned_line_per_trial():
     assert "\x1b" not in out
 
 
+def test_a_part_that_rounds_to_nothing_has_no_minus():
+    assert [text.percent(each, signed=True) for each in (-0.0004, 0.0, -0.0006, None)] == ["+0.0 %", "+0.0 %", "-0.1 %", "–"]
+
+
 def test_what_is_not_used_is_one_line_by_slot():
     reasons = {"recompute: coop": "on CUDA", "allocator: async": "no effect on CPU", "recompute: dtr": "on CUDA"}
     lines = printed([CandidatesScored(n_candidates=3, not_used=reasons)]).splitlines()
