@@ -24,7 +24,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 DEVICE ?= cuda
 
-.PHONY: help setup demo test test-slow test-native lint format bench-predict bench-recompute bench-layout bench-order bench-plan bench-offload gpu-check clean
+.PHONY: help setup demo test test-slow test-native lint format bench-predict bench-recompute bench-layout bench-order bench-plan bench-sharding bench-offload gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -101,6 +101,12 @@ bench-layout: setup  ## layouts of MiniMalloc's instances (MEMTUNE_MINIMALLOC sa
 bench-order: setup  ## operator orders of whole training steps over the tests' models, and of 10,000 ops
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/order.py --json benchmarks/results/order.json --markdown benchmarks/results/order.md
+
+SHARDING := benchmarks/results/sharding
+
+bench-sharding: setup  ## sharding on 2 and 4 gloo ranks (exactness, bytes, peaks, quantised training), and the simulator against published ratios
+	mkdir -p $(dir $(SHARDING))
+	$(BIN)/python benchmarks/sharding.py --json $(SHARDING).json --markdown $(SHARDING).md
 
 # DeepSpeed is a peer of this benchmark alone: its CPU Adam is compiled at first use. Without it, or without fio (Debian's), the
 # comparison is skipped and the result says why.

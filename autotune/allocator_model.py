@@ -16,6 +16,7 @@ import numpy as np
 
 from memtune import _native
 from memtune.autotune.allocator_settings import AllocatorSettings
+from memtune.passes.moments import updates_inside_backward
 from memtune.program import FOREVER, I32, I64, U8, Kind, Phase, Resource, Step, Tier
 from memtune.units import format_bytes
 
@@ -234,7 +235,8 @@ class _Lives:
 def _first_start(step: Step, start: I64) -> I64:
     """`start` in the first step: optimizer state that is there before all others appears before the optimizer's first use of any.
 
-    torch's optimizers make the state of a whole group of parameters before they update the first one.
+    torch's optimizers make the state of a whole group of parameters before they update the first one, which inside backward is
+    one parameter.
     """
     state = (step.kind == Kind.OPTIMIZER) & (start < 0)
     used = state[step.use_storage] & (step.op_phase[step.use_op] == Phase.OPTIMIZER)
@@ -242,4 +244,7 @@ def _first_start(step: Step, start: I64) -> I64:
         return start
     first = start.copy()
     first[state] = step.use_op[used].min()
+    if updates_inside_backward(step):
+        rows = np.flatnonzero(used)[::-1]
+        first[step.use_storage[rows]] = step.use_op[rows]  # the first one is written last
     return first

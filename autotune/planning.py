@@ -95,6 +95,11 @@ class PlanReport:
         """Candidates that cannot fit."""
         return sum(count for count, _ in self.pruned.values())
 
+    @property
+    def feasible(self) -> bool:
+        """Whether the config, or any candidate, is predicted to stay within the budget."""
+        return bool(self.front) if self.config is None else self.config.status == "ok"
+
     def to_dict(self) -> dict[str, Any]:
         """One document; for one config its `status`, peaks and `step_s` stand at the top."""
         head: dict[str, Any] = {"schema": SCHEMA, **self.facts, "notes": list(self.notes)}

@@ -7,7 +7,7 @@ import heapq
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,8 +16,10 @@ from memtune.autotune.allocator_model import AllocatorSettings
 from memtune.autotune.calibrate import residuals
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.host_memory import too_little
+from memtune.autotune.side_by_side import SideBySide
 from memtune.autotune.simulate import Calibration, Prediction, simulate
 from memtune.autotune.space import ENUMERATE_UP_TO, SAMPLE, Space
+from memtune.cores import usable_cores
 from memtune.hardware import Hardware
 from memtune.program import Program
 from memtune.runtime.op_times import OpTime
@@ -28,6 +30,8 @@ EVENTS_FOR = 64
 """The best this many are simulated again, op by op."""
 _SMALLEST = 4
 """So many of those that need least memory are looked around, too."""
+_PROCESSES = 4
+"""At most so many score side by side: each remembers programs of its own."""
 _KEPT = 64
 """Programs whose prediction is remembered; in pass order what becomes the same program is close together."""
 
@@ -156,8 +160,8 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
     Around the best means: another technique, or other knobs, in one slot. That is looked through until it finds nothing better.
     """
     started = time.monotonic()
-    found = _Found(scorer)
-    with settled():
+    with settled(), SideBySide(scorer.score, _same_passes, min(usable_cores(), _PROCESSES)) as side_by_side:
+        found = _Found(scorer, side_by_side)
         if space.size <= ENUMERATE_UP_TO:
             found.add(space)
         else:
@@ -170,26 +174,37 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
     return Scores(found.by_key, dict(found.unfit), len(found.seen), found.n_merged, time.monotonic() - started)
 
 
+def _same_passes(choice: Choice) -> Hashable | None:
+    """Choices whose first passes are the same share programs. What must be recorded again is recorded in this process."""
+    if choice.execution.compile or "sharding.parallel" in choice.chosen:
+        return None
+    first = (choice.chosen.get(slot) for slot in ("split", "recompute"))
+    return choice.execution, *first
+
+
 class _Found:
     """What has been scored so far; of equal candidates the simplest is kept."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+    def __init__(self, scorer: Scorer, side_by_side: SideBySide[Choice, Scored | Reason]) -> None:
+        self._scorer, self._side_by_side = scorer, side_by_side
         self.by_key: dict[str, Scored] = {}
         self.unfit: Counter[str] = Counter()
         self.seen: set[Choice] = set()
         self.n_merged = 0
+        self._predictions: dict[str, Prediction] = {}
+        """One object for what is predicted the same: it is one program, whichever process made it (see `_refine`)."""
 
     def add(self, choices: Iterable[Choice]) -> None:
         """Score those that were not seen yet."""
-        for choice in choices:
-            if choice in self.seen:
-                continue
-            self.seen.add(choice)
-            scored = self._scorer.score(choice)
+        new = [choice for choice in dict.fromkeys(choices) if choice not in self.seen]
+        self.seen.update(new)
+        for choice, scored in zip(new, self._side_by_side.over(new), strict=True):
             if isinstance(scored, Reason):
                 self.unfit[str(scored)] += 1
                 continue
+            # A copy's choice is another object, and objects are known by their id.
+            prediction = self._predictions.setdefault(repr(scored.prediction), scored.prediction)
+            scored = replace(scored, choice=choice, prediction=prediction)
             known = self.by_key.get(scored.key)
             self.n_merged += known is not None
             if known is None or choice.complexity < known.choice.complexity:
@@ -211,7 +226,7 @@ class _Found:
 
 
 def _refine(by_key: dict[str, Scored], scorer: Scorer, goal: Goal) -> None:
-    """Simulate the best programs op by op; neighbours that became one program share one prediction object.
+    """Simulate the best programs op by op; what became one program shares one prediction object.
 
     Its reserved bytes are those under the allocator settings of the simplest of them.
     """

@@ -21,7 +21,6 @@ from memtune.autotune.proposals import Proposer
 from memtune.autotune.sampler import Sampler
 from memtune.autotune.scoring import Scored, Scores, predict_again
 from memtune.autotune.store import RESULT, StudyFolder
-from memtune.config import save
 from memtune.errors import MemtuneError, NothingFits, UsageError
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason
@@ -339,7 +338,7 @@ class Stages:
             )  # fmt: skip
         scored = self._scored(verdict)
         config = tuned_config(driver, scored, verdict, confirmed=confirmed, numerics=certificate, study=str(self.folder.path))
-        out = save(config, driver.options.out)
+        out = self.folder.save_config(config, driver.options.out)
         message = verdict.text + (f" (stopped: {driver.broken})" if driver.broken else "")
         outcome = SearchOutcome(
             status=status,

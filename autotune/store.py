@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from memtune.config import TunedConfig, dump_yaml
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.yaml_io import save_text
 
@@ -115,6 +117,23 @@ class StudyFolder:
             )
         return True
 
+    def save_config(self, config: TunedConfig, out: Path) -> Path:
+        """Write `config` to `out`, having noted before that the study wrote it: a crash leaves no file that it does not know."""
+        text = dump_yaml(config)
+        known = {*self._written(), _sha256(text.encode())}
+        save_text(self.path / "written.json", _json({"sha256": sorted(known)}))
+        return save_text(out, text)
+
+    def wrote(self, path: Path) -> bool:
+        """Whether the file at `path` is one that this study wrote, unchanged since."""
+        with contextlib.suppress(OSError):
+            return _sha256(path.read_bytes()) in self._written()
+        return False
+
+    def _written(self) -> list[str]:
+        known = (read_json(self.path / "written.json") or {}).get("sha256")
+        return [str(each) for each in known] if isinstance(known, list) else []
+
     def check_database(self) -> Path | None:
         """Set a damaged database aside as `study.db.corrupt`; returns where it is now, None if there was nothing wrong."""
         if not self.database.exists():
@@ -181,8 +200,13 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
 
 
-def check_writable(path: Path, *, force: bool) -> None:
+def check_writable(path: Path, *, force: bool, evidence: str = "") -> None:
     """See at the start, not after the search, that `path` can be written.
+
+    Args:
+        path: Of the config.
+        force: Whether a file that is there may be replaced.
+        evidence: Why it may not.
 
     Raises:
         UsageError: It exists and `force` is not set.
@@ -191,7 +215,8 @@ def check_writable(path: Path, *, force: bool) -> None:
     if path.is_dir():
         raise EnvironmentFault(f"{path} is a folder.", fix="name a file with --out", code="MT407")
     if path.exists() and not force:
-        raise UsageError(f"{path} exists.", fix="add --force to replace it, or --out another.yaml", code="MT408")
+        fix = "add --force to replace it, or --out another.yaml"
+        raise UsageError(f"{path} exists.", evidence=evidence, fix=fix, code="MT408")
     folder = path.parent
     probe = folder / f".{path.name}.{os.getpid()}.probe"
     try:
@@ -214,6 +239,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _clock() -> str:

@@ -23,7 +23,6 @@ from memtune.autotune.setup import Setup, prepare
 from memtune.autotune.stages import Stages
 from memtune.autotune.store import RESULT, StudyFolder, check_writable, read_json, versions
 from memtune.autotune.trials import make_executor
-from memtune.config import save
 from memtune.errors import UsageError
 from memtune.executors.base import Executor
 
@@ -51,14 +50,16 @@ def search(
         UsageError: The options contradict each other, the workload or the study.
         EnvironmentFault: The study is in use, or its disk, the device or the executor cannot be used.
     """
-    check_writable(options.out, force=options.force or options.resume)
     folder = study_folder(options)
+    own = options.resume and folder.wrote(options.out)
+    foreign = f"Study '{folder.name}' did not write it as it is now." if options.resume else ""
+    check_writable(options.out, force=options.force or own, evidence=foreign)
     if options.dry_run:
         return _dry_run(options, folder, say)
     with _taken(folder):
         finished = read_json(folder.path / RESULT)
         if finished is not None and options.resume:
-            return _written_again(SearchOutcome.from_dict(finished), options)
+            return _written_again(SearchOutcome.from_dict(finished), folder, options)
         setup = prepare(options, say=say)
         resumed = folder.claim(_fingerprint(options, setup), resume=options.resume)
         aside = folder.check_database()
@@ -157,9 +158,9 @@ def _is_over(scored: Scored, budget_bytes: int | None) -> bool:
     return budget_bytes is not None and scored.prediction.peak_allocated_bytes > budget_bytes
 
 
-def _written_again(outcome: SearchOutcome, options: SearchOptions) -> SearchOutcome:
-    """The result of a finished study; its config is written where it is asked for and not there."""
+def _written_again(outcome: SearchOutcome, folder: StudyFolder, options: SearchOptions) -> SearchOutcome:
+    """The result of a finished study; its config is written where it is asked for."""
     tuned = outcome.tuned
-    if tuned is not None and not options.out.exists():
-        save(tuned, options.out)
+    if tuned is not None:
+        folder.save_config(tuned, options.out)
     return replace(outcome, out=str(options.out))

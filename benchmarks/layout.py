@@ -1,4 +1,4 @@
-"""Layouts of MiniMalloc's instances and of large synthetic steps: heights and seconds of both tiers.
+"""Layouts of MiniMalloc's instances, of cut rectangles and of large synthetic steps: heights and seconds of both tiers.
 
 `MEMTUNE_MINIMALLOC` says where the instances are (github.com/google/minimalloc, benchmarks/challenging); they are not part of
 memtune. Run as `python benchmarks/layout.py --json out.json --markdown out.md`. Seconds are those of one thread on a core.
@@ -22,6 +22,9 @@ VARIABLE = "MEMTUNE_MINIMALLOC"
 MINIMALLOC_S = {"A": 3.6, "B": 2.8, "C": 0.5, "D": 1.9, "E": 2.6, "F": 3.6, "G": 0.7, "H": 1.2, "I": 2.6, "J": 0.6, "K": 0.4}
 """Seconds that google/minimalloc took on two shared cores, one run each."""
 HEURISTIC_S, EXACT_S = 5.0, 60.0
+CUT_S = 10.0
+CUTS = tuple((seed, 100 + 50 * (seed % 5), 0.05 if seed < 5 else 0.5) for seed in range(10))
+"""Seed, buffers, share of the buffers that are made smaller."""
 LARGE = 100_000
 
 
@@ -75,6 +78,45 @@ def large_row(kind: str) -> dict[str, Any]:
     return {"lifetimes": kind, "buffers": LARGE, "height": height, "heuristic_s": layout.heuristic_s}
 
 
+def cut(seed: int, n: int, trimmed: float) -> tuple[Buffers, int]:
+    """A rectangle of a mebibyte cut into n buffers at random, so a layout within the capacity exists; some are made smaller."""
+    rng = np.random.default_rng(seed)
+    unit, capacity = 1024, 1 << 20
+    pieces = [(0, 4096, capacity // unit)]
+    while len(pieces) < n:
+        area = np.array([(end - start) * size for start, end, size in pieces], np.float64)
+        i = int(rng.choice(len(pieces), p=area / area.sum()))
+        start, end, size = pieces[i]
+        share = rng.uniform(0.1, 0.9)
+        if rng.random() < 0.5:
+            at = start + int((end - start) * share)
+            halves = [(start, at, size), (at, end, size)]
+        else:
+            at = int(size * share)
+            halves = [(start, end, at), (start, end, size - at)]
+        if all(low < high and height > 0 for low, high, height in halves):
+            pieces[i : i + 1] = halves
+    smaller = [max(1, int(size * rng.uniform(0.3, 1.0))) if rng.random() < trimmed else size for _, _, size in pieces]
+    return Buffers.of([(start, end, size * unit) for (start, end, _), size in zip(pieces, smaller, strict=True)]), capacity
+
+
+def cut_row(seed: int, n: int, trimmed: float) -> dict[str, Any]:
+    """The exact tier on a rectangle that was cut."""
+    buffers, capacity = cut(seed, n, trimmed)
+    exact = lay_out(buffers, goal_bytes=capacity, heuristic_s=0.0, exact_s=CUT_S)
+    assert not fault(buffers, exact)
+    return {
+        "seed": seed,
+        "buffers": n,
+        "trimmed": trimmed,
+        "lower_bound": exact.lower_bound_bytes / capacity,
+        "exact": exact.height_bytes / capacity,
+        "exact_s": exact.heuristic_s + exact.exact_s,
+        "nodes": exact.nodes,
+        "solved": exact.height_bytes <= capacity,
+    }
+
+
 def markdown(results: dict[str, Any]) -> str:
     """The results as tables."""
     lines = [
@@ -97,6 +139,18 @@ def markdown(results: dict[str, Any]) -> str:
         lines += ["", f"Mean height of the heuristic tier: {mean:.4f}."]
     else:
         lines.append(f"| none: {VARIABLE} does not say where they are | | | | | | | | |")
+    lines += [
+        "",
+        f"Rectangles cut at random, some pieces made smaller: the exact tier at the rectangle's height, {CUT_S:g} s.",
+        "",
+        "| seed | buffers | made smaller | lower bound | exact | solved | exact, s | placements |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in results["cut"]:
+        lines.append(
+            f"| {row['seed']} | {row['buffers']} | {row['trimmed']:.0%} | {row['lower_bound']:.4f} | {row['exact']:.4f} "
+            f"| {'yes' if row['solved'] else 'NO'} | {row['exact_s']:.2f} | {row['nodes']:,} |"
+        )
     lines += ["", "| 100,000 buffers | height / most live bytes | s |", "|---|---|---|"]
     lines += [f"| {row['lifetimes']} | {row['height']:.4f} | {row['heuristic_s']:.2f} |" for row in results["large"]]
     return "\n".join(lines) + "\n"
@@ -114,10 +168,13 @@ def main() -> None:
     found = instances(asked.instances)
     if not found:
         print(f"skipped MiniMalloc's instances: neither --instances nor {VARIABLE} names a folder that has them", file=sys.stderr)
-    results: dict[str, Any] = {"schema": 1, "instances": [], "large": []}
+    results: dict[str, Any] = {"schema": 1, "instances": [], "cut": [], "large": []}
     for name, (buffers, capacity) in found.items():
         results["instances"].append(instance_row(name, buffers, capacity))
         print(results["instances"][-1], file=sys.stderr)
+    for seed, n, trimmed in CUTS:
+        results["cut"].append(cut_row(seed, n, trimmed))
+        print(results["cut"][-1], file=sys.stderr)
     results["large"] = [large_row(kind) for kind in ("nested and short lifetimes", "random lifetimes")]
     text = markdown(results)
     print(text)

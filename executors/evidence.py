@@ -51,13 +51,14 @@ def gradient_records(model: nn.Module) -> dict[str, GradientRecord]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad
-            found[name.removeprefix("module.")] = _record(
+            found[name.removeprefix("module.")] = record_of(
                 gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
             )
     return found
 
 
-def _record(gradient: Tensor) -> GradientRecord:
+def record_of(gradient: Tensor) -> GradientRecord:
+    """What is kept of one gradient."""
     data = gradient.detach().cpu().contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tuple(gradient.shape)}{data.dtype}".encode())
     digest.update(data.view(torch.uint8).numpy().data)

@@ -41,6 +41,9 @@ REPORT_FD = "MEMTUNE_REPORT_FD"
 LOW_MEMORY = 0.03  # of the host's memory; less than this is left when user-space memory guards begin to kill
 _libc = ctypes.CDLL(None)
 
+Start = Callable[[dict[str, Any], int], None]
+"""Makes the process of a rank its program, from its entry of the spec and the descriptor that takes its reports."""
+
 
 def tail(path: str, n_bytes: int = 8192) -> str:
     """The last `n_bytes` of a log as text, empty where there is none."""
@@ -146,7 +149,7 @@ def execute(spec: dict[str, Any], report_end: int) -> None:
     os.execvpe(spec["argv"][0], spec["argv"], {**spec["env"], REPORT_FD: str(report_end)})
 
 
-def spawn(spec: dict[str, Any], shim: int, start: Callable[[dict[str, Any], int], None]) -> tuple[int, Rank]:
+def spawn(spec: dict[str, Any], shim: int, start: Start) -> tuple[int, Rank]:
     """`start` one rank in a session of its own; its reports go to the descriptor named by MEMTUNE_REPORT_FD."""
     reports, report_end = os.pipe()
     os.set_blocking(reports, False)
@@ -181,9 +184,7 @@ def spawn(spec: dict[str, Any], shim: int, start: Callable[[dict[str, Any], int]
 class Shim:
     """Starts the ranks, relays what they report, and ends when nothing below it is left."""
 
-    def __init__(
-        self, spec: dict[str, Any], driver: int, orders: bytearray, start: Callable[[dict[str, Any], int], None]
-    ) -> None:
+    def __init__(self, spec: dict[str, Any], driver: int, orders: bytearray, start: Start) -> None:
         self.driver = driver
         self.escalation: list[tuple[float, Callable[[], None]]] = []
         self.killing = False
@@ -334,7 +335,7 @@ class Shim:
         self.kill()
 
 
-def main(start: Callable[[dict[str, Any], int], None] = execute) -> None:
+def main(start: Start = execute) -> None:
     """Read the spec, start the ranks, watch them, clean up."""
     driver = os.getppid()
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # Rule 2

@@ -28,7 +28,7 @@ from memtune.batches import split_batch
 from memtune.config import load_config
 from memtune.errors import ApplyError, MemtuneError
 from memtune.executors.base import Trial
-from memtune.executors.evidence import GradientRecord, gradient_records
+from memtune.executors.evidence import GradientRecord, gradient_records, record_of
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.no_dropout import no_dropout
 from memtune.runtime.op_clock import OpClock
@@ -163,7 +163,15 @@ def _reserve_first_hook(optimizer: torch.optim.Optimizer) -> None:
 
 def _look_at_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledger, measured: _Measured) -> None:
     """What is to be told of the gradients is taken just before each of the first optimizer steps."""
-    trial = rank.trial
+    trial, names = rank.trial, {parameter: name for name, parameter in model.named_parameters()}
+    used: dict[str, GradientRecord] = {}
+
+    def before_use(parameter: nn.Parameter) -> None:
+        with tier(HOST), torch.no_grad():
+            if parameter.grad is not None and len(measured.gradients) < trial.gradient_steps:
+                used[names[parameter]] = record_of(parameter.grad)
+
+    tuned._context.before_use.append(before_use)
 
     def action() -> None:
         measured.note_peaks(ledger)
@@ -171,7 +179,7 @@ def _look_at_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledg
             if trial.fingerprint and measured.gradients_sha256 is None:
                 measured.gradients_sha256 = gradients_sha256(model)
             if len(measured.gradients) < trial.gradient_steps:
-                measured.gradients.append(gradient_records(model))
+                measured.gradients.append(gradient_records(model) | used)
         ledger.reset_peak()
         if len(measured.gradients) == trial.gradient_steps:
             del _FIRST_HOOK[id(tuned.optimizer)]

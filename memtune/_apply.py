@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtune.blocks import expand, find_blocks
-from memtune.config import TunedConfig, check_blocks, check_environment, check_made_for, fingerprint, load_config
+from memtune.config import TunedConfig, check_blocks, check_environment, check_machine, check_made_for, fingerprint, load_config
 from memtune.errors import ApplyError
 from memtune.runtime import checkpoint
 from memtune.runtime.activations import ActivationTable
@@ -157,10 +157,11 @@ def apply(
         optimizer: Its optimizer; the same object is rebound, so schedulers built on it keep working.
         config: A TunedConfig, the path of one, or a mapping with `settings`.
         loss: `loss(model, micro_batch) -> scalar`, used by `Tuned.step`.
-        strict: Refuse a config that was made for another model or number of ranks.
+        strict: Refuse a config that was made for another model or number of ranks, or has a plan that was made with another
+            release of torch or for another device.
 
     Raises:
-        ConfigError: The config is malformed or was made for another model.
+        ConfigError: The config is malformed, or was made for another model or machine.
         ApplyError: It cannot be put into effect here; the message says why and what to do.
     """
     config = config if isinstance(config, TunedConfig) else load_config(config)
@@ -175,6 +176,7 @@ def apply(
     context = Context(model, optimizer, blocks, _device_of(model), ActivationTable(model, blocks))
     if strict:
         check_made_for(config, model, context.ranks)
+        check_machine(config, context.device.type, _hardware(config, context.device), str(torch.__version__))
     check_environment(config.settings, device=context.device.type)
     snapshot = Snapshot(model, optimizer)
     try:
@@ -191,6 +193,15 @@ def apply(
     tuned = Tuned(context, config, loss)
     vars(model)[_MARK] = True
     return tuned
+
+
+def _hardware(config: TunedConfig, device: torch.device) -> str:
+    """Name of the machine; that of a CPU is not told apart, and is not looked for where nothing is compared with it."""
+    if config.made_for is None or device.type != "cuda":
+        return config.made_for.hardware if config.made_for else ""
+    from memtune.hardware import gpu_name
+
+    return gpu_name()
 
 
 def _what_all_must_say(config: TunedConfig, model: nn.Module) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -332,6 +333,46 @@ def check_made_for(config: TunedConfig, model: nn.Module, ranks: int) -> None:
             fix=f"torchrun --nproc-per-node {made_for.ranks} …, or search again with --gpus {ranks}",
             code="MT206",
         )
+
+
+def check_machine(config: TunedConfig, device: str, hardware: str, torch_version: str) -> None:
+    """Compare the machine with the one that the config was made on.
+
+    What was decided op by op (`plan`) holds for the ops of one torch on one kind of device and is refused elsewhere; settings
+    alone still train, and it is said that what was measured does not hold.
+
+    Args:
+        config: A config; one without `made_for` fits any machine.
+        device: `cpu` or `cuda`.
+        hardware: Name of the machine, as `memtune doctor` says it.
+        torch_version: Of the torch at hand; patch releases and builds are not told apart.
+
+    Raises:
+        ConfigError: The config has a plan, which was made with another torch or for another device.
+    """
+    made_for = config.made_for
+    if made_for is None or not made_for.torch:
+        return
+    then = {"torch": made_for.torch, "device": made_for.device, "hardware": made_for.hardware}
+    now = {"torch": torch_version, "device": device, "hardware": hardware}
+    other = [name for name in then if _release(then[name]) != _release(now[name])]
+    if not other:
+        return
+    difference = "; ".join(f"{name}: {then[name]} then, {now[name]} now" for name in other)
+    planned = [slot for slot, plan in config.plan.items() if plan.decisions]
+    if planned:
+        raise ConfigError(
+            f"the plan of {', '.join(planned)} in this config was made on another machine.",
+            evidence=f"{difference}.",
+            fix="run  memtune search  here, or pass strict=False",
+            code="MT206",
+        )
+    warnings.warn(f"this config was tuned elsewhere ({difference}): its measured figures do not hold here.", stacklevel=4)
+
+
+def _release(text: str) -> str:
+    """`2.13` of `2.13.0+cpu`; a name as it is."""
+    return ".".join(text.split(".")[:2])
 
 
 def check_blocks(config: TunedConfig, model: nn.Module, blocks: Sequence[str]) -> None:

@@ -7,6 +7,9 @@ from typing import Literal
 
 Trigger = Literal["end_of_step", "per_gradient", "per_layer"]
 """When the host updates a parameter whose gradient has arrived."""
+ONE_BY_ONE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
+"""torch's optimizers whose step for several parameters is that for each of them: state by parameter, no state of a group's own
+(torch/optim, `_init_group` of each)."""
 
 
 def witness(n_bytes: Sequence[int]) -> int:

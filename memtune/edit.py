@@ -95,7 +95,7 @@ class Edit:
         n_bytes: I64,
         *,
         producer: I32,
-        tier: Tier = Tier.DEVICE,
+        tier: Tier | U8 = Tier.DEVICE,
         kind: Kind | U8 = Kind.TEMPORARY,
         held_until: I32 | None = None,
         owner: I32 | None = None,
@@ -208,6 +208,18 @@ class Edit:
         last = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
         mine = (step.held_until == last) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
         storages = np.flatnonzero(mine).astype(np.int32)
+        self.hold_through(storages, np.full(len(storages), op, np.int32))
+
+    def hold_to_the_end_of_step(self, op: int, *, gradients: bool = False) -> None:
+        """What forward made and Python holds to the end of the step (the loss) is still there when the new op `op` runs.
+
+        Args:
+            op: The last one.
+            gradients: Of those, too, that a tiled loss makes in forward.
+        """
+        step = self._step
+        mine = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
+        storages = np.flatnonzero(mine & (gradients | (step.kind != Kind.GRADIENT))).astype(np.int32)
         self.hold_through(storages, np.full(len(storages), op, np.int32))
 
     def drop_ops(self, rows: npt.NDArray[np.bool_]) -> None:

@@ -142,6 +142,12 @@ def with_measured(hardware: Hardware, known: measured.Measured) -> Hardware:
     )
 
 
+def gpu_name() -> str:
+    """Name of the first GPU as `detect("cuda")` gives it: the table's, else made of what the driver calls it."""
+    found = torch.cuda.get_device_properties(0)
+    return hardware_table.match(found.name, found.total_memory) or re.sub(r"\W+", "-", found.name.lower())
+
+
 def _detect_cuda() -> Hardware:
     if not torch.cuda.is_available():
         raise EnvironmentFault("torch sees no CUDA device.", fix="use --device cpu, or name a GPU: --gpu-type", code="MT104")
@@ -160,7 +166,7 @@ def _detect_cuda() -> Hardware:
         "host_memory_bytes": (measure.host_memory_bytes(), "the operating system, this machine"),
         "cores": (usable_cores(), "the operating system, this machine"),
     }
-    return _from_constants(known or re.sub(r"\W+", "-", found.name.lower()), "cuda", constants)
+    return _from_constants(gpu_name(), "cuda", constants)
 
 
 def _architecture(properties: Any) -> str:

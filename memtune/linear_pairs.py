@@ -11,7 +11,7 @@ Whether the code between them treats each head or feature alike is not seen here
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,3 +113,11 @@ def share_of(pair: Pair, shapes: Mapping[str, tuple[int, ...]], degree: int) -> 
         if shapes[module][0] % degree:
             return f"{degree} ranks do not divide the {shapes[module][0]} outputs of {module}"
     return None
+
+
+def whole_in_blocks(names: Iterable[str], pairs: Sequence[Pair], blocks: Iterable[str]) -> list[str]:
+    """Those of the parameters `names` that are in `blocks` and not cut where `pairs` are."""
+    cut = {f"{column}.{kind}" for pair in pairs for column in pair.columns for kind in ("weight", "bias")}
+    cut |= {f"{pair.row}.weight" for pair in pairs}
+    prefixes = tuple(f"{block}." for block in blocks)
+    return [name for name in names if name.startswith(prefixes) and name not in cut]

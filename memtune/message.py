@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Bits = Literal[4, 8]
+Gathering = Literal["flat", "hierarchical", "ho_ring"]
 ALIGNMENT_BYTES = 16
 SCALE_BYTES = 4
 """A float32 per block."""
@@ -78,8 +79,8 @@ class Communication:
     """Every node keeps a copy of what forward gathered, divided over its ranks, and backward gathers that (ZeRO++ hpZ)."""
     gradients: Form | None = None
     """Exchanged in this form, first inside the node, then between nodes (ZeRO++ qgZ); None: reduce-scattered as they are."""
-    gather: Literal["flat", "hierarchical"] = "flat"
-    """All ranks in one ring; or between nodes and then inside them (MiCS)."""
+    gather: Gathering = "flat"
+    """All ranks in one ring; between nodes and then inside them (MiCS); or both at once, node by node (PaRO's HO-Ring)."""
     feedback: bool = False
     """Whether what the first hop loses of the gradients is added to the next ones, which takes float32 memory of their size."""
 

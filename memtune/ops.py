@@ -17,6 +17,9 @@ So a recorder, a dry run and a byte counter see the same operators as the traini
 | `reduce_scatter_into_(out, x, group, ranks, op)` | link | – |
 | `all_reduce_(x, group, ranks, op)` | link | – |
 | `all_to_all_into_(out, x, group, ranks)` | link | – |
+| `send_next_into_(out, x, group, ranks)` | link | – |
+| `all_gather_positions_(out, x, group, ranks)` | link | – |
+| `reduce_scatter_positions_(out, x, group, ranks)` | link | – |
 | `quantise_(packed, x, error, lengths, bits, block, nodes)` | compute | – |
 | `dequantise_(out, packed, lengths, bits, block, sources, factor)` | compute | – |
 """
@@ -59,6 +62,9 @@ SEAM: dict[str, SeamOp] = {
     "memtune.reduce_scatter_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.all_reduce_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.all_to_all_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
+    "memtune.send_next_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
+    "memtune.all_gather_positions_.default": SeamOp(Resource.INTRA_LINK, collective=True),
+    "memtune.reduce_scatter_positions_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.quantise_.default": SeamOp(Resource.COMPUTE),
     "memtune.dequantise_.default": SeamOp(Resource.COMPUTE),
 }
@@ -87,6 +93,9 @@ _LIBRARY.define("all_gather_into_(Tensor(a!) out, Tensor x, str group, int ranks
 _LIBRARY.define("reduce_scatter_into_(Tensor(a!) out, Tensor x, str group, int ranks, str op) -> ()")
 _LIBRARY.define("all_reduce_(Tensor(a!) x, str group, int ranks, str op) -> ()")
 _LIBRARY.define("all_to_all_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
+_LIBRARY.define("send_next_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
+_LIBRARY.define("all_gather_positions_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
+_LIBRARY.define("reduce_scatter_positions_(Tensor(a!) out, Tensor(b!) x, str group, int ranks) -> ()")
 _LIBRARY.define("quantise_(Tensor(a!) packed, Tensor x, Tensor(b!)? error, int[] lengths, int bits, int block, int nodes) -> ()")
 _LIBRARY.define("dequantise_(Tensor(a!) out, Tensor packed, int[] lengths, int bits, int block, int sources, float factor) -> ()")
 
@@ -174,6 +183,50 @@ def _all_to_all_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
     count_collective(_group(group), x.nbytes // ranks * (ranks - 1))
 
 
+def _send_next_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    """A step of a ring: `x` goes to the next rank of the group, what the one before has sent comes into `out`."""
+    members, mine, theirs = _group(group), out.detach(), x.detach()
+    here = members.rank()
+    both = [dist.P2POp(dist.isend, theirs, group=members, group_peer=(here + 1) % ranks),
+            dist.P2POp(dist.irecv, mine, group=members, group_peer=(here - 1) % ranks)]  # fmt: skip
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    del both, work
+    if x.device.type == "cpu":
+        _let_go([mine, theirs])
+    count_collective(members, x.nbytes)
+
+
+def _all_gather_positions(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    """Every rank's `x` (samples, positions, …) side by side along dim 1, one sample at a time: nothing is staged."""
+    members = _group(group)
+    if x.device.type == "cpu":
+        parts = [part for sample in out.detach() for part in sample.chunk(ranks)]
+        for mine, share in zip(parts[members.rank() :: ranks], x, strict=True):
+            mine.copy_(share)
+        for index, part in enumerate(parts):
+            dist.broadcast(part, group=members, group_src=index % ranks)
+        _let_go(parts)
+    else:
+        for sample, share in zip(out, x, strict=True):
+            all_gather_single(sample, share, group=members)
+    count_collective(members, x.nbytes * (ranks - 1))
+
+
+def _reduce_scatter_positions(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
+    """This rank's positions (dim 1) of the sum of every rank's `x`, which gloo sums in place."""
+    members = _group(group)
+    if x.device.type == "cpu":
+        ours = x.detach()
+        dist.all_reduce(ours, group=members)
+        out.copy_(ours.chunk(ranks, 1)[members.rank()])
+        _let_go([ours])
+    else:
+        for share, sample in zip(out, x, strict=True):
+            reduce_scatter_single(share, sample, group=members)
+    count_collective(members, out.nbytes * (ranks - 1))
+
+
 def _fake_to_device(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
 
@@ -203,6 +256,9 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("reduce_scatter_into_", _reduce_scatter_into, _key)
     _LIBRARY.impl("all_reduce_", _all_reduce, _key)
     _LIBRARY.impl("all_to_all_into_", _all_to_all_into, _key)
+    _LIBRARY.impl("send_next_into_", _send_next_into, _key)
+    _LIBRARY.impl("all_gather_positions_", _all_gather_positions, _key)
+    _LIBRARY.impl("reduce_scatter_positions_", _reduce_scatter_positions, _key)
     _LIBRARY.impl("quantise_", quantised.quantise_, _key)
     _LIBRARY.impl("dequantise_", quantised.dequantise_, _key)
 torch.library.register_fake("memtune::to_device", _fake_to_device, lib=_LIBRARY)
@@ -211,6 +267,6 @@ torch.library.register_fake("memtune::to_ssd", _fake_to_ssd, lib=_LIBRARY)
 torch.library.register_fake("memtune::from_ssd", _fake_to_host, lib=_LIBRARY)
 for _name in (
     "copy_to_host_", "copy_to_device_", "write_ssd_", "host_update_", "all_gather_into_", "reduce_scatter_into_", "all_reduce_",
-    "all_to_all_into_", "quantise_", "dequantise_",
+    "all_to_all_into_", "send_next_into_", "all_gather_positions_", "reduce_scatter_positions_", "quantise_", "dequantise_",
 ):  # fmt: skip
     torch.library.register_fake(f"memtune::{_name}", _nothing, lib=_LIBRARY)

@@ -11,7 +11,7 @@ is handed over to an output (`HANDS_OVER`) is freed before.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
@@ -158,6 +158,10 @@ class Step:
     def n_storages(self) -> int:
         """Number of storages, m."""
         return len(self.bytes)
+
+    def columns(self, prefix: str) -> dict[str, Any]:
+        """The columns of ops (`op_`), saved tensors (`save_`) and so on by name, not what is derived from them."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name.startswith(prefix)}
 
     @cached_property
     def op_block(self) -> I32:

@@ -7,7 +7,8 @@ change.
 Two families of rules. A *window* slides over the units: those that are used next come in ahead of their use, at a price of the
 slots they take. A *cache* brings a unit in when it is used and lets one go when it must: the one used longest ago (LRU), the one
 used least often lately (LFU, what is long ago counts less), or the one that is used again last of all (Belady 1966, "A study of
-replacement algorithms for a virtual-storage computer", which no other rule beats in moves).
+replacement algorithms for a virtual-storage computer", which no other rule beats in moves). A moment may use several units, and
+have slots of its own.
 """
 
 from __future__ import annotations
@@ -74,47 +75,64 @@ def window(units: int, slots: int) -> Residency:
     return Residency((*drops, tuple(sorted(wanted[-1]))), (*loads, ()))
 
 
-@functools.lru_cache(maxsize=64)
-def cached(uses: Units, slots: int, rule: Rule) -> Residency:
-    """`slots` slots for the units of `uses`, each brought in when it is used and not there.
+@functools.lru_cache(maxsize=512)
+def cached(uses: tuple[Units, ...], slots: Units, rule: Rule) -> Residency:
+    """At most `slots` units at once, each brought in when it is used and not there.
 
     Args:
-        uses: The unit of each moment, as recorded.
-        slots: Units that may be on the device at once, at least 1.
-        rule: Which one goes when there is no slot left.
+        uses: The units of each moment, as recorded; all of them are there in it.
+        slots: Units that may be on the device in each moment.
+        rule: Which of the others go when there is no slot left.
+
+    Raises:
+        ValueError: A moment uses more units than it has slots.
     """
     now: set[int] = set()
     drops: list[Units] = []
     loads: list[Units] = []
-    for moment, unit in enumerate(uses):
-        gone: Units = ()
-        if unit not in now and len(now) == slots:
-            gone = (_leaves(now, uses, moment, rule),)
-            now.discard(gone[0])
+    seen = _Seen(uses)
+    for moment, (units, room) in enumerate(zip(uses, slots, strict=True)):
+        if len(units) > room:
+            raise ValueError(f"moment {moment} uses {len(units)} units and has {room} slots")
+        missing = tuple(unit for unit in units if unit not in now)
+        leaving = max(len(now) + len(missing) - room, 0)
+        others = sorted(now.difference(units), key=lambda unit: (*seen.value(unit, rule), unit)) if leaving else []
+        gone = tuple(others[:leaving])
+        now.difference_update(gone)
+        now.update(missing)
         drops.append(gone)
-        loads.append(() if unit in now else (unit,))
-        now.add(unit)
+        loads.append(missing)
+        seen.use(units)
     return Residency((*drops, tuple(sorted(now))), (*loads, ()))
 
 
-def _leaves(now: set[int], uses: Units, moment: int, rule: Rule) -> int:
-    if rule == "belady":
-        return max(sorted(now), key=lambda unit: _next_use(uses, moment, unit))
-    if rule == "lru":
-        return min(sorted(now), key=lambda unit: _last_use(uses, moment, unit))
-    return min(sorted(now), key=lambda unit: (_frequency(uses, moment, unit), _last_use(uses, moment, unit)))
+class _Seen:
+    """What has been used, and what will be: the unit of the smallest `value` is the one to let go."""
 
+    def __init__(self, uses: tuple[Units, ...]) -> None:
+        self._moment, self._never = 0, len(uses)
+        self._to_come: dict[int, list[int]] = {}  # moments, the next one last
+        for moment in reversed(range(len(uses))):
+            for unit in uses[moment]:
+                self._to_come.setdefault(unit, []).append(moment)
+        self._count: dict[int, float] = {}
+        self._last: dict[int, int] = {}
 
-def _next_use(uses: Sequence[int], moment: int, unit: int) -> int:
-    return next((at for at in range(moment, len(uses)) if uses[at] == unit), len(uses))
+    def use(self, units: Units) -> None:
+        """The moment is over."""
+        for unit in units:
+            since = self._moment - self._last.get(unit, self._moment)
+            self._count[unit] = self._count.get(unit, 0.0) * _DECAY**since + 1.0
+            self._last[unit] = self._moment
+            self._to_come[unit].pop()
+        self._moment += 1
 
-
-def _last_use(uses: Sequence[int], moment: int, unit: int) -> int:
-    return next(at for at in reversed(range(moment)) if uses[at] == unit)
-
-
-def _frequency(uses: Sequence[int], moment: int, unit: int) -> float:
-    return float(sum(_DECAY ** (moment - at) for at in range(moment) if uses[at] == unit))
+    def value(self, unit: int, rule: Rule) -> tuple[float, ...]:
+        if rule == "belady":
+            to_come = self._to_come[unit]
+            return (-(to_come[-1] if to_come else self._never),)
+        last = self._last[unit]
+        return (last,) if rule == "lru" else (self._count[unit] * _DECAY ** (self._moment - last), last)
 
 
 def smallest_window(compute_s: Sequence[float], load_s: Sequence[float]) -> int:

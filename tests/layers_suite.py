@@ -1,9 +1,10 @@
-"""What tests of techniques share whose blocks come and go and are updated natively in backward."""
+"""What tests of techniques share whose blocks come and go and are updated on the host."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import ClassVar
 
 import pytest
 from zoo_paths import ZOO
@@ -16,6 +17,7 @@ from memtune.testing import TechniqueSuite, differences, train
 from memtune.testing.training import Run
 
 NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
+OWN = OptimizerCpu(kind="optimizer_cpu")
 
 
 def without_gradients(run: Run) -> Run:
@@ -24,9 +26,9 @@ def without_gradients(run: Run) -> Run:
 
 
 @cache
-def in_place(model: str) -> Run:
+def in_place(model: str, update: OptimizerCpu) -> Run:
     """The same update without blocks that come and go."""
-    return without_gradients(train(ZOO[model], NATIVE))
+    return without_gradients(train(ZOO[model], update))
 
 
 def block_bytes(step: Step) -> list[int]:
@@ -40,23 +42,29 @@ def total(step: Step, resource: Resource) -> int:
 
 
 class LayersSuite(TechniqueSuite):
-    """Of techniques whose blocks come and go and are updated natively in backward."""
+    """Of techniques whose blocks come and go and are updated on the host.
+
+    Attributes:
+        update: What they are equal to, to the bit: natively in backward, or by the user's own optimizer, as the plain model is.
+    """
+
+    update: ClassVar[OptimizerCpu] = NATIVE
 
     @pytest.fixture(autouse=True)
-    def _native_first(self, _one_thread: None) -> None:
+    def _update_first(self, _one_thread: None) -> None:
         """What they are compared with is trained before a defect is seeded."""
         for model in self.models:
-            in_place(model)
+            in_place(model, self.update)
 
     def check_training(self, model: str, variant: Technique) -> None:
-        """Losses and weights are those of the native update in place, to the bit."""
-        found = differences(without_gradients(train(ZOO[model], variant)), in_place(model))
+        """Losses and weights are those of the same update in place, to the bit."""
+        found = differences(without_gradients(train(ZOO[model], variant)), in_place(model, self.update))
         assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
 
     @pytest.mark.parametrize("micro_batches", [1, 3])
-    def test_five_steps_have_the_bits_of_the_native_update_in_place(self, micro_batches: int) -> None:
+    def test_five_steps_have_the_bits_of_the_update_in_place(self, micro_batches: int) -> None:
         """With accumulation as well: the host adds up in the order in which the device would."""
-        found, wanted = (train(ZOO["gpt"], each, steps=5, micro_batches=micro_batches) for each in (self._any(), NATIVE))
+        found, wanted = (train(ZOO["gpt"], each, steps=5, micro_batches=micro_batches) for each in (self._any(), self.update))
         assert not differences(without_gradients(found), without_gradients(wanted))
 
     def _any(self) -> Technique:

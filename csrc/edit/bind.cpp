@@ -9,30 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "columns.h"
 #include "edit/order.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using memtune::array, memtune::Column, memtune::Made, memtune::span;
 
 namespace {
-
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using Made = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-
-template <typename T>
-std::span<const T> span(const Column<T>& column) {
-  return {column.data(), column.size()};
-}
-
-// Hands `values` over to an array that frees them.
-template <typename T>
-Made<T> array(std::vector<T>&& values) {
-  auto* owned = new std::vector<T>(std::move(values));
-  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return Made<T>(owned->data(), {owned->size()}, owner);
-}
 
 using I32 = Made<std::int32_t>;
 

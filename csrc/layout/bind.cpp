@@ -11,25 +11,19 @@
 #include <utility>
 #include <vector>
 
+#include "columns.h"
 #include "layout/exact.h"
 #include "layout/heuristic.h"
 #include "layout/validate.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using memtune::array, memtune::span;
 
 namespace {
 
-using Column = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Made = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
-
-std::span<const std::int64_t> span(const Column& column) { return {column.data(), column.size()}; }
-
-Made array(std::vector<std::int64_t>&& values) {
-  auto* owned = new std::vector<std::int64_t>(std::move(values));
-  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<std::int64_t>*>(p); });
-  return Made(owned->data(), {owned->size()}, owner);
-}
+using Column = memtune::Column<std::int64_t>;
+using Made = memtune::Made<std::int64_t>;
 
 // (offsets, lower bound, nodes, seconds of the heuristic tier, of the exact tier)
 std::tuple<Made, std::int64_t, std::int64_t, double, double> lay_out(const Column& start, const Column& end, const Column& size,

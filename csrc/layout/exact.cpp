@@ -11,11 +11,12 @@ namespace memtune::layout {
 namespace {
 
 constexpr std::int32_t kMostBuffers = 8192;
-constexpr std::int64_t kFirstNodes = 20000;
+constexpr std::int64_t kFirstNodes = 1000;
 
-// Ranks by the largest total of a section that the buffer is in, by its size, its length and its area; lengths in time and in
-// sections. No order is good for all instances: each gets its turn, with a limit, and the limit grows.
-std::vector<std::vector<std::int32_t>> orders(const Instance& instance) {
+// Ranks by the largest total of a section that the buffer is in, by its size, its length and its area, lengths in time and in
+// sections, each with every way to choose a section. None is good for all instances, and each is either lucky soon or lost for
+// long: each gets its turn, with a limit, and the limit grows.
+std::vector<Strategy> strategies(const Instance& instance) {
   const std::vector<std::int64_t> totals = section_totals(instance);
   const std::int32_t n = instance.n();
   std::vector<double> total(n), size(n), length(n), width(n), area(n), cells(n);
@@ -29,14 +30,22 @@ std::vector<std::vector<std::int32_t>> orders(const Instance& instance) {
     area[b] = length[b] * size[b];
     cells[b] = width[b] * size[b];
   }
-  const auto sorted = [n](const std::vector<double>& first, const std::vector<double>& second) {
-    std::vector<std::int32_t> order(n);
+  std::vector<Strategy> made;
+  const auto add = [&](const std::vector<double>& first, const std::vector<double>& second) {
+    std::vector<std::int32_t> order(n), rank(n);
     std::iota(order.begin(), order.end(), 0);
     const auto key = [&](std::int32_t b) { return std::pair(first[b], second[b]); };
     std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) { return key(a) > key(b); });
-    return order;
+    for (std::int32_t i = 0; i < n; ++i) rank[order[i]] = i;
+    for (const Choice choice : {Choice::kFewest, Choice::kTightest, Choice::kRanked, Choice::kForced}) made.push_back({choice, rank});
   };
-  return {sorted(total, length), sorted(width, total), sorted(cells, total), sorted(area, total), sorted(length, size), sorted(total, size)};
+  add(total, length);
+  add(length, size);
+  add(size, width);
+  add(area, total);
+  add(total, size);
+  add(cells, total);
+  return made;
 }
 
 }  // namespace
@@ -48,11 +57,11 @@ Exact improve(const Instance& instance, Layout seed, std::int64_t goal, const Cl
   if (done()) return best;
   best.tried = instance.n() <= kMostBuffers;
   if (!best.tried) return best;
-  std::vector<Search> searches;
-  for (auto& order : orders(instance)) searches.emplace_back(instance, std::move(order));
+  Search search(instance);
+  const std::vector<Strategy> tries = strategies(instance);
   const auto attempt = [&](std::int64_t capacity, std::int64_t nodes) {
-    for (Search& search : searches) {
-      const Outcome outcome = search.run(capacity, nodes, clock);
+    for (const Strategy& strategy : tries) {
+      const Outcome outcome = search.run(capacity, strategy, nodes, clock);
       best.nodes += search.nodes();
       if (outcome == Outcome::kFound) best.layout = search.layout();
       if (outcome != Outcome::kStopped) return outcome;

@@ -1,14 +1,11 @@
 #include "layout/search.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 
 namespace memtune::layout {
 
 namespace {
-
-constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max() / 4;
 
 constexpr std::size_t kFailures = std::size_t{1} << 18;
 
@@ -46,51 +43,44 @@ std::vector<std::vector<std::int32_t>> meeting(const std::vector<std::array<Piec
 
 }  // namespace
 
-Search::Search(const Instance& instance, std::vector<std::int32_t> order) : instance_(instance), order_(std::move(order)) {
-  for (const std::int32_t b : order_) {
-    size_.push_back(instance.size[b]);
-    pieces_.push_back(instance.pieces[b]);
-  }
-  neighbours_ = meeting(pieces_, instance.n_sections);
-  floor_.resize(order_.size());
-  at_least_.resize(order_.size());
-  placed_.resize(order_.size());
-  stacked_.resize(instance.n_sections);
+Search::Search(const Instance& instance)
+    : instance_(instance), size_(instance.size), pieces_(instance.pieces), neighbours_(meeting(instance.pieces, instance.n_sections)) {
+  rest_.resize(size_.size());
+  floor_.resize(size_.size());
+  placed_.resize(size_.size());
+  sections_.resize(instance.n_sections);
   label_.resize(instance.n_sections + 1);
 }
 
-Outcome Search::run(std::int64_t capacity, std::int64_t node_limit, const Clock& clock) {
+Outcome Search::run(std::int64_t capacity, const Strategy& strategy, std::int64_t node_limit, const Clock& clock) {
+  if (capacity != capacity_) failed_.assign(kFailures, Key{});
   capacity_ = capacity;
+  strategy_ = &strategy;
   nodes_ = 0;
   node_limit_ = node_limit;
   clock_ = &clock;
+  std::fill(rest_.begin(), rest_.end(), 0);
   std::fill(floor_.begin(), floor_.end(), 0);
   std::fill(placed_.begin(), placed_.end(), 0);
-  failed_.assign(kFailures, Key{});
   changes_.clear();
-  pool_.resize(order_.size());
+  pool_.resize(size_.size());
   std::iota(pool_.begin(), pool_.end(), 0);
   return solve_parts({0, pool_.size()}, -1);
 }
 
 Layout Search::layout() const {
-  Layout layout{std::vector<std::int64_t>(order_.size()), 0};
-  for (std::size_t b = 0; b < order_.size(); ++b) {
-    layout.offset[order_[b]] = floor_[b];
-    layout.height = std::max(layout.height, floor_[b] + size_[b]);
-  }
+  Layout layout{floor_, 0};
+  for (std::size_t b = 0; b < size_.size(); ++b) layout.height = std::max(layout.height, floor_[b] + size_[b]);
   return layout;
 }
 
-// Rule 5. The buffers of `part` but `placed`, cut where no lifetime crosses; small parts first, as they fail first.
-std::vector<Search::Part> Search::split(Part part, std::int32_t placed) {
+// Numbers the sections of `part` without `placed` in label_, from 0 on, a new number where no lifetime crosses; the last number.
+std::int32_t Search::number_parts(Part part, std::int32_t placed) {
   std::int32_t lo = instance_.n_sections, hi = 0;
-  bool wraps = false;
   for (std::size_t i = part.begin; i < part.end; ++i) {
     const auto& [first, second] = pieces_[pool_[i]];
     lo = second.hi > 0 ? 0 : std::min(lo, first.lo);
     hi = std::max(hi, first.hi);
-    wraps |= second.hi > 0;
   }
   std::fill(label_.begin() + lo, label_.begin() + hi + 1, 0);
   for (std::size_t i = part.begin; i < part.end; ++i) {
@@ -108,19 +98,21 @@ std::vector<Search::Part> Search::split(Part part, std::int32_t placed) {
     label_[s] = number;
     if (crossing == 0) ++number;
   }
-  if (number == 0) number = 1;
+  return number;
+}
+
+// Rule 5. The buffers of `part` but `placed`, cut where no lifetime crosses; small parts first, as they fail first.
+std::vector<Search::Part> Search::split(Part part, std::int32_t placed) {
+  const std::int32_t number = number_parts(part, placed);
   std::vector<std::int32_t> joined(number + 1);
   std::iota(joined.begin(), joined.end(), 0);
   const auto root = [&joined](std::int32_t x) {
     while (joined[x] != x) x = joined[x] = joined[joined[x]];
     return x;
   };
-  if (wraps) {
-    for (std::size_t i = part.begin; i < part.end; ++i) {
-      if (pool_[i] == placed) continue;
-      const auto& [first, second] = pieces_[pool_[i]];
-      if (second.hi > 0) joined[root(label_[first.lo])] = root(label_[second.lo]);
-    }
+  for (std::size_t i = part.begin; i < part.end; ++i) {
+    const auto& [first, second] = pieces_[pool_[i]];
+    if (second.hi > 0 && pool_[i] != placed) joined[root(label_[first.lo])] = root(label_[second.lo]);
   }
   std::vector<std::size_t> count(number + 1, 0);
   for (std::size_t i = part.begin; i < part.end; ++i) {
@@ -146,79 +138,154 @@ std::vector<Search::Part> Search::split(Part part, std::int32_t placed) {
 Outcome Search::solve_parts(Part part, std::int32_t placed) {
   const std::size_t pool = pool_.size();
   Outcome outcome = Outcome::kFound;
-  const std::int64_t from = placed < 0 ? 0 : floor_[placed];
   for (const Part each : split(part, placed)) {
-    outcome = solve(each, from, placed);
-    if (outcome != Outcome::kFound) break;
+    outcome = solve(each);
+    if (outcome == Outcome::kFound) continue;
+    // What the parts before this one have placed is not placed any more.
+    for (std::size_t i = pool; i < pool_.size(); ++i) placed_[pool_[i]] = 0;
+    break;
   }
   pool_.resize(pool);
   return outcome;
 }
 
-// The unplaced buffers with their floors. The floor of one that must be lifted first says nothing about where it will be.
-Search::Key Search::key(Part part, std::int64_t from, std::int32_t from_rank) const {
+// The unplaced buffers, where they rest and how far they are lifted.
+Search::Key Search::key(Part part) const {
   Key key;
   for (std::size_t i = part.begin; i < part.end; ++i) {
     const std::int32_t b = pool_[i];
-    const std::int64_t floor = eligible(b, from, from_rank) ? floor_[b] : -1;
-    const std::uint64_t row = spread(static_cast<std::uint64_t>(b) ^ spread(static_cast<std::uint64_t>(floor)));
+    const std::uint64_t lifted = spread(static_cast<std::uint64_t>(floor_[b] - rest_[b]));
+    const std::uint64_t row = spread(static_cast<std::uint64_t>(b) ^ spread(static_cast<std::uint64_t>(rest_[b]) ^ lifted));
     key.low += row;
     key.high += spread(row);
   }
   return key;
 }
 
-// Rule 3: false where nothing can lift the buffer.
-bool Search::lift(std::int32_t b, std::int64_t from, std::int32_t from_rank) {
-  std::int64_t lowest = kNever;
-  for (const std::int32_t other : neighbours_[b]) {
-    if (placed_[other] || !eligible(other, from, from_rank)) continue;
-    lowest = std::min(lowest, floor_[other] + size_[other]);
-  }
-  at_least_[b] = lowest;
-  return lowest + size_[b] <= capacity_;
+void Search::raise(std::int32_t b, std::int64_t floor) {
+  changes_.push_back({b, floor_[b], rest_[b]});
+  floor_[b] = instance_.align(floor, b);
 }
 
-// Sorts the buffers of `part` by what their offsets must at least be, and checks Rules 2 to 4; false where there is no layout.
-bool Search::bound(Part part, std::int64_t from, std::int32_t from_rank, std::int64_t& lowest_end) {
-  lowest_end = kNever;
-  for (std::size_t i = part.begin; i < part.end; ++i) {
-    const std::int32_t b = pool_[i];
-    lowest_end = std::min(lowest_end, floor_[b] + size_[b]);
-    at_least_[b] = floor_[b];
-    for (const Piece piece : pieces_[b]) std::fill(stacked_.begin() + piece.lo, stacked_.begin() + piece.hi, 0);
-  }
-  if (lowest_end <= from) return false;
-  for (std::size_t i = part.begin; i < part.end; ++i) {
-    const std::int32_t b = pool_[i];
-    if (!eligible(b, from, from_rank) && !lift(b, from, from_rank)) return false;
-  }
-  const auto first = pool_.begin() + static_cast<std::ptrdiff_t>(part.begin), last = pool_.begin() + static_cast<std::ptrdiff_t>(part.end);
-  std::sort(first, last, [this](std::int32_t a, std::int32_t b) {
-    return at_least_[a] != at_least_[b] ? at_least_[a] < at_least_[b] : a < b;
-  });
-  for (auto each = first; each != last; ++each) {
-    const std::int32_t b = *each;
-    const std::int64_t offset = at_least_[b], size = size_[b];
-    std::int64_t top = 0;
-    for (const Piece piece : pieces_[b]) {
-      for (std::int32_t s = piece.lo; s < piece.hi; ++s) {
-        stacked_[s] = std::max(stacked_[s], offset) + size;
-        top = std::max(top, stacked_[s]);
+// Rules 3 and 4, until nothing rises; false where there is no layout.
+bool Search::lift(Part part) {
+  for (bool rising = true; rising;) {
+    rising = false;
+    for (std::size_t i = part.begin; i < part.end; ++i) {
+      const std::int32_t b = pool_[i];
+      if (floor_[b] == rest_[b]) continue;
+      std::int64_t lowest = kNever, lowest_end = kNever;
+      for (const std::int32_t other : neighbours_[b]) {
+        if (placed_[other]) continue;
+        lowest = std::min(lowest, floor_[other]);
+        lowest_end = std::min(lowest_end, floor_[other] + size_[other]);
       }
+      if (lowest >= rest_[b] + size_[b] || lowest_end + size_[b] > capacity_) return false;
+      if (lowest_end <= floor_[b]) continue;
+      raise(b, lowest_end);
+      rising = true;
     }
-    if (top > capacity_) return false;
   }
   return true;
+}
+
+// Adds a buffer, the next one by (floor, rank), to its sections; false where they exceed the capacity (Rule 2).
+bool Search::stack(std::int32_t b) {
+  const std::int64_t floor = floor_[b], size = size_[b];
+  std::int64_t top = 0;
+  bool low = true;
+  for (const Piece piece : pieces_[b]) {
+    for (std::int32_t s = piece.lo; s < piece.hi; ++s) {
+      Section& section = sections_[s];
+      if (section.floor == kNever) section.floor = floor;
+      else if (section.next == kNever) section.next = floor;
+      if (section.floor < floor) {
+        low = false;
+        if (section.above == kNever) section.above = floor;
+      }
+      section.sum += size;
+      section.top = std::max(section.top, floor) + size;
+      top = std::max(top, section.top);
+    }
+  }
+  if (top > capacity_) return false;
+  if (low) low_.push_back(b);
+  for (const Piece piece : pieces_[b]) {
+    for (std::int32_t s = piece.lo; s < piece.hi; ++s) {
+      Section& section = sections_[s];
+      if (section.floor < floor) continue;
+      if (low && section.n_low++ == 0) section.first = b;
+      section.all_low &= low;
+    }
+  }
+  return true;
+}
+
+// Describes the sections of `part` and sorts its buffers by floor and rank; false where there is no layout.
+bool Search::survey(Part part) {
+  if (!lift(part)) return false;
+  const std::vector<std::int32_t>& rank = strategy_->rank;
+  const auto first = pool_.begin() + static_cast<std::ptrdiff_t>(part.begin), last = pool_.begin() + static_cast<std::ptrdiff_t>(part.end);
+  std::sort(first, last, [&](std::int32_t a, std::int32_t b) { return floor_[a] != floor_[b] ? floor_[a] < floor_[b] : rank[a] < rank[b]; });
+  low_.clear();
+  smallest_ = kNever;
+  for (auto each = first; each != last; ++each) {
+    smallest_ = std::min(smallest_, size_[*each]);
+    for (const Piece piece : pieces_[*each]) std::fill(sections_.begin() + piece.lo, sections_.begin() + piece.hi, Section{});
+  }
+  return std::all_of(first, last, [this](std::int32_t b) { return stack(b); });
+}
+
+// Whether one that is not placed can come to where the low buffer would be (Rule 4).
+bool Search::reachable(std::int32_t b) const {
+  for (const Piece piece : pieces_[b]) {
+    for (std::int32_t s = piece.lo; s < piece.hi; ++s) {
+      if (sections_[s].next < floor_[b] + size_[b]) return true;
+    }
+  }
+  return false;
+}
+
+// What the strategy compares sections by: the smallest first.
+std::array<std::int64_t, 3> Search::urgency(const Section& section) const {
+  // If none of the low buffers is next, the section wastes what is below the next floor, or below the end of one that lifts them.
+  const bool wasteful = std::min(section.above, section.floor + smallest_) + section.sum <= capacity_;
+  const std::int64_t options = section.n_low + (wasteful ? 1 : 0), slack = capacity_ - section.floor - section.sum;
+  switch (strategy_->choice) {
+    case Choice::kFewest: return {options, slack, section.floor};
+    case Choice::kForced: return {options > 1, section.floor, slack};
+    case Choice::kTightest: return {section.floor, slack, options};
+    case Choice::kRanked: break;
+  }
+  return {section.floor, strategy_->rank[section.first], 0};
+}
+
+// The low buffer to decide. The lowest of the part are all low, so there is a section that has no others.
+std::int32_t Search::choose() const {
+  std::int32_t best = -1;
+  std::array<std::int64_t, 3> least{kNever, kNever, kNever};
+  for (const std::int32_t b : low_) {
+    for (const Piece piece : pieces_[b]) {
+      for (std::int32_t s = piece.lo; s < piece.hi; ++s) {
+        if (sections_[s].first != b || !sections_[s].all_low) continue;
+        const std::array<std::int64_t, 3> each = urgency(sections_[s]);
+        if (each >= least) continue;
+        least = each;
+        best = b;
+      }
+    }
+  }
+  return best;
 }
 
 bool Search::place(std::int32_t b) {
   placed_[b] = 1;
   const std::int64_t end = floor_[b] + size_[b];
   for (const std::int32_t other : neighbours_[b]) {
-    if (placed_[other] || floor_[other] >= end) continue;
-    changes_.push_back({other, floor_[other]});
-    floor_[other] = instance_.align(end, order_[other]);
+    if (placed_[other] || rest_[other] >= end) continue;
+    changes_.push_back({other, floor_[other], rest_[other]});
+    rest_[other] = instance_.align(end, other);
+    floor_[other] = std::max(floor_[other], rest_[other]);
     if (floor_[other] + size_[other] > capacity_) return false;
   }
   return true;
@@ -228,29 +295,30 @@ void Search::take_back(std::int32_t b, std::size_t changes) {
   placed_[b] = 0;
   while (changes_.size() > changes) {
     floor_[changes_.back().buffer] = changes_.back().floor;
+    rest_[changes_.back().buffer] = changes_.back().rest;
     changes_.pop_back();
   }
 }
 
-Outcome Search::solve(Part part, std::int64_t from, std::int32_t from_rank) {
+// Changes stay where it fails: the caller takes them back.
+Outcome Search::solve(Part part) {
   if (part.end - part.begin == 1) {
     const std::int32_t b = pool_[part.begin];
-    return floor_[b] + size_[b] <= capacity_ ? Outcome::kFound : Outcome::kNone;
+    return floor_[b] == rest_[b] && floor_[b] + size_[b] <= capacity_ ? Outcome::kFound : Outcome::kNone;
   }
-  std::int64_t lowest_end = kNever;
-  if (!bound(part, from, from_rank, lowest_end)) return Outcome::kNone;
-  const Key left = key(part, from, from_rank);
+  if (!survey(part)) return Outcome::kNone;
+  const Key left = key(part);
   if (failed_[left.low % kFailures] == left) return Outcome::kNone;
-  for (std::size_t i = part.begin; i < part.end; ++i) {
-    const std::int32_t b = pool_[i];
-    if (!eligible(b, from, from_rank)) continue;
-    if (floor_[b] >= lowest_end) break;
+  for (bool open = true; open; open = open && survey(part)) {
+    const auto sure = std::find_if(low_.begin(), low_.end(), [this](std::int32_t b) { return !reachable(b); });
+    open = sure == low_.end();
+    const std::int32_t b = open ? choose() : *sure;
     if (++nodes_ > node_limit_ || (nodes_ % 256 == 0 && clock_->over())) return Outcome::kStopped;
     const std::size_t changes = changes_.size();
     const Outcome outcome = place(b) ? solve_parts(part, b) : Outcome::kNone;
-    if (outcome == Outcome::kFound) return outcome;
+    if (outcome != Outcome::kNone) return outcome;
     take_back(b, changes);
-    if (outcome == Outcome::kStopped) return outcome;
+    if (open) raise(b, floor_[b] + 1);
   }
   failed_[left.low % kFailures] = left;
   return Outcome::kNone;

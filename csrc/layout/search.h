@@ -1,6 +1,8 @@
 // Depth-first search for a layout within a capacity, over canonical layouts only.
 #pragma once
 
+#include <array>
+#include <limits>
 #include <vector>
 
 #include "layout/problem.h"
@@ -9,25 +11,41 @@ namespace memtune::layout {
 
 enum class Outcome { kFound, kNone, kStopped };
 
+// Where the search decides next: at the section that comes first by ...
+enum class Choice {
+  kFewest,   // how few buffers could be next in it, then how little it may waste
+  kForced,   // whether only one buffer could be next, then how low it is filled
+  kTightest, // how low it is filled, then how little it may waste
+  kRanked,   // how low it is filled, then the rank of the buffer
+};
+
+// Which buffer is placed next: one of those that could be next in the chosen section, the one of the lowest rank.
+struct Strategy {
+  Choice choice = Choice::kFewest;
+  std::vector<std::int32_t> rank;  // by buffer
+};
+
 // Rules of the search. Of all layouts within the capacity it looks for the one with the smallest sum of offsets, which keeps them:
-// Rule 1. Buffers are placed in order of (offset, rank), each at its floor: the highest end of what it meets and is placed.
+// Rule 1. A buffer is low if none that it meets and is not placed has a lower floor. Any low one may be decided: it is placed at its
+//         floor, or (tried second) lifted, as it will be higher. So each section grows from the bottom, in whatever order of sections.
 // Rule 2. Unplaced buffers of a section follow one another from their floors on; beyond the capacity there is no layout.
-// Rule 3. A buffer that may no longer be placed at its floor (Rule 1) must be lifted by one that it meets and is not placed.
-// Rule 4. No buffer is placed at or above where an unplaced one could end: that one could move below it.
+// Rule 3. A lifted buffer rests on one that it meets and is not placed.
+// Rule 4. It is kept from where it rests now by one of those; and a low buffer that none of those can reach is not lifted.
 // Rule 5. What no unplaced buffer connects is solved by itself.
 // Rule 6. What is left decides alone: the same unplaced buffers at the same floors fail again, whatever lies below them.
 class Search {
  public:
-  // Buffers in the order of their rank; neighbours are buffers that share a section.
-  Search(const Instance& instance, std::vector<std::int32_t> order);
+  explicit Search(const Instance& instance);
 
   // Looks for a layout no higher than `capacity` (in units), placing at most `node_limit` buffers.
-  Outcome run(std::int64_t capacity, std::int64_t node_limit, const Clock& clock);
+  Outcome run(std::int64_t capacity, const Strategy& strategy, std::int64_t node_limit, const Clock& clock);
 
   Layout layout() const;                       // after kFound
   std::int64_t nodes() const { return nodes_; }
 
  private:
+  static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max() / 4;
+
   // Unplaced buffers as a range of `pool_`.
   struct Part {
     std::size_t begin, end;
@@ -39,36 +57,48 @@ class Search {
   };
   struct Change {
     std::int32_t buffer;
-    std::int64_t floor;
+    std::int64_t floor, rest;
+  };
+  // Unplaced buffers of a section: their lowest floor, the next one (which may be as low), the lowest above the lowest, the sum of
+  // their sizes, where they end at best (Rule 2), how many of the lowest are low (Rule 1) and the first of those.
+  struct Section {
+    std::int64_t floor = kNever, next = kNever, above = kNever, sum = 0, top = 0;
+    std::int32_t n_low = 0, first = -1;
+    bool all_low = true;
   };
 
-  Outcome solve(Part part, std::int64_t from, std::int32_t from_rank);
+  Outcome solve(Part part);
   Outcome solve_parts(Part part, std::int32_t placed);
-  bool bound(Part part, std::int64_t from, std::int32_t from_rank, std::int64_t& lowest_end);
-  Key key(Part part, std::int64_t from, std::int32_t from_rank) const;
-  bool lift(std::int32_t buffer, std::int64_t from, std::int32_t from_rank);
+  std::vector<Part> split(Part part, std::int32_t placed);
+  std::int32_t number_parts(Part part, std::int32_t placed);
+  bool survey(Part part);
+  bool stack(std::int32_t buffer);
+  bool lift(Part part);
+  void raise(std::int32_t buffer, std::int64_t floor);
+  bool reachable(std::int32_t buffer) const;
+  std::int32_t choose() const;
+  std::array<std::int64_t, 3> urgency(const Section& section) const;
+  Key key(Part part) const;
   bool place(std::int32_t buffer);
   void take_back(std::int32_t buffer, std::size_t changes);
-  std::vector<Part> split(Part part, std::int32_t placed);
-  bool eligible(std::int32_t b, std::int64_t from, std::int32_t from_rank) const {
-    return floor_[b] > from || (floor_[b] == from && b > from_rank);
-  }
 
   const Instance& instance_;
-  std::vector<std::int32_t> order_;
-  std::vector<std::int64_t> size_;
-  std::vector<std::array<Piece, 2>> pieces_;
-  std::vector<std::vector<std::int32_t>> neighbours_;
+  const std::vector<std::int64_t>& size_;
+  const std::vector<std::array<Piece, 2>>& pieces_;
+  std::vector<std::vector<std::int32_t>> neighbours_;  // buffers that share a section
 
-  std::vector<std::int64_t> floor_;   // by rank: of a placed buffer its offset
-  std::vector<std::int64_t> at_least_;  // by rank: as `floor_`, raised by Rules 1 and 3
+  std::vector<std::int64_t> rest_;    // by buffer: the highest end of what it meets and is placed
+  std::vector<std::int64_t> floor_;   // by buffer: as `rest_`, or lifted; of a placed buffer its offset
   std::vector<std::uint8_t> placed_;
   std::vector<std::int32_t> pool_;
   std::vector<Change> changes_;
-  std::vector<std::int64_t> stacked_;  // by section: Rule 2
+  std::vector<Section> sections_;      // of the part that was surveyed last
+  std::vector<std::int32_t> low_;      // its low buffers
+  std::int64_t smallest_ = 0;          // its smallest size
   std::vector<std::int32_t> label_;    // by section: Rule 5
-  std::vector<Key> failed_;            // a table of the last failures
-  std::int64_t capacity_ = 0, nodes_ = 0, node_limit_ = 0;
+  std::vector<Key> failed_;            // a table of the last failures: they hold for all strategies
+  std::int64_t capacity_ = -1, nodes_ = 0, node_limit_ = 0;
+  const Strategy* strategy_ = nullptr;
   const Clock* clock_ = nullptr;
 };
 

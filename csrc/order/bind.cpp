@@ -8,23 +8,16 @@
 #include <tuple>
 #include <vector>
 
+#include "columns.h"
 #include "order/graph.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using memtune::Column, memtune::Made, memtune::span;
 
 namespace {
 
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Made = nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>>;
-
-template <typename T>
-std::span<const T> span(const Column<T>& column) {
-  return {column.data(), column.size()};
-}
-
-std::tuple<Made, std::int64_t, std::int64_t> low_peak_order(
+std::tuple<Made<std::int32_t>, std::int64_t, std::int64_t> low_peak_order(
     std::int32_t n_ops, const Column<std::int64_t>& bytes, const Column<std::int32_t>& producer, const Column<std::uint8_t>& stays,
     const Column<std::int32_t>& use_op, const Column<std::int32_t>& use_storage, const Column<std::int32_t>& first,
     const Column<std::int32_t>& then) {
@@ -34,15 +27,15 @@ std::tuple<Made, std::int64_t, std::int64_t> low_peak_order(
     const std::vector<std::int64_t> live = memtune::order::live_bytes(graph, order);
     return live.empty() ? graph.start_bytes : *std::max_element(live.begin(), live.end());
   };
-  auto* order = new memtune::order::Ops;
-  nb::capsule owner(order, [](void* p) noexcept { delete static_cast<memtune::order::Ops*>(p); });
+  memtune::order::Ops order;
   memtune::order::Ops program(n_ops);
   std::iota(program.begin(), program.end(), 0);
   {
     nb::gil_scoped_release others_run;
-    *order = memtune::order::low_peak_order(graph);
+    order = memtune::order::low_peak_order(graph);
   }
-  return {Made(order->data(), {order->size()}, owner), peak(*order), peak(program)};
+  const std::int64_t low = peak(order);
+  return {memtune::array(std::move(order)), low, peak(program)};
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <string>
 #include <tuple>
 
+#include "columns.h"
 #include "remat/trace.h"
 
 namespace nb = nanobind;
@@ -19,12 +20,8 @@ using namespace memtune::remat;
 namespace {
 
 template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
 std::span<const T> span(const nb::dict& columns, const char* name) {
-  const auto column = nb::cast<Column<T>>(columns[name]);
-  return {column.data(), column.size()};
+  return memtune::span<T>(nb::cast<memtune::Column<T>>(columns[name]));
 }
 
 template <typename T>

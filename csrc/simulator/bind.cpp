@@ -11,21 +11,15 @@
 #include <utility>
 #include <vector>
 
+#include "columns.h"
 #include "simulator/live.h"
 #include "simulator/machine.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using memtune::Column, memtune::span;
 
 namespace {
-
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
-std::span<const T> span(const Column<T>& column) {
-  return {column.data(), column.size()};
-}
 
 // Keeps the buffers of a step alive and looks at them; built once, then asked at either level.
 class Columns {

@@ -5,22 +5,17 @@
 
 #include <optional>
 
+#include "columns.h"
 #include "simulator/allocator.h"
 #include "simulator/bind.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using memtune::Column, memtune::span;
 
 namespace {
 
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Numbers = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
-
-template <typename T>
-std::span<const T> span(const Column<T>& column) {
-  return {column.data(), column.size()};
-}
+using Numbers = memtune::Made<std::int64_t>;
 
 // A view of a column of the replay, which it keeps alive.
 template <auto Member>

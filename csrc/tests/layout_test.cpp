@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 
@@ -79,10 +81,81 @@ void five_buffers_fill_twelve_bytes() {
   }
   const Exact exact = improve(instance, stacked, 0, Clock(5));
   CHECK(exact.layout.height * instance.unit == 12 && exact.lower_bound == exact.layout.height);
-  Search search(instance, {0, 1, 2, 3, 4});
-  CHECK(search.run(3, 1000, Clock(5)) == Outcome::kFound && search.layout().height == 3);
-  CHECK(search.run(2, 1000, Clock(5)) == Outcome::kNone);
-  CHECK(search.run(3, 1, Clock(5)) == Outcome::kStopped);
+  Search search(instance);
+  for (const Choice choice : {Choice::kFewest, Choice::kForced, Choice::kTightest, Choice::kRanked}) {
+    const Strategy strategy{choice, {0, 1, 2, 3, 4}};
+    CHECK(search.run(3, strategy, 1000, Clock(5)) == Outcome::kFound && search.layout().height == 3);
+    CHECK(search.run(2, strategy, 1000, Clock(5)) == Outcome::kNone);
+    CHECK(search.run(3, strategy, 1, Clock(5)) == Outcome::kStopped);
+  }
+}
+
+// The lowest height: some order in which each buffer rests on the highest end of what it meets and came before makes it.
+std::int64_t lowest_height(const Instance& instance) {
+  const auto meet = [&](std::int32_t a, std::int32_t b) {
+    for (const Piece p : instance.pieces[a]) {
+      for (const Piece q : instance.pieces[b]) {
+        if (p.lo < q.hi && q.lo < p.hi) return true;
+      }
+    }
+    return false;
+  };
+  std::vector<std::int32_t> order(instance.n());
+  std::iota(order.begin(), order.end(), 0);
+  std::int64_t lowest = std::accumulate(instance.size.begin(), instance.size.end(), std::int64_t{0});
+  do {
+    Column end(instance.n(), 0);
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      std::int64_t floor = 0;
+      for (std::size_t j = 0; j < i; ++j) {
+        if (meet(order[i], order[j])) floor = std::max(floor, end[order[j]]);
+      }
+      end[order[i]] = floor + instance.size[order[i]];
+    }
+    lowest = std::min(lowest, *std::max_element(end.begin(), end.end()));
+  } while (std::next_permutation(order.begin(), order.end()));
+  return lowest;
+}
+
+void every_strategy_finds_the_optimum_and_proves_it() {
+  std::mt19937_64 random(3);
+  for (int round = 0; round < 60; ++round) {
+    const Instance instance = compile(random_rows(random, 6, 12, round % 2 ? 12 : 0).problem());
+    const std::int64_t lowest = lowest_height(instance);
+    Search search(instance);
+    for (const Choice choice : {Choice::kFewest, Choice::kForced, Choice::kTightest, Choice::kRanked}) {
+      Strategy strategy{choice, {0, 1, 2, 3, 4, 5}};
+      std::shuffle(strategy.rank.begin(), strategy.rank.end(), random);
+      CHECK(search.run(lowest, strategy, 100000, Clock(5)) == Outcome::kFound && search.layout().height == lowest);
+      CHECK(search.run(lowest - 1, strategy, 100000, Clock(5)) == Outcome::kNone);
+    }
+  }
+}
+
+void what_is_cut_from_a_rectangle_is_packed_back() {
+  std::mt19937_64 random(4);
+  for (int round = 0; round < 30; ++round) {
+    Rows rows{{0}, {256}, {256}, {1}, 0};
+    while (rows.start.size() < 100) {
+      const std::size_t i = random() % rows.start.size();
+      const bool upright = random() % 2;
+      const std::int64_t side = upright ? rows.end[i] - rows.start[i] : rows.size[i];
+      if (side < 2) continue;
+      const auto at = 1 + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(side - 1));
+      rows.start.push_back(upright ? rows.start[i] + at : rows.start[i]);
+      rows.end.push_back(rows.end[i]);
+      rows.size.push_back(upright ? rows.size[i] : side - at);
+      rows.alignment.push_back(1);
+      (upright ? rows.end[i] : rows.size[i]) = upright ? rows.start[i] + at : at;
+    }
+    const Instance instance = compile(rows.problem());
+    Strategy strategy{Choice::kFewest, std::vector<std::int32_t>(100)};
+    std::iota(strategy.rank.begin(), strategy.rank.end(), 0);
+    Search search(instance);
+    const Outcome outcome = search.run(256, strategy, 2000, Clock(5));
+    CHECK(outcome != Outcome::kNone);
+    if (outcome == Outcome::kFound) CHECK(rows.fault(instance, search.layout()) == "");
+  }
 }
 
 void wrong_layouts_are_found() {
@@ -117,6 +190,8 @@ int main() {
   every_tier_makes_layouts();
   a_clock_that_is_over_still_gives_a_layout();
   five_buffers_fill_twelve_bytes();
+  every_strategy_finds_the_optimum_and_proves_it();
+  what_is_cut_from_a_rectangle_is_packed_back();
   wrong_layouts_are_found();
   rows_that_are_no_buffers_are_refused();
 }

@@ -66,9 +66,9 @@ def search(
     offload_dir: OffloadDir = None,
     seed: Seed = 0,
     study: Annotated[str | None, typer.Option(help="Name of the study; default: from the model's file.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study, and replace the config it wrote.")] = False,
     out: Annotated[Path, typer.Option(help="Where the config is written.")] = Path("tuned.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists, whoever wrote it.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Everything but trials.")] = False,
     executor: Annotated[str, typer.Option(metavar="auto|local|ray", help="How trials are started.")] = "auto",
     ray_address: Annotated[str | None, typer.Option(help="Join this Ray cluster.")] = None,
@@ -105,7 +105,7 @@ def plan(
     exact: Annotated[bool, typer.Option("--exact", help="Dry-run the first rows: the real runtime on fake tensors.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Rank settings without running any, for GPUs that need not be here."""
+    """Rank settings without running any, for GPUs that need not be here; exits 1 where nothing fits."""
     from memtune.cli import _search
 
     given = {name: value for name, value in locals().items() if name != "_search"}

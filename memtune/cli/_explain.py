@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
+from memtune.cli._crash import told
 from memtune.cli._output import emit, results
 from memtune.config import TunedConfig, load_config
 from memtune.units import format_bytes, format_seconds
@@ -25,7 +27,7 @@ def explain(given: dict[str, Any]) -> int:
     if given["model"] is not None:
         _options.workload(given["model"])
 
-    with results() as stream:
+    with nullcontext() if given["model"] is None else told(given["model"], given["as_json"]), results() as stream:
         found, origin = _ablation(tuned, given)
         budget = _budget(tuned, given)
         rows = [*_rows(tuned)]

@@ -149,7 +149,7 @@ def search_only(given: dict[str, Any]) -> dict[str, Any]:
     """What a search has beyond a plan; the file to write is checked now rather than after the search."""
     from memtune.autotune.store import check_writable
 
-    check_writable(given["out"], force=given["force"] or given["resume"])
+    check_writable(given["out"], force=given["force"] or given["resume"])  # the study knows what it may replace on resume
     if given["ray_address"] is not None:
         from memtune.executors.ray_address import reach
 

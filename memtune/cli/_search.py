@@ -80,7 +80,7 @@ def _summary(log: Path, out: str) -> None:
 
 
 def plan(given: dict[str, Any]) -> int:
-    """Print the ranking, or one config's prediction."""
+    """Print the ranking, or one config's prediction; returns 1 where nothing is predicted to fit."""
     common = _options.common(given, for_trials=False)
     if given["config"] is not None:
         load_config(given["config"])  # a typo in it is found before the workload is recorded
@@ -106,4 +106,4 @@ def plan(given: dict[str, Any]) -> int:
             from memtune.autotune.plan_text import render
 
             Console(file=stream, width=None if stream.isatty() else _FILE_COLUMNS).print(render(report))
-    return 0
+    return 0 if report.feasible else 1

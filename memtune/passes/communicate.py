@@ -25,7 +25,8 @@ GATHER = "memtune.all_gather_into_.default"
 REDUCE = "memtune.reduce_scatter_into_.default"
 _COPY_OUT, _PACK = "fsdp.split_with_sizes_copy.default", "fsdp.chunk_cat.default"
 _EMPTY = "aten.empty.memory_format"
-_COMPUTE_STREAM, _GATHER_STREAM = 1, 4
+SEND_NEXT = "memtune.send_next_into_.default"
+_COMPUTE_STREAM, _GATHER_STREAM, _RING_STREAM = 1, 4, 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +152,8 @@ def _gathers(edit: Edit, step: Step, how: Communication, degree: int, stream: in
             _quantised(edit, step, found, mine, how.weights, degree, stream, each)
         elif how.gather == "hierarchical":
             _by_node(edit, step, found, mine, degree, how.ranks_per_node, stream, each)
+        elif how.gather == "ho_ring":
+            _rings(edit, step, found, mine, degree, how.ranks_per_node, stream, each)
         else:
             _plain(edit, step, found, mine, degree, stream, each)
     if len(kept):
@@ -188,6 +191,29 @@ def _by_node(edit: Edit, step: Step, found: Messages, mine: I32, degree: int, lo
             GATHER, before=at, phase=phase, resource=Resource.INTRA_LINK, group=local, stream=stream, traffic_bytes=whole // nodes
         )
         _reads_and_writes(edit, inside, parts, buffer)
+
+
+def _rings(edit: Edit, step: Step, found: Messages, mine: I32, degree: int, local: int, stream: int, phase: Phase) -> None:
+    """Node by node: a shard goes on to the next node while the one before it is gathered inside this one."""
+    at, buffer, nodes = found.ops[mine], found.buffer[mine], degree // local
+    whole, prefetch, part = step.bytes[buffer], step.op_prefetch[at], buffer
+    ring_stream = stream if stream == _COMPUTE_STREAM else _RING_STREAM
+    for turn in range(nodes):
+        arriving = part
+        if turn < nodes - 1:
+            make = edit.add_ops(_EMPTY, before=at, phase=phase, resource=Resource.NOTHING)
+            arriving = edit.add_storages(whole // degree, producer=make, kind=Kind.COMMUNICATION)
+            ring = edit.add_ops(
+                SEND_NEXT, before=at, phase=phase, resource=Resource.INTER_LINK, group=nodes, stream=ring_stream,
+                traffic_bytes=whole // degree, prefetch=prefetch,
+            )  # fmt: skip
+            _reads_and_writes(edit, ring, part, arriving)
+        inside = edit.add_ops(
+            GATHER, before=at, phase=phase, resource=Resource.INTRA_LINK, group=local, stream=stream,
+            traffic_bytes=whole // nodes, prefetch=prefetch,
+        )  # fmt: skip
+        _reads_and_writes(edit, inside, part, buffer)
+        part = arriving
 
 
 def _quantised(edit: Edit, step: Step, found: Messages, mine: I32, form: Form, degree: int, stream: int, phase: Phase) -> None:

@@ -28,7 +28,7 @@ class Early:
 
 
 @dataclass(frozen=True, eq=False)
-class _Landings:
+class Landings:
     """Gradients in the order in which they land, all but the witness's; indices are into the parameters that are updated."""
 
     index: I32
@@ -64,11 +64,15 @@ class _Turn(NamedTuple):
     anchor: int
 
 
+def watched_row(step: Step) -> int:
+    """The witness among the parameters."""
+    trained = np.flatnonzero(columns_of(step.parameters).trainable)
+    return int(trained[witness(_sizes(step)[trained].tolist())])
+
+
 def no_witness(step: Step) -> bool:
     """Whether the smallest trained parameter gets no gradient, so that nobody would notice a change of gradients."""
-    columns = columns_of(step.parameters)
-    trained = np.flatnonzero(columns.trainable)
-    return bool(columns.gradient[trained[witness(_sizes(step)[trained].tolist())]] < 0)
+    return bool(columns_of(step.parameters).gradient[watched_row(step)] < 0)
 
 
 def optimizer_beside_backward(step: Step, native: Native, early: Early) -> Step:
@@ -83,15 +87,14 @@ def optimizer_beside_backward(step: Step, native: Native, early: Early) -> Step:
     mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0))
     if not len(mine) or not (step.op_phase == Phase.OPTIMIZER).any():
         return step
-    trained = np.flatnonzero(columns.trainable)
-    watched = int(np.searchsorted(mine, trained[witness(_sizes(step)[trained].tolist())]))
-    edit, landings = Edit(step), _landings(step, mine, watched, early.bucket_bytes)
+    watched = int(np.searchsorted(mine, watched_row(step)))
+    edit, landings = Edit(step), landings_of(step, mine, watched, early.bucket_bytes)
     first = int(without_own_update(edit, step)[0])
     turns = _turns(step, mine, landings, watched, early, first)
-    rows = _insert(edit, step, native, mine, landings, turns, first)
+    rows = _insert(edit, step, native, mine, landings, turns, watched, first)
     gradients, old = _gradients(edit, step, mine, landings, watched, turns, rows, early.late)
     _update(edit, step, native, mine, turns, rows, gradients, old)
-    _let_go(edit, step, landings, turns, rows)
+    _let_go(edit, step, landings, int(columns.gradient[mine][watched]), turns, rows)
     on_host(edit, step, step.op_phase == Phase.OPTIMIZER)
     edit.tier[landings.sums[landings.sums >= 0]] = Tier.HOST
     return edit.done()
@@ -102,7 +105,8 @@ def _sizes(step: Step) -> I64:
     return columns.numel * columns.itemsize
 
 
-def _landings(step: Step, mine: _Rows, watched: int, bucket_bytes: int) -> _Landings:
+def landings_of(step: Step, mine: _Rows, watched: int, bucket_bytes: int) -> Landings:
+    """When the gradients of the parameters `mine` land, all but that of `mine[watched]`."""
     columns, raw = columns_of(step.parameters), raw_gradients(step)[mine]
     index_of = np.full(step.n_storages, -1, np.int32)
     index_of[columns.gradient[mine]] = np.arange(len(mine), dtype=np.int32)
@@ -115,10 +119,10 @@ def _landings(step: Step, mine: _Rows, watched: int, bucket_bytes: int) -> _Land
     index, after, sums = index[order], after[order], np.where(summed, gradient, -1)[order].astype(np.int32)
     full = np.zeros(len(index), np.int32)
     full[bucket_ends(step.bytes[raw[index]].tolist(), bucket_bytes)] = 1
-    return _Landings(index, raw[index], sums, after, (np.cumsum(full) - full).astype(np.int32), full.astype(bool))
+    return Landings(index, raw[index], sums, after, (np.cumsum(full) - full).astype(np.int32), full.astype(bool))
 
 
-def _turns(step: Step, mine: _Rows, landings: _Landings, watched: int, early: Early, first: int) -> list[_Turn]:
+def _turns(step: Step, mine: _Rows, landings: Landings, watched: int, early: Early, first: int) -> list[_Turn]:
     """All ops in their order."""
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     waits = _Waits(step, mine, watched, early.trigger)
@@ -171,12 +175,14 @@ class _Waits:
         return found
 
 
-def _insert(edit: Edit, step: Step, native: Native, mine: _Rows, landings: _Landings, turns: list[_Turn], first: int) -> I32:
+def _insert(
+    edit: Edit, step: Step, native: Native, mine: _Rows, landings: Landings, turns: list[_Turn], watched: int, first: int
+) -> I32:
     """The ops; returns their rows."""
     what, row, anchor = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
     sizes = _sizes(step)[mine]
-    of_landing = np.append(landings.index, np.searchsorted(mine, _watched_row(step))).astype(np.int32)  # the last: the witness
+    of_landing = np.append(landings.index, watched).astype(np.int32)  # the last: the witness
     index = np.where((what == _ADD) | (what == _COPY), of_landing[row], row)
     traffic = np.where(what == _ADD, 3, 1) * sizes[index]
     traffic = np.where(what == _UPDATE, update_bytes(step, native, mine)[index], traffic)
@@ -199,13 +205,8 @@ def _insert(edit: Edit, step: Step, native: Native, mine: _Rows, landings: _Land
     return rows
 
 
-def _watched_row(step: Step) -> int:
-    trained = np.flatnonzero(columns_of(step.parameters).trainable)
-    return int(trained[witness(_sizes(step)[trained].tolist())])
-
-
 def _gradients(
-    edit: Edit, step: Step, mine: _Rows, landings: _Landings, watched: int, turns: list[_Turn], rows: I32, late: bool
+    edit: Edit, step: Step, mine: _Rows, landings: Landings, watched: int, turns: list[_Turn], rows: I32, late: bool
 ) -> tuple[I32, I32]:
     """(mine,) the gradients on the host that this step leaves for an update, and those that its updates use."""
     columns = columns_of(step.parameters)
@@ -272,8 +273,8 @@ def _update(edit: Edit, step: Step, native: Native, mine: _Rows, turns: list[_Tu
     edit.hold_through(old, last)
 
 
-def _let_go(edit: Edit, step: Step, landings: _Landings, turns: list[_Turn], rows: I32) -> None:
-    """Each bucket is let go on the device before the first op that follows its copies."""
+def _let_go(edit: Edit, step: Step, landings: Landings, watched: int, turns: list[_Turn], rows: I32) -> None:
+    """Each bucket is let go on the device before the first op that follows its copies; `watched`: the witness's gradient."""
     gone = np.empty(len(landings.raw), np.int32)
     following = of = -1
     for turn, after in zip(reversed(turns[:-1]), rows[:0:-1].tolist(), strict=True):
@@ -285,14 +286,9 @@ def _let_go(edit: Edit, step: Step, landings: _Landings, turns: list[_Turn], row
     edit.held_until[landings.raw] = -1
     edit.kind[landings.raw] = Kind.TEMPORARY
     edit.let_go_before(landings.raw, gone)
-    watched = columns_of(step.parameters).gradient[_watched_row(step)]
     edit.held_until[watched] = -1
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     hung = [op for turn, op in zip(turns, rows.tolist(), strict=True) if turn.anchor == end]
     if hung:
         edit.hold_to_the_end_of_backward(hung[-1])
-    # What Python holds to the end of the step (the loss) is there until the last weight is up.
-    late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
-    late &= step.kind != Kind.GRADIENT  # a tiled loss makes some in forward
-    kept = np.flatnonzero(late).astype(np.int32)
-    edit.hold_through(kept, np.full(len(kept), rows[-1], np.int32))
+    edit.hold_to_the_end_of_step(int(rows[-1]))

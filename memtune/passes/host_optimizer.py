@@ -71,11 +71,7 @@ def optimizer_on_host(step: Step, native: Native | None = None) -> Step:
     edit.add_uses(up, host_weights if native is None else np.where(columns.itemsize[mine] == 4, host_weights, host_gradients))
     edit.add_uses(up, weights, mutates=True)
     edit.hold_through(host_gradients, up)
-    # What Python holds to the end of the step (the loss) is there until the last weight is up.
-    late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
-    late &= step.kind != Kind.GRADIENT  # a tiled loss makes some in forward
-    late = np.flatnonzero(late).astype(np.int32)
-    edit.hold_through(late, np.full(len(late), up[-1], np.int32))
+    edit.hold_to_the_end_of_step(int(up[-1]))
     on_host(edit, step, optimizer)
     return edit.done()
 

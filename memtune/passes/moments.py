@@ -32,11 +32,30 @@ def first_step(step: Step) -> Step:
     An upper end for optimizers that make the state of each parameter at its own update (SGD's momentum): there the state of the
     later parameters is not yet beside the temporaries of the earlier ones.
     """
+    return replace(step, producer=with_state_made(step))
+
+
+def with_state_made(step: Step) -> I32:
+    """(m,) the producer of each storage in the first step.
+
+    torch's optimizers make the state of a whole group of parameters before they update the first one; one that is given its
+    parameters one by one, inside backward, makes the state of each before it updates it.
+    """
     updates = np.flatnonzero(step.op_phase == Phase.OPTIMIZER)
     state = (step.kind == Kind.OPTIMIZER) & (step.producer < 0)
     if not len(updates) or not state.any():
-        return step
-    return replace(step, producer=np.where(state, updates[0], step.producer).astype(np.int32))
+        return step.producer
+    begins = np.full(step.n_storages, updates[0], np.int32)
+    if updates_inside_backward(step):
+        used = np.flatnonzero(state[step.use_storage] & (step.use_phase == Phase.OPTIMIZER))[::-1]
+        begins[step.use_storage[used]] = step.use_op[used]  # the first one is written last
+    return np.where(state, begins, step.producer).astype(np.int32)
+
+
+def updates_inside_backward(step: Step) -> bool:
+    """Whether parameters are updated while backward goes on."""
+    updates = np.flatnonzero(step.op_phase == Phase.OPTIMIZER)
+    return bool(len(updates) and (step.op_phase[updates[0] :] < Phase.BOUNDARY).any())
 
 
 def evaluation(step: Step) -> Step:

@@ -65,12 +65,11 @@ def _partitioned(step: Step, how: Partitioning, *, sums_stay: bool) -> Step:
     edit = Edit(step)
     taken = _reduce(edit, step, how, sums_stay=sums_stay)
     last = _gather(edit, step, how)
-    # Gradients, the loss: what is held to the end of the step is held while weights are gathered.
-    late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
-    held = np.concatenate([np.flatnonzero(late).astype(np.int32), taken])
     if _optimizer_end(step, how) < step.n_ops:  # what earlier divisions gather comes last
         last = step.n_ops - 1
-    edit.hold_through(held, np.full(len(held), last, np.int32))
+    # Gradients, the loss: what is held to the end of the step is held while weights are gathered.
+    edit.hold_to_the_end_of_step(last, gradients=True)
+    edit.hold_through(taken, np.full(len(taken), last, np.int32))
     return edit.done()
 
 

@@ -20,7 +20,7 @@ def run_schedule(step: Step, region: Region, schedule: Schedule) -> Step:
     position = np.empty(step.n_ops, np.int32)
     position[order[~again]] = np.flatnonzero(~again)
     storages, patches = _storages(step, region, order, again, position, let_go)
-    ops = {name: getattr(step, name)[order] for name in vars(step) if name.startswith("op_")}
+    ops = {name: column[order] for name, column in step.columns("op_").items()}
     forward_again = again & (step.op_phase[order] == Phase.FORWARD)
     ops["op_phase"] = np.where(forward_again, np.uint8(Phase.RECOMPUTE), ops["op_phase"]).astype(np.uint8)
     ops["op_copy_of"] = np.where(again, first, -1).astype(np.int32)
@@ -128,7 +128,7 @@ def _saves(step: Step, region: Region, position: I32) -> dict[str, Any]:
     """What autograd saves outside; inside, the schedule says what stays."""
     before = step.save_before - step.save_is_output
     keep = (before < region.rows[0]) | (before > region.rows[region.graph.n_forward - 1])
-    columns = {name: getattr(step, name)[keep] for name in vars(step) if name.startswith("save_")}
+    columns = {name: column[keep] for name, column in step.columns("save_").items()}
     for name in ("save_before", "save_until", "save_used_until", "save_asked"):
         column = columns[name]
         columns[name] = np.where(column < 0, -1, position[np.minimum(column, step.n_ops - 1)]).astype(np.int32)

@@ -269,32 +269,91 @@ class _Reduced:
     taken: I32
 
 
-def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
-    """Reduce-scatter each unit after its backward, and add it to the sums of the earlier micro-batches.
+@dataclass(frozen=True, eq=False)
+class _Messages:
+    """What the reductions send."""
 
-    Ops of a unit: a buffer, the copy into it, the sharded gradient, the reduction, the all-reduce between replicas if there
-    are any, a cast if it travelled in another type, an addition for each sum. In two hops what is all-reduced are the sums of
-    the unit before.
-    """
+    n_bytes: I64
+    """(units,) of a shard in the gradients' own type."""
+    sent: I64
+    """(units,) of a shard as it travels."""
+    averaged: I64
+    """Units beside whose reduction something is averaged between the copies."""
+    cast: I64
+    """Units whose gradients travel in another type than their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The ops of the reductions: one per unit, averaged unit, cast unit or sum."""
+
+    make: I32
+    pack: I32
+    take: I32
+    reduce: I32
+    exchange: I32
+    cast: I32
+    add: I32
+    last: I32
+    """(units,) the last one of each unit."""
+
+
+def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
+    """Reduce-scatter each unit after its backward, and add it to the sums of the earlier micro-batches."""
     of, shards = _reductions(step, how.blocks_per_unit, how.sums), shards_of(columns_of(step.parameters), how.degree)
     if not len(of.after):
         return _Reduced(of, np.empty(0, np.int32))
-    averaged = _averaged(how, len(of.after))
-    mine, per_unit = of.parameters, of.sums.count + 4
-    per_unit[averaged] += 1
+    mine = of.parameters
     n_bytes = replace(mine, values=shards.n_bytes[mine.values]).sums()
-    cast_units = _cast_units(step, mine, how)
-    per_unit[cast_units] += 1
     sent = _in_type(step, mine, n_bytes, how)
+    messages = _Messages(n_bytes, sent, _averaged(how, len(of.after)), _cast_units(step, mine, how))
+    rows = _insert(edit, how, of, shards, messages)
+    given, taken = _reduction_buffers(edit, how, shards, mine, sent, rows)
+    raw, averaged = of.raw[mine.values], messages.averaged
+    edit.add_uses(rows.pack[mine.part], raw)
+    edit.add_uses(rows.pack, given, mutates=True)
+    edit.add_uses(rows.reduce, given)
+    edit.add_uses(rows.reduce, taken, mutates=True)
+    edit.add_uses(rows.exchange, _averages(step, of, taken, how)[averaged - how.two_hop], mutates=True)
+    if len(rows.cast):
+        edit.add_uses(rows.cast, taken[messages.cast])
+        taken = taken.copy()
+        taken[messages.cast] = edit.add_storages(n_bytes[messages.cast], producer=rows.cast, kind=Kind.GRADIENT)
+    edit.add_uses(rows.add, taken[of.sums.part])
+    edit.add_uses(rows.add, columns_of(step.parameters).gradient[mine.values[mine.starts]][of.sums.part], mutates=True)
+
+    # The function that reduces still names the last gradient of its loop, and its buffers, when it has added to the sums.
+    edit.hold_through(np.concatenate([raw[mine.starts + mine.count - 1], given]), np.concatenate([rows.last, rows.last]))
+    edit.hold_through(given[:-1], of.after[1:])
+    end = np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]
+    for op in rows.last[of.after == end].tolist():
+        edit.hold_to_the_end_of_backward(op)
+    if how.replicas > 1 and how.two_hop:
+        _average_the_last(edit, step, how, int(sent[-1]), _averages(step, of, taken, how)[-1:])
+    return _Reduced(of, taken)
+
+
+def _insert(edit: Edit, how: Sharding, of: _Reductions, shards: Shards, messages: _Messages) -> _Rows:
+    """Insert the ops.
+
+    Of a unit: a buffer, the copy into it, the sharded gradient, the reduction, the all-reduce between replicas if there are any,
+    a cast if it travelled in another type, an addition for each sum. In two hops what is all-reduced are the sums of the unit
+    before.
+    """
+    n_bytes, sent, averaged = messages.n_bytes, messages.sent, messages.averaged
+    per_unit = of.sums.count + 4
+    per_unit[averaged] += 1
+    per_unit[messages.cast] += 1
     make = np.cumsum(per_unit) - per_unit
-    pack, take, reduce = make + 1, make + 2, make + 3
-    exchange = make[averaged] + 4
-    cast = (make + per_unit - of.sums.count - 1)[cast_units]
-    add = of.sums.places(make + per_unit - of.sums.count)
+    pack, take, reduce, exchange = make + 1, make + 2, make + 3, make[averaged] + 4
+    end = make + per_unit
+    cast, add = (end - of.sums.count - 1)[messages.cast], of.sums.places(end - of.sums.count)
     n_ops = int(per_unit.sum())
     streams = how.reduce_streams
-    names = [(make, "aten.empty.memory_format"), (pack, "fsdp.chunk_cat.default"), (take, "aten.empty.memory_format")]
-    names += [
+    names = [
+        (make, "aten.empty.memory_format"),
+        (pack, "fsdp.chunk_cat.default"),
+        (take, "aten.empty.memory_format"),
         (reduce, "memtune.reduce_scatter_into_.default"),
         (exchange, "memtune.all_reduce_.default"),
         (cast, "aten._to_copy.default"),
@@ -310,36 +369,13 @@ def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
         traffic_bytes=column(
             n_ops, np.int64,
             (pack, (n_bytes + sent) * how.degree), (reduce, sent * how.degree), (exchange, sent[averaged - how.two_hop]),
-            (cast, (n_bytes + sent)[cast_units]), (add, 3 * shards.n_bytes[of.sums.values]),
+            (cast, (n_bytes + sent)[messages.cast]), (add, 3 * shards.n_bytes[of.sums.values]),
         ),
         group=column(n_ops, np.int32, (reduce, how.degree), (exchange, how.replicas)),
         stream=column(n_ops, np.uint8, (reduce, streams[0]), (exchange, streams[1]),
             (cast, streams[how.replicas > 1]), (add, streams[how.replicas > 1])),
     )  # fmt: skip
-    given, taken = _reduction_buffers(edit, how, shards, mine, sent, rows[np.stack([make, pack, take, reduce])])
-    raw = of.raw[mine.values]
-    edit.add_uses(rows[pack][mine.part], raw)
-    edit.add_uses(rows[pack], given, mutates=True)
-    edit.add_uses(rows[reduce], given)
-    edit.add_uses(rows[reduce], taken, mutates=True)
-    edit.add_uses(rows[exchange], _averages(step, of, taken, how)[averaged - how.two_hop], mutates=True)
-    if len(cast):
-        edit.add_uses(rows[cast], taken[cast_units])
-        taken = taken.copy()
-        taken[cast_units] = edit.add_storages(n_bytes[cast_units], producer=rows[cast], kind=Kind.GRADIENT)
-    edit.add_uses(rows[add], taken[of.sums.part])
-    edit.add_uses(rows[add], columns_of(step.parameters).gradient[mine.values[mine.starts]][of.sums.part], mutates=True)
-
-    # The function that reduces still names the last gradient of its loop, and its buffers, when it has added to the sums.
-    last = rows[make + per_unit - 1]
-    edit.hold_through(np.concatenate([raw[mine.starts + mine.count - 1], given]), np.concatenate([last, last]))
-    edit.hold_through(given[:-1], of.after[1:])
-    end = np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]
-    for op in last[of.after == end].tolist():
-        edit.hold_to_the_end_of_backward(op)
-    if how.replicas > 1 and how.two_hop:
-        _average_the_last(edit, step, how, int(sent[-1]), _averages(step, of, taken, how)[-1:])
-    return _Reduced(of, taken)
+    return _Rows(*(rows[place] for place in (make, pack, take, reduce, exchange, cast, add, end - 1)))
 
 
 def _cast_units(step: Step, parameters: Ragged, how: Sharding) -> I64:
@@ -381,21 +417,17 @@ def _average_the_last(edit: Edit, step: Step, how: Sharding, n_bytes: int, sums:
     edit.hold_to_the_end_of_backward(int(row[0]))
 
 
-def _reduction_buffers(edit: Edit, how: Sharding, shards: Shards, parameters: Ragged, sent: I64, ops: I32) -> tuple[I32, I32]:
-    """What each unit's reduction is given and what it makes; `ops`: (4, units) that make and fill the first, then the second.
-
-    `sent`: (units,) bytes of a shard as it travels.
-    """
-    make, pack, take, reduce = ops
+def _reduction_buffers(edit: Edit, how: Sharding, shards: Shards, parameters: Ragged, sent: I64, rows: _Rows) -> tuple[I32, I32]:
+    """What each unit's reduction is given and what it makes; `sent`: (units,) bytes of a shard as it travels."""
     bytes_of = shards.n_bytes[parameters.values]
-    place = (4 if how.stages_messages else 2) * np.arange(len(make))
-    parts = [(place, make, sent * how.degree, Kind.COMMUNICATION), (place + 1, take, sent, Kind.GRADIENT)]
+    place = (4 if how.stages_messages else 2) * np.arange(len(rows.make))
+    parts = [(place, rows.make, sent * how.degree, Kind.COMMUNICATION), (place + 1, rows.take, sent, Kind.GRADIENT)]
     if how.stages_messages:
         # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
         uneven = replace(parameters, values=bytes_of * shards.uneven[parameters.values]).sums()
         parts += [
-            (place + 2, pack, uneven * how.degree, Kind.WORKSPACE),
-            (place + 3, reduce, sent * how.degree, Kind.WORKSPACE),
+            (place + 2, rows.pack, uneven * how.degree, Kind.WORKSPACE),
+            (place + 3, rows.reduce, sent * how.degree, Kind.WORKSPACE),
         ]
     storages = add_storages(edit, parts)
     return storages[place], storages[place + 1]

@@ -68,11 +68,7 @@ def optimizer_on_ssd(step: Step, ahead: int, slots: int = 1) -> Step:
     freed = step.held_until[gradients] != FOREVER  # DDP's buckets stay
     edit.held_until[gradients[freed]] = -1
     edit.let_go_before(gradients[freed], rows[_UPDATE][freed])
-    # What Python holds to the end of the step (the loss) is there until the last piece is written.
-    late = (step.held_until == step.n_ops - 1) & (step.producer >= 0) & (step.op_phase[step.producer] == Phase.FORWARD)
-    late &= step.kind != Kind.GRADIENT  # a tiled loss makes some in forward
-    kept = np.flatnonzero(late).astype(np.int32)
-    edit.hold_through(kept, np.full(len(kept), rows[_WRITE][-1], np.int32))
+    edit.hold_to_the_end_of_step(int(rows[_WRITE][-1]))
     return edit.done()
 
 

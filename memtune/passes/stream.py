@@ -1,5 +1,6 @@
 """The pass of `runtime.store`: the blocks' parameters come and go, their gradients leave as they land, updates are on the host.
 
+A unit of the residency is a block, each parameter of which is a *piece* of memory of its own, or a chunk, which is one piece.
 What is in no block is left to `passes.host_optimizer`, which runs next: it finds no gradient at what was done here.
 """
 
@@ -11,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memtune.chunks import Chunks, aligned
 from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.passes.shares import raw_gradients
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
-from memtune.residency import Residency, order_of_use
+from memtune.residency import Residency, Units, order_of_use
 
 
 @functools.lru_cache(maxsize=8)
@@ -104,35 +106,101 @@ def adding(step: Step) -> I32:
     return found
 
 
-def stream_parameters(step: Step, residency: Residency) -> Step:
-    """`step` with the parameters of its blocks on the host, there while `residency` says so, and updated when they are done with.
+def sizes_in_blocks(step: Step) -> tuple[Units, Units]:
+    """What each parameter of a block takes in a chunk, in the order of use, and its block."""
+    columns, mine = columns_of(step.parameters), _in_blocks(step)
+    n_bytes = (columns.numel * columns.itemsize)[mine]
+    return tuple(aligned(each) for each in n_bytes.tolist()), tuple(columns.block[mine].tolist())
+
+
+def bytes_beside_chunks(step: Step) -> Units:
+    """(moments,) most bytes of the device in each moment, chunks left out.
+
+    Args:
+        step: What `stream_parameters` made with chunks.
+    """
+    chunk = (step.kind == Kind.COMMUNICATION) & (step.tier == Tier.DEVICE)
+    live = replace(step, tier=np.where(chunk, np.uint8(Tier.SSD), step.tier)).live_bytes()
+    moment = moment_of_ops(step)
+    most = np.zeros(2 * len(step.blocks), np.int64)
+    np.maximum.at(most, np.maximum(moment, 0), np.where(moment >= 0, live, 0))
+    return tuple(most.tolist())
+
+
+def _in_blocks(step: Step) -> I32:
+    """Parameters of blocks, in the order in which the blocks are used."""
+    block = columns_of(step.parameters).block
+    mine = np.flatnonzero(block >= 0)
+    found: I32 = mine[np.argsort(block[mine], kind="stable")].astype(np.int32)
+    return found
+
+
+class _Pieces(NamedTuple):
+    """Memory that comes and goes."""
+
+    of_parameter: I32
+    """(parameters + 1,) the piece of each parameter; -1 for none, as in the last row."""
+    n_bytes: I64
+    unit: I32
+    owner: I32
+    of_unit: tuple[tuple[int, ...], ...]
+    used: tuple[Units, ...]
+    """The units that each moment uses."""
+
+    @classmethod
+    def of(cls, step: Step, chunks: Chunks | None) -> _Pieces:
+        columns, mine = columns_of(step.parameters), _in_blocks(step)
+        of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
+        if chunks is not None:
+            of_parameter[mine] = chunks.chunk
+            each = np.arange(chunks.count, dtype=np.int32)
+            n_bytes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
+            nobody, of_unit = np.full(chunks.count, -1, np.int32), tuple((i,) for i in range(chunks.count))
+            return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses())
+        of_parameter[mine] = np.arange(len(mine), dtype=np.int32)
+        rows = np.split(np.arange(len(mine)), np.flatnonzero(np.diff(columns.block[mine])) + 1)
+        of_unit = tuple(tuple(part.tolist()) for part in rows)
+        used = tuple((unit,) for unit in order_of_use(len(step.blocks)))
+        n_bytes = (columns.numel * columns.itemsize)[mine]
+        return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used)
+
+
+def stream_parameters(step: Step, residency: Residency, chunks: Chunks | None = None, *, early: bool = True) -> Step:
+    """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
     Args:
         step: One that `not_in_layers` has nothing to say about.
-        residency: Which blocks are on the device when; its moments are those of `order_of_use`.
+        residency: Which units are on the device when; its moments are those of `order_of_use`.
+        chunks: Where the parameters lie; none: each block is a unit.
+        early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
     """
-    columns = columns_of(step.parameters)
+    columns, pieces = columns_of(step.parameters), _Pieces.of(step, chunks)
     edit, landings = Edit(step), _Landings.of(step)
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     begins = np.append(_first_ops(step), np.int32(end + 1)).astype(np.int32)
-    mine = np.flatnonzero(columns.block >= 0).astype(np.int32)
-    nowhere, forever = np.full(len(mine), -1, np.int32), np.full(len(mine), FOREVER, np.int32)
-    n_bytes = columns.numel * columns.itemsize
-    hosts = np.full(len(columns.block), -1, np.int32)
-    hosts[mine] = edit.add_storages(
-        n_bytes[mine], producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=mine
+    mine, count = _in_blocks(step), len(pieces.n_bytes)
+    nowhere, forever = np.full(count, -1, np.int32), np.full(count, FOREVER, np.int32)
+    hosts = edit.add_storages(
+        pieces.n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=pieces.owner
     )
     edit.bytes[columns.storage[mine]] = 0
     down = _gradients_down(edit, step, landings)
     last_of = {int(moment): row for row, moment in enumerate(landings.moment)}  # ascending: the last one stays
     turns = [
-        turn for moment in range(len(begins)) for turn in _turns(step, residency, landings, last_of.get(moment - 1, -1), moment)
+        turn
+        for moment in range(len(begins))
+        for turn in _turns(step, pieces, residency, landings, last_of.get(moment - 1, -1), moment, early)
     ]
-    rows = _insert(edit, step, turns, begins)
+    rows = _insert(edit, step, pieces, turns, begins)
     starts = _starts(turns, rows, begins)
     _let_go(edit, landings, down, starts)
-    _stay(edit, step, residency, turns, rows, starts[_DROP])
-    _update(edit, step, landings, down, hosts, turns, rows)
+    _stay(edit, step, pieces, residency, turns, rows, starts[_DROP])
+    _use_hosts(edit, landings, down, hosts, turns, rows)
+    host_of = hosts[pieces.of_parameter[:-1]]
+    if early:
+        _update(edit, step, landings, down, host_of, turns, rows)
+    else:
+        _left_to_the_optimizer(edit, step, landings, down, host_of)
     hung = [int(down.copies[-1])] if len(landings.after) and landings.after[-1] == end else []
     for row in hung + [int(row) for turn, row in zip(turns, rows, strict=True) if turn.moment == len(begins) - 1][-1:]:
         edit.hold_to_the_end_of_backward(row)
@@ -154,7 +222,7 @@ _LAND, _DROP = range(2)
 
 
 class _Turn(NamedTuple):
-    """An op that is inserted when a moment begins; `row` is a parameter's, or of an addition a landing's."""
+    """An op that is inserted when a moment begins; `row` is a piece's, of an update a parameter's, of an addition a landing's."""
 
     what: int
     row: int
@@ -169,18 +237,19 @@ class _Down(NamedTuple):
     adds: I32
 
 
-def _turns(step: Step, residency: Residency, landings: _Landings, last: int, moment: int) -> list[_Turn]:
+def _turns(
+    step: Step, pieces: _Pieces, residency: Residency, landings: _Landings, last: int, moment: int, early: bool
+) -> list[_Turn]:
     """What runs when `moment` begins, in the order of the rules of `runtime.store`; `last`: row that landed last before it."""
-    of_block = _parameters_by_block(step)
-    uses = order_of_use(len(step.blocks))
     turns = [_Turn(_ADD, last, moment)] if last >= 0 and landings.sums[last] >= 0 else []
     for unit in residency.loads[moment]:
-        what = _COPY if unit == uses[moment] else _AHEAD
-        for row in of_block[unit]:
+        what = _COPY if unit in pieces.used[moment] else _AHEAD
+        for row in pieces.of_unit[unit]:
             turns += [_Turn(_ALLOCATE, row, moment), _Turn(what, row, moment)]
-    if moment > len(step.blocks):
+    if early and moment > len(step.blocks):
         gradient = columns_of(step.parameters).gradient
-        turns += [_Turn(_UPDATE, row, moment) for row in of_block[uses[moment - 1]] if gradient[row] >= 0]
+        before = order_of_use(len(step.blocks))[moment - 1]
+        turns += [_Turn(_UPDATE, row, moment) for row in _parameters_by_block(step)[before] if gradient[row] >= 0]
     return turns
 
 
@@ -227,14 +296,14 @@ def _gradients_down(edit: Edit, step: Step, landings: _Landings) -> _Down:
     return _Down(copies, hosts, adds)
 
 
-def _insert(edit: Edit, step: Step, turns: list[_Turn], begins: I32) -> I32:
+def _insert(edit: Edit, step: Step, pieces: _Pieces, turns: list[_Turn], begins: I32) -> I32:
     """The ops of all moments; returns their rows."""
     what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
-    columns = columns_of(step.parameters)
-    n_bytes = columns.numel * columns.itemsize
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
-    parameter = np.where(what == _ADD, 0, row)
-    factor = np.asarray([0, 0, 1, 1, 0], np.int64)[what]
+    moves, updates = (what == _COPY) | (what == _AHEAD), what == _UPDATE
+    traffic = np.zeros(len(turns), np.int64)
+    traffic[moves] = pieces.n_bytes[row[moves]]
+    traffic[updates] = _update_bytes(step)[row[updates]]
     uses = order_of_use(len(step.blocks))
     call = np.asarray([*uses, -1], np.int32)[moment]
     backward = (moment >= len(step.blocks)) & (what != _UPDATE)
@@ -244,7 +313,7 @@ def _insert(edit: Edit, step: Step, turns: list[_Turn], begins: I32) -> I32:
         before=begins[moment],
         phase=phase.astype(np.uint8),
         resource=np.asarray([resource for _, resource in _OPS], np.uint8)[what],
-        traffic_bytes=np.where(what == _UPDATE, _update_bytes(step)[parameter], factor * n_bytes[parameter]),
+        traffic_bytes=traffic,
         call=call,
         stream=(what == _COPY).astype(np.uint8),  # what is used at once is complete in stream order
         prefetch=(what == _AHEAD).astype(np.uint8),
@@ -289,39 +358,58 @@ def _let_go(edit: Edit, landings: _Landings, down: _Down, starts: tuple[I32, I32
     edit.let_go_before(landings.raw, gone)
 
 
-def _stay(edit: Edit, step: Step, residency: Residency, turns: list[_Turn], rows: I32, drop: I32) -> None:
-    """Each load makes storages that the block's ops use from then on, until the moment that drops it."""
-    columns, n_blocks = columns_of(step.parameters), len(step.blocks)
+def _stay(edit: Edit, step: Step, pieces: _Pieces, residency: Residency, turns: list[_Turn], rows: I32, drop: I32) -> None:
+    """Each load makes storages that the blocks' ops use from then on, until the moment that drops it."""
+    n_blocks, count = len(step.blocks), len(pieces.n_bytes)
     allocated = [(turn.row, turn.moment, row) for turn, row in zip(turns, rows.tolist(), strict=True) if turn.what == _ALLOCATE]
     row, moment, producer = (np.asarray(column, np.int32) for column in zip(*allocated, strict=True))
-    there = edit.add_storages(columns.numel[row] * columns.itemsize[row], producer=producer, kind=Kind.COMMUNICATION, owner=row)
+    there = edit.add_storages(pieces.n_bytes[row], producer=producer, kind=Kind.COMMUNICATION, owner=pieces.owner[row])
     copies = np.asarray([r for turn, r in zip(turns, rows.tolist(), strict=True) if turn.what in (_COPY, _AHEAD)], np.int32)
     edit.add_uses(copies, there, mutates=True)
-    until = np.full((n_blocks, len(drop)), -1, np.int32)  # by block and moment of the load: the moment that drops it
+    until = np.full((len(pieces.of_unit), len(drop)), -1, np.int32)  # by unit and moment of the load: the moment that drops it
     for k, units in enumerate(residency.drops):
         for unit in units:
             until[unit, :k][until[unit, :k] < 0] = k
-    block = columns.block[row]
-    edit.let_go_before(there, drop[until[block, moment]])
-    in_forward, in_backward = (np.full(len(columns.block) + 1, -1, np.int32) for _ in range(2))
+    edit.let_go_before(there, drop[until[pieces.unit[row], moment]])
+    in_forward, in_backward = (np.full(count + 1, -1, np.int32) for _ in range(2))  # a unit comes in once a pass at most
     late = moment >= n_blocks
     in_forward[row[~late]] = there[~late]
     in_backward[row[~late]] = there[~late]
     in_backward[row[late]] = there[late]
-    parameter = step.parameter_of[step.use_storage]
+    piece = pieces.of_parameter[step.parameter_of[step.use_storage]]
     back = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
-    target = np.where(back, in_backward[parameter], in_forward[parameter])
+    target = np.where(back, in_backward[piece], in_forward[piece])
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
 
 
-def _update(edit: Edit, step: Step, landings: _Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
-    """Each block's update reads its gradients and holds them all until its last one."""
-    what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
+def _use_hosts(edit: Edit, landings: _Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
+    """What is brought in is read on the host, where the last gradient of a moment is added."""
+    what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
     trailing = what == _ADD
     edit.add_uses(rows[trailing], down.hosts[row[trailing]])
     edit.add_uses(rows[trailing], landings.sums[row[trailing]], mutates=True)
     loads = (what == _COPY) | (what == _AHEAD)
     edit.add_uses(rows[loads], hosts[row[loads]])
+    edit.held_until[landings.sums[landings.sums >= 0]] = -1
+
+
+def _left_to_the_optimizer(edit: Edit, step: Step, landings: _Landings, down: _Down, hosts: I32) -> None:
+    """Its ops work on the host's weights and gradients, which are let go when it is through."""
+    columns = columns_of(step.parameters)
+    gradient = np.where(landings.sums >= 0, landings.sums, down.hosts).astype(np.int32)
+    moved = np.arange(step.n_storages, dtype=np.int32)
+    moved[columns.gradient[landings.parameter]] = gradient
+    mine = _in_blocks(step)
+    moved[columns.storage[mine]] = hosts[mine]
+    inside = step.use_phase == Phase.OPTIMIZER
+    edit.use_storage = np.where(inside, moved[step.use_storage], edit.use_storage).astype(np.int32)
+    last = int(np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[-1])
+    edit.hold_through(gradient, np.full(len(gradient), last, np.int32))
+
+
+def _update(edit: Edit, step: Step, landings: _Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
+    """Each block's update reads its gradients and holds them all until its last one."""
+    what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
     updates = what == _UPDATE
     update_of = np.full(len(hosts), -1, np.int32)
     update_of[row[updates]] = rows[updates]
@@ -330,7 +418,6 @@ def _update(edit: Edit, step: Step, landings: _Landings, down: _Down, hosts: I32
     edit.add_uses(update_of[landings.parameter], gradient)
     last = np.full(int(moment.max()) + 1, -1, np.int32)
     last[moment[updates]] = rows[updates]
-    edit.held_until[landings.sums[landings.sums >= 0]] = -1
     edit.hold_through(gradient, last[landings.moment + 1])
     state = _state(step)
     state = state[update_of[step.owner[state]] >= 0]

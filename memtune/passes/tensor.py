@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
@@ -25,14 +26,20 @@ class Sharing:
     """The link that the averages cross."""
     accumulate: int
     """Micro-batches that a group works through in one step."""
+    summed: frozenset[str] = frozenset()
+    """Parameters whose gradients are averaged inside a group as well."""
+    inside: Resource = Resource.INTRA_LINK
+    """The link that those averages cross."""
 
 
 def share(step: Step, how: Sharing) -> Step:
     """`step`, which was recorded with the layers cut, with every uploaded batch sent round and gradients averaged at the end."""
     edit = Edit(step)
     _send(edit, step, how)
+    if how.summed:
+        _average(edit, step, how, np.isin(columns_of(step.parameters).names, list(how.summed)), how.ranks, how.inside)
     if how.copies > 1:
-        _average(edit, step, how)
+        _average(edit, step, how, np.True_, how.copies, how.between)
     return edit.done()
 
 
@@ -51,9 +58,10 @@ def _send(edit: Edit, step: Step, how: Sharing) -> None:
         edit.add_uses(sent, batches, mutates=True)
 
 
-def _average(edit: Edit, step: Step, how: Sharing) -> None:
+def _average(edit: Edit, step: Step, how: Sharing, which: npt.NDArray[np.bool_] | np.bool_, ranks: int, link: Resource) -> None:
+    """The gradients of the parameters `which`, one message each, averaged over groups of `ranks` after backward."""
     columns = columns_of(step.parameters)
-    gradients = columns.gradient[columns.trainable & (columns.gradient >= 0)]
+    gradients = columns.gradient[columns.trainable & (columns.gradient >= 0) & which]
     end = np.flatnonzero(step.op_phase == Phase.BACKWARD)
     if not len(gradients) or not len(end):
         return
@@ -62,8 +70,8 @@ def _average(edit: Edit, step: Step, how: Sharing) -> None:
         after=np.full(len(gradients), end[-1], np.int32),
         # What runs once per step although it stands at the end of backward belongs to the boundary.
         phase=Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY,
-        resource=how.between,
+        resource=link,
         traffic_bytes=step.bytes[gradients],
-        group=how.copies,
+        group=ranks,
     )
     edit.add_uses(averaged, gradients, mutates=True)

@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ class Gather(SeamAllGather):
     def __init__(self, group: Any, how: Communication, place: Nodes | None, forward: Forward | None) -> None:
         self._group, self._how, self._place, self._forward = group, how, place, forward
         self._secondary: tuple[Tensor, tuple[int, ...]] | None = None
+        self._ring: torch.cuda.Stream | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -124,6 +126,8 @@ class Gather(SeamAllGather):
             self._quantised(self._how.weights, output_tensor, input_tensor, group)
         elif self._how.gather == "hierarchical":
             self._by_node(output_tensor, input_tensor)
+        elif self._how.gather == "ho_ring":
+            self._rings(output_tensor, input_tensor)
         else:
             super().__call__(output_tensor, input_tensor, group)
         if not backward and self._forward is not None and self._forward.has_backward and self._group._reshard_after_forward:
@@ -149,6 +153,28 @@ class Gather(SeamAllGather):
         torch.ops.memtune.all_gather_into_(from_nodes, mine, between.group_name, between.size())
         for out, part in zip(whole.chunk(self._place.nodes), from_nodes.chunk(self._place.nodes), strict=True):
             torch.ops.memtune.all_gather_into_(out, part, inside.group_name, inside.size())
+
+    def _rings(self, whole: Tensor, mine: Tensor) -> None:
+        """What came last from the ring over nodes goes on to the next node, and beside that, into place inside this one."""
+        assert self._place is not None
+        inside, between, nodes = self._place.inside, self._place.between, self._place.nodes
+        parts = whole.chunk(nodes)
+        if whole.is_cuda:
+            self._ring = self._ring or torch.cuda.Stream(whole.device)
+            self._ring.wait_stream(torch.cuda.current_stream(whole.device))
+        part = mine
+        for turn in range(nodes):
+            arriving, arrived = part, None
+            if turn < nodes - 1:
+                arriving = torch.empty(part.numel(), dtype=part.dtype, device=part.device)
+                with torch.cuda.stream(self._ring) if self._ring is not None else nullcontext():
+                    torch.ops.memtune.send_next_into_(arriving, part, between.group_name, nodes)
+                    arrived = None if self._ring is None else self._ring.record_event()
+            from_node = parts[(self._place.node - turn) % nodes]
+            torch.ops.memtune.all_gather_into_(from_node, part, inside.group_name, inside.size())
+            if arrived is not None:
+                arrived.wait()
+            part = arriving
 
     def _versions(self) -> tuple[int, ...]:
         """Changes with every write into a shard of the unit, be it through the DTensor or through what it wraps."""

@@ -31,8 +31,8 @@ from memtune.early_updates import Trigger, witness
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import HostOptimizer
-from memtune.runtime.tiers import HOST, mark, tier
+from memtune.runtime.host_optimizer import HostOptimizer, add_gradient, before_step
+from memtune.runtime.tiers import HOST, mark
 
 
 class GradientsDown:
@@ -68,9 +68,7 @@ class GradientsDown:
         for parameter in self._held:
             context.undo.callback(parameter.register_post_accumulate_grad_hook(self._landed).remove)
         context.sync = self.sync
-        begins = context.optimizer.register_step_pre_hook(self._step_begins)
-        hooks: Any = context.optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(begins.id, last=False)  # before the witness is sent down and let go
+        before_step(context.optimizer, self._step_begins)
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -115,12 +113,7 @@ class GradientsDown:
         parameters = [parameter for parameter, _ in arrived]
         while arrived:
             parameter, host = arrived.pop(0)
-            held = self._held[parameter]
-            if held.grad is None:
-                held.grad = host
-            else:
-                with tier(HOST):
-                    held.grad.add_(host)
+            add_gradient(self._held[parameter], host)
             del host
         ready = self._ready(parameters) if self._is_last else []
         if ready:

@@ -210,6 +210,9 @@ class HostOptimizer:
     def _up(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter]) -> None:
         """New weights of `hosts` to the device; `gradients`, whose memory holds the narrow ones, are let go one by one."""
         for parameter, host in self._pairs:
+            if parameter in self._comes_and_goes and host.grad is gradients.pop(host, None):
+                host.grad = None
+        for parameter, host in self._pairs:
             gradient = gradients.pop(host, None)
             if host in hosts and parameter not in self._comes_and_goes:
                 narrow = host.dtype is not parameter.dtype
@@ -243,6 +246,21 @@ class HostOptimizer:
             "parameters": len(self._pairs),
             "host_bytes": sum(host.nbytes for _, host in self._pairs) + sum(v.nbytes for v in values),
         }
+
+
+def before_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> None:
+    """Call `hook` when the optimizer's step begins, before all hooks that are there: they send gradients down and let them go."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(optimizer.register_step_pre_hook(hook).id, last=False)
+
+
+def add_gradient(held: nn.Parameter, arrived: Tensor) -> None:
+    """A micro-batch's gradient that has arrived on the host joins the sum of those before it."""
+    if held.grad is None:
+        held.grad = arrived
+    else:
+        with tier(HOST):
+            held.grad.add_(arrived)
 
 
 def master_of(host: Tensor, narrow_too: bool) -> Tensor:

@@ -1,12 +1,14 @@
 """Parameters of the blocks on the host, on the device only while a residency says so; gradients leave as they land.
 
+What comes and goes is a *unit*: a block, or a chunk that holds parameters of one or several blocks side by side.
+
 Six rules, which the pass `passes.stream` follows op by op:
 
 Rule 1. A moment begins when a block is called, or when backward has the gradient of what a block returned; the last one of a step
         when backward ends. A block's use ends where the next moment begins.
-Rule 2. When a moment begins, the gradient on its way is finished, then blocks are let go, then others come in, then the block of
+Rule 2. When a moment begins, the gradient on its way is finished, then units are let go, then others come in, then the block of
         the moment before is updated. So its update runs beside the device's work on the next block.
-Rule 3. A block's memory is given back and taken anew in place (the storage is resized, as FSDP2 does), so what autograd saved
+Rule 3. A unit's memory is given back and taken anew in place (the storage is resized, as FSDP2 does), so what autograd saved
         of a weight finds the values that it saved: they do not change within a step.
 Rule 4. A gradient's copy to the host starts when autograd has put it in place; the device lets go of it when the next one lands,
         or when the next moment begins. The host adds up micro-batches.
@@ -28,13 +30,15 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.chunks import Chunks
 from memtune.errors import ApplyError
 from memtune.residency import Residency
 from memtune.runtime import transfer
+from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import HostOptimizer, to_host_now
+from memtune.runtime.host_optimizer import HostOptimizer, add_gradient, before_step, to_host_now
 from memtune.runtime.replaced_forward import ReplacedForward
-from memtune.runtime.tiers import HOST, mark, tier
+from memtune.runtime.tiers import HOST, mark
 
 
 class ParameterStore:
@@ -42,24 +46,39 @@ class ParameterStore:
 
     Args:
         context: Its model; hooks are put on its blocks and their parameters.
-        residency: Which block is there when.
-        optimizer: Holds the host copies, and updates them natively.
+        residency: Which unit is there when.
+        optimizer: Holds the host copies, and updates them.
+        chunks: Where the blocks' parameters lie; none: each block is a unit.
+        early: Blocks are updated in backward, natively.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
     """
 
-    def __init__(self, context: Context, residency: Residency, optimizer: HostOptimizer) -> None:
+    def __init__(
+        self,
+        context: Context,
+        residency: Residency,
+        optimizer: HostOptimizer,
+        *,
+        chunks: Chunks | None = None,
+        early: bool = True,
+    ) -> None:
         self._residency, self._optimizer, self._device = residency, optimizer, context.device
         blocks = [context.model.get_submodule(name) for name in context.blocks]
         _refuse_schedules(context.model)
-        self._units = [list(block.parameters()) for block in blocks]
-        mine = [parameter for unit in self._units for parameter in unit]
+        self._blocks = [list(block.parameters()) for block in blocks]
+        mine = [parameter for block in self._blocks for parameter in block]
         self._outside = _outside(context.model, mine)
         self._hosts = {p: context.represented[p].detach() if p in context.represented else _copy_of(p) for p in mine}
         self._trained = {p: context.represented[p] for p in mine if p in context.represented}
         optimizer.leave_down(mine)
-        self._there: set[int] = set(range(len(blocks)))
+        if chunks is None:
+            self._units = [[Piece(parameter, self._hosts[parameter]) for parameter in block] for block in self._blocks]
+        else:
+            self._units = [[piece] for piece in in_chunks(context, mine, self._hosts, chunks)]
+        self._of_block = [(index,) for index in range(len(blocks))] if chunks is None else chunks.of_block
+        self._there: set[int] = set(range(len(self._units)))
         self._moment = self._end = len(residency.drops) - 1
         self._on_the_way: tuple[nn.Parameter, Tensor, Tensor] | None = None
         self._is_last = False
@@ -69,22 +88,21 @@ class ParameterStore:
         context.undo.callback(self._bring_all)
         for index, block in enumerate(blocks):
             self._watch(context, index, block)
-        context.sync = self.sync
-        begins = context.optimizer.register_step_pre_hook(self._step_begins)
-        hooks: Any = context.optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(begins.id, last=False)  # before gradients outside of the blocks are sent down and let go
-        self._release(range(len(blocks)))
+        if early:
+            context.sync = self.sync
+        before_step(context.optimizer, self._step_begins)
+        self._release(range(len(self._units)))
 
     def _watch(self, context: Context, index: int, block: nn.Module) -> None:
         block.register_forward_pre_hook(
-            lambda module, args: self._begin(index) if torch.is_grad_enabled() else self._fetch(index)
+            lambda module, args: self._begin(index) if torch.is_grad_enabled() else self._fetch_block(index)
         )
         block.register_forward_hook(lambda module, args, output: self._returned(index, output))
-        for parameter in self._units[index]:
+        for parameter in self._blocks[index]:
             if parameter.requires_grad:
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(self._landed).remove)
         block.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
-        block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch(index))
+        block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch_block(index))
         block.register_load_state_dict_post_hook(lambda module, _: self._loaded(index))
 
     @contextmanager
@@ -100,7 +118,7 @@ class ParameterStore:
 
     def _returned(self, index: int, output: Any) -> None:
         if not torch.is_grad_enabled():
-            self._release([index])
+            self._release(self._of_block[index])
             return
         moment = self._end - 1 - index
         for tensor in tree_leaves(output):
@@ -124,40 +142,43 @@ class ParameterStore:
             return
         before, self._moment = self._moment, moment
         self._arrive()
-        blocks = len(self._units)
+        blocks = len(self._blocks)
         self._release(self._there if before + 1 != moment else self._residency.drops[moment])
         transfer.caught_up(self._device)
         if moment < self._end:
-            self._fetch(moment if moment < blocks else self._end - 1 - moment)  # the first that comes in, or Rule 6
+            self._fetch_block(moment if moment < blocks else self._end - 1 - moment)  # the first that comes in, or Rule 6
         for index in self._residency.loads[moment]:
             with transfer.ahead(self._device):
                 self._fetch(index)
         if self._is_last and blocks <= before < self._end:
-            self._optimizer.update(self._units[self._end - 1 - before])
+            self._optimizer.update(self._blocks[self._end - 1 - before])
+
+    def _fetch_block(self, block: int) -> None:
+        for index in self._of_block[block]:
+            self._fetch(index)
 
     @torch.no_grad()
     def _fetch(self, index: int) -> None:
         if index in self._there:
             return
         self._there.add(index)
-        for parameter in self._units[index]:
-            parameter.untyped_storage().resize_(self._hosts[parameter].nbytes)
-            with _unsafe_preserve_version_counter(parameter):  # Rule 3
-                torch.ops.memtune.copy_to_device_(parameter.detach(), self._hosts[parameter])
-            self.loaded_bytes += parameter.nbytes
+        for there, host in self._units[index]:
+            there.untyped_storage().resize_(host.nbytes)
+            with _unsafe_preserve_version_counter(there):  # Rule 3
+                torch.ops.memtune.copy_to_device_(there.detach(), host)
+            self.loaded_bytes += host.nbytes
 
     def _release(self, units: Any) -> None:
         for index in list(units):
             if index in self._there:
                 self._there.discard(index)
-                for parameter in self._units[index]:
-                    parameter.untyped_storage().resize_(0)
+                for there, _ in self._units[index]:
+                    there.untyped_storage().resize_(0)
 
     def _bring_all(self) -> None:
-        for index in range(len(self._units)):
-            for parameter in self._units[index]:
-                if parameter.untyped_storage().nbytes() == 0:
-                    self._there.discard(index)
+        for index, pieces in enumerate(self._units):
+            if any(there.untyped_storage().nbytes() == 0 for there, _ in pieces):
+                self._there.discard(index)
             self._fetch(index)
 
     # -- gradients -------------------------------------------------------------------------------------------------------
@@ -180,12 +201,7 @@ class ParameterStore:
         (parameter, source, host), self._on_the_way = self._on_the_way, None
         transfer.finish(host)
         del source
-        held = self._trained[parameter]
-        if held.grad is None:
-            held.grad = host
-        else:
-            with tier(HOST):
-                held.grad.add_(host)
+        add_gradient(self._trained[parameter], host)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """All are let go before the weights change, and gradients must be those that backward left."""
@@ -208,9 +224,9 @@ class ParameterStore:
 
     @torch.no_grad()
     def _loaded(self, index: int) -> None:
-        for parameter in self._units[index]:
+        for parameter in self._blocks[index]:
             self._hosts[parameter].copy_(parameter)
-        self._release([index])
+        self._release(self._of_block[index])
 
     def check(self) -> dict[str, Any]:
         """Where the blocks' parameters are.
@@ -218,11 +234,11 @@ class ParameterStore:
         Raises:
             ApplyError: Some are on the device between two steps.
         """
-        left = sum(parameter.untyped_storage().nbytes() for unit in self._units for parameter in unit)
+        left = sum(there.untyped_storage().nbytes() for unit in self._units for there, _ in unit)
         if left and self._moment == self._end:
             raise ApplyError(f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309")
         facts = self._optimizer.check()
-        return facts | {"blocks_on_host": len(self._units), "loaded_bytes": self.loaded_bytes}
+        return facts | {"blocks_on_host": len(self._blocks), "loaded_bytes": self.loaded_bytes}
 
 
 def _refuse_schedules(model: nn.Module) -> None:

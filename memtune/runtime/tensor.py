@@ -14,8 +14,8 @@ Four rules:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,8 +152,7 @@ def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
     handles: list[Any] = []
     handles.append(context.model.register_forward_pre_hook(_same_batch(mesh.get_group(), handles), with_kwargs=True))
     if copies is not None:
-        between = _Average(context, copies.get_group())
-        context.sync = between.sync
+        context.sync = Average(context, copies.get_group(), [p for p in context.model.parameters() if p.requires_grad]).sync
     context.checks["sharding.parallel"] = lambda: _check(context, pairs, degree)
 
 
@@ -209,12 +208,12 @@ def require_linear(model: nn.Module, pairs: Sequence[Pair], degree: int) -> None
         for name in (*pair.columns, pair.row):
             module = model.get_submodule(name)
             if type(module) is not nn.Linear:
-                raise _no(f"{name} is a {type(module).__name__}, not a plain nn.Linear")
+                raise cannot_be_cut(f"{name} is a {type(module).__name__}, not a plain nn.Linear")
             if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-                raise _no(f"{name} has hooks or a forward of its own")
+                raise cannot_be_cut(f"{name} has hooks or a forward of its own")
             shared = [other for p in module.parameters() for other in owners[id(p)] if not other.startswith(f"{name}.")]
             if shared:
-                raise _no(f"{name} shares its weight with {shared[0]}")
+                raise cannot_be_cut(f"{name} shares its weight with {shared[0]}")
         if pair.attention:
             _require_heads(model, pair, degree)
 
@@ -224,23 +223,33 @@ def _require_heads(model: nn.Module, pair: Pair, degree: int) -> None:
     for name in pair.columns:
         outputs = model.get_parameter(f"{name}.weight").shape[0]
         if isinstance(size, int) and size > 0 and outputs // size % degree:
-            raise _no(f"{degree} ranks do not divide the {outputs // size} heads of {name}")
+            raise cannot_be_cut(f"{degree} ranks do not divide the {outputs // size} heads of {name}")
 
 
-def _no(why: str) -> ApplyError:
-    return ApplyError(
-        f"these layers cannot be cut over ranks: {why}.",
-        fix="another degree or  cut: mlp, or parallel: {kind: none}",
-        code="MT390",
-    )
+def cannot_be_cut(why: str, fix: str = "another degree or  cut: mlp, or parallel: {kind: none}") -> ApplyError:
+    """The error that says why layers cannot be cut."""
+    return ApplyError(f"these layers cannot be cut over ranks: {why}.", fix=fix, code="MT390")
 
 
-class _Average:
-    """Gradients averaged between the groups when the last backward has ended (rule 4)."""
+class Average:
+    """Gradients averaged over a group when the last backward has ended (rule 4).
 
-    def __init__(self, context: Context, group: dist.ProcessGroup) -> None:
+    Args:
+        context: Its `undo` takes the hooks back.
+        group: Whose ranks' gradients are averaged.
+        parameters: Whose gradients.
+        beside: What else a micro-batch runs in.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        group: dist.ProcessGroup,
+        parameters: Sequence[nn.Parameter],
+        beside: Callable[[bool], AbstractContextManager[Any]] | None = None,
+    ) -> None:
         self._group, self._last, self._queued = group, True, False
-        self._parameters = [p for p in context.model.parameters() if p.requires_grad]
+        self._parameters, self._beside = parameters, beside or (lambda last: nullcontext())
         for parameter in self._parameters:
             context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
 
@@ -249,7 +258,8 @@ class _Average:
         """The context of a micro-batch."""
         self._last = last
         try:
-            yield
+            with self._beside(last):
+                yield
         finally:
             self._last = True
 

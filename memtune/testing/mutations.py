@@ -92,7 +92,7 @@ def _one_op_late(step: Step) -> Step:
 
 def _without_last_op(step: Step) -> Step:
     last, uses = step.n_ops - 1, step.use_op < step.n_ops - 1
-    columns = {name: getattr(step, name)[:last] for name in vars(step) if name.startswith("op_")}
+    columns = {name: column[:last] for name, column in step.columns("op_").items()}
     held = np.where(step.held_until == FOREVER, FOREVER, np.minimum(step.held_until, last - 1)).astype(np.int32)
     uses_left = {name: getattr(step, name)[uses] for name in ("use_op", "use_storage", "use_mutates")}
     return replace(step, **columns, **uses_left, held_until=held, save_until=np.minimum(step.save_until, last - 1))

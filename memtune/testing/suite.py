@@ -20,10 +20,10 @@ from memtune.errors import ApplyError, MemtuneError
 from memtune.runtime.tiers import DEVICE, current_tier
 from memtune.search_spaces import find, kinds
 from memtune.search_spaces.execution import Execution
-from memtune.technique import Exactness, Technique
+from memtune.technique import Exactness, Plan, Technique
 from memtune.testing.drift import drift, plain_program, target_of
 from memtune.testing.mutations import Mutation, mutations
-from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, train
+from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, train_under
 
 _FINALIZERS = ("forget", "_forget", "__del__")
 """Called by the collector, which prints what they raise and goes on: no failure of `apply`."""
@@ -38,6 +38,7 @@ class TechniqueSuite:
         models: Workload files by name; every test that trains or records runs on each.
         variants: Knob settings to test; the defaults when empty.
         quick: Names of the models on which the seeded mutations are tried, cheapest first.
+        not_shown: Names of mutations that change nothing about this technique; say beside them why.
         tolerance: For `Exactness.REORDERED`: largest difference relative to the largest value of a tensor.
     """
 
@@ -45,6 +46,7 @@ class TechniqueSuite:
     models: ClassVar[Mapping[str, Path]]
     variants: ClassVar[tuple[Technique, ...]] = ()
     quick: ClassVar[tuple[str, ...]] = ()
+    not_shown: ClassVar[tuple[str, ...]] = ()
     tolerance: ClassVar[float] = 0.0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -61,7 +63,8 @@ class TechniqueSuite:
         variants = cls.variants or (cls.default(),)
         variant = pytest.mark.parametrize("variant", variants, ids=[_named(each) for each in variants])
         model = pytest.mark.parametrize("model", list(cls.models))
-        mutation = pytest.mark.parametrize("mutation", mutations(cls.technique), ids=str)
+        shown = [each for each in mutations(cls.technique) if each.name not in cls.not_shown]
+        mutation = pytest.mark.parametrize("mutation", shown, ids=str)
         drawn = pytest.mark.drawn
         for name, marks in {
             "test_survives_yaml_and_json": (variant,),
@@ -100,8 +103,7 @@ class TechniqueSuite:
 
     def test_plan_is_plain_data_and_stable(self, model: str, variant: Technique) -> None:
         """Two plans for one program have one hash, and survive JSON."""
-        program, target = plain_program(self.models[model]), target_of(variant)
-        one, other = variant.plan(program, target), variant.plan(program, target)
+        one, other = self._plan(model, variant), self._plan(model, variant)
         assert one.sha256 == other.sha256
         assert type(one).model_validate_json(one.model_dump_json()) == one
 
@@ -124,7 +126,7 @@ class TechniqueSuite:
     def test_audit_tells_whether_it_is_in_effect(self) -> None:
         """The audit passes after a step, and fails when a parameter is in no group or the technique was undone."""
         workload, model, optimizer = build(self.models[self._quick()[0]])
-        tuned = apply(model, optimizer, config_of(self.models[self._quick()[0]], self.default()), strict=False)
+        tuned = apply(model, optimizer, self._config(self._quick()[0], self.default()), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED)
         assert tuned.audit()
         self._must_notice(tuned, self.sabotage)
@@ -169,7 +171,7 @@ class TechniqueSuite:
         """Raise AssertionError where training with `variant` differs from the plain model's."""
         path = self.models[model]
         tolerance = self.tolerance if variant.exactly() is not Exactness.BITWISE else 0.0
-        found = differences(train(path, variant), plain(path), tolerance)
+        found = differences(train_under(path, self._config(model, variant)), plain(path), tolerance)
         assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
 
     def check_drift(self, model: str, variant: Technique) -> None:
@@ -180,7 +182,7 @@ class TechniqueSuite:
     def check_untouched(self, model: str, variant: Technique) -> None:
         """Raise AssertionError where a failure in `apply` leaves a trace."""
         path = self.models[model]
-        config = config_of(path, variant)
+        config = self._config(model, variant)
         for _ in range(2):  # what is imported or built at the first use is not counted
             calls = _Failing(None)
             workload, net, optimizer = build(path)
@@ -203,6 +205,12 @@ class TechniqueSuite:
             wanted = one_step(workload, net, optimizer, None, seed=SEED + 1)
             assert torch.equal(got[0], wanted[0])
             assert all(torch.equal(got[1][name], wanted[1][name]) for name in wanted[1])
+
+    def _plan(self, model: str, variant: Technique) -> Plan:
+        return variant.plan(plain_program(self.models[model]), target_of(variant))
+
+    def _config(self, model: str, variant: Technique) -> dict[str, Any]:
+        return config_of(self.models[model], variant)
 
     def _skip_unless_it_fits(self, model: str, variant: Technique) -> None:
         import pytest

@@ -62,8 +62,9 @@ def _frees_something(step: Step, keeps: Callable[[str], bool] | None) -> bool:
 
 
 def _exchange(step: Step) -> str:
-    """Name of the first collective that a block's own forward runs, '' for none."""
-    mine = (step.op_group > 0) & (step.op_phase == Phase.FORWARD) & (step.op_block >= 0)
+    """Name of the first collective that a block's own forward runs, '' for none; the seam's are made for being run again."""
+    theirs = np.array([not name.startswith("memtune.") for name in step.names], bool)
+    mine = (step.op_group > 0) & (step.op_phase == Phase.FORWARD) & (step.op_block >= 0) & theirs[step.op_name]
     return step.names[step.op_name[int(mine.argmax())]] if mine.any() else ""
 
 

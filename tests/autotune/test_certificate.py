@@ -66,6 +66,7 @@ def test_lossy_techniques_are_shown_but_not_judged() -> None:
     assert said["difference"] == 0.1
 
 
+@pytest.mark.slow
 def test_real_trials_tell_of_their_gradients() -> None:
     """A GPT with dropout, whole and in halves: equal but for the order of sums, once nothing is dropped."""
 

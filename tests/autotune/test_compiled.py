@@ -87,7 +87,7 @@ def measured(found: Candidate, name: str, ledger: Ledger) -> tuple[int, int]:
         pytest.param("hf_llama", "blocks", {}, marks=pytest.mark.slow),
         pytest.param("inplace_views", "blocks", {"recompute": {"kind": "memory_budget", "budget": 0.0}}, marks=pytest.mark.slow),
         pytest.param("gpt", "blocks", {"recompute": {"kind": "full"}}, marks=pytest.mark.slow),
-        ("gpt", "blocks", {"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}}),
+        pytest.param("gpt", "blocks", {"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}}, marks=pytest.mark.slow),
         pytest.param("gpt", "blocks", {"offload": {"states": {"kind": "optimizer_cpu"}}}, marks=pytest.mark.slow),
     ],
 )

@@ -147,6 +147,7 @@ def on_ranks(path: str, cases: list[dict[str, Any]]) -> list[dict[str, int]]:
 
 
 @native
+@pytest.mark.slow
 def test_moments_of_a_sharded_model_are_those_of_real_ranks() -> None:
     cases = [FSDP, FSDP | {"recompute": {"kind": "full"}, "offload": {"states": {"kind": "optimizer_cpu"}}}]
     cases += [ZERO1, ZERO1 | {"offload": {"states": {"kind": "optimizer_cpu"}}}]

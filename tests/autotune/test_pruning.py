@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from search_world import AXES, rewriter
 
-from memtune.autotune import scoring
+from memtune.autotune import scoring, side_by_side
 from memtune.autotune.pruning import Pruner
 from memtune.autotune.scoring import Goal, Scored, Scorer, Scores, score_all
 from memtune.autotune.simulate import Calibration
@@ -91,7 +91,19 @@ def test_equal_candidates_are_merged_and_the_simpler_one_stays():
     assert len(found.by_key) + found.n_merged + found.n_unfit == found.n_candidates
 
 
-@pytest.mark.drawn(1)
+def test_scores_are_the_same_on_several_cores(monkeypatch: pytest.MonkeyPatch):
+    axes = ("recompute", "offload")
+    found = {}
+    for cores in (1, 2):
+        monkeypatch.setattr(scoring, "usable_cores", lambda count=cores: count)
+        made = rewriter(budget_bytes=6 * 2**20)
+        found[cores] = score_all(build_space(made, 8, axes=axes), Scorer(made), "throughput")
+    assert found[1].n_candidates > side_by_side.WORTH_IT
+    assert found[1].by_key == found[2].by_key
+    assert (found[1].unfit, found[1].n_merged) == (found[2].unfit, found[2].n_merged)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("goal", ["throughput", "memory"])
 def test_a_sample_and_what_lies_around_its_best_hold_the_best_of_all(goal: Goal, monkeypatch: pytest.MonkeyPatch):
     made = rewriter(budget_bytes=6 * 2**20)

@@ -106,6 +106,7 @@ def test_a_file_that_is_no_study_is_one_message_with_its_path(space: Space, tmp_
     assert caught.value.code == "MT402"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_message_and_keeps_what_was_told(space: Space, tmp_path: Path):
     import resource
     import subprocess

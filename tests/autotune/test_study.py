@@ -220,6 +220,7 @@ def test_a_space_that_is_exhausted_ends_the_search_and_nothing_runs_twice():
     assert 2 < len(counted) == len(set(counted)) < 10
 
 
+@pytest.mark.slow
 def test_goal_memory_ships_the_lowest_peak_that_was_measured():
     outcome = run(asked(goal="memory"))
     assert outcome.measured is not None
@@ -340,6 +341,7 @@ def test_every_error_is_one_of_ours():
         run(asked(trials=20), lambda trial: TrialResult(number=trial.number, status="timeout", reason="hung"))
 
 
+@pytest.mark.slow
 def test_a_technique_that_refuses_the_live_model_twice_is_not_tried_again():
     options = asked(trials=12, goal="memory", axes=("offload", "recompute"))
     honest = truth(options, peak=0.0)

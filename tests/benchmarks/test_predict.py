@@ -25,6 +25,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.slow
 def test_one_case_from_the_recording_to_the_page() -> None:
     import predict
     from predict_grid import Case

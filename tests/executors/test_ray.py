@@ -89,6 +89,7 @@ def test_ranks_meet_and_agree(arena):
     assert (result.status, result.losses, result.retried) == ("ok", [12.0], False)
 
 
+@pytest.mark.slow
 def test_progress_arrives(arena):
     arena.cluster.submit(arena.trial("well"))
     events = []
@@ -110,6 +111,7 @@ def test_worker_killed_in_the_middle_of_a_trial(arena, victim):
     assert (result.status, result.retried) == ("ok", True)
 
 
+@pytest.mark.slow
 def test_worker_killed_twice_is_a_result_and_the_next_trial_runs(arena):
     arena.cluster.submit(arena.trial("daemon_then_sleep", number=1, ranks=1))
     for _ in range(2):
@@ -211,6 +213,7 @@ def test_joins_a_cluster_by_address_and_leaves_it_running(cluster, ground):
     assert cluster.ray.cluster_resources()["CPU"] == 2
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_driver_and_no_foreign_cluster_is_joined(ground):
     """A foreign address in the environment and a stale address file are there; the driver says nothing on the terminal."""
     stale = ground.path / "ray" / "ray_current_cluster"

@@ -83,6 +83,7 @@ def test_the_look_at_the_file(shadows):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_ray_and_its_workers(shadows, ground):
     command = [sys.executable, "-P", "-c", RAY, str(ground.logs), ground.trial("well").model_dump_json(), *ground.command]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -230,6 +231,27 @@ def test_explain_names_source_and_exactness(folder: Path, monkeypatch: pytest.Mo
     assert "bitwise" in said
     assert cli.run(["explain", "gpu.yaml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"][0]["slot"] == "allocator"
+
+
+def test_explain_says_where_a_model_crashed_the_process(folder: Path):
+    (folder / "crashing.py").write_text(TINY.replace("def model():\n", "def model():\n    import os; os.abort()\n"))
+    done = memtune(folder, "explain", "c.yaml", "--model", "crashing.py", "--device", "cpu", "--json")
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr.count("MT113 crashing.py crashed the process in model(), line 7:  Aborted.") == 1
+    assert json.loads(done.stdout)["error"]["code"] == "MT113"
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("more", [["--config", "c.yaml"], ["--axes", "recompute"]])
+@pytest.mark.parametrize(("budget", "code"), [("4KiB", 1), ("1GiB", 0)])
+def test_a_plan_in_which_nothing_fits_exits_1(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str], budget: str, code: int
+):
+    monkeypatch.chdir(folder)
+    assert cli.run(["plan", "model.py", *more, "--device", "cpu", "--max-memory", budget, "--json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    feasible = document["status"] == "ok" if "--config" in more else bool(document["front"])
+    assert feasible == (code == 0)
 
 
 def test_clean_removes_what_dead_runs_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -38,6 +38,7 @@ def seconds(name: str, ranks: int, resource: Resource = Resource.INTRA_LINK, lin
         ("memtune.all_to_all_.default", 8, 4 * (S / 8 / 1e8 + 1e-2)),
         ("memtune.all_to_all_.default", 4, 3 * (S / 4 / 1e9 + 1e-3)),
         ("memtune.send.default", 2, S / 1e9 + 1e-3),
+        ("memtune.send_next_into_.default", 4, S / 1e9 + 1e-3),  # one step, however many ranks are in the ring
     ],
 )
 def test_by_hand(name: str, ranks: int, expected: float) -> None:

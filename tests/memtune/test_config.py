@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from memtune._apply import apply
 from memtune.config import (
     MadeFor,
     Settings,
     TunedConfig,
     check_environment,
+    check_machine,
     check_made_for,
     dump_yaml,
     environment,
@@ -299,6 +303,43 @@ def test_a_config_for_other_ranks_is_refused():
     config = TunedConfig(made_for=MadeFor(ranks=2))
     with pytest.raises(ConfigError, match="2 ranks, here is 1"):
         check_made_for(config, nn.Linear(1, 1), 1)
+
+
+HERE = MadeFor(torch="2.13.0+cpu", device="cuda", hardware="h100-80g")
+PLANNED = {"recompute": Plan(decisions={"keep": [1]})}
+
+
+@pytest.mark.parametrize(
+    ("said", "device", "hardware", "torch_version"),
+    [
+        ("torch: 2.13.0+cpu then, 2.11.0 now", "cuda", "h100-80g", "2.11.0"),
+        ("hardware: h100-80g then, a10 now", "cuda", "a10", "2.13.0"),
+        ("device: cuda then, cpu now", "cpu", "h100-80g", "2.13.0"),
+    ],
+)
+def test_a_plan_from_another_machine_is_refused_and_settings_alone_warn(
+    said: str, device: str, hardware: str, torch_version: str
+):
+    with pytest.raises(ConfigError, match="plan of recompute") as caught:
+        check_machine(TunedConfig(made_for=HERE, plan=PLANNED), device, hardware, torch_version)
+    assert caught.value.evidence == f"{said}."
+    assert caught.value.code == "MT206"
+    with pytest.warns(UserWarning, match=f"tuned elsewhere .{re.escape(said)}"):
+        check_machine(TunedConfig(made_for=HERE), device, hardware, torch_version)
+
+
+def test_another_build_of_the_same_torch_is_no_other_machine():
+    with warnings.catch_warnings(action="error"):
+        check_machine(TunedConfig(made_for=HERE, plan=PLANNED), "cuda", "h100-80g", "2.13.1+cu129")
+        check_machine(TunedConfig(plan=PLANNED), "cpu", "cpu", "2.11.0")
+
+
+def test_apply_refuses_a_plan_made_with_another_torch():
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    config = TunedConfig(made_for=HERE.model_copy(update={"torch": "2.1.0", "device": "cpu"}), plan=PLANNED)
+    with pytest.raises(ConfigError, match="made on another machine"):
+        apply(model, optimizer, config)
 
 
 EXPANDABLE = Settings.of(Execution(), {"allocator": ExpandableSegments()})

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtune.residency import Residency, cached, order_of_use, smallest_window, window
+from memtune.residency import Residency, Rule, cached, order_of_use, smallest_window, window
 
-TRACES = st.lists(st.integers(0, 5), min_size=1, max_size=10).map(tuple)
+MOMENTS = st.lists(st.tuples(st.frozensets(st.integers(0, 5), min_size=1, max_size=3), st.integers(0, 3)), min_size=1, max_size=9)
 
 
-def check(residency: Residency, uses: tuple[int, ...], slots: int) -> None:
-    """Every unit is there when it is used, never more than the slots, and none is left at the end."""
+def alone(uses: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Moments that use one unit each."""
+    return tuple((use,) for use in uses)
+
+
+def check(residency: Residency, uses: tuple[tuple[int, ...], ...], slots: tuple[int, ...]) -> None:
+    """All units are there when they are used, never more than the slots, and none is left at the end."""
     there = residency.resident()
-    assert all(use in now for use, now in zip(uses, there[:-1], strict=True))
-    assert max(map(len, there)) <= slots
+    assert all(now.issuperset(use) for use, now in zip(uses, there[:-1], strict=True))
+    assert all(len(now) <= room for now, room in zip(there[:-1], slots, strict=True))
     assert not there[-1]
     before: frozenset[int] = frozenset()
     for drops, loads, now in zip(residency.drops, residency.loads, there, strict=True):
@@ -32,7 +37,7 @@ def check(residency: Residency, uses: tuple[int, ...], slots: int) -> None:
 def test_a_window_brings_each_unit_in_once_a_pass_but_for_those_at_the_turn(sizes: tuple[int, int]) -> None:
     units, slots = sizes
     residency = window(units, slots)
-    check(residency, order_of_use(units), slots)
+    check(residency, alone(order_of_use(units)), (slots,) * 2 * units)
     assert residency.moves == 2 * units - slots
     for at, loads in enumerate(residency.loads[1 : units - slots + 1], 1):
         assert loads == (at + slots - 1,)
@@ -44,9 +49,12 @@ def test_a_window_has_room_for_one_and_at_most_all(slots: int) -> None:
         window(3, slots)
 
 
-@given(TRACES, st.integers(1, 4))
+@given(MOMENTS)
 @settings(deadline=None, max_examples=60)
-def test_belady_moves_least(uses: tuple[int, ...], slots: int) -> None:
+def test_belady_moves_least(moments: list[tuple[frozenset[int], int]]) -> None:
+    """Whatever number of units a moment uses, and whatever room it leaves."""
+    uses = tuple(tuple(sorted(units)) for units, _ in moments)
+    slots = tuple(len(units) + spare for units, spare in moments)
     found = {rule: cached(uses, slots, rule) for rule in ("belady", "lru", "lfu")}
     for residency in found.values():
         check(residency, uses, slots)
@@ -54,29 +62,36 @@ def test_belady_moves_least(uses: tuple[int, ...], slots: int) -> None:
     assert found["belady"].moves <= min(found["lru"].moves, found["lfu"].moves)
 
 
-def fewest_moves(uses: tuple[int, ...], slots: int) -> int:
-    """Whatever goes at each miss, tried."""
+def fewest_moves(uses: tuple[tuple[int, ...], ...], slots: tuple[int, ...]) -> int:
+    """Whatever stays at each moment, tried."""
 
     @functools.cache
     def rest(at: int, there: frozenset[int]) -> int:
         if at == len(uses):
             return 0
-        if uses[at] in there:
-            return rest(at + 1, there)
-        kept = [there] if len(there) < slots else [there - {gone} for gone in there]
-        return 1 + min(rest(at + 1, each | {uses[at]}) for each in kept)
+        others, room = there.difference(uses[at]), slots[at] - len(uses[at])
+        kept = combinations(sorted(others), min(room, len(others)))
+        return len(set(uses[at]) - there) + min(rest(at + 1, frozenset(each).union(uses[at])) for each in kept)
 
     return rest(0, frozenset())
 
 
 def test_rules_differ_on_a_pass_there_and_back() -> None:
     """At the turn the last units are used again first: LRU keeps them, and so does Belady; a loop is where LRU fails."""
+
+    def moves(uses: tuple[int, ...], slots: int, rule: Rule) -> int:
+        return cached(alone(uses), (slots,) * len(uses), rule).moves
+
     there_and_back, loop = order_of_use(6), tuple(range(4)) * 3
-    assert cached(there_and_back, 3, "lru").moves == cached(there_and_back, 3, "belady").moves == 9
-    assert cached(loop, 3, "lru").moves == 12
-    assert cached(loop, 3, "belady").moves == 6
-    often = (0, 0, 0, 1, 2, 0)
-    assert cached(often, 2, "lfu").moves == 3
+    assert moves(there_and_back, 3, "lru") == moves(there_and_back, 3, "belady") == 9
+    assert moves(loop, 3, "lru") == 12
+    assert moves(loop, 3, "belady") == 6
+    assert moves((0, 0, 0, 1, 2, 0), 2, "lfu") == 3
+
+
+def test_a_moment_without_room_for_what_it_uses_is_refused() -> None:
+    with pytest.raises(ValueError, match="uses 2 units and has 1"):
+        cached(((0, 1),), (1,), "lru")
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 3), st.floats(0.1, 3), st.floats(0.1, 9)), min_size=2, max_size=7))

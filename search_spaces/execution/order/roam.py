@@ -1,25 +1,38 @@
-"""Compiled graphs run their ops in an order under which fewer bytes are live at once."""
+"""Ops run in an order under which fewer bytes are live at once: any op of compiled graphs, the updates of eager programs."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
 from memtune.errors import ApplyError
+from memtune.passes.gradients_down import no_witness
+from memtune.passes.update_at_gradient import not_at_gradients, updates_at_gradients
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.runtime.partitioner import LOW_PEAK
+from memtune.runtime.update_at_gradient import UpdateAtGradient
+from memtune.search_spaces.offload.states._layers import takes_a_schedule
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
+
+_PLAIN = "execution: {order: {kind: program}}"
 
 
 class Roam(Technique):
-    """Trades nothing but planning time, once per graph, for a lower peak inside compiled graphs: same ops, same bits.
+    """Trades planning time, once per graph, for a lower peak inside compiled graphs; in eager code launches for gradients.
 
-    Forward and backward graphs are ordered apart, as the paper's independent segments are: program order with ops moved up that
-    let go of more than they make, and windows around the peak ordered exactly. A graph keeps program order where none is better.
-    Random ops and whatever has effects keep their order among themselves, writes theirs with all that touches the same memory.
-    The program is recorded from the graphs so ordered. Its layout half is `allocator: {kind: planned_layout}`.
+    Compiled (`aot_eager`): forward and backward graphs are ordered apart, as the paper's independent segments are: program order
+    with ops moved up that let go of more than they make, and windows around the peak ordered exactly. A graph keeps program order
+    where none is better. Random ops and whatever has effects keep their order among themselves, writes theirs with all that
+    touches the same memory. The program is recorded from the graphs so ordered.
 
-    Distinguishing test: graphs of up to twelve ops reach the peak of the best of all orders.
+    Eager code runs in program order, but the optimizer's updates may run early: each parameter is updated in the backward of the
+    last micro-batch as soon as its gradient is complete, which is then let go. Foreach kernels run once per parameter.
+    `Tuned.step` says which micro-batch is the last one; in other loops nothing is updated early. Clipping by norm is refused.
+
+    Same ops on the same values, same bits. Its layout half is `allocator: {kind: planned_layout}`.
+
+    Distinguishing test: graphs of up to twelve ops reach the peak of the best of all orders; in eager code no two gradients of
+    updated parameters are there at once that need not be.
     """
 
     kind: Literal["roam"] = "roam"
@@ -29,29 +42,53 @@ class Roam(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs graphs that run op by op, in the order in which they are."""
-        if not target.compiled:
-            return Reason("eager code runs in program order", "execution: {compile: blocks, compile_backend: aot_eager}")
-        if target.compile_backend == "inductor":
-            return Reason("inductor orders its kernels itself", "execution: {compile_backend: aot_eager}")
+        """Needs graphs that run op by op, in the order in which they are; or one rank's optimizer that updates one by one."""
+        if target.compiled:
+            if target.compile_backend == "inductor":
+                return Reason("inductor orders its kernels itself", "execution: {compile_backend: aot_eager}")
+            return None
+        if program.ranks > 1 or target.ranks > 1:
+            return Reason("updates at the gradient are for one rank: gradients of several are summed first", _PLAIN)
+        if (why := not_at_gradients(program.step)) != "":
+            return Reason(why, _PLAIN)
+        if no_witness(program.step):
+            return Reason("the smallest parameter gets no gradient, so clipping by norm could not be noticed", _PLAIN)
+        if takes_a_schedule(target):
+            return Reason("a schedule puts gradients in place itself", "recompute: {kind: full}")
+        states = target.chosen.get("offload.states")
+        if states is not None and states.kind != "none":
+            return Reason(
+                "the optimizer's step is on the host", "offload: {states: {kind: optimizer_cpu, trigger: per_gradient}}"
+            )
         return None
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Eager: updates into backward. Compiled: nothing, the graphs were recorded in their order."""
+        if target.compiled:
+            return program
+        return program.with_step(updates_at_gradients(program.step, program.accumulate))
 
     def partitioning(self) -> dict[str, Any]:
         """Both graphs that the partitioner makes are ordered."""
         return {LOW_PEAK: True}
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Have graphs ordered when they are made."""
+        """Have graphs ordered when they are made, or parameters updated when their gradients land."""
         compiled = context.compiled
-        if compiled is None or compiled.backend == "inductor":
+        if compiled is None:
+            context.checks[self.slot] = UpdateAtGradient(context).check
+            return
+        if compiled.backend == "inductor":
             raise ApplyError(
                 "execution: {order: {kind: roam}} orders compiled graphs that run op by op, and there are none.",
-                evidence="Nothing is compiled." if compiled is None else "Inductor orders its kernels itself.",
+                evidence="Inductor orders its kernels itself.",
                 fix="execution: {compile: blocks, compile_backend: aot_eager}", code="MT315",
             )  # fmt: skip
         compiled.partitioning.update(self.partitioning())
         context.checks[self.slot] = compiled.check_orders
 
     def record(self, target: Target) -> dict[str, Any]:
-        """What is done to graphs when they are made."""
-        return {"compile.partitioning": self.partitioning()}
+        """What is done to graphs when they are made, or when updates run."""
+        if target.compiled:
+            return {"compile.partitioning": self.partitioning()}
+        return {"optimizer.updates": "at gradient"}

@@ -16,8 +16,8 @@ _OTHER = "offload: {states: {kind: optimizer_cpu}}"
 _SCHEDULED = ("a frozen schedule", "a schedule")
 
 
-def cannot_run(program: Program, target: Target) -> Reason | None:
-    """Why blocks' parameters cannot come and go in `program`."""
+def cannot_run(program: Program, target: Target, *, natively: bool = True) -> Reason | None:
+    """Why blocks' parameters cannot come and go in `program`, updated `natively` or by the user's own optimizer."""
     step = program.step
     if program.ranks > 1 or target.ranks > 1:
         return Reason("parameters that come and go are for one rank", "sharding: {states: {kind: fsdp}}")
@@ -32,7 +32,7 @@ def cannot_run(program: Program, target: Target) -> Reason | None:
         return Reason("the optimizer has no state of a block to move")
     if all(parameter.block >= 0 for parameter in trained):
         return Reason("nothing outside of the blocks is trained, so clipping by norm could not be noticed", _OTHER)
-    if {parameter.itemsize for parameter in trained} != {4}:
+    if natively and {parameter.itemsize for parameter in trained} != {4}:
         return Reason("the native update keeps float32 weights", "offload: {states: {kind: optimizer_cpu, update: master}}")
     return None
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
-from memtune.edit import accumulate_gradients
-from memtune.errors import ApplyError
-from memtune.linear_pairs import Pair, find_pairs
-from memtune.passes.tensor import Sharing, share
-from memtune.program import Program, RankClass, Resource
+from memtune.linear_pairs import Pair
 from memtune.runtime.context import Context
 from memtune.runtime.tensor import cut
-from memtune.technique import CutRecording, Exactness, Plan, Reason, Target, Technique
+from memtune.search_spaces.sharding.parallel._layers import CutLayers
+from memtune.technique import Target
 
 
-class TensorParallel(Technique):
+class TensorParallel(CutLayers):
     """Trades two all-reduces of a layer's activations in forward and two in backward for 1/degree of weights and their state.
 
     Query, key, value and output layers are cut by heads, MLPs by features; norms, embeddings and what is between the pairs stay
@@ -32,66 +28,20 @@ class TensorParallel(Technique):
     """
 
     kind: Literal["tensor"] = "tensor"
-    slot: ClassVar[str] = "sharding.parallel"
     title: ClassVar[str] = "Heads and features divided over ranks"
     source: ClassVar[str] = "Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3"
-    exactness: ClassVar[Exactness] = Exactness.REORDERED
-    eager_only: ClassVar[str] = "compiled models train on one rank so far"
 
-    degree: Annotated[int, Field(ge=2)] | None = None
-    """Ranks that share layers, all of them by default; a divisor of the ranks and of the heads."""
     cut: Literal["all", "mlp"] = "all"
     """All pairs, or those of MLPs alone (where attention's layers cannot be cut)."""
 
-    def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, a degree that divides them and the heads, plain layers, and nothing else that divides the model."""
-        degree = self.degree or target.ranks
-        if target.ranks < 2:
-            return Reason("there is only one rank to share layers with", "--gpus or --workers 2 and more")
-        if target.ranks % degree:
-            return Reason(f"degree={degree} does not divide the {target.ranks} ranks", "a divisor of the ranks")
-        if target.cut is None:
-            return Reason(
-                "each degree must be recorded, which is done when the slot is asked for", "--axes sharding.parallel,recompute"
-            )
-        for slot in ("sharding.states", "sharding.communication", "offload.states"):
-            other = target.chosen.get(slot)
-            if other is not None and other.kind != "none":
-                return Reason(f"{slot}: {other.kind} does not work on layers that ranks share", f"{slot}: {{kind: none}}")
-        if target.compiled:
-            return Reason("compiled models train on one rank so far", "execution.compile: false")
-        found = target.cut(degree, self.cut, target.ranks)
-        return found if isinstance(found, Reason) else None
+    @property
+    def what(self) -> str:
+        """As `cut` says."""
+        return self.cut
 
-    def plan(self, program: Program, target: Target) -> Plan:
-        """Which layers are cut, as the recording has shown that they may be."""
-        return Plan(decisions=dict(self._recorded(target).decisions))
-
-    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """The step as recorded with the layers cut, batches sent round, gradients averaged between the groups."""
-        degree, node = self.degree or target.ranks, target.hardware.local_ranks(target.ranks)
-        accumulate = program.accumulate * degree
-        step = accumulate_gradients(self._recorded(target).recording.at(program.micro_batch))
-        between = Resource.INTER_LINK if degree % node == 0 else Resource.INTRA_LINK
-        step = share(step, Sharing(degree, target.ranks // degree, between, accumulate))
-        ranks = (RankClass(program.ranks, step),)
-        return Program(ranks, program.micro_batch, accumulate, program.notes, sharers=degree)
-
-    def apply(self, context: Context, plan: Plan) -> None:
-        """Cut the layers that the plan names."""
-        degree = self.degree or context.ranks
-        cut(context, _planned(context, plan, degree), degree)
-
-    def explain(self, plan: Plan) -> tuple[str, ...]:
-        """How many layers of which sort are shared by how many ranks."""
-        pairs = plan.decisions.get("pairs", [])
-        heads = sum(bool(pair.get("attention")) for pair in pairs)
-        if not pairs:
-            return ()
-        return (
-            f"{plan.decisions.get('degree')} ranks share {heads} attentions and {len(pairs) - heads} MLPs",
-            "each rank brings its own micro-batches, and they take turns",
-        )
+    def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:
+        """Cut `pairs`; norms and what else is whole sees all positions."""
+        cut(context, pairs, degree)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Over how many ranks, and which layers."""
@@ -100,39 +50,3 @@ class TensorParallel(Technique):
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """All pairs, or MLPs alone."""
         return {"cut": ("all", "mlp")}
-
-    def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """All ranks and the sizes of a node, a part of it or several."""
-        return {"degree": (None, *target.group_sizes()), **self.choices()}
-
-    def _recorded(self, target: Target) -> CutRecording:
-        found = target.cut(self.degree or target.ranks, self.cut, target.ranks) if target.cut is not None else None
-        assert isinstance(found, CutRecording), "fits refuses what was not recorded"
-        return found
-
-
-def _planned(context: Context, plan: Plan, degree: int) -> list[Pair]:
-    """The pairs of `plan`, checked against the model.
-
-    Raises:
-        ApplyError: There is no plan, or it was made for another degree or model.
-    """
-    try:
-        pairs = [Pair.of(each) for each in plan.decisions["pairs"]]
-        wanted = plan.decisions["degree"]
-    except (KeyError, TypeError, ValueError):
-        raise ApplyError(
-            "sharding.parallel: {kind: tensor} needs its plan, which says which layers may be cut.",
-            evidence="Whether the code between them allows it is seen by recording a step.",
-            fix="memtune search model.py --axes sharding.parallel  writes a config with one", code="MT393",
-        ) from None  # fmt: skip
-    shapes = [(name, tuple(p.shape)) for name, p in context.model.named_parameters()]
-    known = find_pairs(shapes, context.blocks).found
-    strange = [pair.row for pair in pairs if pair not in known]
-    if strange or wanted != degree or not pairs:
-        raise ApplyError(
-            "the plan of sharding.parallel: {kind: tensor} was made for another model or degree.",
-            evidence=f"{strange[0]} is not a pair here." if strange else f"It is for groups of {wanted}, here of {degree}.",
-            fix="search again", code="MT393",
-        )  # fmt: skip
-    return pairs

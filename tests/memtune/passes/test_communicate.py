@@ -16,6 +16,7 @@ from memtune.config import Settings, TunedConfig
 from memtune.program import Program, RankClass, Resource, Step
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
+from memtune.search_spaces.sharding.communication.ho_ring import HoRing
 from memtune.search_spaces.sharding.communication.zeropp import ZeroPp
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.technique import Target, Technique
@@ -30,6 +31,7 @@ CASES: tuple[tuple[str, Fsdp, Technique], ...] = (
     ("gpt", Fsdp(reshard_after_forward=False), ZeroPp(hpz=False, qgz=True, weight_bits=4, **LOSSY)),
     ("lora", Fsdp(), ZeroPp(qgz=True, error_feedback=True, **LOSSY)),
     ("gpt", Fsdp(), Hierarchical()),
+    ("gpt", Fsdp(), HoRing()),
 )
 
 

@@ -90,7 +90,12 @@ def test_exact_tier_is_brute_force(buffers: Buffers) -> None:
     """On small instances the search ends, with a proof, at the height of the best of all orders."""
     layout = lay_out(buffers, exact_s=5.0, heuristic_s=0.0)
     assert layout.optimal
-    assert layout.height_bytes == brute_force_height(buffers)
+    lowest = brute_force_height(buffers)
+    assert layout.height_bytes == lowest
+    # One byte less is proven impossible, also where it is asked for as a goal.
+    refused = lay_out(buffers, goal_bytes=lowest - 1, exact_s=5.0, heuristic_s=0.0)
+    assert refused.height_bytes == lowest
+    assert lowest - 1 < refused.lower_bound_bytes <= lowest
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gloo import run_ranks
+from sharded_suite import peaks
 from torch import Tensor, nn
 from zoo_paths import ZOO
 
@@ -25,7 +26,7 @@ from memtune.runtime.transfer import COUNTERS
 RANKS, LOCAL, DIM, WIDTH = 4, 2, 16, 24
 BLOCK, EXACT_BELOW = 16, 100
 LOSSY = {"block": BLOCK, "exact_below": EXACT_BELOW, "hpz": False}
-EXACT = {"hpz": {"kind": "zeropp"}, "hierarchical": {"kind": "hierarchical"}}
+EXACT = {"hpz": {"kind": "zeropp"}, "hierarchical": {"kind": "hierarchical"}, "ho_ring": {"kind": "ho_ring"}}
 QUANTISED = {"quantised": {"kind": "zeropp", "qwz": True, "qgz": True, "gradient_bits": 8, "error_feedback": True, **LOSSY}}
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {"kind": "none"}, **EXACT, **QUANTISED}
 
@@ -246,7 +247,7 @@ def test_bytes_on_each_class_of_link_are_the_formula(ranks: list[Any]) -> None:
         forward, backward = (
             {"inter_link": farther * shards, "intra_link": (LOCAL - 1) * RANKS // LOCAL * shards} for shards in (units, again)
         )
-        assert bytes_of["hierarchical"] == (forward, added(backward, reduced))
+        assert bytes_of["hierarchical"] == bytes_of["ho_ring"] == (forward, added(backward, reduced))
 
 
 @pytest.mark.parametrize("when", [f"{when}{how}" for when in ("after a step", "before backward") for how in ("", ", loaded")])
@@ -285,31 +286,8 @@ PEAKS = {
     "hpz": {"kind": "zeropp"},
     "all": {"kind": "zeropp", "qwz": True, "qgz": True, "exact_below": 1000},
     "hierarchical": {"kind": "hierarchical"},
+    "ho_ring": {"kind": "ho_ring"},
 }
-
-
-def peaks(path: str) -> dict[str, list[int]]:
-    """Peaks of four steps after the first two."""
-    from memtune.runtime.ledger import Ledger
-    from memtune.runtime.tiers import HOST, tier
-    from memtune.testing.training import build
-
-    ledger, found = Ledger.open("cpu"), {}
-    for name, how in PEAKS.items():
-        empty = ledger.live_bytes()
-        workload, model, optimizer = build(Path(path))
-        sharding = {"states": {"kind": "fsdp"}, "communication": {**how, "ranks_per_node": LOCAL}}
-        made = apply(model, optimizer, {"settings": {"sharding": sharding}}, loss=workload.loss, strict=False)
-        measured = []
-        for _ in range(6):
-            with tier(HOST):
-                batches = [workload.make_batch(2)]
-            ledger.reset_peak()
-            made.step(batches)
-            measured.append(ledger.peak_allocated_bytes() - empty)
-        found[name] = measured[2:]
-        del model, optimizer, made, workload
-    return found
 
 
 @pytest.mark.slow
@@ -326,10 +304,13 @@ def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
         "hpz": Communication(LOCAL, secondary=True),
         "all": Communication(LOCAL, Form(8, 256, 1000), secondary=True, gradients=Form(4, 256, 1000)),
         "hierarchical": Communication(LOCAL, gather="hierarchical"),
+        "ho_ring": Communication(LOCAL, gather="ho_ring"),
     }
     predicted = {name: communicate(sharded, how, RANKS, stages_messages=True) for name, how in asked.items()}
-    for rank in run_ranks(peaks, RANKS, str(ZOO["gpt"]), deadline_s=900):
-        for name, measured in rank.items():
+    communication = {name: {**how, "ranks_per_node": LOCAL} for name, how in PEAKS.items()}
+    settings = {name: {"sharding": {"states": {"kind": "fsdp"}, "communication": how}} for name, how in communication.items()}
+    for rank in run_ranks(peaks, RANKS, str(ZOO["gpt"]), settings, deadline_s=900):
+        for name, (_, measured) in rank.items():
             wanted = predicted[name].peak_bytes()
             assert all(0 <= peak - wanted <= 16 for peak in measured), (name, measured, wanted)
 

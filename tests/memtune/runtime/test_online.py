@@ -52,7 +52,7 @@ def train(name: str, policy: Policy | None, budget_bytes: int, steps: int = 2) -
 
 CASES = [
     ("moe", "dtr"),
-    ("moe", "coop"),
+    pytest.param("moe", "coop", marks=pytest.mark.slow),
     ("cnn_bn", "megtaichi"),
     ("inplace_views", "dtr"),
     ("lstm", "dtr"),
@@ -181,7 +181,7 @@ def measured(
 
 
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", BUDGETS)
 def test_the_ledgers_peak_is_within_the_budget(name: str) -> None:
     size, technique = BUDGETS[name]
@@ -205,7 +205,7 @@ def test_an_op_that_depends_on_data_is_refused_by_name_where_it_must_not_be_deci
     assert "nonzero" in str(technique.fits(plain_program(ZOO["moe"], 24), target_of(technique)))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", [Dtr, Coop, Megtaichi])
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_what_fits_trains_whatever_the_accumulation(kind: type[Dtr | Coop | Megtaichi], accumulate: int) -> None:

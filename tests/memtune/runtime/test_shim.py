@@ -236,6 +236,7 @@ print(shim.live_bytes())
 """
 
 
+@pytest.mark.slow
 def test_two_fresh_processes_compile_at_once_and_count_from_zero(tmp_path: Path) -> None:
     children = [
         subprocess.Popen(

@@ -16,18 +16,21 @@ from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.record import record
 from memtune.autotune.simulate import simulate
+from memtune.config import TunedConfig
 from memtune.errors import ApplyError
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.tiers import HOST, tier
 from memtune.search_spaces.offload.states.l2l import L2L
+from memtune.search_spaces.offload.states.patrickstar import PatrickStar
 from memtune.search_spaces.offload.states.stronghold import Stronghold
-from memtune.technique import Target
+from memtune.technique import Target, Technique
 from memtune.testing import differences, train
 from memtune.testing.training import SEED, build, config_of, one_step, settings_of
 from memtune.workload import Workload
 
 ONE, TWO = L2L(kind="l2l"), Stronghold(kind="stronghold", window=2)
+CHUNKS = PatrickStar(kind="patrickstar", chunk_bytes=70_000)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -48,11 +51,16 @@ def steps(workload: Workload, tuned: Any, ledger: Ledger, micro_batches: int, co
 
 
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
-@pytest.mark.parametrize(("technique", "micro_batches"), [pytest.param(ONE, 1, marks=pytest.mark.slow), (TWO, 2)])
-def test_peaks_are_the_predicted_ones_and_nothing_is_left(technique: L2L | Stronghold, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("technique", "micro_batches", "budget_bytes"),
+    [pytest.param(ONE, 1, None, marks=pytest.mark.slow), (TWO, 2, None), (CHUNKS, 2, 2_050_000)],
+)
+def test_peaks_are_the_predicted_ones_and_nothing_is_left(
+    technique: Technique, micro_batches: int, budget_bytes: int | None
+) -> None:
     """Under a budget that the plain model exceeds; after the third step nothing more is held on any tier."""
     path = ZOO["gpt"]
-    target = Target(hardware.detect("cpu"))
+    target = Target(hardware.detect("cpu"), budget_bytes=budget_bytes)
     rewriter = Rewriter(record(Workload.load(path)), target)
     execution = {"micro_batch": 2, "accumulate": micro_batches}
     document = {"execution": execution, **settings_of(technique)}
@@ -65,9 +73,11 @@ def test_peaks_are_the_predicted_ones_and_nothing_is_left(technique: L2L | Stron
     ledger = Ledger.open("cpu")
     empty, empty_host = ledger.live_bytes(), ledger.live_bytes(HOST)
     workload, model, optimizer = build(path)
-    tuned = apply(model, optimizer, config_of(path, technique), loss=workload.loss, strict=False)
+    config = TunedConfig(settings=candidate.choice, plan=dict(candidate.plans))
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
     gc.collect()
-    budget = empty + (predicted + whole) // 2
+    budget = empty + (budget_bytes or (predicted + whole) // 2)
+    assert predicted <= budget - empty < whole
     with Ledger.open("cpu", budget_bytes=budget) as ledger:
         seen = steps(workload, tuned, ledger, micro_batches)
     assert max(peak for peak, *_ in seen[2:]) - empty == pytest.approx(predicted, rel=0.02)

@@ -11,11 +11,13 @@ from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
 from memtune.errors import ApplyError
+from memtune.passes.region import region_of
+from memtune.passes.schedule import run_schedule
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.loop import train_step
 from memtune.runtime.tiers import HOST, tier
-from memtune.schedule import Schedule
+from memtune.schedule import Schedule, plain_schedule
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute.checkmate import Checkmate
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
@@ -52,6 +54,14 @@ class TestCheckmate(TechniqueSuite):
 
     def peak(self, technique: Checkmate) -> int:
         return int(technique.plan(plain_program(ZOO["gpt"]), target_of(technique)).decisions["peak_bytes"])
+
+    def test_what_was_derived_from_a_step_before_is_no_column_of_the_new_one(self) -> None:
+        step = plain_program(ZOO["gpt"]).step
+        step = step.without_handing_over(region_of(step).rows)
+        region = region_of(step)
+        assert len(step.op_block) == step.n_ops
+        assert len(step.save_block) == len(step.save_call)
+        assert run_schedule(step, region, plain_schedule(region.graph)).n_ops == step.n_ops
 
     def test_some_ops_run_three_times_in_all_where_that_saves(self) -> None:
         plan = self.default().plan(plain_program(ZOO["gpt"]), target_of())

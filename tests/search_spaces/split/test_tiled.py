@@ -184,6 +184,7 @@ def shares(path: str, tiled: bool) -> dict[str, Any]:
     return {"gradients": gradients, "audit": audit.get("split"), "modules": audit.get("split.modules")}
 
 
+@pytest.mark.slow
 def test_two_sharded_ranks_train_as_the_plain_model() -> None:
     wanted = shares(str(BOTH), False)["gradients"]
     for rank in run_ranks(shares, 2, str(BOTH), True):

@@ -1,16 +1,17 @@
-"""Compiled graphs in another order: the peak falls as predicted, results are the same bits, all else is refused by name."""
+"""Compiled graphs in another order, updates at the gradient in eager code: the peak falls as predicted, bits are the same."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from layers_suite import without_gradients
 from zoo_paths import ZOO
 
 from memtune import hardware
-from memtune._apply import apply
+from memtune._apply import Tuned, apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.compiled import CompiledRecordings
 from memtune.config import TunedConfig, dump_yaml, load_config
@@ -19,10 +20,12 @@ from memtune.program import Step
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.tiers import HOST, tier
+from memtune.search_spaces import find
 from memtune.search_spaces.execution.order.roam import Roam
-from memtune.technique import Exactness, Reason, Target
+from memtune.technique import Exactness, Target, Technique
+from memtune.testing import TechniqueSuite, differences, train
 from memtune.testing.drift import plain_program, recording_of
-from memtune.testing.training import build, one_step
+from memtune.testing.training import build, one_step, plain
 from memtune.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,9 +118,9 @@ def trained(path: Path, execution: dict[str, Any] | None) -> list[Any]:
 @pytest.mark.parametrize(("model", "scope"), [("wide", "model"), ("gpt", "blocks")])
 def test_the_same_bits_as_the_plain_model(model: str, scope: str, wide: Path) -> None:
     path = wide if model == "wide" else ZOO[model]
-    for (loss, gradients), (plain_loss, plain) in zip(trained(path, settings("roam", scope)), trained(path, None), strict=True):
-        assert torch.equal(loss, plain_loss)
-        assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+    for (loss, gradients), (wanted_loss, wanted) in zip(trained(path, settings("roam", scope)), trained(path, None), strict=True):
+        assert torch.equal(loss, wanted_loss)
+        assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
 
 
 def test_a_config_holds_it_beside_the_batch() -> None:
@@ -129,23 +132,40 @@ def test_a_config_holds_it_beside_the_batch() -> None:
     assert load_config(dump_yaml(TunedConfig())).settings.technique("execution.order").kind == "program"
 
 
-@pytest.mark.parametrize(
-    ("compiled", "backend", "why"),
-    [(False, "inductor", "eager code runs in program order"), ("blocks", "inductor", "inductor orders its kernels itself")],
-)
-def test_programs_that_no_graph_runs_are_refused(compiled: Any, backend: str, why: str) -> None:
-    target = Target(hardware.detect("cpu"), compiled=compiled, compile_backend=backend)
-    reason = ROAM.fits(plain_program(ZOO["gpt"]), target)
-    assert isinstance(reason, Reason)
-    assert why in reason.text
-    assert (
-        ROAM.fits(plain_program(ZOO["gpt"]), Target(hardware.detect("cpu"), compiled="blocks", compile_backend="aot_eager"))
-        is None
-    )
-    execution = {"order": {"kind": "roam"}} | ({"compile": compiled} if compiled else {})
+def test_what_no_order_is_for_is_refused() -> None:
+    def reason(**facts: Any) -> str:
+        return str(ROAM.fits(plain_program(ZOO["gpt"]), Target(hardware.detect("cpu"), **facts)) or "")
+
+    assert not reason(compiled="blocks", compile_backend="aot_eager")
+    assert not reason()
+    assert "inductor orders its kernels itself" in reason(compiled="blocks")
+    assert "gradients of several are summed first" in reason(ranks=2)
+    host = find("offload.states", "optimizer_cpu")(kind="optimizer_cpu")
+    assert "on the host" in reason(chosen={"offload.states": host})
+    schedule = find("recompute", "checkmate")(kind="checkmate")
+    assert "a schedule" in reason(chosen={"recompute": schedule})
     _, model, optimizer = build(ZOO["tied"])
     before = dict(vars(model))
     with pytest.raises(ApplyError, match=r"MT315 (.|\n)*aot_eager"):
-        apply(model, optimizer, {"settings": {"execution": execution}}, strict=False)
+        apply(model, optimizer, {"settings": settings("roam", backend="inductor")}, strict=False)
     assert vars(model) == before
     assert ROAM.exactness is Exactness.BITWISE
+
+
+class TestEager(TechniqueSuite):
+    """Updates at the gradient: the conformance suite on plain programs."""
+
+    technique = Roam
+    models: ClassVar = {name: ZOO[name] for name in ("tied", "moe", "lstm")}
+    quick = ("tied",)
+    not_shown = ("a failed apply is not undone",)  # it puts hooks in place, which are taken back one by one, and changes nothing
+
+    def check_training(self, model: str, variant: Technique) -> None:
+        """Losses and weights are the plain model's, to the bit; gradients have been used when backward returns."""
+        found = differences(without_gradients(train(ZOO[model], variant)), without_gradients(plain(ZOO[model])))
+        assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        for parameter in tuned.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return True

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import ValidationError
+from sharded_suite import ShardedSuite
 from sharding_program import program, target, with_parameter
+from zoo_paths import ZOO
 
 from memtune.program import Program, RankClass
 from memtune.search_spaces import find
@@ -81,3 +84,13 @@ def test_every_choice_is_a_valid_knob() -> None:
         assert values[0] == getattr(ZeroPp(), knob)
         for value in values:
             ZeroPp(**{"qgz": True, knob: value} if knob != "qgz" else {"hpz": True, knob: value})
+
+
+class TestZeroPp(ShardedSuite):
+    technique = ZeroPp
+    ranks, beside, briefly = 4, (Fsdp(),), False
+    models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
+
+    @classmethod
+    def default(cls) -> ZeroPp:
+        return ZeroPp(ranks_per_node=2)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gloo import run_ranks
-from torch import nn
+from shared_layers import MODELS, SEPARATE, SIZE, assert_trained_as_one, candidate, config, peak, refusal, rewriter, trained
 
 from memtune import hardware
 from memtune._apply import apply
-from memtune.autotune.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.cut import CutRecordings, chosen_pairs, cut_session, differs
+from memtune.autotune.cut import chosen_pairs, cut_session, differs
 from memtune.autotune.fake_ranks import fake_ranks
 from memtune.autotune.record import record
 from memtune.autotune.simulate import simulate
@@ -29,37 +27,8 @@ from memtune.technique import Reason, Target
 from memtune.testing.training import build
 from memtune.workload import Workload
 
-SEPARATE, BETWEEN = (Path(__file__).parent / "models" / name for name in ("separate.py", "between.py"))
-STEPS, SIZE = 5, 2
-
-
-def settings(**knobs: Any) -> dict[str, Any]:
-    return {"execution": {"micro_batch": SIZE}, "sharding": {"parallel": {"kind": "tensor", **knobs}}}
-
-
-@cache
-def rewriter(path: Path, ranks: int = 2) -> Rewriter:
-    workload = Workload.load(path)
-    plain = record(workload)
-    return Rewriter(plain, Target(hardware.detect("cpu"), ranks, cut=CutRecordings(workload, plain)))
-
-
-def candidate(path: Path = SEPARATE, ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any) -> Candidate:
-    found = rewriter(path, ranks).candidate(Choice.from_document({**settings(**knobs), **(beside or {})}))
-    assert isinstance(found, Candidate), found
-    return found
-
-
-def config(ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
-    made = candidate(SEPARATE, ranks, beside, **knobs)
-    plan = {slot: plan.decisions for slot, plan in made.plans.items()}
-    return {"settings": {**settings(**knobs), **(beside or {})}, "plan": plan}
-
-
-def refusal(beside: dict[str, Any] | None = None, **knobs: Any) -> str:
-    found = rewriter(SEPARATE).candidate(Choice.from_document({**settings(**knobs), **(beside or {})}))
-    assert isinstance(found, Reason)
-    return str(found)
+KIND = "tensor"
+BETWEEN = MODELS / "between.py"
 
 
 # -- what may be cut ---------------------------------------------------------------------------------------------------
@@ -81,9 +50,9 @@ def test_pairs_are_found_by_names_and_shapes() -> None:
 
 def test_refusals_name_what_is_in_the_way() -> None:
     both = {"parallel": {"kind": "tensor"}, "states": {"kind": "fsdp"}}
-    assert "sharding.states: fsdp does not work" in refusal(beside={"sharding": both})
-    assert "does not divide the 2 ranks" in refusal(degree=4)
-    program, here = candidate().program, hardware.detect("cpu")
+    assert "sharding.states: fsdp does not work" in refusal(KIND, beside={"sharding": both})
+    assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
+    program, here = candidate(KIND).program, hardware.detect("cpu")
     assert "each degree must be recorded" in str(TensorParallel().fits(program, Target(here, 2)))
     assert "only one rank" in str(TensorParallel().fits(program, Target(here, 1)))
     step = rewriter(SEPARATE).recording.step
@@ -149,7 +118,7 @@ def test_code_between_the_layers_must_treat_features_alike(name: str, reason: st
 
 
 def test_a_step_has_half_the_cut_weights_and_two_sums_a_pair() -> None:
-    plain, cut = rewriter(SEPARATE).recording.at(SIZE), candidate().program.step
+    plain, cut = rewriter(SEPARATE).recording.at(SIZE), candidate(KIND).program.step
     shapes = {p.name: p.shape for p in cut.parameters}
     assert shapes["h.1.attn.q_proj.weight"] == (16, 32)
     assert shapes["h.1.attn.out_proj.weight"] == (32, 16)
@@ -164,70 +133,30 @@ def test_a_step_has_half_the_cut_weights_and_two_sums_a_pair() -> None:
 
 
 def test_a_step_has_the_same_samples_in_more_turns() -> None:
-    program = candidate().program
+    program = candidate(KIND).program
     assert (program.accumulate, program.sharers, program.samples) == (2, 2, 2 * SIZE)
 
 
 # -- on gloo ranks -----------------------------------------------------------------------------------------------------
 
 
-def tensor_run(ranks: int, document: dict[str, Any] | None, clip: bool = False, dropout: bool = False) -> dict[str, Any]:
-    """Five steps; each rank brings its own samples, and the plain run (one rank) all of them."""
-    workload, model, optimizer = build(SEPARATE)
-    if not dropout:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-    tuned = apply(model, optimizer, document, loss=workload.loss, strict=False) if document else None
-    rank = torch.distributed.get_rank() if document else 0
-    losses, norms = [], []
-    if clip:
-        optimizer.register_step_pre_hook(lambda *_: norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
-    from memtune.runtime.loop import train_step
-
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        batches = [workload.make_batch(SIZE) for _ in range(ranks)]
-        if tuned is not None:
-            torch.manual_seed(100 * step + rank)
-            losses.append(float(tuned.step([batches[rank]])))
-        else:
-            losses.append(float(train_step(model, optimizer, workload.loss, batches, torch.device("cpu"))))
-    state = tuned.state_dict() if tuned is not None else {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    audit = tuned.audit() if tuned is not None else {}
-    return {"losses": losses, "norms": norms, "model": state["model"], "optimizer": state["optimizer"]["state"], "audit": audit}
-
-
-def assert_trained_as_one(found: list[dict[str, Any]], wanted: dict[str, Any], atol: float = 1e-6) -> None:
-    """AdamW divides by the gradient's size: where that is tiny, `atol` is of its rounding."""
-    mean = torch.tensor([each["losses"] for each in found]).mean(0)
-    torch.testing.assert_close(mean, torch.tensor(wanted["losses"]), rtol=1e-6, atol=1e-6)
-    for each in found:
-        assert list(each["model"]) == list(wanted["model"])
-        torch.testing.assert_close(each["model"], wanted["model"], rtol=1e-5, atol=atol)
-        torch.testing.assert_close(each["norms"], wanted["norms"], rtol=1e-6, atol=1e-6)
-        assert each["optimizer"].keys() == wanted["optimizer"].keys()
-        for index, state in wanted["optimizer"].items():
-            torch.testing.assert_close(each["optimizer"][index]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-6)
-
-
 def test_two_ranks_train_as_one_with_clipping() -> None:
-    found = run_ranks(tensor_run, 2, 2, config(), True)
-    assert_trained_as_one(found, tensor_run(2, None, True))
+    found = run_ranks(trained, 2, 2, config(KIND), True)
+    assert_trained_as_one(found, trained(2, None, True))
     assert found[0]["audit"]["sharding.parallel"] == {"degree": 2, "pairs": 4, "layers": 12, "cut_bytes": 49152}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{}, {"degree": 2}, {"cut": "mlp"}], ids=str)
 def test_four_ranks_train_as_one(knobs: dict[str, Any]) -> None:
-    assert_trained_as_one(run_ranks(tensor_run, 4, 4, config(4, **knobs), True), tensor_run(4, None, True), atol=1e-5)
+    assert_trained_as_one(run_ranks(trained, 4, 4, config(KIND, 4, **knobs), True), trained(4, None, True), atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_beside_recompute(kind: str) -> None:
-    found = run_ranks(tensor_run, 2, 2, config(beside={"recompute": {"kind": kind}}))
-    assert_trained_as_one(found, tensor_run(2, None))
+    found = run_ranks(trained, 2, 2, config(KIND, beside={"recompute": {"kind": kind}}))
+    assert_trained_as_one(found, trained(2, None))
 
 
 def without_turns(document: dict[str, Any]) -> list[str]:
@@ -246,27 +175,9 @@ def without_turns(document: dict[str, Any]) -> list[str]:
 
 
 def test_other_samples_outside_of_step_are_noticed() -> None:
-    for same, other in run_ranks(without_turns, 2, config()):
+    for same, other in run_ranks(without_turns, 2, config(KIND)):
         assert same == ""
         assert "different micro-batches" in other
-
-
-def peak(document: dict[str, Any]) -> int:
-    from memtune.runtime.ledger import Ledger
-    from memtune.runtime.tiers import HOST, tier
-
-    ledger = Ledger.open("cpu")
-    empty = ledger.live_bytes()
-    workload, model, optimizer = build(SEPARATE)
-    tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
-    peaks = []
-    for _ in range(4):
-        with tier(HOST):
-            batches = [workload.make_batch(SIZE)]
-        ledger.reset_peak()
-        tuned.step(batches)
-        peaks.append(ledger.peak_allocated_bytes() - empty)
-    return max(peaks[2:])
 
 
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
@@ -274,7 +185,7 @@ def peak(document: dict[str, Any]) -> int:
     "beside", [{}, pytest.param({"recompute": {"kind": "full"}}, marks=pytest.mark.slow)], ids=["alone", "full"]
 )
 def test_ledger_peak_is_as_predicted(beside: dict[str, Any]) -> None:
-    made = candidate(SEPARATE, 2, beside)
+    made = candidate(KIND, SEPARATE, 2, beside)
     predicted = simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes
-    for measured in run_ranks(peak, 2, config(beside=beside)):
+    for measured in run_ranks(peak, 2, config(KIND, beside=beside)):
         assert abs(measured - predicted) <= 0.02 * predicted, (measured, predicted)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+from sharded_suite import ShardedSuite
 from sharding_program import program, target
+from zoo_paths import ZOO
 
 from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.factors import Factors, held, seconds
@@ -86,3 +89,15 @@ def test_factors_are_one_candidate_whoever_asks() -> None:
 def test_survives_yaml() -> None:
     config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Amsp(**factors(2, 4, 8))}))
     assert load_config(dump_yaml(config)) == config
+
+
+class TestAmsp(ShardedSuite):
+    """Parameters and optimizer state over both ranks, sums of gradients whole."""
+
+    technique = Amsp
+    accumulate, peak_rel, briefly = 2, 0.02, False
+    models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
+
+    @classmethod
+    def default(cls) -> Amsp:
+        return Amsp(parameters=2, gradients=1, optimizer=2)

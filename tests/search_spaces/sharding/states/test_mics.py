@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from gloo import run_ranks
+from sharded_suite import ShardedSuite
 from sharding_program import program, target
 from zoo_paths import ZOO
 
@@ -16,7 +16,6 @@ from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.search_spaces.sharding.states.mics import Mics
 from memtune.technique import NO_PLAN
-from memtune.testing import TechniqueSuite
 
 
 @pytest.mark.parametrize(
@@ -92,18 +91,11 @@ def test_survives_yaml() -> None:
     assert load_config(dump_yaml(config)) == config
 
 
-class Suite(TechniqueSuite):
-    __test__ = False  # its tests are for one rank: four run its checks
-    technique, tolerance = Mics, 1e-4
+class TestMics(ShardedSuite):
+    technique = Mics
+    ranks, accumulate, peak_rel, briefly = 4, 2, 0.02, False
     models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
 
-
-def on_ranks() -> None:
-    """All ranks train on the same samples, so that their mean gradient is the plain model's."""
-    Suite().check_training("lora", Mics(group=2))
-    Suite().check_untouched("lora", Mics(group=2))
-
-
-@pytest.mark.slow
-def test_suite_passes_on_four_ranks() -> None:
-    assert run_ranks(on_ranks, 4, deadline_s=300) == [None] * 4
+    @classmethod
+    def default(cls) -> Mics:
+        return Mics(group=2)

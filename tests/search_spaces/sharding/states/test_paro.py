@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+from sharded_suite import ShardedSuite
 from sharding_program import program, target, with_parameter
+from zoo_paths import ZOO
 
 from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.program import Kind, Phase, Program, Resource, Step, Tier
@@ -125,3 +128,13 @@ def test_choices_are_letters_and_sizes() -> None:
 def test_survives_yaml() -> None:
     config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Paro(strategy="ING", group=4)}))
     assert load_config(dump_yaml(config)) == config
+
+
+class TestParo(ShardedSuite):
+    technique = Paro
+    ranks, accumulate, peak_rel, briefly = 4, 2, 0.02, False
+    models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
+
+    @classmethod
+    def default(cls) -> Paro:
+        return Paro(group=2)

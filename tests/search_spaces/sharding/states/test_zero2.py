@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import ClassVar
+
+from sharded_suite import ShardedSuite
 from sharding_program import program, step, target, with_parameter
+from zoo_paths import ZOO
 
 from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.program import Kind, Phase, Program, Step, Tier
@@ -50,3 +55,9 @@ def test_record_says_what_is_divided() -> None:
 def test_survives_yaml() -> None:
     config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Zero2(bucket_cap_mb=7)}))
     assert load_config(dump_yaml(config)) == config
+
+
+class TestZero2(ShardedSuite):
+    technique = Zero2
+    accumulate, peak_rel, briefly = 2, 0.02, False
+    models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}

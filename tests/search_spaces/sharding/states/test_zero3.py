@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import ClassVar
+
 import numpy as np
+from sharded_suite import ShardedSuite
 from sharding_program import program, target
+from zoo_paths import ZOO
 
 from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.search_spaces.execution import Execution
@@ -29,3 +34,9 @@ def test_fits_as_fsdp_does() -> None:
 def test_survives_yaml() -> None:
     config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Zero3(blocks_per_unit=2)}))
     assert load_config(dump_yaml(config)) == config
+
+
+class TestZero3(ShardedSuite):
+    technique = Zero3
+    briefly = False
+    models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}

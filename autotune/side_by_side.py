@@ -1,0 +1,188 @@
+"""One function over many items on several cores: this process, and forked copies of it that begin with all that it knows.
+
+Rules:
+1. Items of one group are done by one process, call after call if it is free: what it remembers of them is used again.
+2. A copy that dies, or takes far longer than this process takes for its own items, costs time only: its items are done here. So
+   a function that raises does so here.
+3. A copy ends with this process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Final, Generic, TypeVar
+
+WORTH_IT: Final = 200
+"""Fewer items than this are done here: a copy costs as much as some dozens of them."""
+PATIENCE: Final = 3.0
+LEAST_S: Final = 20.0
+"""A copy may take `PATIENCE` times as long as this process took for its own items, and `LEAST_S`."""
+_HERE: Final = -1
+_DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class SideBySide(Generic[T, R]):
+    """`function` over items, on several cores; use it as a context.
+
+    Args:
+        function: Called for each item, here or in a copy; items and results can be pickled.
+        group: What tells which items profit from each other; None for an item that must be done here.
+        processes: This one and its copies; 1 makes no copy.
+    """
+
+    def __init__(self, function: Callable[[T], R], group: Callable[[T], Hashable | None], processes: int) -> None:
+        self._function, self._group, self._processes = function, group, processes
+        self._homes: dict[Hashable, int] = {}
+        self._copies: list[_Copy[T, R]] = []
+
+    def __enter__(self) -> SideBySide[T, R]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for each in self._copies:
+            each.end()
+
+    def over(self, items: Sequence[T]) -> list[R]:
+        """Results in the order of `items`."""
+        if self._processes == 1 or len(items) < WORTH_IT:
+            return [self._function(item) for item in items]
+        if not self._copies:
+            self._copies = [copy for _ in range(self._processes - 1) if (copy := _Copy.of(self._function))]
+        work: _Work[T, R] = _Work(items, self._group, self._homes)
+        started = time.monotonic()
+        while (mine := work.take(_HERE)) is not None:
+            for i in mine:
+                self._feed(work)
+                work.results[i] = self._function(items[i])
+        until_s = time.monotonic() + max(LEAST_S, PATIENCE * (time.monotonic() - started))
+        for number in list(work.away):
+            copy = self._copies[number]
+            positions, found = work.away.pop(number), copy.answer(until_s)
+            work.results.update(zip(positions, found or [self._function(items[i]) for i in positions], strict=True))
+        return [work.results[i] for i in range(len(items))]
+
+    def _feed(self, work: _Work[T, R]) -> None:
+        """Take what copies have done, and give those that are idle their next group."""
+        for number, copy in enumerate(self._copies):
+            if number in work.away and copy.is_ready():
+                found = copy.answer(0.0)
+                if found is None:
+                    work.groups.appendleft((None, work.away.pop(number)))
+                else:
+                    work.results.update(zip(work.away.pop(number), found, strict=True))
+            if number not in work.away and copy.is_alive and (group := work.take(number)) is not None:
+                work.away[number] = group
+                copy.ask([work.items[i] for i in group])
+
+
+class _Work(Generic[T, R]):
+    """What is left of one call: groups of positions in `items`, large ones first."""
+
+    def __init__(self, items: Sequence[T], group: Callable[[T], Hashable | None], homes: dict[Hashable, int]) -> None:
+        self.items, self._homes = items, homes
+        members: dict[Hashable | None, list[int]] = defaultdict(list)
+        for i, item in enumerate(items):
+            members[group(item)].append(i)
+        self.groups = deque(sorted(members.items(), key=lambda each: -len(each[1])))
+        self.results: dict[int, R] = {}
+        self.away: dict[int, list[int]] = {}
+        """What each copy is at."""
+
+    def take(self, process: int) -> list[int] | None:
+        """The next group for `process`: one that it had before, else one that none had, else another's (rule 1)."""
+        allowed = [each for each in self.groups if each[0] is not None or process == _HERE]
+        if not allowed:
+            return None
+        chosen = min(allowed, key=lambda each: self._foreign(each[0], process))
+        self.groups.remove(chosen)
+        self._homes.setdefault(chosen[0], process)
+        return chosen[1]
+
+    def _foreign(self, group: Hashable | None, process: int) -> int:
+        home = _HERE if group is None else self._homes.get(group)
+        return 1 if home is None else 2 * (home != process)
+
+
+class _Copy(Generic[T, R]):
+    """A fork of this process that answers with the function's results."""
+
+    def __init__(self, process: BaseProcess, ends: Connection) -> None:
+        self._process, self._ends = process, ends
+
+    @classmethod
+    def of(cls, function: Callable[[T], R]) -> _Copy[T, R] | None:
+        """A copy of this process as it is now; None where there can be none."""
+        ours, theirs = multiprocessing.Pipe()
+        try:
+            process = multiprocessing.get_context("fork").Process(
+                target=_serve, args=(function, os.getpid(), ours, theirs), daemon=True
+            )
+            with warnings.catch_warnings():  # Python 3.12 warns of any fork beside threads; rule 2 is for what may come of it
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+        except (OSError, ValueError):  # no memory, no processes left, a system without fork
+            return None
+        finally:
+            theirs.close()
+        return cls(process, ours)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may be asked."""
+        return not self._ends.closed
+
+    def is_ready(self) -> bool:
+        """Whether it has answered, or ended."""
+        return not self.is_alive or self._ends.poll(0)
+
+    def ask(self, items: list[T]) -> None:
+        """Let it begin with these."""
+        try:
+            self._ends.send_bytes(pickle.dumps(items, pickle.HIGHEST_PROTOCOL))
+        except OSError:
+            self.end()  # `answer` will find it closed
+
+    def answer(self, until_s: float) -> list[R] | None:
+        """Its results; None if it has none until then, and then it has ended."""
+        try:
+            if self.is_alive and self._ends.poll(max(0.0, until_s - time.monotonic())):
+                found: list[R] = pickle.loads(self._ends.recv_bytes())
+                return found
+        except (OSError, EOFError):
+            pass
+        self.end()
+        return None
+
+    def end(self) -> None:
+        """End it at once; may be called twice."""
+        self._ends.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(function: Callable[[T], R], parent: int, theirs: Connection, ours: Connection) -> None:
+    theirs.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with contextlib.suppress(AttributeError):  # Linux only; elsewhere the end of the pipe ends it, once it is done
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    with contextlib.suppress(Exception):  # of the pipe: the parent is gone; of the function: it is raised there
+        while os.getppid() == parent:
+            items = pickle.loads(ours.recv_bytes())
+            ours.send_bytes(pickle.dumps([function(item) for item in items], pickle.HIGHEST_PROTOCOL))

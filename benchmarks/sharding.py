@@ -1,0 +1,60 @@
+"""What the sharding axis is measured by: exactness, bytes, peaks, published ratios, and what is lost by quantising.
+
+    python benchmarks/sharding.py [published …] [--json FILE] [--markdown FILE]
+
+Without names all parts run; with names those alone, and the others' results stay as the JSON file has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import sharding_published as published
+import sharding_ranks as ranks
+import torch
+
+PARTS: dict[str, tuple[str, Callable[[], list[dict[str, Any]]], Callable[[list[dict[str, Any]]], list[str]]]] = {
+    "exact": ("Five steps against one rank", ranks.exact, ranks.exact_lines),
+    "bytes": ("Bytes on each class of link", ranks.bytes_sent, ranks.bytes_lines),
+    "peak": ("Peaks", ranks.peak, ranks.peak_lines),
+    "quantised": ("Quantised training", ranks.quantised, ranks.quantised_lines),
+    "published": ("The simulator against published ratios", published.all_compared, published.lines),
+}
+"""Name → heading, what finds the rows, what writes them down."""
+
+
+def main() -> None:
+    """Run the parts that are asked for and write one JSON and one Markdown document."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all where none is given")
+    parser.add_argument("--json", type=Path, help="read the other parts from this file, write all to it")
+    parser.add_argument("--markdown", type=Path, help="write tables to this file")
+    parser.add_argument("--rewrite", action="store_true", help="run nothing, write the tables of what the JSON file has")
+    asked = parser.parse_args()
+    known: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json and asked.json.exists() else {}
+    found = {"schema": 1, "torch": torch.__version__, **{name: known[name] for name in PARTS if name in known}}
+    for name in () if asked.rewrite else asked.parts or PARTS:
+        began = time.perf_counter()
+        found[name] = PARTS[name][1]()
+        print(f"{name}: {len(found[name])} rows in {time.perf_counter() - began:.0f} s", flush=True)
+        if asked.json:  # what is found stays found, whatever becomes of the next part
+            asked.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    text = ["# Sharding", "", "Written by `make bench-sharding`; the JSON file beside it has every number.", ""]
+    for name in (each for each in PARTS if each in found):
+        heading, _, lines = PARTS[name]
+        text += [f"## {heading}", "", *lines(found[name]), ""]
+    print("\n".join(text))
+    if asked.markdown:
+        asked.markdown.write_text("\n".join(text))
+
+
+if __name__ == "__main__":
+    main()

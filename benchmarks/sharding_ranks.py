@@ -1,0 +1,259 @@
+"""Sharding on real gloo ranks of this machine: five steps against one rank, counted bytes, measured peaks, quantised training.
+
+Each part starts its ranks once and runs all its cases on them; two neighbours are a node. The models and loops are those of the
+tests.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "memtune" / "runtime"))
+
+import torch
+import torch.distributed as dist
+from five_steps import alone, loss, on_this_rank
+from gloo import run_ranks
+from sharded_suite import peaks
+from test_communication import converged
+from test_states import EVEN, batches, build, sent
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.candidates import Choice, Rewriter
+from memtune.factors import Bytes, Factors, Schedule, every, traffic
+from memtune.runtime import nodes
+from memtune.technique import Reason, Target
+from memtune.testing.drift import recording_of
+
+NODE, DEADLINE_S = 2, 3500
+STEPS, EXACT, PEAK, LOSS = 200, 1e-6, 0.02, 0.01
+_WHOLE = 3 * 4 * (EVEN * EVEN + EVEN)
+_SHARD_Q8, _SHARD_Q4 = EVEN * EVEN // 4 + 16 + EVEN, EVEN * EVEN // 8 + 16 + EVEN
+"""A rank's part of one of the three layers: integers, four scales of 4 bytes, the bias in float32."""
+_LETTERS = ("NII", "NIG", "IIG", "IGG", "INI", "ING")
+Case = tuple[str, dict[str, Any], Factors]
+
+
+def cases(ranks: int) -> list[Case]:
+    """Name, `sharding` of a config and factors of every division of the model state over `ranks` ranks."""
+    over = {"N": 1, "I": NODE, "G": ranks}
+    found: list[Case] = [
+        ("ddp", {"kind": "ddp"}, Factors(1, 1, 1)),
+        ("zero1", {"kind": "zero1"}, Factors(1, 1, ranks)),
+        ("zero2", {"kind": "zero2"}, Factors(1, ranks, ranks)),
+        ("zero3", {"kind": "zero3"}, Factors(ranks, ranks, ranks)),
+        ("fsdp", {"kind": "fsdp"}, Factors(ranks, ranks, ranks)),
+    ]
+    if ranks > NODE:
+        found += [("mics", {"kind": "mics", "group": NODE}, Factors(NODE, NODE, NODE))]
+        found += [
+            (f"paro {each}", {"kind": "paro", "strategy": each, "group": NODE}, Factors(*(over[letter] for letter in each)))
+            for each in _LETTERS
+        ]
+    found += [
+        ("amsp {}, {}, {}".format(*astuple(each)), {"kind": "amsp", **each.document()}, each)
+        for each in every(ranks) if each.optimizer > 1
+    ]  # fmt: skip
+    return [(name, {"states": states}, factors) for name, states, factors in found]
+
+
+def _communications(*, lossy: bool) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {
+        "hierarchical": {"kind": "hierarchical"}, "ho_ring": {"kind": "ho_ring"}, "zeropp hpZ": {"kind": "zeropp"},
+    }  # fmt: skip
+    if lossy:
+        quantised = {"kind": "zeropp", "hpz": False, "exact_below": 1000}
+        found |= {"zeropp qwZ": quantised | {"qwz": True}, "zeropp qgZ": quantised | {"qgz": True}}
+    return {name: {"states": {"kind": "fsdp"}, "communication": {**how, "ranks_per_node": NODE}} for name, how in found.items()}
+
+
+def _config(sharding: dict[str, Any]) -> dict[str, Any]:
+    return {"settings": {"sharding": sharding}}
+
+
+# -- five steps ---------------------------------------------------------------------------------------------------
+
+
+def _largest(ours: dict[Any, Any], wanted: dict[Any, Any]) -> float:
+    assert ours.keys() == wanted.keys()
+    return max(float((ours[key] - wanted[key]).abs().max()) for key in wanted)
+
+
+def _five_steps(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
+    plain = {clip: alone(*build(), batches, clip) for clip in (0.0, 0.05)}
+    rows = []
+    for name, sharding in asked.items():
+        for parts, clip in ((parts, clip) for parts in (1, 4) for clip in plain):
+            model, optimizer = build()
+            tuned = apply(model, optimizer, _config(sharding), loss=loss, strict=False)
+            ours, wanted = on_this_rank(model, optimizer, tuned, batches, parts, clip), plain[clip]
+            losses = torch.tensor(ours["losses"], dtype=torch.float64)
+            dist.all_reduce(losses)
+            off = (losses / dist.get_world_size() - torch.tensor(wanted["losses"], dtype=torch.float64)).abs().max()
+            found = {"weights": _largest(ours["weights"], wanted["weights"]), "losses": float(off)}
+            found["momenta"] = _largest(ours["momenta"], wanted["momenta"])
+            rows.append({"technique": name, "accumulate": parts, "clipping": clip, **found})
+            nodes.declare(None)
+    return rows
+
+
+def exact() -> list[dict[str, Any]]:
+    """The largest difference from one rank after five steps, over the ranks, per technique, accumulation and clipping."""
+    rows = []
+    for ranks in (2, 4):
+        asked = {name: sharding for name, sharding, _ in cases(ranks)}
+        if ranks > NODE:
+            asked |= _communications(lossy=False)
+        for each in zip(*run_ranks(_five_steps, ranks, asked, deadline_s=DEADLINE_S), strict=True):
+            worst = {key: max(row[key] for row in each) for key in ("weights", "momenta", "losses")}
+            rows.append({"ranks": ranks, **each[0], **worst, "within": max(worst.values()) <= EXACT})
+    return rows
+
+
+def exact_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """One line per technique and number of ranks: the worst over accumulation and clipping."""
+    out = [
+        f"Largest difference from one rank after 5 steps, over accumulation 1 and 4 and clipping off and on ({len(rows)} runs, "
+        f"{sum(not row['within'] for row in rows)} beyond {EXACT:g}).",
+        "", "| technique | ranks | weights | momenta | losses |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, ranks in dict.fromkeys((row["technique"], row["ranks"]) for row in rows):
+        mine = [row for row in rows if (row["technique"], row["ranks"]) == (name, ranks)]
+        worst = (max(row[state] for row in mine) for state in ("weights", "momenta", "losses"))
+        out.append(f"| {name} | {ranks} | " + " | ".join(f"{each:.1e}" for each in worst) + " |")
+    return out
+
+
+# -- bytes --------------------------------------------------------------------------------------------------------
+
+
+def _formulas(parts: int) -> dict[str, tuple[float, float]]:
+    """Bytes inside a node and between two nodes of two, per step of `parts` micro-batches, of each way to communicate."""
+    flat, inside, between = _WHOLE * 3 / 4, _WHOLE / 2, _WHOLE / 4
+    by_node = (2 * parts * inside, parts * (2 * between + flat))
+    return {
+        "hierarchical": by_node,
+        "ho_ring": by_node,
+        "zeropp hpZ": (parts * inside, 2 * parts * flat),
+        "zeropp qwZ": (0, parts * (2 * 3 * 3 * _SHARD_Q8 + flat)),
+        "zeropp qgZ": (parts * 3 * 2 * _SHARD_Q4, parts * (2 * flat + 3 * _SHARD_Q4)),
+    }
+
+
+def _counted(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
+    return [
+        {"technique": name, "accumulate": parts, "counted": sent(_config(sharding), parts)}
+        for name, sharding in asked.items() for parts in (1, 4)
+    ]  # fmt: skip
+
+
+def bytes_sent() -> list[dict[str, Any]]:
+    """Bytes that a rank receives in a step on each class of link beside the formula, four ranks on two nodes."""
+    found = cases(4)
+    asked = {name: sharding for name, sharding, _ in found} | _communications(lossy=True)
+    factors = {name: each for name, _, each in found}
+    rows = []
+    for each in zip(*run_ranks(_counted, 4, asked, deadline_s=DEADLINE_S), strict=True):
+        name, parts = each[0]["technique"], each[0]["accumulate"]
+        if name in factors:
+            sum_of = traffic(factors[name], Bytes(_WHOLE, _WHOLE, 0), Schedule(4, NODE, parts))
+            wanted = (sum_of.intra_bytes, sum_of.inter_bytes)
+        else:
+            wanted = _formulas(parts)[name]
+        flags = 6 * 4 * 8 * parts  # divided by hops: a number for each of six parameters, in few messages
+        counted = [tuple(row["counted"].get(link, 0) for link in ("intra_link", "inter_link")) for row in each]
+        within = all(0 <= ours - wants <= flags for row in counted for ours, wants in zip(row, wanted, strict=True))
+        rows.append(
+            {"technique": name, "accumulate": parts, "counted": list(max(counted)), "formula": list(wanted), "within": within}
+        )
+    return rows
+
+
+def bytes_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """A line per technique and accumulation."""
+    out = [
+        f"Per rank and step, four ranks on two nodes, a model of {_WHOLE:,} bytes; equal up to padding and flags.", "",
+        "| technique | micro-batches | inside nodes | formula | between nodes | formula | equal |", "|---" * 7 + "|",
+    ]  # fmt: skip
+    for row in rows:
+        pairs = " | ".join(f"{ours:,} | {wants:,.0f}" for ours, wants in zip(row["counted"], row["formula"], strict=True))
+        out.append(f"| {row['technique']} | {row['accumulate']} | {pairs} | {'yes' if row['within'] else 'no'} |")
+    return out
+
+
+# -- peaks --------------------------------------------------------------------------------------------------------
+
+_BESIDE: dict[str, dict[str, Any]] = {
+    "alone": {}, "full": {"recompute": {"kind": "full"}}, "selective": {"recompute": {"kind": "selective"}},
+    "copy_out": {"offload": {"activations": {"kind": "copy_out"}}},
+}  # fmt: skip
+
+
+def peak() -> list[dict[str, Any]]:
+    """The native ledger's peak on four ranks beside that of the rewritten program, alone and with what else changes peaks."""
+    rewriter = Rewriter(recording_of(ZOO["gpt"]), Target(hardware.detect("cpu"), 4))
+    few = ("zero1", "zero2", "zero3", "mics", "paro IIG", "paro ING", "amsp 2, 4, 4")
+    asked = {name: sharding for name, sharding, _ in cases(4) if name in few} | _communications(lossy=False)
+    rows = []
+    for parts in (1, 2):
+        settings, wanted = {}, {}
+        for (name, sharding), (beside, more) in ((a, b) for a in asked.items() for b in _BESIDE.items()):
+            document = {"execution": {"micro_batch": 2, "accumulate": parts}, "sharding": sharding, **more}
+            program = rewriter.program(Choice.from_document(document))
+            if isinstance(program, Reason):
+                rows.append({"technique": name, "beside": beside, "accumulate": parts, "refused": str(program)})
+                continue
+            settings[name, beside] = {key: value for key, value in document.items() if key != "execution"}
+            wanted[name, beside] = program.step.peak_bytes()
+        measured = run_ranks(peaks, 4, str(ZOO["gpt"]), settings, parts, deadline_s=DEADLINE_S)
+        for key, predicted in wanted.items():
+            most = max(each for rank in measured for each in rank[key][1])
+            off = most / predicted - 1
+            rows.append({
+                "technique": key[0], "beside": key[1], "accumulate": parts, "measured": most, "predicted": predicted, "off": off,
+                "within": abs(off) <= PEAK,
+            })  # fmt: skip
+    return rows
+
+
+def peak_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """A line per technique: how far the prediction is off, beside what else."""
+    ran = [row for row in rows if "off" in row]
+    out = [
+        f"Measured over predicted peak, less 1, the worse of 1 and 2 micro-batches ({len(ran)} runs, "
+        f"{sum(not row['within'] for row in ran)} beyond {PEAK:.0%}).",
+        "", "| technique | " + " | ".join(_BESIDE) + " |", "|---" * (1 + len(_BESIDE)) + "|",
+    ]  # fmt: skip
+    for name in dict.fromkeys(row["technique"] for row in rows):
+        worst = [[row["off"] for row in ran if (row["technique"], row["beside"]) == (name, beside)] for beside in _BESIDE]
+        cells = (f"{max(each, key=abs):+.3%}" if each else "refused" for each in worst)
+        out.append(f"| {name} | {' | '.join(cells)} |")
+    refused = {row["refused"]: row["technique"] for row in rows if "refused" in row}
+    return out + [""] + [f"- refused: {name}: {reason}" for reason, name in refused.items()]
+
+
+# -- what quantising costs ----------------------------------------------------------------------------------------
+
+
+def quantised() -> list[dict[str, Any]]:
+    """The loss of a small GPT after 200 steps on four ranks, exact and with all that ZeRO++ quantises."""
+    found = run_ranks(converged, 4, str(ZOO["gpt"]), STEPS, deadline_s=DEADLINE_S)[0]
+    off = found["lossy"] / found["exact"] - 1
+    return [{"steps": STEPS, **found, "off": off, "within": abs(off) <= LOSS}]
+
+
+def quantised_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """The two losses."""
+    return [
+        f"{row['steps']} steps, hpZ, qwZ (8 bits) and qgZ (4 bits): mean loss {row['lossy']:.4f} against {row['exact']:.4f} "
+        f"exact ({row['off']:+.2%}), from {row['exact first']:.4f} at first." for row in rows
+    ]  # fmt: skip

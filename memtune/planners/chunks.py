@@ -1,0 +1,132 @@
+"""How large a chunk is, and how many of them stay on the device: searched before training, for PatrickStar and Elixir."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memtune.chunks import Chunks, pack
+from memtune.residency import Units, cached
+
+_TRIED = 64
+"""Chunk sizes that a search looks at; where there are more, evenly spread ones."""
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Chunks, and how many of them may be on the device in each moment."""
+
+    chunks: Chunks
+    slots: Units
+
+
+@functools.lru_cache(maxsize=64)
+def chunk_sizes(n_bytes: Units, block: Units) -> Units:
+    """Sizes worth trying, ascending: from the largest parameter's to the largest block's.
+
+    Any packing has a fullest chunk, whose parameters lie side by side: a chunk of just their bytes packs the same way with the
+    least waste. So no size but the sums of neighbours can be best. A chunk larger than any block always brings in what is not
+    asked for.
+    """
+    of_block = [0] * (block[-1] + 1)
+    for size, index in zip(n_bytes, block, strict=True):
+        of_block[index] += size
+    least, most = max(n_bytes), max(of_block)
+    sums: set[int] = set()
+    for first in range(len(n_bytes)):
+        total = 0
+        for size in n_bytes[first:]:
+            total += size
+            if total > most:
+                break
+            if total >= least:
+                sums.add(total)
+    found = sorted(sums)
+    if len(found) <= _TRIED:
+        return tuple(found)
+    return tuple(found[i * (len(found) - 1) // (_TRIED - 1)] for i in range(_TRIED))
+
+
+@functools.lru_cache(maxsize=64)
+def _packings(n_bytes: Units, block: Units) -> tuple[Chunks, ...]:
+    return tuple(pack(n_bytes, block, size) for size in chunk_sizes(n_bytes, block))
+
+
+def slots_in(chunks: Chunks, room: Sequence[int], ahead: int = 0) -> Units | None:
+    """How many chunks the bytes of `room` hold in each moment; None if in some moment not those that it uses."""
+    uses = chunks.uses(ahead)
+    slots = tuple(min(n_bytes // chunks.chunk_bytes, chunks.count) for n_bytes in room)
+    return None if any(len(use) > n for use, n in zip(uses, slots, strict=True)) else slots
+
+
+def as_few_as_used(chunks: Chunks, ahead: int = 0) -> Units:
+    """Slots for the most chunks that a moment uses, in all moments."""
+    uses = chunks.uses(ahead)
+    return (max(map(len, uses)),) * len(uses)
+
+
+@functools.lru_cache(maxsize=256)
+def least_waste(n_bytes: Units, block: Units, room: Units | None) -> ChunkPlan:
+    """The chunk size that wastes least, of those with which each moment has room for what it uses.
+
+    Args:
+        n_bytes: What each parameter takes, in the order of use.
+        block: The block of each, ascending from 0.
+        room: (moments,) bytes of the device that chunks may take; None: as few as are used.
+
+    Returns:
+        Among equals the smallest chunk. Where no size fits, the one that takes the fewest bytes.
+
+    Source: Fang et al. 2021, PatrickStar (arXiv:2108.05818), chunk size search and the memory budget by moment.
+    """
+    by_waste = sorted(_packings(n_bytes, block), key=lambda chunks: (chunks.n_bytes, chunks.chunk_bytes))
+    if room is None:
+        return ChunkPlan(by_waste[0], as_few_as_used(by_waste[0]))
+    fitting = ((chunks, slots_in(chunks, room)) for chunks in by_waste)
+    found = next((ChunkPlan(chunks, slots) for chunks, slots in fitting if slots is not None), None)
+    return found or _smallest(by_waste, 0)
+
+
+@functools.lru_cache(maxsize=256)
+def fewest_bytes_moved(n_bytes: Units, block: Units, capacity: int | None, ahead: int) -> ChunkPlan:
+    """The chunk size and the number of cached chunks that bring in the fewest bytes in a step, replayed under LRU.
+
+    Args:
+        n_bytes: What each parameter takes, in the order of use.
+        block: The block of each, ascending from 0.
+        capacity: Bytes of the device that the cache may take; None: as few chunks as are used.
+        ahead: Moments that a chunk comes in before its use.
+
+    Returns:
+        Among equals the cache of fewest bytes, then the smaller chunk. Where no size fits, the one that takes the fewest bytes.
+
+    Source: Huang et al. 2022, Elixir (arXiv:2212.05339), the pre-runtime search over chunk sizes with a cache of n chunks.
+    """
+    tried = _packings(n_bytes, block)
+    best: tuple[tuple[int, int, int], ChunkPlan] | None = None
+    for chunks in tried:
+        uses, least = chunks.uses(ahead), as_few_as_used(chunks, ahead)[0]
+        most = least if capacity is None else min(capacity // chunks.chunk_bytes, chunks.count)
+        if most < least or (best is not None and chunks.n_bytes > best[0][0]):  # each chunk comes in at least once
+            continue
+        moves = _moves(chunks, ahead, most)
+        low, high = least, most
+        while low < high:  # LRU holds with n + 1 chunks all that it holds with n, so moves fall with n
+            middle = (low + high) // 2
+            low, high = (low, middle) if _moves(chunks, ahead, middle) == moves else (middle + 1, high)
+        found = (moves * chunks.chunk_bytes, low * chunks.chunk_bytes, chunks.chunk_bytes)
+        if best is None or found < best[0]:
+            best = found, ChunkPlan(chunks, (low,) * len(uses))
+    return best[1] if best is not None else _smallest(tried, ahead)
+
+
+@functools.lru_cache(maxsize=8192)
+def _moves(chunks: Chunks, ahead: int, slots: int) -> int:
+    uses = chunks.uses(ahead)
+    return cached(uses, (slots,) * len(uses), "lru").moves
+
+
+def _smallest(tried: Sequence[Chunks], ahead: int) -> ChunkPlan:
+    plans = (ChunkPlan(chunks, as_few_as_used(chunks, ahead)) for chunks in tried)
+    return min(plans, key=lambda plan: (plan.slots[0] * plan.chunks.chunk_bytes, plan.chunks.chunk_bytes))

@@ -1,0 +1,62 @@
+"""What of the blocks' parameters comes and goes as one: each parameter by itself, or chunks that hold several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from memtune.chunks import Chunks
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import to_host_now
+from memtune.runtime.tiers import HOST, mark
+
+
+class Piece(NamedTuple):
+    """Memory of the device that is given back and taken anew, and the host's copy of what belongs there."""
+
+    there: Tensor
+    host: Tensor
+
+
+def in_chunks(
+    context: Context, parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor], chunks: Chunks
+) -> list[Piece]:
+    """Move `parameters`, and their host copies, side by side into chunks; both stay the same objects.
+
+    Args:
+        context: Whose `undo` takes it back.
+        parameters: In the order of `chunks`.
+        hosts: Their host copies; those of parameters that are not trained are replaced.
+        chunks: Where each one goes.
+    """
+    context.undo.callback(_apart, parameters)
+    pieces = []
+    for chunk in range(chunks.count):
+        members = [(p, at) for p, of, at in zip(parameters, chunks.chunk, chunks.offset, strict=True) if of == chunk]
+        there = members[0][0].detach().new_zeros(chunks.chunk_bytes, dtype=torch.uint8)
+        for parameter, at in members:
+            place = _place(there, parameter, at)
+            place.copy_(parameter.detach())
+            parameter.data = place
+        host = to_host_now(there)
+        mark(host, HOST)
+        for parameter, at in members:
+            hosts[parameter] = _place(host, parameter, at)
+            if parameter in context.represented:
+                context.represented[parameter].data = hosts[parameter]
+        pieces.append(Piece(there, host))
+    return pieces
+
+
+def _place(chunk: Tensor, like: Tensor, at: int) -> Tensor:
+    """The part of `chunk` from byte `at` on that holds `like`."""
+    return chunk[at : at + like.nbytes].view(like.dtype).as_strided(like.size(), like.stride(), at // like.element_size())
+
+
+def _apart(parameters: Sequence[nn.Parameter]) -> None:
+    """Each parameter has memory of its own again."""
+    for parameter in parameters:
+        parameter.data = parameter.detach().clone()

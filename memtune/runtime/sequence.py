@@ -1,0 +1,362 @@
+"""Positions divided over the ranks that share layers: between the cut layers each holds its share of the sequence.
+
+Five rules:
+
+1. From the first block's input to the last block's output a rank holds its share of the positions (dim 1), and there alone:
+   embeddings, the last norm and the head stay whole.
+2. What holds cut layers is entered with all positions (all-gather) and left with this rank's (reduce-scatter), in backward the
+   other way round: as many bytes as the two all-reduces of `runtime.tensor`.
+3. Column layers keep their share for backward, not what was gathered; backward gathers it again, once for all that share it.
+4. A parameter of the blocks that is whole has seen a share of the positions (or heads): its gradient is the sum over the ranks.
+   Each micro-batch's is multiplied by the ranks, and averaged when the last backward has ended: averaging what is equal already
+   changes nothing, so that a loop which does not say which micro-batch is the last one is right as well.
+5. Dropout draws for all positions and uses this rank's, so that the numbers are those of a single rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memtune.errors import ApplyError
+from memtune.linear_pairs import Pair, whole_in_blocks
+from memtune.runtime.context import Context
+from memtune.runtime.sharding import meshes
+from memtune.runtime.tensor import Average, ColumnLinear, Place, RowLinear, cannot_be_cut, cut
+from memtune.runtime.tree import local
+
+
+def _own_positions(whole: Tensor, place: Place) -> Tensor:
+    share = whole.shape[1] // place.ranks
+    return torch.narrow_copy(whole, 1, place.rank * share, share)
+
+
+def _all_positions(share: Tensor, group: str, ranks: int) -> Tensor:
+    whole = share.new_empty((share.shape[0], share.shape[1] * ranks, *share.shape[2:]))
+    torch.ops.memtune.all_gather_positions_(whole, share.contiguous(), group, ranks)
+    return whole
+
+
+def _summed_share(part: Tensor, group: str, ranks: int) -> Tensor:
+    """This rank's positions of the sum of every rank's `part`, which is spent."""
+    share = part.new_empty((part.shape[0], part.shape[1] // ranks, *part.shape[2:]))
+    torch.ops.memtune.reduce_scatter_positions_(share, part.contiguous(), group, ranks)
+    return share
+
+
+class _Divided(torch.autograd.Function):
+    """What enters the first block: this rank's positions; the gradient is that of all (rule 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return _own_positions(x.detach(), place)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_positions(gradient, ctx.place.group, ctx.place.ranks), None
+
+
+class _Joined(torch.autograd.Function):
+    """What leaves the last block: all positions; every rank has the whole gradient, and takes its own part (rule 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return _all_positions(share.detach(), place.group, place.ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _own_positions(gradient, ctx.place), None
+
+
+class _Gathered(torch.autograd.Function):
+    """The shared input of column layers: all positions; its gradient is summed, and each rank keeps its positions (rule 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return _all_positions(share.detach(), group, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _summed_share(gradient, ctx.group, ctx.ranks), None, None  # nobody else's: the column layers' products made it
+
+
+class _Scattered(torch.autograd.Function):
+    """A product of which each rank has a part of the sum: the sum, of this rank's positions (rule 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return _summed_share(part.detach(), group, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _all_positions(gradient, ctx.group, ctx.ranks), None, None
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One time that column layers were entered: what they were given, and what backward gathers again (rule 3)."""
+
+    group: str
+    ranks: int
+    users: int = 0
+    """Column layers whose backward will ask for the whole input."""
+    again: Tensor | None = None
+
+    def whole(self, share: Tensor) -> Tensor:
+        """All positions, gathered when the first column layer asks and let go with the last."""
+        whole = self.again if self.again is not None else _all_positions(share, self.group, self.ranks)
+        self.users -= 1
+        self.again = whole if self.users > 0 else None
+        return whole
+
+
+class _Product(torch.autograd.Function):
+    """`F.linear(whole, weight, bias)` that saves this rank's positions of its input (rule 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, share: Tensor, weight: Tensor, bias: Tensor | None, entry: _Entry) -> Tensor:
+        if ctx.needs_input_grad[2]:
+            entry.users += 1
+        ctx.save_for_backward(share, weight)
+        ctx.entry = entry
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+        share, weight = ctx.saved_tensors
+        to_whole, _, to_weight, to_bias, _ = ctx.needs_input_grad
+        flat, of_whole, of_weight, of_bias = gradient.flatten(0, -2), None, None, None
+        if to_whole:
+            of_whole = gradient @ weight.to(gradient.dtype)  # under autocast they differ
+        if to_weight:
+            of_weight = flat.t() @ ctx.entry.whole(share).flatten(0, -2).to(gradient.dtype)
+        if to_bias:
+            of_bias = flat.sum(0)
+        return of_whole, None, of_weight, of_bias, None
+
+
+@dataclass(eq=False)
+class Border:
+    """Where one pair's layers are entered, and what they were entered with last."""
+
+    group: str
+    ranks: int
+    columns: int
+    at_owner: bool
+    """The module that holds the pair gathers, so that its code sees all positions; else the column layers do."""
+    _share: Tensor | None = field(default=None, repr=False)
+    _whole: Tensor | None = field(default=None, repr=False)
+    _entry: _Entry | None = field(default=None, repr=False)
+    _taken: int = field(default=0, repr=False)
+
+    def gathered(self, share: Tensor) -> Tensor:
+        """All positions of `share`, which is kept until the column layers have run."""
+        whole: Tensor = _Gathered.apply(share, self.group, self.ranks)  # type: ignore[no-untyped-call]
+        self._share, self._whole, self._entry, self._taken = share, whole, _Entry(self.group, self.ranks), 0
+        return whole
+
+    def product(self, name: str, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A column layer's output for `given`: what the owner was entered with, or (not `at_owner`) a share of the positions."""
+        if not self.at_owner:
+            given = self._whole if given is self._share and self._whole is not None else self.gathered(given)
+        whole, share, entry = self._whole, self._share, self._entry
+        if whole is None or share is None or entry is None or not _same(given, whole):
+            raise ApplyError(
+                f"{name} is not given what the module that holds it was given.",
+                evidence="Only that is known to hold all positions.", fix="parallel: {kind: tensor}", code="MT394",
+            )  # fmt: skip
+        self._taken += 1
+        if self._taken == self.columns:
+            self._share = self._whole = self._entry = None
+        made: Tensor = _Product.apply(given, share, weight, bias, entry)  # type: ignore[no-untyped-call]
+        return made
+
+
+def _same(given: Tensor, whole: Tensor) -> bool:
+    """Whether `given` is `whole` or its rows in the same order."""
+    same = given.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    return same and given.numel() == whole.numel() and given.is_contiguous()
+
+
+class SequenceColumnLinear(ColumnLinear):
+    """A linear layer of which this rank computes some outputs, of all positions."""
+
+    border: Border
+    name: str
+
+    def forward(self, input: Tensor) -> Tensor:
+        """This rank's outputs."""
+        bias = self._parameters["bias"]
+        return self.border.product(self.name, input, local(self.weight), None if bias is None else local(bias))
+
+
+class SequenceRowLinear(RowLinear):
+    """A linear layer of which this rank has some inputs, of all positions."""
+
+    border: Border
+
+    def forward(self, input: Tensor) -> Tensor:
+        """All outputs of this rank's positions."""
+        bias = self._parameters["bias"]
+        part = F.linear(input, local(self.weight))
+        share: Tensor = _Scattered.apply(part, self.border.group, self.border.ranks)  # type: ignore[no-untyped-call]
+        del part  # what is added below would be beside it
+        return share if bias is None else share + bias
+
+
+class SequenceDropout(nn.Dropout):
+    """Dropout of this rank's positions, drawn for all (rule 5)."""
+
+    place: Place
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As one rank would, for its positions."""
+        if not self.training or self.p == 0:
+            return input
+        ranks, rank = self.place.ranks, self.place.rank
+        with torch.no_grad():
+            shape = (input.shape[0], input.shape[1] * ranks, *input.shape[2:])
+            drawn = F.dropout(input.new_ones(shape), self.p).chunk(ranks, 1)[rank]
+            kept = drawn != 0
+        return input * kept * (1 / (1 - self.p) if self.p < 1 else 0.0)
+
+
+def divide(context: Context, pairs: Sequence[Pair], degree: int) -> None:
+    """Cut `pairs` as `runtime.tensor.cut` does and divide the positions between them; arguments and errors are the same.
+
+    Raises:
+        ApplyError: As `cut`; or the blocks are not one chain, or share a weight with the rest of the model.
+    """
+    shared = summed_parameters(context.model, pairs, context.blocks)
+    cut(context, pairs, degree)
+    mesh = meshes(context.device.type, degree)[1]
+    divide_positions(context.model, pairs, context.blocks, Place(mesh.get_group().group_name, degree, mesh.get_local_rank()))
+    summed = [context.model.get_parameter(name) for name in shared]
+    for parameter in summed:
+        context.undo.callback(parameter.register_hook(_times(degree)).remove)
+    context.sync = Average(context, mesh.get_group(), summed, beside=context.sync).sync
+    of_layers = context.checks["sharding.parallel"]
+    context.checks["sharding.parallel"] = lambda: {**of_layers(), **_check(context, pairs, shared)}
+
+
+def divide_fake(model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str], place: Place) -> None:
+    """The same on a model that is only recorded, whose layers have been cut."""
+    divide_positions(model, pairs, blocks, place)
+    for name in summed_parameters(model, pairs, blocks):
+        model.get_parameter(name).register_hook(_times(place.ranks))
+
+
+def divide_positions(model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str], place: Place) -> None:
+    """Make the cut layers, dropouts and ends of the chain of blocks work on shares of the positions."""
+    for pair in pairs:
+        border = Border(place.group, place.ranks, len(pair.columns), at_owner=pair.owner not in blocks)
+        for name in pair.columns:
+            column = model.get_submodule(name)
+            column.__class__ = SequenceColumnLinear
+            vars(column).update(border=border, name=name)
+        row = model.get_submodule(pair.row)
+        row.__class__ = SequenceRowLinear
+        vars(row).update(border=border)
+        if border.at_owner:
+            model.get_submodule(pair.owner).register_forward_pre_hook(_entered(border), with_kwargs=True)
+    for name in dropouts(model, blocks):
+        module = model.get_submodule(name)
+        module.__class__ = SequenceDropout
+        vars(module).update(place=place)
+    first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
+    first.forward = _beginning(first.forward, place)
+    last.forward = _ending(last.forward, place)
+
+
+def dropouts(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Names of the blocks' dropout modules."""
+    inside = (named for block in blocks for named in model.get_submodule(block).named_modules(prefix=block))
+    return [name for name, module in inside if type(module) is nn.Dropout]
+
+
+def summed_parameters(model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str]) -> list[str]:
+    """Names of the trainable parameters of the blocks that are not cut (rule 4).
+
+    Raises:
+        ApplyError: The blocks are not one chain, or share a weight with the rest of the model.
+    """
+    if len({block.rpartition(".")[0] for block in blocks}) > 1:
+        raise cannot_be_cut(f"{blocks[0]} and {blocks[-1]} are not in one chain of blocks", "parallel: {kind: tensor}")
+    inside, outside = dict[int, str](), dict[int, str]()
+    prefixes = tuple(f"{block}." for block in blocks)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        (inside if name.startswith(prefixes) else outside).setdefault(id(parameter), name)
+    for key in inside.keys() & outside.keys():
+        raise cannot_be_cut(f"{inside[key]} is {outside[key]} too, which sees all positions", "parallel: {kind: tensor}")
+    return whole_in_blocks([name for name, p in model.named_parameters() if p.requires_grad], pairs, blocks)
+
+
+def _times(ranks: int) -> Any:
+    return lambda gradient: gradient * ranks
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    return next((each for each in [*args, *kwargs.values()] if isinstance(each, Tensor) and each.is_floating_point()), None)
+
+
+def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], old: Tensor, new: Tensor) -> tuple[Any, Any]:
+    """The call with `new` wherever it has `old`."""
+    return tuple(new if each is old else each for each in args), {k: new if each is old else each for k, each in kwargs.items()}
+
+
+def _entered(border: Border) -> Any:
+    def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        share = _first_tensor(args, kwargs)
+        return None if share is None else _replaced(args, kwargs, share, border.gathered(share))
+
+    return gather
+
+
+def _beginning(forward: Callable[..., Any], place: Place) -> Callable[..., Any]:
+    """`forward` of the first block, inside of which a rank has its share of the positions."""
+
+    def divided(*args: Any, **kwargs: Any) -> Any:
+        x = _first_tensor(args, kwargs)
+        shape = () if x is None else tuple(x.shape)
+        if x is None or len(shape) < 3 or shape[1] % place.ranks or shape[1] == place.ranks:
+            raise ApplyError(
+                f"{place.ranks} ranks cannot each take an equal share of two positions and more.",
+                evidence=f"The blocks are given a tensor of shape {shape}." if shape else "The blocks are given no tensor.",
+                fix="sequences whose length is a multiple of the ranks, or parallel: {kind: tensor}", code="MT394",
+            )  # fmt: skip
+        args, kwargs = _replaced(args, kwargs, x, _Divided.apply(x, place))  # type: ignore[no-untyped-call]
+        del x
+        return forward(*args, **kwargs)
+
+    return divided
+
+
+def _ending(forward: Callable[..., Any], place: Place) -> Callable[..., Any]:
+    """`forward` of the last block, which returns all positions."""
+
+    def joined(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        if isinstance(out, tuple | list):
+            return type(out)((_Joined.apply(out[0], place), *out[1:]))  # type: ignore[no-untyped-call]
+        return _Joined.apply(out, place)  # type: ignore[no-untyped-call]
+
+    return joined
+
+
+def _check(context: Context, pairs: Sequence[Pair], summed: Sequence[str]) -> dict[str, Any]:
+    for name in (name for pair in pairs for name in pair.columns):
+        if not isinstance(context.model.get_submodule(name), SequenceColumnLinear):
+            raise ApplyError(f"{name} does not gather its positions.", code="MT392")
+    for name in summed:
+        if not context.model.get_parameter(name)._backward_hooks:
+            raise ApplyError(f"the gradient of {name} is not summed over the ranks.", code="MT392")
+    return {"summed_parameters": len(summed)}

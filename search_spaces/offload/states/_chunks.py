@@ -1,0 +1,93 @@
+"""What techniques share that keep the blocks' parameters in chunks on the host (`runtime.chunks`): what fits, how to apply it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from memtune.chunks import Chunks, aligned, pack
+from memtune.errors import ApplyError
+from memtune.passes.host_optimizer import optimizer_on_host
+from memtune.passes.stream import bytes_beside_chunks, sizes_in_blocks, stream_parameters
+from memtune.planners.chunks import ChunkPlan, as_few_as_used, chunk_sizes
+from memtune.program import Program
+from memtune.residency import Rule, Units, cached
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.store import ParameterStore
+from memtune.search_spaces.offload.states._layers import cannot_run
+from memtune.technique import Plan, Reason, Target
+from memtune.units import format_bytes
+
+
+def cannot_chunk(program: Program, target: Target, chunk_bytes: int | None) -> Reason | None:
+    """Why blocks' parameters cannot come and go in chunks of `chunk_bytes` (None: of any size)."""
+    if (reason := cannot_run(program, target, natively=False)) is not None:
+        return reason
+    largest = max(sizes_in_blocks(program.step)[0])
+    if chunk_bytes is not None and chunk_bytes < largest:
+        return Reason(f"a block has a parameter of {largest} bytes, a chunk {chunk_bytes}", f"chunk_bytes: {largest} or more")
+    return None
+
+
+def plan_of(found: ChunkPlan) -> Plan:
+    """As plain data."""
+    return Plan(decisions={"chunk_bytes": found.chunks.chunk_bytes, "slots": list(found.slots)})
+
+
+def explain(plan: Plan) -> tuple[str, ...]:
+    """Chunk size and slots, in a line."""
+    chunk_bytes, slots = plan.decisions.get("chunk_bytes"), plan.decisions.get("slots")
+    if not isinstance(chunk_bytes, int) or not isinstance(slots, list) or not all(isinstance(n, int) for n in slots) or not slots:
+        return ()
+    least, most = min(slots), max(slots)
+    return (f"{least if least == most else f'{least} to {most}'} chunks of {format_bytes(chunk_bytes)} on the device at once",)
+
+
+@functools.lru_cache(maxsize=64)
+def beside(program: Program) -> Units:
+    """(moments,) most bytes of the device in each moment that are no chunk's: what a warm-up iteration would trace."""
+    chunks = pack(*sizes_in_blocks(program.step), chunk_sizes(*sizes_in_blocks(program.step))[0])
+    return bytes_beside_chunks(in_chunks(program, ChunkPlan(chunks, as_few_as_used(chunks)), "belady").step)
+
+
+def in_chunks(program: Program, how: ChunkPlan, rule: Rule, ahead: int = 0) -> Program:
+    """The program with its blocks' parameters in chunks that come and go, and the optimizer on the host."""
+    residency = cached(how.chunks.uses(ahead), how.slots, rule)
+    return program.with_step(optimizer_on_host(stream_parameters(program.step, residency, how.chunks, early=False)))
+
+
+def planned(n_bytes: Units, block: Units, plan: Plan) -> ChunkPlan:
+    """What `plan_of` wrote down, for these parameters.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is damaged, or for other parameters.
+    """
+    chunks = pack(n_bytes, block, int(plan.decisions["chunk_bytes"]))
+    return ChunkPlan(chunks, tuple(int(n) for n in plan.decisions["slots"]))
+
+
+def apply_chunks(context: Context, kind: str, plan: Plan, rule: Rule, ahead: int = 0) -> None:
+    """Move the optimizer to the host, then the blocks' parameters into chunks.
+
+    Raises:
+        ApplyError: The plan is none for this model.
+    """
+    sizes = [
+        (aligned(p.nbytes), i) for i, name in enumerate(context.blocks) for p in context.model.get_submodule(name).parameters()
+    ]
+    try:
+        how = planned(tuple(size for size, _ in sizes), tuple(block for _, block in sizes), plan)
+        residency = cached(how.chunks.uses(ahead), how.slots, rule)
+    except (KeyError, TypeError, ValueError) as wrong:
+        raise ApplyError(
+            f"{kind} has no plan for this model's {len(context.blocks)} blocks.",
+            evidence=f"The plan says {plan.decisions}." if plan.decisions else "The config holds no plan.",
+            fix="memtune search or memtune plan writes one", code="MT364",
+        ) from wrong  # fmt: skip
+    store = ParameterStore(context, residency, HostOptimizer(context, "own"), chunks=how.chunks, early=False)
+    context.checks["offload.states"] = functools.partial(_check, store, how.chunks)
+
+
+def _check(store: ParameterStore, chunks: Chunks) -> dict[str, Any]:
+    return store.check() | {"chunks": chunks.count, "chunk_bytes": chunks.chunk_bytes}

@@ -1,0 +1,87 @@
+"""A cache of equal chunks on the device, its chunk size and their number searched before training (Elixir, Huang et al. 2022)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.chunks import pack
+from memtune.passes.stream import sizes_in_blocks
+from memtune.planners.chunks import ChunkPlan, as_few_as_used, fewest_bytes_moved
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.search_spaces.offload.states._chunks import apply_chunks, beside, cannot_chunk, explain, in_chunks, plan_of, planned
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+
+
+class Elixir(Technique):
+    """Trades the bytes that a search over chunk sizes cannot save on the link for the bytes of all blocks' weights but a cache's.
+
+    The blocks' parameters lie in chunks on the host; the device holds a cache of as many as fit beside the fullest moment of the
+    step, one number for all of it. Before training each chunk size is tried: the recorded order of uses is replayed through a
+    cache that lets go of what was used longest ago, and the size that moves the fewest bytes is taken, with the smallest cache
+    that moves no more. Chunks of the next block come in while one computes, which takes room in the cache. Gradients leave as
+    they land, so clipping by norm is refused; the user's own optimizer works on the host's chunks after backward: the bits of a
+    host optimizer with weights in place. Activations are known from the step, so the paper's factors for what is not (1.2 and
+    0.95) are left out. Not in it: chunks that stay on the device with their optimizer state.
+
+    Distinguishing test: chunk size and number of chunks are those of the fewest bytes moved over all sizes and numbers (brute
+    force), the number is one for all moments, and chunks come in ahead of their use.
+    """
+
+    kind: Literal["elixir"] = "elixir"
+    slot: ClassVar[str] = "offload.states"
+    title: ClassVar[str] = "A cache of chunks, searched before training"
+    source: ClassVar[str] = "Huang et al. 2022, Elixir: Train a Large Language Model on a Small GPU Cluster, arXiv:2212.05339"
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+    eager_only: ClassVar[str] = EAGER_ONLY
+
+    chunk_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bytes of a chunk; none given: the size that moves the fewest bytes."""
+    ahead: Annotated[int, Field(ge=0, le=3)] = 1
+    """Blocks that chunks come in ahead of their use; 0: when they are used."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs blocks that run one after the other and share nothing, on one rank."""
+        return cannot_chunk(program, target, self.chunk_bytes)
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """The size of a chunk, and how many the cache holds."""
+        return plan_of(_solved(program, target.budget_bytes, self.chunk_bytes, self.ahead))
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Chunks that come and go through a cache."""
+        return in_chunks(program, planned(*sizes_in_blocks(program.step), plan), "lru", self.ahead)
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Blocks' weights into chunks on the host, hooks that bring them in."""
+        apply_chunks(context, self.kind, plan, "lru", self.ahead)
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """The size of a chunk, and how many are on the device."""
+        return explain(plan)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Tier of parameters and optimizer, what moves, when, and what goes first."""
+        how = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or "fewest moved", "evict": "lru", "ahead": self.ahead}
+        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how}}
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """Ahead of use or not: what comes in ahead hides its copy and takes room."""
+        return {"ahead": (1, 0)}
+
+
+@functools.lru_cache(maxsize=64)
+def _solved(program: Program, budget_bytes: int | None, chunk_bytes: int | None, ahead: int) -> ChunkPlan:
+    sizes = sizes_in_blocks(program.step)
+    capacity = None if budget_bytes is None else max(budget_bytes - max(beside(program)), 0)
+    if chunk_bytes is None:
+        return fewest_bytes_moved(*sizes, capacity, ahead)
+    chunks = pack(*sizes, chunk_bytes)
+    least = as_few_as_used(chunks, ahead)
+    return ChunkPlan(
+        chunks, least if capacity is None else (min(max(capacity // chunk_bytes, least[0]), chunks.count),) * len(least)
+    )

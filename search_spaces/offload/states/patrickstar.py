@@ -1,0 +1,79 @@
+"""Chunks that come and go by next use, in as much memory as each moment leaves them (PatrickStar, Fang et al. 2021)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.chunks import pack
+from memtune.passes.stream import sizes_in_blocks
+from memtune.planners.chunks import ChunkPlan, as_few_as_used, least_waste, slots_in
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.search_spaces.offload.states._chunks import apply_chunks, beside, cannot_chunk, explain, in_chunks, plan_of, planned
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+
+
+class PatrickStar(Technique):
+    """Trades copies of chunks up the link for the bytes of all blocks' weights that the budget does not hold at the moment.
+
+    The blocks' parameters lie in chunks of one size, in the order in which they are used; the size that wastes least is searched
+    for. What else is on the device in each moment of the step (activations, what is in no block) is known from the recorded step,
+    where PatrickStar traces a warm-up iteration; the rest of the budget holds chunks. A chunk comes in when it is used, and the
+    one whose next use is furthest goes: the fewest moves that are possible. In a pass there and back the room at the turn says
+    how many. Without a budget only what is used is there. Gradients leave as they land, so clipping by norm is refused, and the
+    user's own optimizer works on the host's chunks after backward: the bits of a host optimizer with weights in place. What is in
+    no block, as embeddings, stays on the device. Not in it: chunks that are updated on the device where there is room, gradients
+    in the chunk of their weights.
+
+    Distinguishing test: the chunks there in a moment are as many as the budget then leaves room for, not one number for the
+    whole step, no rule of eviction moves less (brute force), and no chunk size wastes less (brute force).
+    """
+
+    kind: Literal["patrickstar"] = "patrickstar"
+    slot: ClassVar[str] = "offload.states"
+    title: ClassVar[str] = "Chunks of weights, evicted by next use"
+    source: ClassVar[str] = "Fang et al. 2021, PatrickStar: Parallel Training of Pre-trained Models via Chunk-based Memory Management, arXiv:2108.05818"  # fmt: skip  # noqa: E501
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+    eager_only: ClassVar[str] = EAGER_ONLY
+
+    chunk_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bytes of a chunk; none given: the size that wastes least."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs blocks that run one after the other and share nothing, on one rank."""
+        return cannot_chunk(program, target, self.chunk_bytes)
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """The size of a chunk, and how many are there in each moment."""
+        return plan_of(_solved(program, target.budget_bytes, self.chunk_bytes))
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Chunks that come and go, evicted by next use."""
+        return in_chunks(program, planned(*sizes_in_blocks(program.step), plan), "belady")
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Blocks' weights into chunks on the host, hooks that bring them in."""
+        apply_chunks(context, self.kind, plan, "belady")
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """The size of a chunk, and how many are on the device."""
+        return explain(plan)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Tier of parameters and optimizer, what moves, and what goes first."""
+        how = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or "least waste", "evict": "belady", "slots": "by moment"}
+        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how}}
+
+
+@functools.lru_cache(maxsize=64)
+def _solved(program: Program, budget_bytes: int | None, chunk_bytes: int | None) -> ChunkPlan:
+    sizes = sizes_in_blocks(program.step)
+    room = None if budget_bytes is None else tuple(max(budget_bytes - other, 0) for other in beside(program))
+    if chunk_bytes is None:
+        return least_waste(*sizes, room)
+    chunks = pack(*sizes, chunk_bytes)
+    return ChunkPlan(chunks, (room and slots_in(chunks, room)) or as_few_as_used(chunks))

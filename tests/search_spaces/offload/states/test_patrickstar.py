@@ -1,0 +1,92 @@
+"""Chunks by next use: how many are there in each moment, which one goes, what crosses the link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from layers_suite import OWN, LayersSuite, total
+from zoo_paths import ZOO
+
+from memtune._apply import apply
+from memtune.chunks import pack
+from memtune.errors import ApplyError
+from memtune.passes.stream import bytes_beside_chunks, moment_of_ops, sizes_in_blocks
+from memtune.program import Kind, Resource, Tier
+from memtune.residency import cached
+from memtune.search_spaces.offload.states.patrickstar import PatrickStar
+from memtune.testing import rewritten
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, settings_of, train, train_under
+
+DEFAULT = PatrickStar(kind="patrickstar")
+SMALL = PatrickStar(kind="patrickstar", chunk_bytes=70_000)
+BUDGET_BYTES = 1_900_000
+
+
+def with_budget(technique: PatrickStar) -> dict[str, Any]:
+    """The plan under a budget below what the plain gpt takes."""
+    return technique.plan(plain_program(ZOO["gpt"]), replace(target_of(technique), budget_bytes=BUDGET_BYTES)).decisions
+
+
+class TestPatrickStar(LayersSuite):
+    technique = PatrickStar
+    models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
+    variants = (DEFAULT, SMALL)
+    quick = ("tied",)
+    update = OWN
+
+    def test_each_moment_holds_as_many_chunks_as_the_budget_leaves_room_for(self) -> None:
+        """The mechanism: what is free in a moment follows from all else that is there then."""
+        program, target = plain_program(ZOO["gpt"]), replace(target_of(SMALL), budget_bytes=BUDGET_BYTES)
+        plan = SMALL.plan(program, target)
+        step = SMALL.rewrite(program, plan, target).step
+        there = np.zeros(8, np.int64)
+        chunks = (step.kind == Kind.COMMUNICATION) & (step.tier == Tier.DEVICE)
+        live = replace(step, tier=np.where(chunks, Tier.DEVICE, Tier.SSD).astype(np.uint8)).live_bytes()
+        moment = moment_of_ops(step)
+        np.maximum.at(there, moment[moment >= 0], live[moment >= 0])
+        slots, other = np.asarray(plan.decisions["slots"]), np.asarray(bytes_beside_chunks(step))
+        assert len(set(plan.decisions["slots"])) > 1
+        assert (there <= 70_000 * slots).all()
+        assert there[3] == 70_000 * slots[3] < there[0] + 70_000 * slots[0]  # at the turn the activations take the room
+        count = pack(*sizes_in_blocks(program.step), 70_000).count
+        assert (slots == np.minimum((BUDGET_BYTES - other) // 70_000, count)).all()
+        assert step.peak_bytes() <= BUDGET_BYTES < program.step.peak_bytes()
+
+    def test_what_crosses_the_link_is_the_chunks_that_furthest_next_use_makes_come_in(self) -> None:
+        """The mechanism: bytes are moves times the chunk, and no other rule's are fewer."""
+        program, plain = plain_program(ZOO["gpt"]), rewritten(ZOO["gpt"])
+        plan = with_budget(SMALL)
+        chunks, slots = pack(*sizes_in_blocks(plain), plan["chunk_bytes"]), tuple(plan["slots"])
+        moves = {rule: cached(chunks.uses(), slots, rule).moves for rule in ("belady", "lru", "lfu")}
+        assert moves["belady"] == min(moves.values()) < 2 * chunks.count
+        target = replace(target_of(SMALL), budget_bytes=BUDGET_BYTES)
+        step = SMALL.rewrite(program, SMALL.plan(program, target), target).step
+        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        weights = sum(int(plain.bytes[p.storage]) for p in plain.parameters)
+        up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE)
+        assert up == moves["belady"] * plan["chunk_bytes"] + outside
+        assert total(step, Resource.DEVICE_TO_HOST) == weights
+
+    def test_a_plan_for_a_budget_trains_to_the_same_bits_and_moves_what_it_says(self) -> None:
+        document = {"settings": settings_of(SMALL), "plan": {"offload.states": with_budget(SMALL)}}
+        got, wanted = train_under(ZOO["gpt"], document), train(ZOO["gpt"], OWN)
+        assert all(np.array_equal(one, other) for one, other in zip(got.losses, wanted.losses, strict=True))
+        assert all(np.array_equal(got.weights[name], value) for name, value in wanted.weights.items())
+
+    @pytest.mark.parametrize("plan", [{}, {"chunk_bytes": 256, "slots": [1] * 8}, {"chunk_bytes": 70_000, "slots": [9]}])
+    def test_a_plan_for_another_model_is_refused(self, plan: dict[str, Any]) -> None:
+        _, model, optimizer = build(ZOO["gpt"])
+        with pytest.raises(ApplyError, match="no plan for") as caught:
+            apply(model, optimizer, {"settings": settings_of(SMALL), "plan": {"offload.states": plan}}, strict=False)
+        assert caught.value.code == "MT364"
+
+    def test_what_it_cannot_do_is_refused(self) -> None:
+        program = plain_program(ZOO["gpt"])
+        tiny = PatrickStar(kind="patrickstar", chunk_bytes=1000)
+        assert "parameter of 65536 bytes" in str(tiny.fits(program, target_of()))
+        assert "one rank" in str(DEFAULT.fits(program, replace(target_of(), ranks=2)))
+        assert "outside of the blocks" in str(DEFAULT.fits(plain_program(ZOO["lora"]), target_of()))

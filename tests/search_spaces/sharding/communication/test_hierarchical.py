@@ -1,0 +1,39 @@
+"""Gathers in two hops: when they fit, and the suite's checks. Numbers: memtune/{passes,runtime}/test_communicat*.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
+from sharding_program import program, target
+from zoo_paths import ZOO
+
+from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "reason"),
+    [(8, None, "all 8 ranks share a node"), (16, None, None), (16, 6, "do not divide"), (40, 2, "20 nodes share a copy")],
+)
+def test_fits_over_several_but_not_too_many_nodes(ranks: int, per_node: int | None, reason: str | None) -> None:
+    found = Hierarchical(ranks_per_node=per_node).fits(
+        program(ranks=ranks), replace(target(ranks), chosen={"sharding.states": Fsdp()})
+    )
+    assert found is None if reason is None else reason in str(found)
+
+
+class TestHierarchical(ShardedSuite):
+    technique = Hierarchical
+    ranks, beside, briefly = 4, (Fsdp(),), False
+    models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
+    # The same bits and the same peak over other links: memtune/runtime/test_communication.py counts the bytes on each, and
+    # memtune/passes/test_communicate.py holds the rewrite to the ops that ran.
+    not_shown = (*NOT_AT_THE_PEAK, "rewrite does nothing", "apply does nothing")
+
+    @classmethod
+    def default(cls) -> Hierarchical:
+        return Hierarchical(ranks_per_node=2)

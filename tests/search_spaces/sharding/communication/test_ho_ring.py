@@ -1,0 +1,81 @@
+"""HO-Ring: what overlaps in the simulator, and rings of three nodes. The rest: memtune/{passes,runtime}/test_communicat*.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from sharding_program import program, target
+
+from memtune.autotune.simulate import Prediction, simulate
+from memtune.message import Communication
+from memtune.runtime import nodes
+from memtune.runtime.communication import Gather
+from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces import find
+from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
+from memtune.search_spaces.sharding.communication.ho_ring import HoRing
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
+from memtune.technique import Target, Technique
+
+RANKS, LOCAL, NUMEL = 6, 2, 5
+SIMULATED = 16
+
+
+def gathered() -> tuple[bool, dict[str, int]]:
+    """Whether every rank's shard is in its place, and what was counted."""
+    nodes.declare(LOCAL)
+    gather = Gather(None, Communication(LOCAL, gather="ho_ring"), nodes.nodes_of("cpu", RANKS, LOCAL), None)
+    whole, shard = torch.empty(RANKS * NUMEL), torch.arange(NUMEL) + 10.0 * dist.get_rank()
+    COUNTERS.take()
+    gather._rings(whole, shard)
+    wanted = torch.cat([torch.arange(NUMEL) + 10.0 * rank for rank in range(RANKS)])
+    return torch.equal(whole, wanted), COUNTERS.take()
+
+
+def test_rings_over_three_nodes_bring_every_shard_into_place() -> None:
+    shard, each_node = 4 * NUMEL, 4 * NUMEL * (LOCAL - 1)
+    for right, counted in run_ranks(gathered, RANKS):
+        assert right
+        assert counted["inter_link"] == (RANKS // LOCAL - 1) * shard
+        assert counted["intra_link"] == RANKS // LOCAL * each_node
+
+
+def slow(ranks: int = SIMULATED) -> Target:
+    """GPUs on links on which a gather takes far longer than all compute, as long inside a node of two as between nodes."""
+    plain = target(ranks)
+    links = {"intra_link_bytes_per_s": 1e6, "inter_link_bytes_per_s": 1e6, "gpus_per_node": LOCAL}
+    latency = {"intra_link_latency_s": 0.0, "inter_link_latency_s": 0.0, "link_slowdown": 0.0}
+    return replace(plain, hardware=replace(plain.hardware, **links, **latency))
+
+
+def predicted(how: Technique) -> Prediction:
+    on = slow()
+    states = Fsdp(reshard_after_forward=False)
+    on = replace(on, chosen={"sharding.states": states, "sharding.communication": how})
+    made = program(ranks=SIMULATED)
+    for each in (states, how):
+        assert each.fits(made, on) is None
+        made = each.rewrite(made, each.plan(made, on), on)
+    made.step.validate()
+    return simulate(made, on.hardware, level="events")
+
+
+def test_links_of_both_sorts_work_at_once() -> None:
+    ring, one_after_the_other = predicted(HoRing()), predicted(Hierarchical())
+    for link in ("intra_link", "inter_link"):
+        assert ring.busy_s[link] == pytest.approx(one_after_the_other.busy_s[link])
+    # Of eight turns that take as long on either link, seven steps of the ring run beside gathers; reductions take the rest.
+    saved_s = one_after_the_other.step_s - ring.step_s
+    assert 0.75 * ring.busy_s["inter_link"] < saved_s <= ring.busy_s["inter_link"]
+
+
+def test_it_fits_where_nodes_are_several_and_not_too_many() -> None:
+    assert find("sharding.communication", "ho_ring") is HoRing
+    beside = {"sharding.states": Fsdp()}
+    assert "share a node" in str(HoRing().fits(program(ranks=2), replace(slow(2), chosen=beside)))
+    assert "more than 16" in str(HoRing().fits(program(ranks=64), replace(slow(64), chosen=beside)))
+    assert HoRing().record(slow()) != Hierarchical().record(slow())

@@ -1,0 +1,172 @@
+"""Sequence parallelism: which models it refuses, what a rank's step holds and sends, and that gloo ranks train as one does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from shared_layers import (
+    MODELS,
+    SEPARATE,
+    SIZE,
+    STEPS,
+    assert_trained_as_one,
+    candidate,
+    config,
+    peak,
+    refusal,
+    rewriter,
+    trained,
+)
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.simulate import simulate
+from memtune.errors import ApplyError
+from memtune.program import Phase, Resource, Step
+from memtune.runtime import shim
+from memtune.runtime.sequence import summed_parameters
+from memtune.runtime.transfer import COUNTERS
+from memtune.testing.training import build
+
+KIND = "sequence_parallel"
+HIDDEN = SIZE * 16 * 32 * 4
+"""Bytes of one tensor between the blocks, all positions."""
+PAIRS, FROZEN = 4, 1
+"""In the model, and those of which the column layers' weights are frozen, so that nothing is gathered again."""
+
+
+def bytes_of(step: Step, name: str, phase: Phase) -> int:
+    ops = [op for op in range(step.n_ops) if name in step.names[step.op_name[op]] and step.op_phase[op] == phase]
+    assert {int(step.op_resource[op]) for op in ops} <= {Resource.INTRA_LINK}
+    return int(step.op_traffic_bytes[ops].sum())
+
+
+def test_a_step_sends_shares_in_place_of_sums() -> None:
+    step = candidate(KIND).program.step
+    assert bytes_of(step, "all_reduce_", Phase.FORWARD) == bytes_of(step, "all_reduce_", Phase.BACKWARD) == 0
+    assert bytes_of(step, "all_gather", Phase.FORWARD) == (PAIRS + 1) * HIDDEN  # and where the last block ends
+    assert bytes_of(step, "reduce_scatter", Phase.FORWARD) == PAIRS * HIDDEN
+    assert bytes_of(step, "all_gather", Phase.BACKWARD) == (PAIRS + PAIRS - FROZEN + 1) * HIDDEN
+    assert bytes_of(step, "reduce_scatter", Phase.BACKWARD) == PAIRS * HIDDEN
+    whole = 2 * 6 * 32 * 4  # two norms of two weights and two biases a block
+    assert bytes_of(step, "all_reduce_", Phase.BOUNDARY) == whole
+
+
+def test_norms_and_inputs_of_layers_are_saved_as_shares() -> None:
+    def saved(kind: str) -> int:
+        step = candidate(kind).program.step
+        mine = step.save_storage[step.save_block == 1]
+        return int(step.bytes[[each for each in set(mine.tolist()) if step.bytes[each] == HIDDEN]].sum())
+
+    assert saved(KIND) == 0
+    assert saved("tensor") >= 4 * HIDDEN
+    assert candidate(KIND).program.step.peak_bytes() < 0.95 * candidate("tensor").program.step.peak_bytes()
+
+
+REASONS = {
+    "first": "uses single positions",
+    "odd": "cannot each take an equal share",
+    "mean": "works along what was divided",
+    "drawn": "draws random numbers",
+    "between": "scale, which is outside of the blocks",
+    "batch_norm": "is not known to treat",
+    "inside": "is not given what the module that holds it was given",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name != "first" else []) for name in REASONS])
+def test_refusals_name_what_is_in_the_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BETWEEN_LAYERS", name)
+    rewriter.cache_clear()
+    try:
+        assert REASONS[name] in refusal(KIND, MODELS / "positions.py")
+    finally:
+        rewriter.cache_clear()
+
+
+def test_a_weight_shared_with_the_head_is_refused() -> None:
+    _, model, _ = build(SEPARATE)
+    model.ln_f.weight = model.h[0].ln_1.weight
+    with pytest.raises(ApplyError, match="which sees all positions"):
+        summed_parameters(model, [], ["h.0", "h.1"])
+    with pytest.raises(ApplyError, match="not in one chain"):
+        summed_parameters(model, [], ["h.0", "ln_f"])
+
+
+# -- on gloo ranks -----------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_train_as_one_with_clipping_and_dropout() -> None:
+    found = run_ranks(trained, 2, 2, config(KIND), True, 1, True)
+    assert_trained_as_one(found, trained(2, None, True, 1, True), atol=1e-5)
+    audit = {"degree": 2, "pairs": 4, "layers": 12, "cut_bytes": 49152, "summed_parameters": 12}
+    assert found[0]["audit"]["sharding.parallel"] == audit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("clip", [False, True])
+def test_accumulation_and_clipping(accumulate: int, clip: bool) -> None:
+    found = run_ranks(trained, 2, 2, config(KIND, accumulate=accumulate), clip, accumulate)
+    assert_trained_as_one(found, trained(2, None, clip, accumulate))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [{}, {"degree": 2}], ids=str)
+def test_four_ranks_train_as_one(knobs: dict[str, Any]) -> None:
+    found = run_ranks(trained, 4, 4, config(KIND, 4, **knobs), True)
+    assert_trained_as_one(found, trained(4, None, True), atol=1e-5)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "full": {"recompute": {"kind": "full"}},
+    "selective": {"recompute": {"kind": "selective"}},
+    "copy_out": {"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "selective", "copy_out"])
+def test_beside_what_claims_activations(name: str) -> None:
+    found = run_ranks(trained, 2, 2, config(KIND, beside=OTHERS[name]), False, 1, True)
+    assert_trained_as_one(found, trained(2, None, False, 1, True), atol=1e-5)
+
+
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize("name", ["alone", *(pytest.param(each, marks=pytest.mark.slow) for each in ("full", "selective"))])
+def test_ledger_peak_is_as_predicted(name: str) -> None:
+    predicted = simulate(candidate(KIND, SEPARATE, 2, OTHERS[name]).program, hardware.detect("cpu")).peak_allocated_bytes
+    for measured in run_ranks(peak, 2, config(KIND, beside=OTHERS[name])):
+        assert abs(measured - predicted) <= 0.02 * predicted, (measured, predicted)
+
+
+def a_loop_of_ones_own(document: dict[str, Any]) -> dict[str, Any]:
+    """Two backwards before each step, without `Tuned.step`, on the same samples on every rank; and the bytes of one backward."""
+    workload, model, optimizer = build(SEPARATE)
+    tuned = apply(model, optimizer, document, loss=workload.loss, strict=False) if document else None
+    model.eval()
+    sent, gradients = [], []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        for _ in range(2):
+            COUNTERS.take()
+            workload.loss(model, workload.make_batch(SIZE)).backward()
+            sent.append(COUNTERS.take().get("collective", 0))
+        gradients.append(model.h[0].ln_1.weight.grad.clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = tuned.state_dict()["model"] if tuned is not None else model.state_dict()
+    return {"model": state, "gradients": gradients, "sent": sent[-1]}
+
+
+def test_gradients_add_up_in_any_loop_and_bytes_are_those_of_the_formula() -> None:
+    wanted = a_loop_of_ones_own({})
+    for found in run_ranks(a_loop_of_ones_own, 2, config(KIND)):
+        torch.testing.assert_close(found["model"], wanted["model"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["gradients"], wanted["gradients"], rtol=1e-4, atol=1e-6)  # AdamW sees no factor
+        # (t - 1)/t of each message: two a pair forward, three back, one at each end; twice that of the summed gradients.
+        assert found["sent"] == (5 * PAIRS - FROZEN + 2) * HIDDEN // 2 + 2 * 6 * 32 * 4
