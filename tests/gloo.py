@@ -30,7 +30,8 @@ def run_ranks(
         ranks: Number of processes; 0 is one process without a group.
         arguments: Anything that can be pickled.
         deadline_s: Children that are not done by then are killed.
-        may_fail: A rank that fails ends neither the others nor the test; its result is None.
+        may_fail: A rank that fails ends neither the others nor the test; its result is None. Ranks do not wait for one another
+            at the end: one that a failure has reached must end for the others to see it.
 
     Raises:
         AssertionError: A rank failed or hung; with the end of what it printed.
@@ -38,7 +39,8 @@ def run_ranks(
     file, name = function.__code__.co_filename, function.__name__
     with tempfile.TemporaryDirectory() as folder:
         children: list[BaseProcess] = [
-            _FRESH.Process(target=_rank, args=(folder, rank, ranks, file, name, arguments)) for rank in range(max(ranks, 1))
+            _FRESH.Process(target=_rank, args=(folder, rank, ranks, file, name, arguments, may_fail))
+            for rank in range(max(ranks, 1))
         ]
         try:
             for child in children:
@@ -53,7 +55,7 @@ def run_ranks(
         return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
-def _rank(folder: str, rank: int, ranks: int, file: str, name: str, arguments: tuple[Any, ...]) -> None:
+def _rank(folder: str, rank: int, ranks: int, file: str, name: str, arguments: tuple[Any, ...], may_fail: bool) -> None:
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -65,7 +67,7 @@ def _rank(folder: str, rank: int, ranks: int, file: str, name: str, arguments: t
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     result = getattr(_module(file), name)(*arguments)
     Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
-    if ranks:
+    if ranks and not may_fail:
         dist.barrier()
         dist.destroy_process_group()
 
