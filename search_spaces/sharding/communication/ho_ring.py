@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from memtune.message import Gathering
-from memtune.search_spaces.sharding.communication._by_node import _ByNode
+from memtune.search_spaces.sharding.communication._own import _ByNode
 
 
 class HoRing(_ByNode):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from memtune.message import Bits, Communication, Form
 from memtune.parameters import columns_of
-from memtune.passes.communicate import communicate as rewrite_collectives
 from memtune.program import Program, Step
-from memtune.runtime.communication import communicate
-from memtune.runtime.context import Context
 from memtune.search_spaces.sharding.communication import _units
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.search_spaces.sharding.communication._own import _OwnCollectives
+from memtune.technique import Exactness, Reason, Target
 
 
-class ZeroPp(Technique):
+class ZeroPp(_OwnCollectives):
     """Trades memory (hpZ) or exactness (qwZ, qgZ) for bytes on the link between nodes; each part is on or off by itself.
 
     hpZ: every node keeps what forward gathered, 1/k of it on each of its k ranks, until the unit's backward gathers it inside
@@ -33,7 +30,6 @@ class ZeroPp(Technique):
     """
 
     kind: Literal["zeropp"] = "zeropp"
-    slot: ClassVar[str] = "sharding.communication"
     title: ClassVar[str] = "Fewer bytes between nodes"
     source: ClassVar[str] = "Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 (qwZ), 3.2 (hpZ) and 3.3 (qgZ)"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
@@ -54,8 +50,6 @@ class ZeroPp(Technique):
     """Values that share a scale of 4 bytes; small blocks are more exact and carry more scales."""
     exact_below: Annotated[int, Field(ge=0)] = 65536
     """Parameters with fewer elements (norms, biases, routers) travel in float32: few bytes, and the most sensitive ones."""
-    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
-    """Consecutive ranks on a node; by default what the hardware has."""
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
@@ -88,29 +82,6 @@ class ZeroPp(Technique):
         weights = Form(self.weight_bits, self.block, self.exact_below) if self.qwz else None
         gradients = Form(self.gradient_bits, self.block, self.exact_below) if self.qgz else None
         return Communication(ranks_per_node, weights, self.hpz, gradients, feedback=self.error_feedback)
-
-    def plan(self, program: Program, target: Target) -> Plan:
-        """The size of a node."""
-        return _units.planned(target, self.ranks_per_node)
-
-    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Fewer bytes on the links, what packs and unpacks them, and the copies that nodes keep."""
-        degree, per_node = _units.ranks_of(target, self.ranks_per_node)
-        step = rewrite_collectives(program.step, self._how(per_node), degree, stages_messages=target.device == "cpu")
-        return program.with_step(step)
-
-    def apply(self, context: Context, plan: Plan) -> None:
-        """Put the collectives into FSDP2's units."""
-        communicate(context, self._how(_units.live_node_size(plan, self.ranks_per_node)))
-
-    def explain(self, plan: Plan) -> tuple[str, ...]:
-        """The size of a node."""
-        size = plan.decisions.get("ranks_per_node")
-        return () if size is None else (f"nodes of {size} ranks",)
-
-    def record(self, target: Target) -> dict[str, Any]:
-        """Which collectives are used, and over nodes of how many ranks."""
-        return {"communication": asdict(self._how(_units.node_size(target, self.ranks_per_node)))}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Every part on and off; what is lossy is only asked for where the user allows it."""

@@ -11,10 +11,8 @@ from sharded_suite import ShardedSuite
 from sharding_program import program, target
 from zoo_paths import ZOO
 
-from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.factors import Factors, held, seconds
 from memtune.program import Program
-from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.states._factors import schedule_of, whole_bytes
 from memtune.search_spaces.sharding.states.amsp import Amsp
 from memtune.search_spaces.sharding.states.paro import Paro
@@ -84,11 +82,6 @@ def test_the_plan_is_what_is_applied_and_explained() -> None:
 def test_factors_are_one_candidate_whoever_asks() -> None:
     assert Amsp(**factors(8, 8, 16)).record(target(RANKS)) == Paro(strategy="IIG").record(target(RANKS))
     assert Amsp(**factors(1, 8, 16)).record(target(RANKS)) == Paro(strategy="NIG").record(target(RANKS))
-
-
-def test_survives_yaml() -> None:
-    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Amsp(**factors(2, 4, 8))}))
-    assert load_config(dump_yaml(config)) == config
 
 
 class TestAmsp(ShardedSuite):

@@ -10,9 +10,7 @@ from sharded_suite import ShardedSuite
 from sharding_program import program, target
 from zoo_paths import ZOO
 
-from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.program import Phase, Resource, Step
-from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.search_spaces.sharding.states.mics import Mics
 from memtune.technique import NO_PLAN
@@ -84,11 +82,6 @@ def test_sizes_are_parts_of_a_node_a_node_or_several() -> None:
     assert Mics().choices_on(target(48))["group"] == (None, 24, 16, 8, 4, 2)
     assert Mics().choices_on(target(8))["group"] == (None, 4, 2)
     assert Mics().choices_on(target(1))["group"] == (None,)
-
-
-def test_survives_yaml() -> None:
-    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Mics(group=4)}))
-    assert load_config(dump_yaml(config)) == config
 
 
 class TestMics(ShardedSuite):

@@ -10,9 +10,7 @@ from sharded_suite import ShardedSuite
 from sharding_program import program, target, with_parameter
 from zoo_paths import ZOO
 
-from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.program import Kind, Phase, Program, Resource, Step, Tier
-from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.states.mics import Mics
 from memtune.search_spaces.sharding.states.paro import Paro
 
@@ -123,11 +121,6 @@ def test_choices_are_letters_and_sizes() -> None:
     assert len(set(choices["strategy"])) == 18
     assert choices["group"] == (None, 8, 4)
     assert Paro().choices_on(target(2)) == {}
-
-
-def test_survives_yaml() -> None:
-    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Paro(strategy="ING", group=4)}))
-    assert load_config(dump_yaml(config)) == config
 
 
 class TestParo(ShardedSuite):

@@ -9,9 +9,7 @@ from sharded_suite import ShardedSuite
 from sharding_program import program, step, target, with_parameter
 from zoo_paths import ZOO
 
-from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.program import Kind, Phase, Program, Step, Tier
-from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.states.zero2 import Zero2
 from memtune.technique import NO_PLAN
 
@@ -50,11 +48,6 @@ def test_the_gradients_cross_the_link_in_every_micro_batch() -> None:
 
 def test_record_says_what_is_divided() -> None:
     assert Zero2().record(target(8))["states.shard"] == {"parameters": 1, "gradients": 8, "optimizer": 8}
-
-
-def test_survives_yaml() -> None:
-    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Zero2(bucket_cap_mb=7)}))
-    assert load_config(dump_yaml(config)) == config
 
 
 class TestZero2(ShardedSuite):

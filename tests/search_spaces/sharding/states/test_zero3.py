@@ -10,8 +10,6 @@ from sharded_suite import ShardedSuite
 from sharding_program import program, target
 from zoo_paths import ZOO
 
-from memtune.config import Settings, TunedConfig, dump_yaml, load_config
-from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.search_spaces.sharding.states.zero3 import Zero3
 from memtune.technique import NO_PLAN
@@ -29,11 +27,6 @@ def test_fits_as_fsdp_does() -> None:
     assert "only one rank" in str(Zero3().fits(program(), target(1)))
     assert Zero3().fits(program(ranks=8), target(8)) is None
     assert "there are 4 blocks" in str(Zero3(blocks_per_unit=9).fits(program(), target(2)))
-
-
-def test_survives_yaml() -> None:
-    config = TunedConfig(settings=Settings.of(Execution(), {"sharding.states": Zero3(blocks_per_unit=2)}))
-    assert load_config(dump_yaml(config)) == config
 
 
 class TestZero3(ShardedSuite):

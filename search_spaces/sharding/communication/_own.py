@@ -1,7 +1,8 @@
-"""What the techniques have in common that gather over nodes in two sorts of groups: between nodes, and inside them."""
+"""What the techniques have in common that put collectives of their own into FSDP2's units."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar
 
@@ -19,10 +20,44 @@ _MOST_NODES = 16
 """What came from each node is gathered by itself inside it: more of them would mostly pay latency."""
 
 
-class _ByNode(Technique):
-    """Gathers in the way of `_gather`; reductions are as they were."""
+class _OwnCollectives(Technique):
+    """Gathers and reductions in the way of `_how`, in place of FSDP2's."""
 
     slot: ClassVar[str] = "sharding.communication"
+
+    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
+    """Consecutive ranks on a node; by default what the hardware has."""
+
+    @abstractmethod
+    def _how(self, ranks_per_node: int) -> Communication: ...
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """The size of a node."""
+        return _units.planned(target, self.ranks_per_node)
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Other messages on the links, what packs and unpacks them, and the copies that nodes keep."""
+        degree, per_node = _units.ranks_of(target, self.ranks_per_node)
+        step = rewrite_collectives(program.step, self._how(per_node), degree, stages_messages=target.device == "cpu")
+        return program.with_step(step)
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Put the collectives into FSDP2's units."""
+        communicate(context, self._how(_units.live_node_size(plan, self.ranks_per_node)))
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """The size of a node."""
+        size = plan.decisions.get("ranks_per_node")
+        return () if size is None else (f"nodes of {size} ranks",)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Which collectives are used, and over nodes of how many ranks."""
+        return {"communication": asdict(self._how(_units.node_size(target, self.ranks_per_node)))}
+
+
+class _ByNode(_OwnCollectives):
+    """Gathers in the way of `_gather`; reductions are as they were."""
+
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     _gather: ClassVar[Gathering]
 
@@ -45,26 +80,3 @@ class _ByNode(Technique):
 
     def _how(self, ranks_per_node: int) -> Communication:
         return Communication(ranks_per_node, gather=self._gather)
-
-    def plan(self, program: Program, target: Target) -> Plan:
-        """The size of a node."""
-        return _units.planned(target, self.ranks_per_node)
-
-    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Gathers between nodes and inside them, in place of every gather."""
-        degree, per_node = _units.ranks_of(target, self.ranks_per_node)
-        step = rewrite_collectives(program.step, self._how(per_node), degree, stages_messages=target.device == "cpu")
-        return program.with_step(step)
-
-    def apply(self, context: Context, plan: Plan) -> None:
-        """Put the collectives into FSDP2's units."""
-        communicate(context, self._how(_units.live_node_size(plan, self.ranks_per_node)))
-
-    def explain(self, plan: Plan) -> tuple[str, ...]:
-        """The size of a node."""
-        size = plan.decisions.get("ranks_per_node")
-        return () if size is None else (f"nodes of {size} ranks",)
-
-    def record(self, target: Target) -> dict[str, Any]:
-        """Which collectives are used, and over nodes of how many ranks."""
-        return {"communication": asdict(self._how(_units.node_size(target, self.ranks_per_node)))}
