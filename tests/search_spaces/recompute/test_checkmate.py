@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import ClassVar
 
@@ -83,6 +84,7 @@ class TestCheckmate(TechniqueSuite):
         config = config_of(ZOO[model], technique)
         ledger = Ledger.open("cpu")
         try:
+            gc.collect()  # the models of other tests are in cycles
             empty = ledger.live_bytes()
             workload, net, optimizer = build(ZOO[model])
             tuned = apply(net, optimizer, config, strict=False)
