@@ -145,13 +145,15 @@ class Scorer:
 def settled() -> Iterator[None]:
     """What is there now (torch, the recording) is left out of garbage collections while many candidates are made.
 
-    Each of them would look through all of it again, for a tenth of a second.
+    Each of them would look through all of it again, for a tenth of a second. What somebody has frozen before stays frozen.
     """
+    is_ours = gc.get_freeze_count() == 0
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if is_ours:
+            gc.unfreeze()
 
 
 def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Scores:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import zlib
@@ -31,6 +32,14 @@ def one_thread() -> Iterator[None]:
 
     with cpu_threads(1):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_stays_is_not_searched_again() -> Iterator[None]:
+    """Recordings and programs that a module leaves behind are millions of objects; each collection after it would visit them."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

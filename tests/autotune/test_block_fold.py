@@ -133,7 +133,7 @@ def n_written(session: Session, sizes: tuple[int, ...]) -> int:
 SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("autocast", "cnn_bn", "hf_llama", "inplace_views", "tied")]
 
 
-@pytest.mark.parametrize("model", ["gpt", "lora", *SLOWER])
+@pytest.mark.parametrize("model", [pytest.param("gpt", marks=pytest.mark.slow), "lora", *SLOWER])
 def test_the_zoo_with_more_blocks_is_recorded_as_whole(model: str, tmp_path: Path) -> None:
     session = session_of(deep(ZOO[model], tmp_path))
     assert n_written(session, (4, 1)) == 2, session.blocks_fold and session.blocks_fold.whole

@@ -135,6 +135,7 @@ def test_closing_leaves_no_process(ground, server):
     assert server.shim(MODULE, dict(os.environ)) is None
 
 
+@pytest.mark.slow
 def test_real_trials_give_the_same_numbers(ground, tmp_path):
     def results(close: bool) -> list[TrialResult]:
         executor = LocalExecutor(1, log_dir=tmp_path)

@@ -206,6 +206,7 @@ def start_driver(ground, address, trial, **env):
     )
 
 
+@pytest.mark.slow
 def test_joins_a_cluster_by_address_and_leaves_it_running(cluster, ground):
     address = cluster.ray.get_runtime_context().gcs_address
     output, _ = start_driver(ground, address, ground.trial("gloo_sum", ranks=2), **access()).communicate(timeout=60)
