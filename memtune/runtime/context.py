@@ -77,29 +77,38 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._modules = [(module, type(module), _copied(vars(module))) for module in model.modules()]
-        self._optimizer = optimizer
-        self._vars = _copied(vars(optimizer))
+        self._modules = [(module, type(module), _held(vars(module))) for module in model.modules()]
+        self._optimizer, self._attributes = optimizer, _held(vars(optimizer))
         self._groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-        self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        self._state = [(state, dict(state)) for state in optimizer.state.values()]
         self._grads = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     def restore(self) -> None:
         """Put everything back."""
         for module, kind, attributes in self._modules:
             module.__class__ = kind
-            vars(module).clear()
-            vars(module).update(attributes)
-        vars(self._optimizer).update(self._vars)
+            _put_back(vars(module), attributes)
+        _put_back(vars(self._optimizer), self._attributes)
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(saved)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        for state, content in self._state:
+            state.clear()
+            state.update(content)
         for parameter, gradient in self._grads:
             parameter.grad = gradient
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A copy one level deeper for the dictionaries of hooks, parameters and children."""
-    return {name: value.copy() if isinstance(value, dict) else value for name, value in attributes.items()}
+def _held(attributes: dict[str, Any]) -> dict[str, tuple[Any, dict[Any, Any] | None]]:
+    """Each attribute with, for the dictionaries of hooks, parameters and children, what it holds."""
+    return {name: (value, dict(value) if isinstance(value, dict) else None) for name, value in attributes.items()}
+
+
+def _put_back(attributes: dict[str, Any], held: dict[str, tuple[Any, dict[Any, Any] | None]]) -> None:
+    """Dictionaries stay the objects that they were: the handles of a user's hooks know them."""
+    attributes.clear()
+    for name, (value, content) in held.items():
+        if content is not None:
+            value.clear()
+            value.update(content)
+        attributes[name] = value
