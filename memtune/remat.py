@@ -65,8 +65,8 @@ class Policy:
     in_place: bool = False
     """An op that overwrites what nobody else needs uses its place (Coop's recomputable in-place)."""
     compacts: bool = False
-    """coop: where what must stay cuts the arena into runs that are all too short, the cheapest pieces go and the rest moves
-    together (bytes decide alone, as where real addresses are another allocator's)."""
+    """In the end bytes decide alone, as where real addresses are another allocator's: where what must stay leaves no hole that is
+    large enough, the cheapest pieces go, the rest moves together and the small pieces' area gives up what it has free."""
     foresight: bool = False
     """Staleness is the time to the next use, as recorded in an earlier run of the same program (MegTaiChi's access pattern)."""
     cost_power: float = 1.0

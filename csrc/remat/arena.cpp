@@ -21,13 +21,6 @@ Bytes Arena::largest_hole() const {
   return largest;
 }
 
-Bytes Arena::holes() const {
-  Bytes sum = 0;
-  for (const auto& [offset, piece] : pieces_)
-    if (piece.storage < 0) sum += piece.bytes;
-  return sum;
-}
-
 bool Arena::fits(Bytes bytes) const {
   if (bytes == 0 || is_small(bytes)) return true;
   const Bytes wanted = rounded(bytes);
@@ -107,7 +100,8 @@ void Arena::take_over(Id from, Id to) {
   pieces_[offset].storage = to;
 }
 
-Bytes Arena::compact() {
+Bytes Arena::compact(bool whole) {
+  if (whole) settings_.small_capacity = small_used_;
   std::map<Bytes, Piece> packed;
   Bytes at = 0, moved = 0;
   for (const auto& [offset, piece] : pieces_) {

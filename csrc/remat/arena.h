@@ -36,17 +36,16 @@ class Arena {
   void remove(Id storage);
   // `to` lives where `from` lived.
   void take_over(Id from, Id to);
-  // Moves everything together at the left end; returns the bytes that moved.
-  Bytes compact();
+  // Moves everything together at the left end; returns the bytes that moved. `whole`: what the small pieces' area has free
+  // joins the rest for good.
+  Bytes compact(bool whole);
 
   Bytes used() const { return used_; }
   Bytes peak() const { return peak_; }
   Bytes free_bytes() const { return settings_.capacity - used_; }
   Bytes largest_hole() const;
-  Bytes holes() const;  // all of them together
   Bytes free_around(Id storage) const;  // bytes of the holes on both sides
   bool is_small(Bytes bytes) const;     // goes to the area of small pieces
-  bool in_main(Id storage) const { return offset_.count(storage) != 0; }
   const std::map<Bytes, Piece>& pieces() const { return pieces_; }
   Bytes rounded(Bytes bytes) const { return (bytes + settings_.align - 1) / settings_.align * settings_.align; }
   const ArenaSettings& settings() const { return settings_; }

@@ -24,7 +24,7 @@ struct RuleSettings {
   double cost_power = 1, size_power = 1, time_power = 1, replay_base = 1;  // megtaichi
   double epsilon = 0;          // megtaichi: added to cost and staleness, in mean costs of an operator
   int groups = 1;              // coop: 2 keeps cheap outputs at the right end
-  bool compacts = false;       // coop: moves everything together where no run of pieces is long enough
+  bool compacts = false;       // bytes decide in the end: where no hole is large enough, all moves together (`Arena::compact`)
   bool foresight = false;      // staleness is the time to the next use, where accesses were recorded before
   std::uint64_t seed = 0;
 };

@@ -77,7 +77,7 @@ double AddressAware::score(Cache& cache, Id storage) {
 
 bool AddressAware::last_resort(Cache& cache, Bytes bytes) {
   ++cache.counters.compactions;
-  cache.counters.moved_bytes += cache.arena.compact();
+  cache.counters.moved_bytes += cache.arena.compact(cache.rule.compacts);
   return cache.arena.fits(bytes);
 }
 
@@ -122,17 +122,17 @@ bool SlidingWindow::make_room(Cache& cache, Bytes bytes) {
   return cache.arena.fits(bytes);
 }
 
-// What must stay cuts the arena into runs that are all too short: the cheapest pieces go until the holes are enough together.
+// What must stay cuts the arena into runs that are all too short: the cheapest pieces go until what is free is enough together.
 bool SlidingWindow::last_resort(Cache& cache, Bytes bytes) {
   const auto score = [&](Id storage) {
     const double stale = cache.rule.by_staleness ? cache.staleness(cache.lineage.storages[storage]) : 1;
     return cache.cost(storage) / std::max(stale, 1e-9);
   };
-  while (cache.arena.holes() < cache.arena.rounded(bytes)) {
+  while (cache.arena.free_bytes() < cache.arena.rounded(bytes)) {
     Id found = -1;
     double lowest = kNever;
     for (Id storage : cache.pool()) {
-      const double mine = cache.arena.in_main(storage) ? score(storage) : kNever;
+      const double mine = score(storage);
       if (mine < lowest) lowest = mine, found = storage;
     }
     if (found < 0) return false;
@@ -140,7 +140,7 @@ bool SlidingWindow::last_resort(Cache& cache, Bytes bytes) {
     cache.evict(found);
   }
   ++cache.counters.compactions;
-  cache.counters.moved_bytes += cache.arena.compact();
+  cache.counters.moved_bytes += cache.arena.compact(true);
   return cache.arena.fits(bytes);
 }
 

@@ -18,7 +18,7 @@ void holes_merge_and_both_ends_are_served() {
   arena.remove(1);
   CHECK(arena.largest_hole() == 8 && arena.used() == 2 && arena.peak() == 8);
   arena.take_over(2, 7);
-  CHECK(arena.compact() == 2 && arena.pieces().begin()->second.storage == 7);
+  CHECK(arena.compact(false) == 2 && arena.pieces().begin()->second.storage == 7);
 }
 
 void small_pieces_live_apart_while_their_area_lasts() {
@@ -27,6 +27,9 @@ void small_pieces_live_apart_while_their_area_lasts() {
   CHECK(arena.place(1, 1, false) && arena.place(2, 1, false) && !arena.fits(1));
   arena.remove(1);
   CHECK(arena.fits(1) && arena.used() == 9);
+  arena.remove(0);
+  CHECK(arena.place(3, 4, true) && arena.compact(false) == 4 && arena.largest_hole() == 4);
+  CHECK(arena.compact(true) == 0 && arena.largest_hole() == 5 && !arena.is_small(1));
 }
 
 // a -> b -> c -> d: what each way of counting says when b and c are gone.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from memtune.program import I32, I64, Kind, Phase, Step
 from memtune.schedule import OpGraph
 
-_BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
+BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 """They update running statistics, which a second run leaves alone: so it may happen."""
 
 
@@ -93,7 +93,7 @@ def _region(step: Step, rows: I32, n_forward: int, carried: dict[int, list[int]]
     mutates = (step.use_mutates == 1) & (use_op >= 0)
     writes = _grouped(use_op[mine & mutates], use_value[mine & mutates], n_ops)
     names = tuple(step.names[name] for name in step.op_name[rows])
-    abroad = {int(op) for op in use_op[mutates & (use_value < 0)] if names[op] not in _BATCH_NORMS}
+    abroad = {int(op) for op in use_op[mutates & (use_value < 0)] if names[op] not in BATCH_NORMS}
     random = frozenset(np.flatnonzero(step.op_rng[rows]).tolist())
     once = frozenset(abroad | set(np.flatnonzero(step.op_group[rows] > 0).tolist()))
     graph = OpGraph(names, n_forward, makes, reads, writes, random, once)

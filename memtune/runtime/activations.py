@@ -269,7 +269,7 @@ class _Frame:
         random = partial(RandomState.capture, self.region.module)
         mode = nullcontext() if keep is None else KeepMode(keep, self.kept, self.left_out, lambda: self.count, random)
         packer = _Packer(self)
-        watch = refused_in(self.region.name) if recompute and not self.region.watched else nullcontext()
+        watch = refused_in(self.region.name, first=not self.region.watched) if recompute else nullcontext()
         with saved_tensors_hooks(packer, _unpack), self._named or nullcontext(), mode, watch:
             out = self._forward(*args, **kwargs)
         self.region.watched = True
@@ -365,6 +365,7 @@ class _Frame:
                 stack.enter_context(autocast())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(replay.pack, _never))
+            stack.enter_context(refused_in(self.region.name, first=False))
             stack.enter_context(mode)
             try:
                 self._forward(*args, **kwargs)

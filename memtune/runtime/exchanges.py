@@ -1,13 +1,23 @@
-"""Collectives of the user's own inside what would run a second time: found in the first run, before anything has been trained.
+"""Collectives of the user's own inside what would run a second time: an error at the moment one is called, in either run.
 
-What a recording cannot show (a collective behind `if dist.is_initialized()`) shows here: the ops that pass the dispatcher.
+What a recording cannot show (a collective behind `if dist.is_initialized()`, or from the tenth step on) shows here, before
+anything is exchanged twice.
+
+Rule 1. The first run of a block passes a dispatch mode, which sees every op by which ranks exchange data.
+Rule 2. After that a mode would cost time at every op. So a kernel in front of the operators of `c10d` looks from then on, which
+        costs nothing but some 20 µs per collective. It is in place from the first recomputed block on, where ranks are several.
+Rule 3. What runs below autograd is not the user's: the seam's collectives are made for being run again.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from memtune.errors import ApplyError
@@ -17,22 +27,66 @@ NAMESPACES = ("c10d", "_c10d_functional")
 """Of ops by which ranks exchange data; the seam's own are made for being run again."""
 
 
-class _NoExchange(WatchingMode):
-    def __init__(self, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._name = name
+class _Inside(threading.local):
+    block = ""
+    """That would run, or runs, a second time; '' outside of all."""
 
+
+_inside = _Inside()
+
+
+class _NoExchange(WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in NAMESPACES:
-            raise ApplyError(
-                f"{func} runs inside {self._name}: a second run would exchange data between ranks again.",
-                fix="move it out of the block, or choose recompute: {kind: none}",
-                code="MT306",
-            )
+            raise _twice(func)
         return func(*args, **(kwargs or {}))
 
 
-def refused_in(name: str) -> AbstractContextManager[Any]:
-    """Raises MT306 at a collective that is called inside, on behalf of the block `name`; nothing where there is one rank."""
+def refused_in(name: str, *, first: bool = True) -> AbstractContextManager[Any]:
+    """Raises MT306 at a collective that is called inside, on behalf of the block `name`; nothing where there is one rank.
+
+    Args:
+        name: Of the block.
+        first: It is the block's first run (Rule 1).
+    """
     talks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return _NoExchange(name) if talks else nullcontext()
+    return _refused_in(name, first) if talks else nullcontext()
+
+
+@contextmanager
+def _refused_in(name: str, first: bool) -> Iterator[None]:
+    _kernels()
+    before, _inside.block = _inside.block, name
+    try:
+        with _NoExchange() if first else nullcontext():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        _inside.block = before
+
+
+@cache
+def _kernels() -> torch.library.Library:
+    """Rule 2: in place for as long as the process lives."""
+    library = torch.library.Library("c10d", "IMPL")
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, op = name.partition("::")
+        if namespace == "c10d":
+            op, _, overload = op.partition(".")
+            found = getattr(getattr(torch.ops.c10d, op), overload or "default")
+            library.impl(name.partition("::")[2], partial(_looked_at, found), "Autograd")
+    return library
+
+
+def _looked_at(op: Any, *args: Any, **kwargs: Any) -> Any:
+    if _inside.block:
+        raise _twice(op)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args, **kwargs)
+
+
+def _twice(op: Any) -> ApplyError:
+    return ApplyError(
+        f"{op} runs inside {_inside.block}: a second run would exchange data between ranks again.",
+        fix="move it out of the block, or choose recompute: {kind: none}",
+        code="MT306",
+    )

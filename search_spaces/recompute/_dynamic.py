@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_class, op_costs
 from memtune.passes.by_data import depends_on_data
+from memtune.passes.online import online_policy
 from memtune.passes.policy import Frozen, freeze, least_bytes, region_trace
-from memtune.passes.region import Region, region_of
+from memtune.passes.region import region_of
 from memtune.passes.schedule import run_schedule
-from memtune.program import Kind, Program, Step, Tier
+from memtune.program import Program, Step
 from memtune.remat import Policy, Trace
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
 from memtune.schedule import Schedule
+from memtune.search_spaces.recompute._online import told_online, too_little_online
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -76,6 +77,8 @@ class _Dynamic(Technique):
                 f"{format_bytes(least)}",
                 "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
             )
+        if self._is_online(program.step):
+            return too_little_online(program.step, self.policy(), budget_bytes, target.hardware)
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
@@ -116,7 +119,7 @@ class _Dynamic(Technique):
 
     def _apply_online(self, context: Context, plan: dict[str, Any]) -> None:
         """Put the online runtime in the place of the model's forward."""
-        policy = replace(self.policy(), in_place=True, forget=True, compacts=True)
+        policy = online_policy(self.policy())
         costs = Costs(plan["flops_per_s"], plan["bytes_per_s"], plan["launch_s"])
         settings = OnlineSettings(
             policy,
@@ -137,20 +140,7 @@ class _Dynamic(Technique):
 
     def _online(self, step: Step, target: Target) -> dict[str, Any]:
         """What the runtime is told: the budget, what is outside of it, and rates that make costs the same in every run."""
-        region = region_of(step)
-        assert not isinstance(region, str)
-        scratch: dict[str, int] = {}
-        for name, size in zip(region.graph.names, region.scratch_bytes.tolist(), strict=True):
-            if size:
-                scratch[name] = max(scratch.get(name, 0), size)
-        hardware = target.hardware
-        return {
-            "budget_bytes": self._budget_bytes(step, target),
-            "reserve_bytes": max(region.between_bytes - int(region.background_bytes[0]), 0),
-            "unseen_bytes": _unseen_bytes(step, region),
-            "scratch": scratch, "flops_per_s": hardware.matmul_flops_per_s("float32"),
-            "bytes_per_s": hardware.memory_bytes_per_s, "launch_s": hardware.launch_s,
-        }  # fmt: skip
+        return {"budget_bytes": self._budget_bytes(step, target), **told_online(step, target.hardware)}
 
     def record(self, target: Target) -> dict[str, Any]:
         """The policy and its budget."""
@@ -247,15 +237,6 @@ def check_schedule(region: FrozenRegion) -> dict[str, Any]:
     if runs.plain and not runs.frozen:
         raise ApplyError("the schedule never ran, the plain model did.", evidence=f"{runs.why_plain}.", code="MT313")
     return {"frozen_runs": runs.frozen, "plain_runs": runs.plain}
-
-
-def _unseen_bytes(step: Step, region: Region) -> int:
-    """Of what is there when the model's forward begins, what is none of the model's and not given to it: labels, say."""
-    kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER)
-    there = (step.producer < region.rows[0]) & (step.end >= region.rows[0])
-    seen = np.isin(step.kind, kinds)
-    seen[step.use_storage[np.isin(step.use_op, region.rows)]] = True
-    return int(step.bytes[there & ~seen & (step.tier == Tier.DEVICE)].sum())
 
 
 def _check_online(region: OnlineRegion) -> dict[str, Any]:

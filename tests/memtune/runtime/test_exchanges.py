@@ -60,6 +60,53 @@ def test_refused_by_name_on_two_ranks_and_left_alone_where_nothing_runs_again() 
             assert "c10d.allreduce_.default runs inside 0" in text
 
 
+class Later(nn.Module):
+    """Exchanges from its run `since` on."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.norm, self.layer, self.runs, self.since = nn.LayerNorm(8), nn.Linear(8, 8), 0, since
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        y = self.layer(self.norm(x)).exp()
+        scale = y.detach().mean()
+        if self.runs >= self.since:
+            dist.all_reduce(scale)
+        return x + y.sin() * scale
+
+
+def trained_later(since: int) -> list[tuple[int, str, str]]:
+    """On a rank, of each kind: steps before the error, its code and text; what is outside of blocks exchanges as ever."""
+    found = []
+    for kind in REFUSED:
+        model: Any = nn.Sequential(*(Later(since) for _ in range(2)))
+        optimizer = torch.optim.SGD(model.parameters())
+        model, optimizer = apply(model, optimizer, {"settings": {"recompute": {"kind": kind}}}, strict=False)
+        steps = 0
+        try:
+            for _ in range(3):
+                model(torch.randn(4, 8)).sum().backward()
+                sums = torch.ones(2)
+                work = dist.all_reduce(sums, async_op=True)
+                work.wait()
+                dist.all_gather([torch.zeros(2), torch.zeros(2)], sums)
+                assert sums.tolist() == [2, 2]
+                steps += 1
+        except ApplyError as error:
+            found.append((steps, str(error.code), str(error)))
+        dist.barrier()
+    return found
+
+
+def test_one_that_begins_later_is_refused_where_it_is_called_in_either_run() -> None:
+    """Runs 1 and 2 are the first step's: run 3 is the second step's forward, run 2 and 4 are second runs."""
+    for since, step in ((3, 1), (4, 1), (2, 0)):
+        for found in run_ranks(trained_later, 2, since):
+            assert [each[:2] for each in found] == [(step, "MT306")] * len(REFUSED)
+            assert all("c10d.allreduce_.default runs inside" in text for _, _, text in found)
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_on_one_rank_it_is_an_op_like_any_other(kind: str) -> None:
     (plain,), (got,) = trained_all(("plain",)), trained_all((kind,))

@@ -16,6 +16,7 @@ from memtune._apply import apply
 from memtune.autotune.record import record
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
+from memtune.passes.region import region_of
 from memtune.program import Program, RankClass, Step
 from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime import shim
@@ -23,6 +24,7 @@ from memtune.runtime.ledger import Ledger
 from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
 from memtune.runtime.workspace import WorkspaceTable
+from memtune.search_spaces.recompute._online import told_online, too_little_online
 from memtune.search_spaces.recompute.coop import Coop
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.recompute.megtaichi import Megtaichi
@@ -203,6 +205,63 @@ def test_the_scratch_of_recurrent_kernels_is_part_of_a_schedules_peak() -> None:
 def test_an_op_that_depends_on_data_is_refused_by_name_where_it_must_not_be_decided_online() -> None:
     technique = Dtr(ratio=0.75, online=False)
     assert "nonzero" in str(technique.fits(plain_program(ZOO["moe"], 24), target_of(technique)))
+
+
+def trains(name: str, technique: Dtr | Coop | Megtaichi, online: dict[str, Any], accumulate: int) -> bool:
+    """Whether two steps of four samples a micro-batch run under the online plan; else it said that the budget is too small."""
+    workload, model, optimizer = build(ZOO[name])
+    plan = {"recompute": {"online": online, "schedule": {"graph": "", "forward": [], "backward": []}}}
+    apply(model, optimizer, {"settings": settings_of(technique), "plan": plan}, strict=False)
+    try:
+        for _ in range(2):
+            for _ in range(accumulate):
+                workload.loss(model, workload.make_batch(4)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    except ApplyError as error:
+        if error.code != "MT337":
+            raise
+        return False
+    return True
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("kind", [Dtr, Coop, Megtaichi])
+@pytest.mark.parametrize(("name", "accumulate"), [("autocast", 2), ("lstm", 1), ("lstm", 2), ("cnn_bn", 1), ("tied", 1)])
+def test_fits_says_what_training_does(kind: type[Dtr | Coop | Megtaichi], name: str, accumulate: int) -> None:
+    """Budgets on both sides of the least one: what Python holds (autocast's casts of weights, say) is no policy's to evict."""
+    step = recording_of(ZOO[name]).at(4)
+    step = accumulate_gradients(step) if accumulate > 1 else step
+    hardware = target_of(kind(ratio=0.5)).hardware
+    told, region = told_online(step, hardware), region_of(step)
+    assert not isinstance(region, str)
+    reason = too_little_online(step, kind().policy(), int(region.background_bytes[0]) + 1, hardware)
+    assert reason is not None
+    least = int(reason.fix.split(",")[0].removeprefix("budget_bytes: "))
+    for budget_bytes, enough in ((least, True), (least - max(step.peak_bytes() // 500, 2), False)):
+        technique = kind(budget_bytes=budget_bytes, online=True, freeze_after=0)
+        assert (too_little_online(step, technique.policy(), budget_bytes, hardware) is None) == enough
+        assert trains(name, technique, {"budget_bytes": budget_bytes, **told}, accumulate) == enough
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("kind", [Dtr, Coop, Megtaichi])
+@pytest.mark.parametrize("name", ["lstm", "cnn_bn"])
+def test_the_least_budget_of_any_schedule_trains_online(kind: type[Dtr | Coop | Megtaichi], name: str) -> None:
+    technique = kind(ratio=0.0, online=True)
+    program, target = plain_program(ZOO[name], 4), target_of(technique)
+    assert technique.fits(program, target) is None
+    assert trains(name, technique, technique.plan(program, target).decisions["online"], 1)
+
+
+def test_a_budget_that_only_a_schedule_meets_is_refused_with_one_that_is_enough() -> None:
+    step = accumulate_gradients(recording_of(ZOO["autocast"]).at(4))
+    program, technique = Program((RankClass(1, step),), 4, accumulate=2), Dtr(ratio=0.05, online=True)
+    reason = technique.fits(program, target_of(technique))
+    assert "deciding while the model runs does not stay within" in str(reason)
+    assert "are enough" in str(reason)
+    made_before = Dtr(ratio=0.05, online=False)
+    assert made_before.fits(program, target_of(made_before)) is None
 
 
 RATIOS = (0.05, 0.07, 0.1, 0.125, 0.15, 0.2)

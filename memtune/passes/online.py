@@ -1,0 +1,250 @@
+"""The online rematerializer (`memtune.runtime.online`) played on a recorded step: whether it stays within a budget.
+
+The books are the runtime's own (`_native.Rematerializer`); this tells them, op by op, what the runtime would: what Python and
+autograd's engine hold (`held_until`), what autograd saves and asks for (`save_*`), what flows in between. So it knows that a
+module's local variable or, under autocast, a cached cast of a weight cannot go, although backward alone reads it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memtune import _native
+from memtune.passes.region import BATCH_NORMS, Region
+from memtune.program import F64, READS, WRITES, Kind, Step
+from memtune.remat import Policy
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the runtime is told beside policy and budget."""
+
+    cost_s: F64
+    """(n,) of each op of the region."""
+    reserve_bytes: int
+    """Room that is left between forward and backward."""
+    scratch: Mapping[str, int]
+    """Bytes that a kernel takes while it runs, by name of the op."""
+
+
+def online_policy(policy: Policy) -> Policy:
+    """`policy` as the runtime plays it: bytes decide, addresses only who goes."""
+    return replace(policy, in_place=True, forget=True, compacts=True)
+
+
+def stays_within(step: Step, region: Region, policy: Policy, budget_bytes: int, told: Told) -> bool:
+    """Whether the runtime meets every request of one forward and backward.
+
+    Args:
+        step: The recorded step.
+        region: The model's forward and backward in it.
+        policy: Who is evicted, from `online_policy`.
+        budget_bytes: For all that is on the device while the region runs.
+        told: What else the runtime is told.
+    """
+    free_bytes = budget_bytes - int(region.background_bytes[0])
+    if free_bytes <= 0:
+        return False
+    try:
+        _Player(step, region, policy.settings(free_bytes), told).play()
+    except RuntimeError:  # nothing is left to evict
+        return False
+    return True
+
+
+def least_budget_bytes(step: Step, region: Region, policy: Policy, too_little_bytes: int, told: Told) -> int | None:
+    """A budget that the runtime meets, within 0.1 % of one that it does not; None if it meets not even the plain peak.
+
+    A policy may fail above a budget that it meets: what is found is one that it does meet, by bisection.
+    """
+    high = step.peak_bytes()
+    if high <= too_little_bytes or not stays_within(step, region, policy, high, told):
+        return None
+    while high - too_little_bytes > max(high // 1000, 1):
+        middle = (too_little_bytes + high) // 2
+        if stays_within(step, region, policy, middle, told):
+            high = middle
+        else:
+            too_little_bytes = middle
+    return high
+
+
+class _Player:
+    """Calls the books as `runtime.online_table.OnlineTable` does."""
+
+    def __init__(self, step: Step, region: Region, settings: dict[str, object], told: Told) -> None:
+        self._step, self._region, self._told = step.without_handing_over(region.rows), region, told
+        self._books = _native.Rematerializer(settings)
+        self._rows: list[int] = region.rows.tolist()
+        self._number: dict[int, int] = {}  # storage → its value on the books, as it is now
+        self._again: set[int] = set()  # storages whose value can be made again
+        self._held: dict[int, int] = {}  # storage of a value that others hold → row after which they let go
+        self._watched: dict[int, int] = {}  # number of what is not the table's to end → row after which it goes
+        self._given: set[int] = set()  # storages from outside that ops have read
+        self._kept: defaultdict[int, list[int]] = defaultdict(list)  # row after which autograd lets go → numbers
+        self._settled = self._rows[0] - 1
+        self._read_uses_and_saves()
+
+    def _read_uses_and_saves(self) -> None:
+        step = self._step
+        self._fresh: defaultdict[int, list[int]] = defaultdict(list)  # row → storages
+        self._reads: defaultdict[int, list[int]] = defaultdict(list)
+        self._writes: defaultdict[int, list[int]] = defaultdict(list)
+        self._packs: defaultdict[int, list[int]] = defaultdict(list)  # row → saves
+        self._asks: defaultdict[int, list[int]] = defaultdict(list)
+        for storage in np.flatnonzero((step.producer >= 0) & (step.kind != Kind.WORKSPACE)).tolist():
+            self._fresh[int(step.producer[storage])].append(storage)
+        by = {int(READS): self._reads, int(WRITES): self._writes}
+        for op, storage, how in zip(step.use_op.tolist(), step.use_storage.tolist(), step.use_mutates.tolist(), strict=True):
+            by.get(how, self._reads)[op].append(storage)
+        ended = self._rows[self._region.graph.n_forward - 1] + 1
+        self._let_go = np.maximum(step.held_until, step.producer)
+        for save in range(len(step.save_storage)):
+            before = int(step.save_before[save])
+            if before < ended or (before == ended and step.save_is_output[save]):
+                self._packs[before].append(save)
+            else:  # the loss holds what the model returned
+                storage = int(step.save_storage[save])
+                self._let_go[storage] = max(self._let_go[storage], step.save_until[save])
+        for save in np.argsort(step.save_turn, kind="stable").tolist():
+            self._asks[int(step.save_asked[save])].append(save)
+
+    def play(self) -> None:
+        """One forward and its backward.
+
+        Raises:
+            RuntimeError: Something does not fit.
+        """
+        n_forward = self._region.graph.n_forward
+        for op, row in enumerate(self._rows[:n_forward]):
+            self._pack(row)
+            self._settle(row)
+            self._forward(op, row)
+        self._pack(row + 1)
+        self._leave_room(row)
+        self._flow_in(row + 1, self._rows[n_forward])
+        for row in self._rows[n_forward:]:
+            self._unpack(row)
+            self._settle(row)
+            fresh = self._fresh[row]
+            self._books.make_room(self._needs_bytes(row, fresh))
+            for storage in fresh:
+                self._watch(storage)
+
+    def _needs_bytes(self, row: int, fresh: list[int]) -> int:
+        return sum(int(self._step.bytes[each]) for each in fresh) + self._told.scratch.get(self._name(row), 0)
+
+    def _name(self, row: int) -> str:
+        return self._step.names[self._step.op_name[row]]
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _forward(self, op: int, row: int) -> None:
+        fresh, reads, writes = self._fresh[row], self._reads[row], self._writes[row]
+        again, over = self._noted(op, row, reads, writes)
+        self._books.make_room(self._needs_bytes(row, fresh))
+        if not again or (over is not None and fresh):
+            for storage in fresh:
+                number = self._books.constant(int(self._step.bytes[storage]))
+                self._books.hold(number)
+                self._enter(storage, number)
+        elif fresh or over is not None:
+            numbers = [self._number[each] for each in reads if each in self._number]
+            sizes = [int(self._step.bytes[each]) for each in (fresh if over is None else [over])]
+            cost_s, scratch = float(self._told.cost_s[op]), self._told.scratch.get(self._name(row), 0)
+            old = -1 if over is None else self._number[over]
+            if over is not None:
+                self._books.let_go(old)
+            made = self._books.call(cost_s, numbers, sizes, old, scratch)
+            if over is not None:
+                self._books.release(old)
+            for storage, number in zip(fresh if over is None else [over], made, strict=True):
+                self._enter(storage, number)
+                self._again.add(storage)
+
+    def _noted(self, op: int, row: int, reads: list[int], writes: list[int]) -> tuple[bool, int | None]:
+        """Whether the op could run again, and the storage of the value that it overwrites."""
+        mine, abroad = [each for each in writes if each in self._number], [each for each in writes if each not in self._number]
+        norm = self._name(row) in BATCH_NORMS
+        for storage in abroad:
+            if storage in self._given and self._step.kind[storage] != Kind.PARAMETER:
+                self._given.remove(storage)
+                self._books.constant(int(self._step.bytes[storage]))  # a copy for those that have read it
+        over = self._number[mine[0]] if mine and not abroad else None
+        alone = op in self._region.graph.once or (bool(abroad) and not norm) or len(mine) > 1
+        if alone or (over is not None and mine[0] not in self._again):
+            for storage in mine:
+                if storage in self._again:
+                    self._again.remove(storage)
+                    self._books.hold(self._number[storage])
+            return False, None
+        self._given.update(each for each in reads if each not in self._number)
+        return True, None if over is None else mine[0]
+
+    def _enter(self, storage: int, number: int) -> None:
+        self._number[storage], self._held[storage] = number, int(self._let_go[storage])
+
+    # -- between forward and backward ----------------------------------------------------------------------------------
+
+    def _leave_room(self, last: int) -> None:
+        """For the loss. Autocast's cache, which may end with the model's forward, ends after it."""
+        for storage in self._held:
+            if self._let_go[storage] == last and self._is_cast_of_parameter(storage):
+                self._held[storage] = last + 1
+        self._settle(last + 1)
+        self._books.make_room(self._told.reserve_bytes)
+
+    def _is_cast_of_parameter(self, storage: int) -> bool:
+        row, step = int(self._step.producer[storage]), self._step
+        return self._name(row) == "aten._to_copy.default" and any(step.kind[each] == Kind.PARAMETER for each in self._reads[row])
+
+    def _flow_in(self, first: int, first_back: int) -> None:
+        """The gradients of what the model returned."""
+        reads = {storage for row in self._rows[self._region.graph.n_forward :] for storage in self._reads[row]}
+        for row in range(first, first_back):
+            for storage in self._fresh[row]:
+                if storage in reads:
+                    self._watch(storage)
+
+    # -- what others hold ----------------------------------------------------------------------------------------------
+
+    def _watch(self, storage: int) -> None:
+        self._watched[self._books.constant(int(self._step.bytes[storage]))] = int(self._step.end[storage])
+
+    def _settle(self, row: int) -> None:
+        """Before this row's op: who has let go since the last one."""
+        for number in [number for number, until in self._watched.items() if until < row]:
+            del self._watched[number]
+            self._books.release(number)
+        for storage in [storage for storage, until in self._held.items() if until < row]:
+            del self._held[storage]
+            self._books.give_back(self._number[storage])
+        while self._settled < row - 1:
+            self._settled += 1
+            for number in self._kept.pop(self._settled, ()):
+                self._books.release(number)
+
+    def _pack(self, row: int) -> None:
+        """What autograd saves just before this row's op."""
+        for save in self._packs[row]:
+            number = self._number.get(int(self._step.save_storage[save]))
+            if number is not None:
+                self._books.retain(number)
+                self._kept[int(self._step.save_until[save])].append(number)
+
+    def _unpack(self, row: int) -> None:
+        """What backward asks for just before this row's op."""
+        for save in self._asks[row]:
+            storage = int(self._step.save_storage[save])
+            number = self._number.get(storage)
+            if number is None:
+                continue
+            self._settle(row)
+            self._books.bring(number)
+            if storage not in self._held:
+                self._books.take(number)
+            self._held[storage] = max(self._held.get(storage, -1), int(self._step.save_used_until[save]))

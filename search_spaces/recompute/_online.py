@@ -1,0 +1,63 @@
+"""What the online runtime is told by a plan, and whether it then stays within a budget."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from memtune.hardware import Hardware
+from memtune.passes.online import Told, least_budget_bytes, online_policy, stays_within
+from memtune.passes.region import Region, region_of
+from memtune.program import Kind, Step, Tier
+from memtune.remat import Policy
+from memtune.runtime.op_facts import Costs
+from memtune.technique import Reason
+from memtune.units import format_bytes
+
+
+def told_online(step: Step, hardware: Hardware) -> dict[str, Any]:
+    """What is outside of the runtime's sight, in bytes, and the rates that make an op's cost."""
+    region = _region(step)
+    scratch: dict[str, int] = {}
+    for name, size in zip(region.graph.names, region.scratch_bytes.tolist(), strict=True):
+        if size:
+            scratch[name] = max(scratch.get(name, 0), size)
+    return {
+        "reserve_bytes": max(region.between_bytes - int(region.background_bytes[0]), 0),
+        "unseen_bytes": _unseen_bytes(step, region),
+        "scratch": scratch, "flops_per_s": hardware.matmul_flops_per_s("float32"),
+        "bytes_per_s": hardware.memory_bytes_per_s, "launch_s": hardware.launch_s,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=32)
+def too_little_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Reason | None:
+    """Why a step that is decided while it runs does not stay within `budget_bytes`; a schedule made before it may."""
+    region, plain = _region(step), told_online(step, hardware)
+    costs = Costs(plain["flops_per_s"], plain["bytes_per_s"], plain["launch_s"])
+    op_s = costs.of(step.op_flops[region.rows], step.op_traffic_bytes[region.rows].astype(np.float64))
+    told, policy = Told(np.asarray(op_s), plain["reserve_bytes"], plain["scratch"]), online_policy(policy)
+    if stays_within(step, region, policy, budget_bytes, told):
+        return None
+    least = least_budget_bytes(step, region, policy, budget_bytes, told)
+    given = format_bytes(budget_bytes)
+    why = f"deciding while the model runs does not stay within {given}: the model itself holds too much meanwhile"
+    fix = "recompute: {kind: planned}" if least is None else f"budget_bytes: {least}, or recompute: {{kind: planned}}"
+    return Reason(why if least is None else f"{why}; {format_bytes(least)} are enough", fix)
+
+
+def _region(step: Step) -> Region:
+    region = region_of(step)
+    assert not isinstance(region, str)  # `cannot_freeze` has seen to it
+    return region
+
+
+def _unseen_bytes(step: Step, region: Region) -> int:
+    """Of what is there when the model's forward begins, what is none of the model's and not given to it: labels, say."""
+    kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER)
+    there = (step.producer < region.rows[0]) & (step.end >= region.rows[0])
+    seen = np.isin(step.kind, kinds)
+    seen[step.use_storage[np.isin(step.use_op, region.rows)]] = True
+    return int(step.bytes[there & ~seen & (step.tier == Tier.DEVICE)].sum())
