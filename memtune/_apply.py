@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,28 @@ class Tuned:
             taken = turns.of(batches)
             with turns.own_numbers(context.device):
                 return train_step(self.model, self.optimizer, loss, taken, context.device, sync=sync, upload=turns.upload)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """For loops of one's own: forward and backward of a micro-batch go in here, `step` does the same by itself.
+
+        Gradients are reduced over ranks, and parameters updated inside backward, in the last micro-batch of a step alone. Without
+        it nothing is updated before `optimizer.step()`, and what early updates would save is not saved.
+
+        Args:
+            last: Whether `optimizer.step()` comes next.
+
+        Raises:
+            ApplyError: Ranks of this config take turns with micro-batches, which only `step` hands round.
+        """
+        context = self._context
+        if context.turns is not None:
+            raise ApplyError(
+                "the ranks of this config take turns with micro-batches.",
+                evidence="Only Tuned.step hands them round.", fix="tuned.step(batches)", code="MT311",
+            )  # fmt: skip
+        with nullcontext() if context.sync is None else context.sync(last):
+            yield
 
     @property
     def resumed_steps(self) -> int:

@@ -4,6 +4,7 @@
 #include <map>
 #include <numeric>
 #include <set>
+#include <span>
 #include <tuple>
 #include <utility>
 
@@ -63,73 +64,102 @@ class Gaps {
   std::set<std::pair<std::int64_t, std::int64_t>> by_size_;
 };
 
-// Placed buffers in order of offset, in runs short enough to insert into.
-class Placed {
- public:
-  struct Row {
-    std::int64_t offset, end;
-    std::array<Piece, 2> pieces;
-  };
+struct Range {
+  std::int64_t from, to;
+};
 
-  std::int64_t lowest(const Instance& instance, std::int32_t b) const {
-    const auto& pieces = instance.pieces[b];
-    const std::int64_t size = instance.size[b];
-    std::int64_t floor = 0;
-    for (const Run& run : runs_) {
-      if (!meet(run.hull, pieces)) continue;
-      for (const Row& row : run.rows) {
-        if (!meet(row.pieces, pieces)) continue;
-        if (row.offset - floor >= size) return floor;
-        if (row.end > floor) floor = instance.align(row.end, b);
-      }
+// The end of what is in the way of [at, at + size), or `at`. `left` are ranges in ascending order; those that end before are gone then.
+std::int64_t past(std::span<const Range>& left, std::int64_t at, std::int64_t size) {
+  const Range* row = left.data();
+  const Range* const end = row + left.size();
+  if (row != end && row->to <= at) {
+    std::ptrdiff_t step = 1;
+    while (step < end - row && row[step].to <= at) step *= 2;
+    row = std::lower_bound(row + step / 2 + 1, std::min(row + step, end), at, [](const Range& r, std::int64_t at) { return r.to <= at; });
+  }
+  while (row != end && row->from < at + size) at = (row++)->to;
+  left = {row, end};
+  return at;
+}
+
+// What is taken at some moments: ranges of offsets in ascending order that neither overlap nor touch.
+class Taken {
+ public:
+  void add(std::int64_t from, std::int64_t to) {
+    const auto first = std::lower_bound(ranges_.begin(), ranges_.end(), from, [](const Range& r, std::int64_t at) { return r.to < at; });
+    auto last = first;
+    for (; last != ranges_.end() && last->from <= to; ++last) {
+      from = std::min(from, last->from);
+      to = std::max(to, last->to);
     }
-    return floor;
+    if (first == last) {
+      ranges_.insert(first, {from, to});
+    } else {
+      *first = {from, to};
+      ranges_.erase(std::next(first), last);
+    }
   }
 
-  void add(const Row& row) {
-    auto run = std::lower_bound(runs_.begin(), runs_.end(), row.offset, [](const Run& r, std::int64_t at) { return r.rows.back().offset < at; });
-    if (run == runs_.end()) {
-      if (runs_.empty()) runs_.emplace_back();
-      run = std::prev(runs_.end());
+  std::span<const Range> ranges() const { return ranges_; }
+
+ private:
+  std::vector<Range> ranges_;
+};
+
+// Placed buffers in a tree over the sections. A node knows what is taken in all of its sections by buffers that are there in no
+// larger node as a whole, and what is taken in any of them; so of each lifetime both hold a number of nodes that is a logarithm.
+class Placed {
+ public:
+  explicit Placed(std::int32_t n_sections) : n_(n_sections), whole_(4 * static_cast<std::size_t>(n_sections)), any_(whole_.size()) {}
+
+  void add(const std::array<Piece, 2>& pieces, std::int64_t from, std::int64_t to) {
+    for (const Piece piece : pieces) {
+      if (piece.lo < piece.hi) add(piece, 1, {0, n_}, from, to);
     }
-    auto& rows = run->rows;
-    rows.insert(std::lower_bound(rows.begin(), rows.end(), row.offset, [](const Row& r, std::int64_t at) { return r.offset < at; }), row);
-    for (std::size_t k = 0; k < 2; ++k) widen(run->hull[k], row.pieces[k]);
-    if (rows.size() < kRun) return;
-    Run upper;
-    upper.rows.assign(rows.begin() + kRun / 2, rows.end());
-    rows.resize(kRun / 2);
-    run->hull = hull(rows);
-    upper.hull = hull(upper.rows);
-    runs_.insert(std::next(run), std::move(upper));
+  }
+
+  std::int64_t lowest(const Instance& instance, std::int32_t b) {
+    asked_.clear();
+    for (const Piece piece : instance.pieces[b]) {
+      if (piece.lo < piece.hi) collect(piece, 1, {0, n_});
+    }
+    std::sort(asked_.begin(), asked_.end(), [](const auto& one, const auto& other) { return one.size() > other.size(); });
+    std::int64_t at = 0;
+    for (std::size_t i = 0; i < asked_.size();) {  // a place is good where all agree; who was in the way often is so again
+      const std::int64_t next = past(asked_[i], at, instance.size[b]);
+      if (next == at) {
+        ++i;
+        continue;
+      }
+      at = instance.align(next, b);
+      std::swap(asked_[i], asked_[i / 2]);
+      i = 0;
+    }
+    return at;
   }
 
  private:
-  static constexpr std::size_t kRun = 256;
-  struct Run {
-    std::vector<Row> rows;
-    std::array<Piece, 2> hull;
-  };
-
-  static bool meet(Piece a, Piece b) { return a.lo < b.hi && b.lo < a.hi; }
-  static bool meet(const std::array<Piece, 2>& a, const std::array<Piece, 2>& b) {
-    if (meet(a[0], b[0])) return true;
-    if (a[1].hi == 0 && b[1].hi == 0) return false;
-    return meet(a[0], b[1]) || meet(a[1], b[0]) || meet(a[1], b[1]);
-  }
-  static void widen(Piece& hull, Piece piece) {
-    if (piece.hi == 0) return;
-    hull = hull.hi == 0 ? piece : Piece{std::min(hull.lo, piece.lo), std::max(hull.hi, piece.hi)};
-  }
-  static std::array<Piece, 2> hull(const std::vector<Row>& rows) {
-    std::array<Piece, 2> made;
-    for (const Row& row : rows) {
-      for (std::size_t k = 0; k < 2; ++k) widen(made[k], row.pieces[k]);
-    }
-    return made;
+  void add(Piece piece, std::size_t node, Piece span, std::int64_t from, std::int64_t to) {
+    any_[node].add(from, to);
+    if (piece.lo <= span.lo && span.hi <= piece.hi) return whole_[node].add(from, to);
+    const std::int32_t middle = (span.lo + span.hi) / 2;
+    if (piece.lo < middle) add(piece, 2 * node, {span.lo, middle}, from, to);
+    if (piece.hi > middle) add(piece, 2 * node + 1, {middle, span.hi}, from, to);
   }
 
-  std::vector<Run> runs_;
+  void collect(Piece piece, std::size_t node, Piece span) {
+    const bool inside = piece.lo <= span.lo && span.hi <= piece.hi;
+    const std::span<const Range> taken = (inside ? any_ : whole_)[node].ranges();
+    if (!taken.empty()) asked_.push_back(taken);
+    if (inside || any_[node].ranges().empty()) return;
+    const std::int32_t middle = (span.lo + span.hi) / 2;
+    if (piece.lo < middle) collect(piece, 2 * node, {span.lo, middle});
+    if (piece.hi > middle) collect(piece, 2 * node + 1, {middle, span.hi});
+  }
+
+  std::int32_t n_;
+  std::vector<Taken> whole_, any_;
+  std::vector<std::span<const Range>> asked_;  // of one request: all that must agree
 };
 
 // First the buffers that are always alive, which are best at the bottom, then by what the orders differ in.
@@ -182,14 +212,15 @@ Layout best_fit(const Instance& instance) {
   return layout;
 }
 
-bool first_fit(const Instance& instance, const std::vector<std::int32_t>& order, const Clock& clock, Layout& layout) {
+bool first_fit(const Instance& instance, const std::vector<std::int32_t>& order, std::int64_t below, const Clock& clock, Layout& layout) {
   layout = {std::vector<std::int64_t>(instance.n()), 0};
-  Placed placed;
+  Placed placed(instance.n_sections);
   std::int32_t count = 0;
   for (const std::int32_t b : order) {
     if (++count % 64 == 0 && clock.over()) return false;
     const std::int64_t offset = placed.lowest(instance, b), end = offset + instance.size[b];
-    placed.add({offset, end, instance.pieces[b]});
+    if (end >= below) return false;
+    placed.add(instance.pieces[b], offset, end);
     layout.offset[b] = offset;
     layout.height = std::max(layout.height, end);
   }
@@ -200,8 +231,8 @@ Layout pack(const Instance& instance, std::int64_t goal, std::uint64_t seed, con
   Layout best = best_fit(instance);
   for (const auto& order : orders(instance)) {
     Layout layout;
-    if (best.height <= goal || !first_fit(instance, order, clock, layout)) break;
-    if (layout.height < best.height) best = std::move(layout);
+    if (best.height <= goal || clock.over()) break;
+    if (first_fit(instance, order, best.height, clock, layout)) best = std::move(layout);
   }
   return best.height <= goal || clock.over() ? best : local_search(instance, std::move(best), goal, seed, clock);
 }

@@ -8,8 +8,9 @@ namespace memtune::layout {
 // Places buffers as they come in time, each into the smallest gap that holds it: always quick, any number of buffers.
 Layout best_fit(const Instance& instance);
 
-// Places buffers in `order`, each at the lowest offset that is free over its lifetime. False where the clock stopped it.
-bool first_fit(const Instance& instance, const std::vector<std::int32_t>& order, const Clock& clock, Layout& layout);
+// Places buffers in `order`, each at the lowest offset that is free over its lifetime. False as soon as one does not end below
+// `below`, and where the clock stopped it.
+bool first_fit(const Instance& instance, const std::vector<std::int32_t>& order, std::int64_t below, const Clock& clock, Layout& layout);
 
 // Simulated annealing over orders in which every buffer rests on the highest end below it. Moves touch the critical path, the
 // chain of buffers that makes the height (after Imanishi and Xu, ISMM 2024, who orient the graph of buffers that meet).

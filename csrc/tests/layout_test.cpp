@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -39,6 +40,15 @@ Rows random_rows(std::mt19937_64& random, std::size_t n, std::int64_t span, std:
   return rows;
 }
 
+bool meet(const Instance& instance, std::int32_t a, std::int32_t b) {
+  for (const Piece p : instance.pieces[a]) {
+    for (const Piece q : instance.pieces[b]) {
+      if (p.lo < q.hi && q.lo < p.hi) return true;
+    }
+  }
+  return false;
+}
+
 void sections_are_moments_that_no_other_contains() {
   const Rows rows{{0, 1, 4, 6}, {5, 3, 8, 7}, {2, 4, 6, 8}, {2, 2, 2, 2}, 0};
   const Instance instance = compile(rows.problem());
@@ -60,6 +70,38 @@ void every_tier_makes_layouts() {
     const Exact exact = improve(instance, packed, 0, Clock(0.05));
     CHECK(rows.fault(instance, exact.layout) == "");
     CHECK(exact.lower_bound <= exact.layout.height && exact.layout.height <= packed.height);
+  }
+}
+
+void first_fit_takes_the_lowest_free_place() {
+  std::mt19937_64 random(5);
+  for (int round = 0; round < 60; ++round) {
+    Rows rows = random_rows(random, 1 + random() % 80, 90, round % 2 ? 100 : 0);
+    for (std::int64_t& each : rows.alignment) each = round % 3 == 0 ? std::int64_t{1} << random() % 4 : 1;
+    const Instance instance = compile(rows.problem());
+    std::vector<std::int32_t> order(instance.n());
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    Layout layout;
+    CHECK(first_fit(instance, order, std::numeric_limits<std::int64_t>::max(), Clock(5), layout));
+    CHECK(rows.fault(instance, layout) == "");
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      const std::int32_t b = order[i];
+      std::int64_t lowest = 0;
+      for (bool moved = true; moved;) {
+        moved = false;
+        for (std::size_t j = 0; j < i; ++j) {
+          const std::int64_t from = layout.offset[order[j]], to = from + instance.size[order[j]];
+          if (!meet(instance, b, order[j]) || lowest >= to || from >= lowest + instance.size[b]) continue;
+          lowest = instance.align(to, b);
+          moved = true;
+        }
+      }
+      CHECK(layout.offset[b] == lowest);
+    }
+    Layout other;
+    CHECK(first_fit(instance, order, layout.height + 1, Clock(5), other) && other.offset == layout.offset);
+    CHECK(!first_fit(instance, order, layout.height, Clock(5), other));
   }
 }
 
@@ -92,14 +134,6 @@ void five_buffers_fill_twelve_bytes() {
 
 // The lowest height: some order in which each buffer rests on the highest end of what it meets and came before makes it.
 std::int64_t lowest_height(const Instance& instance) {
-  const auto meet = [&](std::int32_t a, std::int32_t b) {
-    for (const Piece p : instance.pieces[a]) {
-      for (const Piece q : instance.pieces[b]) {
-        if (p.lo < q.hi && q.lo < p.hi) return true;
-      }
-    }
-    return false;
-  };
   std::vector<std::int32_t> order(instance.n());
   std::iota(order.begin(), order.end(), 0);
   std::int64_t lowest = std::accumulate(instance.size.begin(), instance.size.end(), std::int64_t{0});
@@ -108,7 +142,7 @@ std::int64_t lowest_height(const Instance& instance) {
     for (std::size_t i = 0; i < order.size(); ++i) {
       std::int64_t floor = 0;
       for (std::size_t j = 0; j < i; ++j) {
-        if (meet(order[i], order[j])) floor = std::max(floor, end[order[j]]);
+        if (meet(instance, order[i], order[j])) floor = std::max(floor, end[order[j]]);
       }
       end[order[i]] = floor + instance.size[order[i]];
     }
@@ -188,6 +222,7 @@ void rows_that_are_no_buffers_are_refused() {
 int main() {
   sections_are_moments_that_no_other_contains();
   every_tier_makes_layouts();
+  first_fit_takes_the_lowest_free_place();
   a_clock_that_is_over_still_gives_a_layout();
   five_buffers_fill_twelve_bytes();
   every_strategy_finds_the_optimum_and_proves_it();

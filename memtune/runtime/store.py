@@ -12,8 +12,8 @@ Rule 3. A unit's memory is given back and taken anew in place (the storage is re
         of a weight finds the values that it saved: they do not change within a step.
 Rule 4. A gradient's copy to the host starts when autograd has put it in place; the device lets go of it when the next one lands,
         or when the next moment begins. The host adds up micro-batches.
-Rule 5. Updates in backward need to know that the micro-batch is the last one: `Tuned.step` says so. In any other loop all blocks
-        are updated in `optimizer.step()`.
+Rule 5. Updates in backward need to know that the micro-batch is the last one: `Tuned.step` or `Tuned.micro_batch` says so. In
+        any other loop all blocks are updated in `optimizer.step()`.
 Rule 6. What is not there when it is asked for comes in late: a loop that uses blocks in another order is slower, not wrong.
 """
 

@@ -4,18 +4,22 @@ Five rules, which the pass `passes.update_at_gradient` follows op by op:
 
 Rule 1. A gradient is complete when autograd has added the last part of it in the last micro-batch: then the optimizer's own step
         runs for this parameter alone, with the settings of its group at that time, and the gradient is let go.
-Rule 2. That the micro-batch is the last one is known from `Tuned.step`. In any other loop all is updated in `optimizer.step()`,
-        which is then what it was: clipping by norm and gradient scalers work, and no byte is saved.
+Rule 2. That the micro-batch is the last one is known from `Tuned.step` or `Tuned.micro_batch`; nothing else can tell a sum that
+        is complete from one that more will be added to. In other loops all is updated in `optimizer.step()`, which is then as
+        it was: clipping by norm and gradient scalers work, no byte is saved, and one message says so.
 Rule 3. `optimizer.step()` updates what has a gradient then: the witness, and parameters whose gradient no backward has completed.
         Its hooks run there, those that run after it find all parameters updated.
 Rule 4. The smallest gradient stays until the step, as a witness: whoever changes gradients before the update (clipping by
         norm in a hook, a loss scaler) changes it, and is refused, since the others have been used by then.
-Rule 5. A gradient that lands a second time in one backward was not complete the first time (a reentrant checkpoint around parts
-        that share a weight), and is refused.
+Rule 5. A gradient that lands a second time in the last micro-batch was not complete the first time (a second backward, or a
+        reentrant checkpoint around parts that share a weight), and is refused.
+Rule 6. An update cannot be taken back: a step that was begun by one and not ended by `optimizer.step()` (skipped, or ended by an
+        error) is refused when the next micro-batch begins.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,7 +56,7 @@ class UpdateAtGradient:
         self._witness = trained[witness([parameter.nbytes for parameter in trained])]
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in context.model.named_parameters()}
         self._groups: dict[Tensor, dict[str, Any]] = {}
-        self._is_last = self._queued = False
+        self._is_last = self._queued = self._begun = self._told = False
         self._version: int | None = None
         self._landed: set[Tensor] = set()
         self.n_early = 0
@@ -60,11 +64,26 @@ class UpdateAtGradient:
             if parameter is not self._witness:
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(self._complete).remove)
         context.sync = self.sync
+        context.reloaded.append(self._reloaded)
         context.undo.callback(context.optimizer.register_step_post_hook(self._step_ends).remove)
+
+    def _reloaded(self) -> None:
+        self._begun, self._version = False, None  # what was updated has been replaced
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
-        """The context of a micro-batch: in the last one's backward parameters are updated (Rule 2)."""
+        """The context of a micro-batch: in the last one's backward parameters are updated (Rule 2).
+
+        Raises:
+            ApplyError: Rule 6.
+        """
+        if self._begun:
+            raise ApplyError(
+                "A step was begun and optimizer.step() did not end it.",
+                evidence=f"{len(self._landed)} parameters were updated inside backward, which cannot be taken back.",
+                fix=f"call optimizer.step() after each last micro-batch, or  {_PLAIN}", code="MT368",
+            )  # fmt: skip
+        self._told = True
         self._is_last, self._queued, self._version = last, False, None
         self._landed.clear()
         if last:
@@ -83,14 +102,16 @@ class UpdateAtGradient:
         assert isinstance(parameter, nn.Parameter)
         if parameter in self._landed:
             raise ApplyError(
-                f"The gradient of {self._names[parameter]} was put in place twice in one backward.",
+                f"The gradient of {self._names[parameter]} was put in place twice in the last micro-batch.",
                 evidence="It was updated after the first time, with a part of its gradient: this run cannot go on.",
-                fix=f"torch.utils.checkpoint with use_reentrant=False, or  {_PLAIN}", code="MT367",
+                fix=f"one backward for each micro-batch, torch.utils.checkpoint with use_reentrant=False, or  {_PLAIN}",
+                code="MT367",
             )  # fmt: skip
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._backward_ends)
         self._landed.add(parameter)
+        self._begun = True
         for look in self._before_use:
             look(parameter)
         groups, self._optimizer.param_groups = self._optimizer.param_groups, [{**group, "params": [parameter]}]
@@ -105,7 +126,15 @@ class UpdateAtGradient:
         self._version = -1 if self._witness.grad is None else self._witness.grad._version
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Rule 4."""
+        """Rule 4; once, a message where nobody says which micro-batch is the last (Rule 2)."""
+        self._begun = False
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                "memtune: execution: {order: {kind: roam}} saves memory only where it is told which micro-batch is the last one: "
+                "train with Tuned.step(batches), or run each micro-batch in  with tuned.micro_batch(last=...).",
+                RuntimeWarning, stacklevel=3,
+            )  # fmt: skip
         version, self._version = self._version, None
         if version is not None and (self._witness.grad is None or self._witness.grad._version != version):
             raise ApplyError(

@@ -27,7 +27,8 @@ class Roam(Technique):
 
     Eager code runs in program order, but the optimizer's updates may run early: each parameter is updated in the backward of the
     last micro-batch as soon as its gradient is complete, which is then let go. Foreach kernels run once per parameter.
-    `Tuned.step` says which micro-batch is the last one; in other loops nothing is updated early. Clipping by norm is refused.
+    `Tuned.step` says which micro-batch is the last one, `with tuned.micro_batch(last=...)` does in a loop of one's own; where
+    neither is used nothing is updated early, no memory is saved, and one message says so. Clipping by norm is refused.
 
     Same ops on the same values, same bits. Its layout half is `allocator: {kind: planned_layout}`.
 

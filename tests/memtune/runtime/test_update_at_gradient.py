@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -131,17 +132,61 @@ def test_loops_of_ones_own_clip_and_scale_as_ever() -> None:
     """Nobody says which micro-batch is the last, so gradients stay until the step."""
     model, optimizer, tuned = tuned_net(adamw)
     other, others = made(adamw)
-    for net, stepping in ((model, optimizer), (other, others)):
-        for part in batches(0, 2):
-            loss_of(net, part).backward()  # type: ignore[no-untyped-call]
-        assert all(p.grad is not None for p in net.out.parameters())
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        stepping.step()
-        stepping.zero_grad()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for net, stepping in 2 * ((model, optimizer), (other, others)):
+            for part in batches(0, 2):
+                loss_of(net, part).backward()  # type: ignore[no-untyped-call]
+            assert all(p.grad is not None for p in net.out.parameters())
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            stepping.step()
+            stepping.zero_grad()
+    (message,) = (str(each.message) for each in told)
+    assert "saves memory only where it is told" in message
     assert equal(model, other)
     tuned.step(batches(1, 1))
     by_hand(other, others, batches(1, 1))
     assert equal(model, other)
+
+
+def marked(model: nn.Module, tuned: Tuned, parts: list[Tensor]) -> None:
+    for index, part in enumerate(parts):
+        with tuned.micro_batch(last=index == len(parts) - 1):
+            (loss_of(model, part) / len(parts)).backward()  # type: ignore[no-untyped-call]
+
+
+def test_loops_of_ones_own_say_which_micro_batch_is_the_last() -> None:
+    model, optimizer, tuned = tuned_net(adamw)
+    other, others = made(adamw)
+    for step in range(4):
+        parts = batches(step, 1 + step % 3)
+        marked(model, tuned, parts)
+        assert [name for name, p in model.named_parameters() if p.grad is not None] == ["scale"]
+        optimizer.step()
+        optimizer.zero_grad()
+        by_hand(other, others, parts)
+        assert equal(model, other), step
+    marked(model, tuned, batches(4, 1))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
+        optimizer.step()
+
+
+def test_a_step_that_was_begun_and_not_ended_is_refused() -> None:
+    """Whoever skips the optimizer's step, after a loss that is not finite say, has updated parameters all the same."""
+    model, optimizer, tuned = tuned_net(adamw)
+    saved = tuned.state_dict()
+    marked(model, tuned, batches(0, 2))
+    with pytest.raises(ApplyError, match=r"MT368 A step was begun(.|\n)*4 parameters were updated"):
+        marked(model, tuned, batches(1, 1))
+    tuned.load_state_dict(saved)
+    optimizer.zero_grad()
+    marked(model, tuned, batches(1, 1))
+    optimizer.step()
+    with tuned.micro_batch(last=True):
+        loss_of(model, batches(2, 1)[0]).backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(ApplyError, match=r"MT367 (.|\n)*one backward for each micro-batch"):
+            loss_of(model, batches(3, 1)[0]).backward()  # type: ignore[no-untyped-call]
 
 
 def clips(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,6 +61,22 @@ def batch(size):
 def loss(model, batch):
     return model(batch).square().mean()
 '''
+DEEP = """
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Sequential(*(nn.Linear(192, 192) for _ in range(8)))
+
+
+def batch(size):
+    return torch.randn(size, 192)
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
 WIDE_BYTES = 4 * 128 * 128  # of one wide tensor and sample
 
 
@@ -66,6 +84,13 @@ WIDE_BYTES = 4 * 128 * 128  # of one wide tensor and sample
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("wide") / "model.py"
     path.write_text(WIDE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deep") / "model.py"
+    path.write_text(DEEP)
     return path
 
 
@@ -106,6 +131,50 @@ def test_the_peak_falls_as_predicted(wide: Path) -> None:
     assert plain - ordered >= 6 * 4 * WIDE_BYTES  # all eight at once before, now one and what is made of it
     assert plain == pytest.approx(predicted(wide, "program").peak_bytes(), rel=0.02)
     assert ordered == pytest.approx(predicted(wide, "roam").peak_bytes(), rel=0.02)
+
+
+Loop = Callable[[Tuned, Workload, list[Any]], Any]
+
+
+def marked_loop(tuned: Tuned, workload: Workload, batches: list[Any]) -> None:
+    """A loop of one's own that says which micro-batch is the last."""
+    for index, batch in enumerate(batches):
+        with tuned.micro_batch(last=index == len(batches) - 1):
+            (workload.loss(tuned.model, batch) / len(batches)).backward()  # type: ignore[no-untyped-call]
+    tuned.optimizer.step()
+    tuned.optimizer.zero_grad()
+
+
+def eager_peak(path: Path, kind: str, accumulate: int, loop: Loop) -> tuple[int, int]:
+    """Bytes that the native ledger counts at the peak of the third step, and what is predicted."""
+    chosen = {"execution": {"micro_batch": 2, "accumulate": accumulate, "order": {"kind": kind}}}
+    found = Rewriter(recording_of(path), Target(hardware.detect("cpu"))).candidate(Choice.from_document(chosen))
+    assert isinstance(found, Candidate), found
+    with Ledger.open("cpu") as ledger:
+        gc.collect()
+        empty = ledger.live_bytes()
+        workload, model, optimizer = build(path)
+        tuned = apply(model, optimizer, {"settings": chosen}, loss=workload.loss, strict=False)
+        for _ in range(3):
+            with tier(HOST):
+                batches = [workload.make_batch(2) for _ in range(accumulate)]
+            ledger.reset_peak()
+            loop(tuned, workload, batches)
+        assert tuned.audit().get("execution.order", {}).get("updated_in_backward", 15) == 15
+        return ledger.peak_allocated_bytes() - empty, found.program.step.peak_bytes()
+
+
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize(
+    ("accumulate", "loop"), [(1, lambda tuned, _, batches: tuned.step(batches)), (2, marked_loop)], ids=["step", "own loop"]
+)
+def test_eager_peaks_of_real_steps_are_those_predicted(deep: Path, accumulate: int, loop: Loop) -> None:
+    plain, plain_predicted = eager_peak(deep, "program", accumulate, loop)
+    early, predicted = eager_peak(deep, "roam", accumulate, loop)
+    assert plain == pytest.approx(plain_predicted, rel=0.02)
+    assert early == pytest.approx(predicted, rel=0.02)
+    if accumulate == 1:  # all gradients at once before; now the one in use, and what its update makes
+        assert plain - early >= 5 * 4 * 192 * 192
 
 
 def trained(path: Path, execution: dict[str, Any] | None) -> list[Any]:
