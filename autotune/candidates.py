@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
+from memtune.autotune.program_memory import Node, ProgramMemory, Seen, found
 from memtune.config import Settings, load_config
 from memtune.edit import accumulate_gradients
 from memtune.program import Program, RankClass, Recording
@@ -23,9 +24,6 @@ from memtune.runtime.compiled import Compiling
 from memtune.search_spaces import PASS_ORDER, SLOTS, null
 from memtune.search_spaces.execution import Execution
 from memtune.technique import NO_PLAN, Plan, Reason, Target, Technique
-
-_MAX_ROWS = 1_000_000
-"""Op rows of memoised programs after which all are forgotten (about 0.15 GB); in pass order that costs one path."""
 
 _MAX_KNOWN = 10_000
 """Technique and execution objects whose number is remembered."""
@@ -125,20 +123,6 @@ class _Watched(Mapping[str, Technique]):
         return len(self._chosen)
 
 
-@dataclass(frozen=True, eq=False)
-class _Node:
-    """What a prefix of passes gave: a program with plans, or why it does not fit."""
-
-    result: Program | Reason
-    plans: Mapping[str, Plan]
-    seen: Mapping[str, Technique | None]
-    """What the last pass saw of other slots; the node holds wherever these are the same."""
-    below: dict[int, list[_Node]] = field(default_factory=dict)
-    """By the number of the technique that comes next."""
-    made: dict[tuple[str, frozenset[str]], _Node] = field(default_factory=dict)
-    """By slot and record of the technique that came next, where its pass saw no other slot."""
-
-
 @cache
 def _has_a_say(technique: type[Technique]) -> bool:
     """Whether a technique overrides any verb of the search; most null techniques do not and cost nothing here."""
@@ -150,11 +134,6 @@ def _null_with_a_say(slot: str) -> Technique | None:
     """The null technique of `slot` if it overrides a verb of the search."""
     technique = null(slot)
     return technique if _has_a_say(type(technique)) else None
-
-
-def _equal(one: Technique | None, other: Technique | None) -> bool:
-    """Whether both are the same setting; mostly they are the same object, and comparing models field by field is slow."""
-    return one is other or one == other
 
 
 class Rewriter:
@@ -177,8 +156,7 @@ class Rewriter:
     ) -> None:
         self.recording, self.target, self.compiled = recording, target, compiled
         self._validate = validate
-        self._roots: dict[Hashable, _Node] = {}
-        self._rows = 0
+        self._memory = ProgramMemory()
         self._pairs: dict[Hashable, frozenset[str]] = {}
         self._numbers: dict[Technique | Execution, int] = {}
         self._known: dict[int, tuple[Technique | Execution, int]] = {}
@@ -215,8 +193,7 @@ class Rewriter:
 
     def forget(self) -> None:
         """Drop all memoised programs."""
-        self._roots.clear()
-        self._rows = 0
+        self._memory.forget()
 
     def _execution_pairs(self, execution: Execution) -> frozenset[str]:
         number = self._number(execution)
@@ -252,9 +229,8 @@ class Rewriter:
         compiled, backend = choice.execution.compile, choice.execution.compile_backend
         return Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
 
-    def _node(self, choice: Choice) -> _Node:
-        if self._rows > _MAX_ROWS:
-            self.forget()
+    def _node(self, choice: Choice) -> Node:
+        self._memory.begin()
         node = self._root(choice.execution, choice.partitioning)
         chosen = choice.chosen
         for slot in PASS_ORDER:
@@ -262,16 +238,17 @@ class Rewriter:
             if isinstance(node.result, Reason):
                 break
             if technique is not None and _has_a_say(type(technique)):
-                node = self._next(node, technique, choice)
+                node = self._memory.use(self._next(node, technique, choice))
         return node
 
-    def _root(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...] = ()) -> _Node:
+    def _root(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...] = ()) -> Node:
         key = self._number(execution), partitioning
-        root = self._roots.get(key)
+        root = self._memory.roots.get(key)
         if root is None:
-            root = self._roots[key] = _Node(self._plain(execution, partitioning), {}, {})
-            self._rows += 0 if isinstance(root.result, Reason) else root.result.step.n_ops
-        return root
+            plain = self._plain(execution, partitioning)
+            n_rows = 0 if isinstance(plain, Reason) else plain.step.n_ops
+            root = self._memory.roots[key] = self._memory.count(Node(plain, {}, n_rows))
+        return self._memory.use(root)
 
     def _plain(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...]) -> Program | Reason:
         if execution.micro_batch is None:
@@ -290,34 +267,36 @@ class Rewriter:
             step = accumulate_gradients(step)
         return Program((RankClass(self.target.ranks, step),), execution.micro_batch, execution.accumulate)
 
-    def _next(self, node: _Node, technique: Technique, choice: Choice) -> _Node:
-        known, chosen = node.below.setdefault(self._number(technique), []), choice.chosen
-        for each in known:
-            if not each.seen or all(_equal(chosen.get(slot), seen) for slot, seen in each.seen.items()):
-                return each
-        known.append(self._made(node, technique, choice))
-        return known[-1]
+    def _next(self, node: Node, technique: Technique, choice: Choice) -> Node:
+        known = node.below.setdefault(self._number(technique), [])
+        there = found(known, choice.chosen)
+        if there is None:
+            there = self._judged(node, technique, choice)
+            known.append(there)
+        return there[1]
 
-    def _made(self, node: _Node, technique: Technique, choice: Choice) -> _Node:
-        """The node below `node`; techniques with equal records (rule 1) share one, if they fit."""
+    def _judged(self, node: Node, technique: Technique, choice: Choice) -> tuple[Seen, Node]:
+        """The node below `node`, and what it holds for; techniques with equal records (rule 1) share one, if they fit."""
         assert isinstance(node.result, Program)
         watched = _Watched(choice.chosen)
-        target = self._seen_by(watched, choice)
-        reason = technique.fits(node.result, target)
+        reason = technique.fits(node.result, self._seen_by(watched, choice))
         if reason is not None:
-            return _Node(reason, node.plans, watched.seen)
-        record = technique.slot, self._record_pairs(technique, choice)
-        alike = node.made.get(record)
-        if alike is not None and not watched.seen:
-            return alike
-        result, plan = self._pass(node.result, technique, target)
+            return watched.seen, Node(reason, node.plans)
+        known = node.made.setdefault((technique.slot, self._record_pairs(technique, choice)), [])
+        there = found(known, choice.chosen)
+        if there is None:
+            there = self._made(node, technique, choice)
+            known.append(there)
+        return {**watched.seen, **there[0]}, there[1]
+
+    def _made(self, node: Node, technique: Technique, choice: Choice) -> tuple[Seen, Node]:
+        """What the pass of `technique`, which fits, makes of `node`, and what it saw of other slots (rule 2)."""
+        assert isinstance(node.result, Program)
+        watched = _Watched(choice.chosen)
+        result, plan = self._pass(node.result, technique, self._seen_by(watched, choice))
         plans = node.plans if plan is NO_PLAN or plan == NO_PLAN else {**node.plans, technique.slot: plan}
-        made = _Node(result, plans, watched.seen)
-        if result is not node.result:
-            self._rows += result.step.n_ops
-        if not made.seen:
-            node.made[record] = made
-        return made
+        n_rows = 0 if result is node.result else result.step.n_ops
+        return watched.seen, self._memory.count(Node(result, plans, n_rows))
 
     def _pass(self, program: Program, technique: Technique, target: Target) -> tuple[Program, Plan]:
         plan = technique.plan(program, target)

@@ -243,7 +243,7 @@ class Edit:
             parameters = self.parameters
         else:
             known = columns_of(self.parameters)
-            parameters = replace(known, storage=renumber[known.storage], gradient=renumber[known.gradient]).records()
+            parameters = replace(known, storage=renumber[known.storage], gradient=renumber[known.gradient])
         return replace(
             self._step,
             names=tuple(self._names),
@@ -426,5 +426,5 @@ def accumulate_gradients(step: Step) -> Step:
     edit.kind[gradients] = Kind.TEMPORARY
     edit.landing = moved[gradients]
     known = columns_of(step.parameters)
-    edit.parameters = replace(known, gradient=np.where(known.gradient >= 0, moved[known.gradient], -1)).records()
+    edit.parameters = replace(known, gradient=np.where(known.gradient >= 0, moved[known.gradient], -1))
     return edit.done()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,8 @@ class Parameter(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class ParameterColumns:
-    """What a tuple of parameters says, one entry each."""
+class ParameterColumns(Sequence[Parameter]):
+    """Parameters as columns, one entry each; as a sequence it gives their records, made when one is first asked for."""
 
     names: tuple[str, ...]
     storage: npt.NDArray[np.int32]
@@ -38,26 +38,38 @@ class ParameterColumns:
     block: npt.NDArray[np.int32]
     numel: npt.NDArray[np.int64]
 
+    @cached_property
     def records(self) -> tuple[Parameter, ...]:
-        """The parameters these columns describe; `columns_of` finds the columns again."""
+        """The parameters these columns describe."""
         rows = zip(
             self.names, self.storage.tolist(), self.gradient.tolist(), self.shapes, self.itemsize.tolist(),
             self.trainable.tolist(), self.block.tolist(), strict=True,
         )  # fmt: skip
-        records = tuple(map(_record, rows))
-        _remember(records, self)
-        return records
+        return tuple(map(Parameter._make, rows))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, index: int) -> Parameter: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Parameter, ...]: ...
+    def __getitem__(self, index: int | slice) -> Parameter | tuple[Parameter, ...]:
+        return self.records[index]
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self.records)
 
 
-_record: Callable[[tuple[Any, ...]], Parameter] = functools.partial(tuple.__new__, Parameter)
-"""`Parameter._make` without a Python frame per record: it runs for every candidate."""
 _REMEMBERED = 128
 """Tuples whose columns are kept, about 40 kB each for 300 parameters."""
-_known: dict[int, tuple[tuple[Parameter, ...], ParameterColumns]] = {}
+_known: dict[int, tuple[Sequence[Parameter], ParameterColumns]] = {}
 
 
-def columns_of(parameters: tuple[Parameter, ...]) -> ParameterColumns:
+def columns_of(parameters: Sequence[Parameter]) -> ParameterColumns:
     """The columns of `parameters`; made once per tuple, since the steps of many candidates share it."""
+    if isinstance(parameters, ParameterColumns):
+        return parameters
     known = _known.get(id(parameters))
     if known is not None and known[0] is parameters:  # an id may come again when its tuple is gone
         return known[1]
@@ -66,7 +78,9 @@ def columns_of(parameters: tuple[Parameter, ...]) -> ParameterColumns:
         names, np.asarray(storage, np.int32), np.asarray(gradient, np.int32), shapes, np.asarray(itemsize, np.int32),
         np.asarray(trainable, bool), np.asarray(block, np.int32), numel_of(shapes),
     )  # fmt: skip
-    _remember(parameters, columns)
+    if len(_known) >= _REMEMBERED:
+        del _known[next(iter(_known))]  # the oldest
+    _known[id(parameters)] = parameters, columns
     return columns
 
 
@@ -74,8 +88,3 @@ def numel_of(shapes: tuple[tuple[int, ...], ...]) -> npt.NDArray[np.int64]:
     """Elements of each shape."""
     return np.asarray([math.prod(shape) for shape in shapes], np.int64)
 
-
-def _remember(parameters: tuple[Parameter, ...], columns: ParameterColumns) -> None:
-    if len(_known) >= _REMEMBERED:
-        del _known[next(iter(_known))]  # the oldest
-    _known[id(parameters)] = parameters, columns

@@ -10,7 +10,7 @@ is handed over to an output (`HANDS_OVER`) is freed before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
@@ -93,7 +93,7 @@ class Step:
     """(c,) the block of each call of a block, calls in forward order; where no block runs twice, call i is of block i."""
     call_grad: U8
     """(c,) 1 where autograd looked on when the call began, and no checkpoint of the model's own took what it saved."""
-    parameters: tuple[Parameter, ...]
+    parameters: Sequence[Parameter]
 
     # ops, one row each
     op_name: I32  # (n,) index into names

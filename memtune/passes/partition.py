@@ -323,7 +323,7 @@ def _rebind(edit: Edit, step: Step, there: Ragged, taken: I32, how: Partitioning
         shard if mine else whole for shard, whole, mine in zip(shards.shapes, columns.shapes, divided_.tolist(), strict=True)
     )
     numel = np.where(divided_, shards.numel, columns.numel)
-    edit.parameters = replace(columns, gradient=gradient, shapes=shapes, numel=numel).records()
+    edit.parameters = replace(columns, gradient=gradient, shapes=shapes, numel=numel)
 
 
 def _gather(edit: Edit, step: Step, how: Partitioning) -> int:

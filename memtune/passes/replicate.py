@@ -163,6 +163,6 @@ def _rebound(edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[i
     edit.kind[made] = Kind.TEMPORARY
     gradient = np.full(len(step.parameters), -1, np.int32)
     gradient[list(bucket_of)] = list(bucket_of.values())
-    edit.parameters = replace(columns_of(step.parameters), gradient=gradient).records()
+    edit.parameters = replace(columns_of(step.parameters), gradient=gradient)
     edit.landing = np.asarray(sorted(set(bucket_of.values())), np.int32)
     return edit.done()

@@ -469,7 +469,7 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: _Reduced) -> Step:
         edit.use_storage = np.where(target >= 0, target, edit.use_storage)
         edit.hold_through(reduced.taken, np.full(len(reduced.taken), step.n_ops - 1, np.int32))
     edit.landing = landing
-    edit.parameters = replace(columns, gradient=gradient, shapes=shards.shapes, numel=shards.numel).records()
+    edit.parameters = replace(columns, gradient=gradient, shapes=shards.shapes, numel=shards.numel)
     return edit.done()
 
 

@@ -206,7 +206,7 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | None = 
         edit.hold_to_the_end_of_backward(row)
     gradient = columns.gradient.copy()
     gradient[mine] = -1
-    edit.parameters = replace(columns, gradient=gradient).records()
+    edit.parameters = replace(columns, gradient=gradient)
     return edit.done()
 
 

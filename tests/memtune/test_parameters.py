@@ -18,15 +18,20 @@ def test_columns_and_records_are_the_same_parameters() -> None:
     columns = columns_of(parameters)
     assert columns.numel.tolist() == [20, 1]
     assert columns.trainable.tolist() == [True, False]
-    assert columns.records() == parameters
-    assert all(type(value) is type(known) for value, known in zip(columns.records()[0], WEIGHT, strict=True))
+    assert columns.records == parameters
+    assert all(type(value) is type(known) for value, known in zip(columns.records[0], WEIGHT, strict=True))
 
 
-def test_changed_columns_are_those_of_the_tuple_they_make() -> None:
-    columns = replace(columns_of((WEIGHT, FROZEN)), gradient=np.asarray([9, -1], np.int32))
-    records = columns.records()
-    assert records == (WEIGHT._replace(gradient=9), FROZEN)
-    assert columns_of(records) is columns
+def test_columns_are_a_sequence_of_records() -> None:
+    plain = columns_of((WEIGHT, FROZEN))
+    assert plain.records == (WEIGHT, FROZEN)  # made before the change, and not taken along by it
+    columns = replace(plain, gradient=np.asarray([9, -1], np.int32))
+    assert tuple(columns) == (WEIGHT._replace(gradient=9), FROZEN)
+    assert columns[1] == FROZEN
+    assert columns[:1] == (WEIGHT._replace(gradient=9),)
+    assert len(columns) == 2
+    assert not columns_of(())
+    assert columns_of(columns) is columns
 
 
 def test_a_tuple_in_the_place_of_another_has_columns_of_its_own() -> None:

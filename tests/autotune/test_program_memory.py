@@ -1,0 +1,53 @@
+"""What is remembered of programs: the tips that were longest unused go first, and what is in use stays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from search_world import rewriter
+
+from memtune.autotune import program_memory
+from memtune.autotune.candidates import Choice
+from memtune.program import Program
+from memtune.search_spaces import find
+from memtune.search_spaces.execution import Execution
+from memtune.technique import Technique
+
+SIZES = range(1, 9)
+
+
+def choice(size: int, *slots: str) -> Choice:
+    kinds = {"recompute": "full", "offload.activations": "copy_out", "offload.states": "optimizer_cpu"}
+    held: dict[str, Technique] = {slot: find(slot, kinds[slot])(kind=kinds[slot]) for slot in slots}
+    return Choice.of(Execution(micro_batch=size), held)
+
+
+def test_a_prefix_in_use_outlives_what_was_made_below_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rewriter()
+    program = made.program(choice(1, "recompute"))
+    assert isinstance(program, Program)
+    monkeypatch.setattr(program_memory, "MAX_ROWS", 16 * program.step.n_ops)  # eight sizes make more than that
+    before = []
+    for size in SIZES:
+        before.append(made.program(choice(size, "recompute", "offload.states")))
+        assert made.program(choice(1, "recompute")) is program  # used all the time
+    passes = made.n_passes
+    again = [made.program(choice(size, "recompute", "offload.states")) for size in SIZES]
+    assert made.n_passes > passes, "nothing was forgotten"
+    for one, other in zip(before, again, strict=True):
+        assert isinstance(one, Program)
+        assert isinstance(other, Program)
+        np.testing.assert_array_equal(one.step.live_bytes(), other.step.live_bytes())
+    held = sum(node.n_rows for node in made._memory._nodes())
+    assert held == made._memory._n_rows <= 18 * program.step.n_ops  # one path may come on top
+
+
+def test_a_path_larger_than_the_memory_is_made_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_memory, "MAX_ROWS", 1)
+    made = rewriter()
+    first = made.program(choice(2, "recompute", "offload.states"))
+    second = made.program(choice(2, "recompute", "offload.states"))
+    assert isinstance(first, Program)
+    assert isinstance(second, Program)
+    assert first is not second
+    np.testing.assert_array_equal(first.step.live_bytes(), second.step.live_bytes())
