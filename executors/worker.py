@@ -158,6 +158,7 @@ def _reserve_first_hook(optimizer: torch.optim.Optimizer) -> None:
         if action is not None:
             action()
 
+    first.__module__ = "memtune.executors.worker"  # as a program this file is `__main__`, and hooks of the user's own are refused
     optimizer.register_step_pre_hook(first)
 
 

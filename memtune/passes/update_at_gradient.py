@@ -60,7 +60,8 @@ def _cut(step: Step) -> _Cut:
     share = np.where(total > 0, weight / np.maximum(total, 1.0), 1.0)
     shared = mine.copy()
     shared[op] = False
-    orphans = made[(owner[made] < 0) & ~shared[step.producer[made]]]
+    results = made[step.kind[made] != Kind.WORKSPACE]  # scratch is an op's own, whatever it works on: made with each part of it
+    orphans = results[(owner[results] < 0) & ~shared[step.producer[results]]]
     if int(shared.sum()) > _MOST_SHARED or len(orphans):
         first = int(step.producer[orphans[0]]) if len(orphans) else int(np.flatnonzero(shared)[0])
         why_not = f"{step.names[step.op_name[first]]} of the optimizer works on no single parameter"

@@ -16,12 +16,15 @@ from memtune import hardware
 from memtune._apply import Tuned, apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.compiled import CompiledRecordings
+from memtune.autotune.options import PlanOptions
+from memtune.autotune.planning import plan
 from memtune.config import TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
 from memtune.program import Step
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.workspace import WorkspaceTable
 from memtune.search_spaces import find
 from memtune.search_spaces.execution.order.roam import Roam
 from memtune.technique import Exactness, Target, Technique
@@ -175,6 +178,20 @@ def test_eager_peaks_of_real_steps_are_those_predicted(deep: Path, accumulate: i
     assert early == pytest.approx(predicted, rel=0.02)
     if accumulate == 1:  # all gradients at once before; now the one in use, and what its update makes
         assert plain - early >= 5 * 4 * 192 * 192
+
+
+def test_a_plan_chooses_it_where_gradients_are_what_does_not_fit(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager, with kernels' scratch in the recording as a calibrated machine has it: the optimizer's phase is cut all the same."""
+    scratch = type("Scratch", (WorkspaceTable,), {"workspace_bytes": lambda self, key: 12})
+    monkeypatch.setattr("memtune.autotune.setup._workspaces", lambda device, ranks: scratch())
+    report = plan(PlanOptions(workload=str(deep), device="cpu", axes=("execution", "recompute"), budget_bytes=4_600_000))
+    first, plain = report.rows[0], report.guards[0]
+    assert plain.status == "oom"
+    assert first.status == "ok"
+    assert first.settings["execution"]["order"] == {"kind": "roam"}
+    assert first.peak_allocated_bytes is not None
+    assert plain.peak_allocated_bytes is not None
+    assert first.peak_allocated_bytes < plain.peak_allocated_bytes - 4 * 4 * 192 * 192
 
 
 def trained(path: Path, execution: dict[str, Any] | None) -> list[Any]:
