@@ -11,7 +11,7 @@ from collections.abc import Iterator
 def loading() -> Iterator[None]:
     """While inside, modules are loaded without garbage collections, and later ones leave out what is there in the end.
 
-    Loading leaves hardly any garbage, but each collection looks through all that torch has made: a quarter of the time to load it.
+    It leaves hardly any garbage, but each collection looks through all that torch has made: a quarter of the time it takes.
     """
     collected = gc.isenabled()
     gc.disable()
