@@ -87,20 +87,23 @@ def plan(given: dict[str, Any]) -> int:
     if given["config"] is not None:
         load_config(given["config"])  # a typo in it is found before the workload is recorded
 
-    with loading():
-        from memtune.autotune.options import PlanOptions
-        from memtune.autotune.planning import plan as make_plan
+    from memtune.executors.probe import probing
 
-    options = PlanOptions(
-        **common,
-        nodes=given["nodes"],
-        config=given["config"],
-        micro_batch=given["micro_batch"],
-        top=given["top"],
-        exact=given["exact"],
-    )
-    with told(given["model"], given["as_json"]), results() as stream:
-        report = make_plan(options, say=say)
+    # The child that looks at the workload loads torch as this process does: side by side.
+    with told(given["model"], given["as_json"]), results() as stream, probing(given["model"]) as begun:
+        with loading():
+            from memtune.autotune.options import PlanOptions
+            from memtune.autotune.planning import plan as make_plan
+
+        options = PlanOptions(
+            **common,
+            nodes=given["nodes"],
+            config=given["config"],
+            micro_batch=given["micro_batch"],
+            top=given["top"],
+            exact=given["exact"],
+        )
+        report = make_plan(options, say=say, begun=begun)
         if given["as_json"]:
             emit(report.to_dict(), stream)
         else:
