@@ -123,6 +123,29 @@ class _Watched(Mapping[str, Technique]):
         return len(self._chosen)
 
 
+class _Depends(Exception):
+    """A verdict was asked for that depends on what is not decided yet."""
+
+
+class _Undecided(Mapping[str, Technique]):
+    """What slots hold where nothing is chosen yet: whoever looks at another slot than its own ends with `_Depends`.
+
+    So no technique solves for a plan on a program that it may never see.
+    """
+
+    def __init__(self, own_slot: str) -> None:
+        self._own_slot = own_slot
+
+    def __getitem__(self, slot: str) -> Technique:
+        raise KeyError(slot) if slot == self._own_slot else _Depends(slot)
+
+    def __iter__(self) -> Iterator[str]:
+        raise _Depends
+
+    def __len__(self) -> int:
+        raise _Depends
+
+
 @cache
 def _has_a_say(technique: type[Technique]) -> bool:
     """Whether a technique overrides any verb of the search; most null techniques do not and cost nothing here."""
@@ -181,15 +204,17 @@ class Rewriter:
         """The program of `choice`, or why it does not fit."""
         return self._node(choice).result
 
-    def fits(self, technique: Technique, execution: Execution, chosen: Mapping[str, Technique]) -> tuple[Reason | None, bool]:
-        """The verdict of `technique` on the plain program, and whether it depends on what other slots hold."""
+    def refusal(self, technique: Technique, execution: Execution) -> Reason | None:
+        """Why `technique` does not fit the plain program, whatever other slots hold; None where it fits or that decides."""
         root = self._root(execution)
         if isinstance(root.result, Reason):
-            return root.result, False
-        watched = _Watched(chosen)
-        target = replace(self.target, chosen=watched, compiled=execution.compile, compile_backend=execution.compile_backend)
-        reason = technique.fits(root.result, target)
-        return reason, any(slot != technique.slot for slot in watched.seen)
+            return root.result
+        chosen = _Undecided(technique.slot)
+        target = replace(self.target, chosen=chosen, compiled=execution.compile, compile_backend=execution.compile_backend)
+        try:
+            return technique.fits(root.result, target)
+        except _Depends:
+            return None
 
     def forget(self) -> None:
         """Drop all memoised programs."""

@@ -18,6 +18,7 @@ from memtune.autotune.pruning import Pruner
 from memtune.autotune.remedies import Remedy, remedies
 from memtune.autotune.scoring import Scored, Scores, alike
 from memtune.autotune.setup import Setup, prepare
+from memtune.executors.probe import Probing
 from memtune.technique import Reason
 
 SCHEMA = 1
@@ -121,15 +122,15 @@ class PlanReport:
         }
 
 
-def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None) -> PlanReport:
-    """Predict every candidate for a target that need not be here, or one config.
+def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None, begun: Probing | None = None) -> PlanReport:
+    """Predict every candidate for a target that need not be here, or one config; `begun` as in `prepare`.
 
     Raises:
         WorkloadError: `model.py` cannot be used.
         UsageError: The options contradict each other or the workload.
         ConfigError: The config cannot be read.
     """
-    setup = prepare(options, say=say, for_trials=False)
+    setup = prepare(options, say=say, for_trials=False, begun=begun)
     pruner = Pruner(setup.budget_bytes)
     notes = (*setup.recording.notes, *setup.space.notes)
     if options.config is not None:

@@ -30,7 +30,7 @@ from memtune.blocks import compress
 from memtune.config import MadeFor, fingerprint, load_config
 from memtune.cores import threads_per_rank, usable_cores
 from memtune.errors import EnvironmentFault, UsageError
-from memtune.executors.probe import probe
+from memtune.executors.probe import Probing, probe
 from memtune.hardware import Device, Hardware
 from memtune.program import Kind, Recording
 from memtune.runtime import shim
@@ -84,13 +84,20 @@ def parameter_bytes(recording: Recording) -> int:
     return int(step.bytes[(step.kind == Kind.PARAMETER) & (step.producer < 0)].sum())
 
 
-def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text: None, for_trials: bool = True) -> Setup:
+def prepare(
+    options: TargetOptions,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    for_trials: bool = True,
+    begun: Probing | None = None,
+) -> Setup:
     """Probe, load and record the workload, find the machine, check the batch axis, build the space.
 
     Args:
         options: What was asked.
         say: Told in one line what begins now.
         for_trials: Whether the device must be there.
+        begun: The first look at the workload, if the caller let it begin before all this was loaded.
 
     Raises:
         WorkloadError: `model.py` cannot be used.
@@ -101,7 +108,7 @@ def prepare(options: TargetOptions, *, say: Callable[[str], None] = lambda text:
     say("looking at the workload")
     with ThreadPoolExecutor(1) as pool:  # fake tensors need it; it takes as long to load as the probe's process to look
         pool.submit(importlib.import_module, "torch._dynamo")
-        probe(options.workload)
+        probe(options.workload) if begun is None else begun.report()
     device = _device(options, for_trials)
     machine = _on_nodes(hardware.find(options.gpu_type) if options.gpu_type else hardware.detect(device), options)
     workload = Workload.load(options.workload)

@@ -249,9 +249,9 @@ def _that_fit(
         elif technique.exactly() is Exactness.LOSSY and not allow_lossy:
             reason = Reason("it changes results", "allow it with --allow-lossy")
         else:
-            verdicts = [rewriter.fits(technique, execution, {}) for execution in among]
-            if all(verdict is not None and not depends for verdict, depends in verdicts):
-                reason = verdicts[0][0]
+            refusals = [rewriter.refusal(technique, execution) for execution in among]
+            if all(refusals):
+                reason = refusals[0]
         if reason is None:
             kept.append(technique)
         else:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -66,32 +67,79 @@ def probe(target: str | Path, deadline_s: float = 60.0, *, batches: bool = False
     Raises:
         WorkloadError: The file cannot be used; or it was still running at the deadline, ended the process, or crashed it.
     """
+    with probing(target, deadline_s, batches=batches) as begun:
+        return begun.report()
+
+
+@contextlib.contextmanager
+def probing(target: str | Path, deadline_s: float = 60.0, *, batches: bool = False) -> Iterator[Probing]:
+    """As `probe`, but the child looks while the caller does something else; at the end it is gone, asked for or not."""
     started = time.monotonic()
     path, _ = split_target(target)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as trace:
-        answer, status = _ask_child(str(target), batches, deadline_s, output, trace)
+        child, reading = _start_child(str(target), batches, output, trace)
+        begun = Probing(path, deadline_s, started, child, reading, output, trace)
+        try:
+            yield begun
+        finally:
+            begun.end()
+
+
+@dataclass
+class Probing:
+    """A look that has begun; it is ended once, when its report was made or nobody wants it any more."""
+
+    path: Path
+    deadline_s: float
+    started: float
+    child: subprocess.Popen[bytes]
+    reading: int
+    output: IO[bytes]
+    trace: IO[bytes]
+
+    def report(self) -> ProbeReport:
+        """What was seen, once it is there; raises as `probe` does."""
+        answer, status = self._answer()
         if answer is None:
-            raise _silent(path, status, deadline_s, _text(output), _text(trace))
+            raise _silent(self.path, status, self.deadline_s, _text(self.output), _text(self.trace))
         if "error" in answer:
             fields = answer["error"]
             if fields["code"] == "MT112":  # it ended by itself: what it said last is the reason
-                fields["evidence"] = "   ".join(part for part in (fields["evidence"], _last_line(_text(output))) if part)
+                fields["evidence"] = "   ".join(part for part in (fields["evidence"], _last_line(_text(self.output))) if part)
             raise WorkloadError(**fields)
         return ProbeReport(
-            path=path,
+            path=self.path,
             source_sha256=answer["source_sha256"],
             functions=tuple(answer["functions"]),
             global_batch=answer["global_batch"],
             imports_torch=answer["imports_torch"],
-            output=_text(output)[-2000:],
-            elapsed_s=time.monotonic() - started,
+            output=_text(self.output)[-2000:],
+            elapsed_s=time.monotonic() - self.started,
         )
 
+    def end(self) -> None:
+        """Close the pipe and end the child's whole group (rule 2); may be called again."""
+        if self.child.returncode is not None:
+            return
+        os.close(self.reading)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)  # the child is not reaped yet, so the group is still its own
+        self.child.wait()
 
-def _ask_child(
-    target: str, batches: bool, deadline_s: float, output: IO[bytes], trace: IO[bytes]
-) -> tuple[dict[str, Any] | None, int | None]:
-    """The child's answer, or None with its exit status (None: it was still running at the deadline)."""
+    def _answer(self) -> tuple[dict[str, Any] | None, int | None]:
+        """The child's answer, or None with its exit status (None: it was still running at the deadline)."""
+        try:
+            line = _read_line(self.reading, self.child.pid, self.started + self.deadline_s)
+            ended = os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            if not line and not ended:
+                _ask_for_stack(self.child.pid, self.trace)
+        finally:
+            self.end()
+        return (json.loads(line) if line else None), (self.child.returncode if ended else None)
+
+
+def _start_child(target: str, batches: bool, output: IO[bytes], trace: IO[bytes]) -> tuple[subprocess.Popen[bytes], int]:
+    """The child, and the end of the pipe that its answer is read from."""
     reading, writing = os.pipe()
     root = str(Path(inspect.getfile(WorkloadError)).resolve().parents[1])  # holds memtune, should it not be installed
     request = json.dumps({"target": target, "batches": batches, "answer_fd": writing, "trace_fd": trace.fileno()})
@@ -110,17 +158,7 @@ def _ask_child(
         raise
     finally:
         os.close(writing)
-    try:
-        line = _read_line(reading, child.pid, time.monotonic() + deadline_s)
-        ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        if not line and not ended:
-            _ask_for_stack(child.pid, trace)
-    finally:
-        os.close(reading)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # Rule 2; the child is not reaped yet, so the group is still its own
-        child.wait()
-    return (json.loads(line) if line else None), (child.returncode if ended else None)
+    return child, reading
 
 
 def _read_line(fd: int, pid: int, deadline: float) -> bytes:

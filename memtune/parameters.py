@@ -87,4 +87,3 @@ def columns_of(parameters: Sequence[Parameter]) -> ParameterColumns:
 def numel_of(shapes: tuple[tuple[int, ...], ...]) -> npt.NDArray[np.int64]:
     """Elements of each shape."""
     return np.asarray([math.prod(shape) for shape in shapes], np.int64)
-

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
 from memtune.cli._crash import told
+from memtune.cli._loading import loading
 from memtune.cli._output import emit, results, say
 from memtune.config import load_config
 
@@ -24,10 +25,11 @@ def search(given: dict[str, Any]) -> int:
     only = _options.search_only(given)
     common = _options.common(given, for_trials=not given["dry_run"])
 
-    from memtune.autotune.control import Control
-    from memtune.autotune.options import SearchOptions
-    from memtune.autotune.study import search as run_search
-    from memtune.autotune.study import study_folder
+    with loading():
+        from memtune.autotune.control import Control
+        from memtune.autotune.options import SearchOptions
+        from memtune.autotune.study import search as run_search
+        from memtune.autotune.study import study_folder
 
     options = SearchOptions(**common, **only)
     folder = study_folder(options)
@@ -85,19 +87,23 @@ def plan(given: dict[str, Any]) -> int:
     if given["config"] is not None:
         load_config(given["config"])  # a typo in it is found before the workload is recorded
 
-    from memtune.autotune.options import PlanOptions
-    from memtune.autotune.planning import plan as make_plan
+    from memtune.executors.probe import probing
 
-    options = PlanOptions(
-        **common,
-        nodes=given["nodes"],
-        config=given["config"],
-        micro_batch=given["micro_batch"],
-        top=given["top"],
-        exact=given["exact"],
-    )
-    with told(given["model"], given["as_json"]), results() as stream:
-        report = make_plan(options, say=say)
+    # The child that looks at the workload loads torch as this process does: side by side.
+    with told(given["model"], given["as_json"]), results() as stream, probing(given["model"]) as begun:
+        with loading():
+            from memtune.autotune.options import PlanOptions
+            from memtune.autotune.planning import plan as make_plan
+
+        options = PlanOptions(
+            **common,
+            nodes=given["nodes"],
+            config=given["config"],
+            micro_batch=given["micro_batch"],
+            top=given["top"],
+            exact=given["exact"],
+        )
+        report = make_plan(options, say=say, begun=begun)
         if given["as_json"]:
             emit(report.to_dict(), stream)
         else:

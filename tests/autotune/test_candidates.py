@@ -88,6 +88,23 @@ def test_what_a_technique_saw_of_other_slots_is_part_of_the_memory():
     assert "/nosy=true" in made.key(choice(a=nosy, c=HOST))
 
 
+class Slow(Nosy):
+    """Solves for a plan where no other slot holds anything."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        if super().fits(program, target) is None:
+            raise AssertionError("solved for nothing")
+        return None
+
+
+def test_a_verdict_that_depends_on_other_slots_is_not_looked_for_beforehand():
+    made = rewriter()
+    assert made.refusal(Slow(), PLAIN) is None
+    assert "offload" in str(made.program(choice(a=Nosy(), b=HOST)))
+    own = find("sharding.states", "fsdp")(kind="fsdp")
+    assert "only one rank" in str(made.refusal(own, PLAIN))
+
+
 def test_choices_with_equal_records_have_one_key():
     made = rewriter()
     assert made.key(choice(a=FULL)) == made.key(choice(a=technique("recompute", "every_nth", n=1)))

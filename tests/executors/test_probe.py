@@ -1,13 +1,14 @@
 """A look at `model.py` in a child process: whatever the file does, one message comes back and nothing stays behind."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from memtune.errors import WorkloadError
-from memtune.executors.probe import probe
+from memtune.executors.probe import probe, probing
 
 ZOO = Path(__file__).parents[1] / "zoo"
 BAD = ZOO / "bad"
@@ -48,6 +49,18 @@ def test_a_good_file_is_reported():
     assert report.functions == ("model", "batch", "loss", "optimizer")
     assert report.global_batch == 8
     assert report.imports_torch
+
+
+def test_a_look_begins_before_its_report_is_asked_for_and_ends_with_its_context(tmp_path):
+    path = written(tmp_path, f"open({str(tmp_path / 'begun')!r}, 'w')\nimport time\ntime.sleep(600)\n{PLAIN}")
+    with probing(path) as begun:
+        until = time.monotonic() + 60
+        while not (tmp_path / "begun").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert (tmp_path / "begun").exists()
+        assert alive(begun.child.pid)
+    assert not alive(begun.child.pid)
+    assert begun.child.returncode == -signal.SIGKILL
 
 
 def test_torch_is_loaded_only_if_the_file_loads_it(tmp_path):
