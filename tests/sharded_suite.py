@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from zoo_paths import ZOO
 from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.cut import CutRecordings
 from memtune.errors import MemtuneError
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
@@ -23,6 +25,7 @@ from memtune.testing import TechniqueSuite
 from memtune.testing.drift import recording_of
 from memtune.testing.mutations import Mutation, mutations
 from memtune.testing.training import build, plain, settings_of
+from memtune.workload import Workload
 
 RANKS = 2
 SPARE_BYTES = 24
@@ -34,17 +37,21 @@ NOT_AT_THE_PEAK = ("rewrite frees a tensor one op late", "rewrite loses an op")
 # -- what runs on each rank ---------------------------------------------------------------------------------------
 
 
-def peaks(path: str, settings: dict[str, dict[str, Any]], parts: int = 1) -> dict[str, tuple[int, list[int]]]:
+def peaks(
+    path: str, settings: dict[str, dict[str, Any]], parts: int = 1, plans: dict[str, dict[str, Any]] | None = None
+) -> dict[str, tuple[int, list[int]]]:
     """Per entry of `settings`: bytes that stay between steps, and the peaks of six steps after the first two.
 
-    A step is of `parts` micro-batches of two samples.
+    A step is of `parts` micro-batches of two samples. `plans` has the plans of entries whose techniques need theirs.
     """
     ledger, found = Ledger.open("cpu"), {}
     for name, chosen in settings.items():
         gc.collect()  # the model before is in cycles
         empty = ledger.live_bytes()
         workload, model, optimizer = build(Path(path))
-        tuned = apply(model, optimizer, {"settings": chosen}, loss=workload.loss, strict=False)
+        tuned = apply(
+            model, optimizer, {"settings": chosen, "plan": (plans or {}).get(name, {})}, loss=workload.loss, strict=False
+        )
         measured = []
         for _ in range(8):
             with tier(HOST):
@@ -81,6 +88,12 @@ def on_rank(technique: type[Technique], suite: dict[str, Any], check: str, argum
         except (AssertionError, MemtuneError) as error:
             return str(error) or type(error).__name__
     return ""
+
+
+@cache
+def cut_recordings(path: Path) -> CutRecordings:
+    """Steps of the model in `path` with layers shared by ranks."""
+    return CutRecordings(Workload.load(path), recording_of(path))
 
 
 # -- the suite ----------------------------------------------------------------------------------------------------
@@ -140,8 +153,9 @@ class ShardedSuite(TechniqueSuite):
             pytest.skip(f"no native ledger here: {shim.available()}")
         wanted = self._candidate(model, variant).program.step.peak_bytes()
         low, high = wanted * (1 - self.peak_rel), wanted * (1 + self.peak_rel) + SPARE_BYTES
-        settings = {"": settings_of(*self.beside, variant)}
-        for rank in self._on_ranks("peaks", str(self.models[model]), settings, self.accumulate):
+        config = self._config(model, variant)
+        settings, plans = {"": config["settings"]}, {"": config["plan"]}
+        for rank in self._on_ranks("peaks", str(self.models[model]), settings, self.accumulate, plans):
             assert all(low <= peak <= high for peak in rank[""][1]), (rank, wanted)
 
     def _on_ranks(self, check: str, *arguments: Any, config: dict[str, Any] | None = None) -> list[Any]:
@@ -163,7 +177,9 @@ class ShardedSuite(TechniqueSuite):
 
     def _candidate(self, model: str, variant: Technique) -> Candidate:
         execution = {"micro_batch": 2, "accumulate": self.accumulate}
-        rewriter = Rewriter(recording_of(self.models[model]), Target(hardware.detect("cpu"), self.ranks), validate=False)
+        path = self.models[model]
+        cut = cut_recordings(path) if self.technique.slot == "sharding.parallel" else None
+        rewriter = Rewriter(recording_of(path), Target(hardware.detect("cpu"), self.ranks, cut=cut), validate=False)
         found = rewriter.candidate(Choice.from_document({**settings_of(*self.beside, variant), "execution": execution}))
         assert isinstance(found, Candidate), found
         return found
