@@ -59,6 +59,7 @@ def used_elsewhere(recording: Recording, layers: Collection[str], parameters: Co
     )
     for at in np.flatnonzero(uses).tolist():
         op = step.use_op[at]
-        name, where = step.names[step.op_name[op]], step.modules[step.op_module[op]] or "the model"
+        name, module = step.names[step.op_name[op]], step.modules[step.op_module[op]]
+        where = {"": "the model", "(outside)": "the loss"}.get(module, module)
         return Reason(f"{name} in {where} uses {weights[int(step.use_storage[at])]}, of which each rank has a part", _FIX)
     return None

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import shared_layers
 from gloo import run_ranks
 from zoo_paths import ZOO
 
 from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.cut import CutRecordings
 from memtune.errors import MemtuneError
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
@@ -25,7 +24,6 @@ from memtune.testing import TechniqueSuite
 from memtune.testing.drift import recording_of
 from memtune.testing.mutations import Mutation, mutations
 from memtune.testing.training import build, plain, settings_of
-from memtune.workload import Workload
 
 RANKS = 2
 SPARE_BYTES = 24
@@ -88,12 +86,6 @@ def on_rank(technique: type[Technique], suite: dict[str, Any], check: str, argum
         except (AssertionError, MemtuneError) as error:
             return str(error) or type(error).__name__
     return ""
-
-
-@cache
-def cut_recordings(path: Path) -> CutRecordings:
-    """Steps of the model in `path` with layers shared by ranks."""
-    return CutRecordings(Workload.load(path), recording_of(path))
 
 
 # -- the suite ----------------------------------------------------------------------------------------------------
@@ -178,7 +170,7 @@ class ShardedSuite(TechniqueSuite):
     def _candidate(self, model: str, variant: Technique) -> Candidate:
         execution = {"micro_batch": 2, "accumulate": self.accumulate}
         path = self.models[model]
-        cut = cut_recordings(path) if self.technique.slot == "sharding.parallel" else None
+        cut = shared_layers.rewriter(path).target.cut if self.technique.slot == "sharding.parallel" else None
         rewriter = Rewriter(recording_of(path), Target(hardware.detect("cpu"), self.ranks, cut=cut), validate=False)
         found = rewriter.candidate(Choice.from_document({**settings_of(*self.beside, variant), "execution": execution}))
         assert isinstance(found, Candidate), found
