@@ -12,7 +12,8 @@ import numpy as np
 
 from memtune.autotune.record import Session
 from memtune.program import Phase, Recording
-from memtune.runtime.rotate import Ring, rotatable, rotate_layers
+from memtune.runtime.ring import Ring
+from memtune.runtime.rotate import rotatable, rotate_layers
 from memtune.runtime.sharding import meshes
 from memtune.technique import Reason
 

@@ -64,11 +64,12 @@ class Rtp(Shared):
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """How many layers' weights go round how many ranks, and the bytes that a micro-batch sends."""
-        layers, degree, n_bytes = (plan.decisions.get(name) for name in ("layers", "degree", "rotated_bytes"))
+        layers, degree = plan.decisions.get("layers"), plan.decisions.get("degree")
         if not layers or not degree:
             return ()
+        n_bytes = format_bytes(plan.decisions.get("rotated_bytes", 0))
         return (
-            f"the weights of {len(layers)} layers go round {degree} ranks, {format_bytes(n_bytes)} in all",
+            f"the weights of {len(layers)} layers go round {degree} ranks, {n_bytes} in all",
             "every rank has its own samples",
         )
 
