@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from memtune.autotune.cut_ops import Op, count_divided, draws_nothing, forward_ops, wrong
 from memtune.autotune.cut_positions import positions_differ
+from memtune.autotune.cut_rotated import ROTATED, nothing_rotates, rotate_session, used_elsewhere
 from memtune.autotune.fake_ranks import fake_ranks
 from memtune.autotune.record import Session, record, why
 from memtune.errors import MemtuneError
@@ -78,6 +79,8 @@ class CutRecordings:
     def _made(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
         if dist.is_initialized():
             return Reason("this process trains with others already", "plan in a process of its own")
+        if what in ROTATED:
+            return self._rotated(degree, ROTATED[what], ranks)
         step, sequence = self._plain.step, what == "sequence"
         pairs = chosen_pairs(step, degree, "all" if sequence else what)
         if isinstance(pairs, Reason):
@@ -100,6 +103,22 @@ class CutRecordings:
         document = {"degree": degree, "pairs": [pair.document() for pair in pairs]}
         return CutRecording(self._translate(cut), document)
 
+    def _rotated(self, degree: int, in_place: bool, ranks: int) -> CutRecording | Reason:
+        layers, refused = list[str](), list[str]()
+        change = partial(rotate_session, degree=degree, in_place=in_place, layers=layers, refused=refused)
+        recording = self._recorded(change, ranks)
+        if isinstance(recording, Reason):
+            return recording
+        if not layers:
+            return nothing_rotates(refused)
+        parameters = changed_shapes(self._plain, recording)
+        reason = used_elsewhere(recording, layers, parameters)
+        if reason is not None:
+            return reason
+        n_bytes = degree * sum(int(recording.step.bytes[p.storage]) for p in recording.step.parameters if p.name in parameters)
+        document = {"degree": degree, "layers": layers, "parameters": parameters, "rotated_bytes": n_bytes}
+        return CutRecording(self._translate(recording), document)
+
     def _recorded(self, change: Callable[[Session], None], ranks: int) -> Recording | Reason:
         """A rank's step after `change`, or why it does not run."""
         try:
@@ -109,7 +128,7 @@ class CutRecordings:
         except MemtuneError as error:
             return Reason(_first_line(error), _FIX)
         except Exception as error:  # of user code, which was not written for fewer heads
-            return Reason(f"its code does not run with a share of the heads or features: {why(error, self._workload)}", _FIX)
+            return Reason(f"its code does not run with a share of the weights: {why(error, self._workload)}", _FIX)
         if recording.rung != self._plain.rung:
             return Reason(f"with layers cut it runs only {recording.rung}: {recording.notes[0]}", _FIX)
         return recording
@@ -189,6 +208,12 @@ def differs(plain: Recording, cut: Recording, pairs: Iterable[Pair], degree: int
                     f"{whole_weights[min(met)]} is used for what is divided: each rank has a part of its gradient", _FIX
                 )
     return None
+
+
+def changed_shapes(plain: Recording, cut: Recording) -> list[str]:
+    """Names of the parameters of which a rank of the cut step has a part."""
+    both = zip(plain.step.parameters, cut.step.parameters, strict=True)
+    return [mine.name for one, mine in both if one.shape != mine.shape]
 
 
 def _whole_weights(plain: Recording, cut: Recording) -> dict[int, str]:

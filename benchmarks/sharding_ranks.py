@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ from zoo_paths import ZOO
 from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Choice, Rewriter
-from memtune.factors import Bytes, Factors, Schedule, every, traffic
+from memtune.autotune.cut import CutRecordings
+from memtune.factors import Bytes, Factors, Rotation, Schedule, by_link, every, traffic
 from memtune.runtime import nodes
+from memtune.runtime.rotate import rotatable
 from memtune.technique import Reason, Target
 from memtune.testing.drift import recording_of
+from memtune.workload import Workload
 
 NODE, DEADLINE_S = 2, 3500
 STEPS, EXACT, PEAK, LOSS = 200, 1e-6, 0.02, 0.01
@@ -74,8 +78,19 @@ def _communications(*, lossy: bool) -> dict[str, dict[str, Any]]:
     return {name: {"states": {"kind": "fsdp"}, "communication": {**how, "ranks_per_node": NODE}} for name, how in found.items()}
 
 
-def _config(sharding: dict[str, Any]) -> dict[str, Any]:
-    return {"settings": {"sharding": sharding}}
+def _rotations(*degrees: int) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for degree in degrees:
+        rtp = {"kind": "rtp", "degree": degree, "in_place": False}
+        found |= {f"rtp of {degree}": {"parallel": rtp}, f"rtp of {degree}, in place": {"parallel": {**rtp, "in_place": True}}}
+    return found
+
+
+def _config(sharding: dict[str, Any], layers: Callable[[int], list[str]]) -> dict[str, Any]:
+    """The config; `layers` are those whose weights can go round so many ranks, for the plan of `rtp`."""
+    degree = sharding.get("parallel", {}).get("degree", 0)
+    plan = {"sharding.parallel": {"degree": degree, "layers": layers(degree)}} if degree else {}
+    return {"settings": {"sharding": sharding}, "plan": plan}
 
 
 # -- five steps ---------------------------------------------------------------------------------------------------
@@ -93,7 +108,8 @@ def _five_steps(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for name, sharding in asked.items():
         for parts, clip in ((parts, clip) for parts in (1, 4) for clip in plain):
             model, optimizer = build()
-            tuned = apply(model, optimizer, _config(sharding), loss=loss, strict=False)
+            config = _config(sharding, lambda degree, of=model: rotatable(of, degree)[0])
+            tuned = apply(model, optimizer, config, loss=loss, strict=False)
             ours, wanted = on_this_rank(model, optimizer, tuned, batches, parts, clip), plain[clip]
             losses = torch.tensor(ours["losses"], dtype=torch.float64)
             dist.all_reduce(losses)
@@ -109,7 +125,7 @@ def exact() -> list[dict[str, Any]]:
     """The largest difference from one rank after five steps, over the ranks, per technique, accumulation and clipping."""
     rows = []
     for ranks in (2, 4):
-        asked = {name: sharding for name, sharding, _ in cases(ranks)}
+        asked = {name: sharding for name, sharding, _ in cases(ranks)} | _rotations(2)  # the rows of some layers are seven
         if ranks > NODE:
             asked |= _communications(lossy=False)
         for each in zip(*run_ranks(_five_steps, ranks, asked, deadline_s=DEADLINE_S), strict=True):
@@ -145,13 +161,22 @@ def _formulas(parts: int) -> dict[str, tuple[float, float]]:
         "zeropp hpZ": (parts * inside, 2 * parts * flat),
         "zeropp qwZ": (0, parts * (2 * 3 * 3 * _SHARD_Q8 + flat)),
         "zeropp qgZ": (parts * 3 * 2 * _SHARD_Q4, parts * (2 * flat + 3 * _SHARD_Q4)),
+        **{name: _rotated(how["parallel"], parts) for name, how in _rotations(2, 4).items()},
     }
+
+
+def _rotated(how: dict[str, Any], parts: int) -> tuple[float, float]:
+    weights, biases = 3 * 4 * EVEN * EVEN, 3 * 4 * EVEN
+    first = weights / 3  # whose input needs no gradient
+    rotation = Rotation(how["degree"], how["in_place"], weights, weights - first, weights, weights, biases)
+    found = by_link(rotation.hops(Schedule(4, NODE, parts)), NODE)
+    return found.intra_bytes, found.inter_bytes
 
 
 def _counted(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
     return [
-        {"technique": name, "accumulate": parts, "counted": sent(_config(sharding), parts)}
+        {"technique": name, "accumulate": parts, "counted": sent(_config(sharding, lambda degree: ["0.0", "1.0", "2.0"]), parts)}
         for name, sharding in asked.items() for parts in (1, 4)
     ]  # fmt: skip
 
@@ -159,7 +184,7 @@ def _counted(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def bytes_sent() -> list[dict[str, Any]]:
     """Bytes that a rank receives in a step on each class of link beside the formula, four ranks on two nodes."""
     found = cases(4)
-    asked = {name: sharding for name, sharding, _ in found} | _communications(lossy=True)
+    asked = {name: sharding for name, sharding, _ in found} | _communications(lossy=True) | _rotations(2, 4)
     factors = {name: each for name, _, each in found}
     rows = []
     for each in zip(*run_ranks(_counted, 4, asked, deadline_s=DEADLINE_S), strict=True):
@@ -200,21 +225,24 @@ _BESIDE: dict[str, dict[str, Any]] = {
 
 def peak() -> list[dict[str, Any]]:
     """The native ledger's peak on four ranks beside that of the rewritten program, alone and with what else changes peaks."""
-    rewriter = Rewriter(recording_of(ZOO["gpt"]), Target(hardware.detect("cpu"), 4))
+    plain = recording_of(ZOO["gpt"])
+    cut = CutRecordings(Workload.load(ZOO["gpt"]), plain)
+    rewriter = Rewriter(plain, Target(hardware.detect("cpu"), 4, cut=cut))
     few = ("zero1", "zero2", "zero3", "mics", "paro IIG", "paro ING", "amsp 2, 4, 4")
-    asked = {name: sharding for name, sharding, _ in cases(4) if name in few} | _communications(lossy=False)
+    asked = {name: sharding for name, sharding, _ in cases(4) if name in few} | _communications(lossy=False) | _rotations(4)
     rows = []
     for parts in (1, 2):
-        settings, wanted = {}, {}
+        settings, plans, wanted = {}, {}, {}
         for (name, sharding), (beside, more) in ((a, b) for a in asked.items() for b in _BESIDE.items()):
             document = {"execution": {"micro_batch": 2, "accumulate": parts}, "sharding": sharding, **more}
-            program = rewriter.program(Choice.from_document(document))
-            if isinstance(program, Reason):
-                rows.append({"technique": name, "beside": beside, "accumulate": parts, "refused": str(program)})
+            made = rewriter.candidate(Choice.from_document(document))
+            if isinstance(made, Reason):
+                rows.append({"technique": name, "beside": beside, "accumulate": parts, "refused": str(made)})
                 continue
             settings[name, beside] = {key: value for key, value in document.items() if key != "execution"}
-            wanted[name, beside] = program.step.peak_bytes()
-        measured = run_ranks(peaks, 4, str(ZOO["gpt"]), settings, parts, deadline_s=DEADLINE_S)
+            plans[name, beside] = {slot: plan.decisions for slot, plan in made.plans.items()}
+            wanted[name, beside] = made.program.step.peak_bytes()
+        measured = run_ranks(peaks, 4, str(ZOO["gpt"]), settings, parts, plans, deadline_s=DEADLINE_S)
         for key, predicted in wanted.items():
             most = max(each for rank in measured for each in rank[key][1])
             off = most / predicted - 1

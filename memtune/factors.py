@@ -128,11 +128,49 @@ def hops(factors: Factors, whole: Bytes, schedule: Schedule) -> Iterator[Hop]:
     return (hop for hop in found if hop.size > 1)
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """Weights that go round rings of `degree` ranks (`runtime.rotate`), in bytes of all shards, and what is whole beside them.
+
+    A weight that several layers share goes round once for each. Luo et al. 2023 (RTP, arXiv:2311.01635, section 3): where all of
+    Ψ is rotated, 3·Ψ·(p - 1)/p per micro-batch in rings of p; in place weights go all the way, 2·Ψ + Ψ·(p - 1)/p.
+    """
+
+    degree: int
+    in_place: bool
+    forward: float
+    """Weights of all layers."""
+    backward: float
+    """Those of layers whose input needs a gradient."""
+    sums: float
+    """Gradients, for each layer."""
+    gradients: float
+    """Gradients, once where layers share a weight."""
+    whole: float
+    """Gradients of everything that is not rotated."""
+
+    def hops(self, schedule: Schedule) -> Iterator[Hop]:
+        """Everything that is sent in a step."""
+        p, n, a = self.degree, schedule.ranks, schedule.micro_batches
+        found = [
+            Hop("weights", a * (self.forward + self.backward) * (1 if self.in_place else (p - 1) / p), p, 1),
+            Hop("sums", a * self.sums * (p - 1) / p, p, 1),
+            Hop("copies", 2 * self.gradients / p * (1 - p / n), n // p, p),
+            Hop("whole", 2 * self.whole * (1 - 1 / n), n, 1),
+        ]
+        return (hop for hop in found if hop.size > 1)
+
+
 def traffic(factors: Factors, whole: Bytes, schedule: Schedule) -> Traffic:
     """What a rank receives per step, by class of link."""
+    return by_link(hops(factors, whole, schedule), schedule.ranks_per_node)
+
+
+def by_link(sent: Iterable[Hop], ranks_per_node: int) -> Traffic:
+    """The bytes of `sent` inside nodes and between them."""
     inter = intra = 0.0
-    for hop in hops(factors, whole, schedule):
-        if hop.crosses_nodes(schedule.ranks_per_node):
+    for hop in sent:
+        if hop.crosses_nodes(ranks_per_node):
             inter += hop.n_bytes
         else:
             intra += hop.n_bytes

@@ -82,7 +82,7 @@ class Target:
 
 
 CutRecordings = Callable[[int, str, int], "CutRecording | Reason"]
-"""From degree, what is cut (`all` or `mlp`) and number of ranks to the recorded step, or why there is none."""
+"""From degree, what is cut (as the technique's `what` says) and number of ranks to the recorded step, or why there is none."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import shared_layers
 from gloo import run_ranks
 from zoo_paths import ZOO
 
@@ -34,17 +35,21 @@ NOT_AT_THE_PEAK = ("rewrite frees a tensor one op late", "rewrite loses an op")
 # -- what runs on each rank ---------------------------------------------------------------------------------------
 
 
-def peaks(path: str, settings: dict[str, dict[str, Any]], parts: int = 1) -> dict[str, tuple[int, list[int]]]:
+def peaks(
+    path: str, settings: dict[str, dict[str, Any]], parts: int = 1, plans: dict[str, dict[str, Any]] | None = None
+) -> dict[str, tuple[int, list[int]]]:
     """Per entry of `settings`: bytes that stay between steps, and the peaks of six steps after the first two.
 
-    A step is of `parts` micro-batches of two samples.
+    A step is of `parts` micro-batches of two samples. `plans` has the plans of entries whose techniques need theirs.
     """
     ledger, found = Ledger.open("cpu"), {}
     for name, chosen in settings.items():
         gc.collect()  # the model before is in cycles
         empty = ledger.live_bytes()
         workload, model, optimizer = build(Path(path))
-        tuned = apply(model, optimizer, {"settings": chosen}, loss=workload.loss, strict=False)
+        tuned = apply(
+            model, optimizer, {"settings": chosen, "plan": (plans or {}).get(name, {})}, loss=workload.loss, strict=False
+        )
         measured = []
         for _ in range(8):
             with tier(HOST):
@@ -140,8 +145,9 @@ class ShardedSuite(TechniqueSuite):
             pytest.skip(f"no native ledger here: {shim.available()}")
         wanted = self._candidate(model, variant).program.step.peak_bytes()
         low, high = wanted * (1 - self.peak_rel), wanted * (1 + self.peak_rel) + SPARE_BYTES
-        settings = {"": settings_of(*self.beside, variant)}
-        for rank in self._on_ranks("peaks", str(self.models[model]), settings, self.accumulate):
+        config = self._config(model, variant)
+        settings, plans = {"": config["settings"]}, {"": config["plan"]}
+        for rank in self._on_ranks("peaks", str(self.models[model]), settings, self.accumulate, plans):
             assert all(low <= peak <= high for peak in rank[""][1]), (rank, wanted)
 
     def _on_ranks(self, check: str, *arguments: Any, config: dict[str, Any] | None = None) -> list[Any]:
@@ -163,7 +169,9 @@ class ShardedSuite(TechniqueSuite):
 
     def _candidate(self, model: str, variant: Technique) -> Candidate:
         execution = {"micro_batch": 2, "accumulate": self.accumulate}
-        rewriter = Rewriter(recording_of(self.models[model]), Target(hardware.detect("cpu"), self.ranks), validate=False)
+        path = self.models[model]
+        cut = shared_layers.rewriter(path).target.cut if self.technique.slot == "sharding.parallel" else None
+        rewriter = Rewriter(recording_of(path), Target(hardware.detect("cpu"), self.ranks, cut=cut), validate=False)
         found = rewriter.candidate(Choice.from_document({**settings_of(*self.beside, variant), "execution": execution}))
         assert isinstance(found, Candidate), found
         return found

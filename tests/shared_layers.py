@@ -22,7 +22,7 @@ from memtune.testing.training import build
 from memtune.workload import Workload
 
 MODELS = Path(__file__).parent / "search_spaces" / "sharding" / "parallel" / "models"
-SEPARATE = MODELS / "separate.py"
+SEPARATE, UNDRAWN = MODELS / "separate.py", MODELS / "undrawn.py"
 STEPS, SIZE = 5, 2
 
 

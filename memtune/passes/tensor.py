@@ -37,9 +37,10 @@ def share(step: Step, how: Sharing) -> Step:
     edit = Edit(step)
     _send(edit, step, how)
     if how.summed:
-        _average(edit, step, how, np.isin(columns_of(step.parameters).names, list(how.summed)), how.ranks, how.inside)
+        summed = np.isin(columns_of(step.parameters).names, list(how.summed))
+        average(edit, step, summed, how.ranks, how.inside, how.accumulate)
     if how.copies > 1:
-        _average(edit, step, how, np.True_, how.copies, how.between)
+        average(edit, step, np.True_, how.copies, how.between, how.accumulate)
     return edit.done()
 
 
@@ -58,8 +59,17 @@ def _send(edit: Edit, step: Step, how: Sharing) -> None:
         edit.add_uses(sent, batches, mutates=True)
 
 
-def _average(edit: Edit, step: Step, how: Sharing, which: npt.NDArray[np.bool_] | np.bool_, ranks: int, link: Resource) -> None:
-    """The gradients of the parameters `which`, one message each, averaged over groups of `ranks` after backward."""
+def average(edit: Edit, step: Step, which: npt.NDArray[np.bool_] | np.bool_, ranks: int, link: Resource, accumulate: int) -> None:
+    """The gradients of the parameters `which`, one message each, averaged over groups of `ranks` after the last backward.
+
+    Args:
+        edit: Gets the ops.
+        step: What `edit` began with.
+        which: Mask over the step's parameters.
+        ranks: Of a group.
+        link: What the messages cross.
+        accumulate: Micro-batches of a step.
+    """
     columns = columns_of(step.parameters)
     gradients = columns.gradient[columns.trainable & (columns.gradient >= 0) & which]
     end = np.flatnonzero(step.op_phase == Phase.BACKWARD)
@@ -69,7 +79,7 @@ def _average(edit: Edit, step: Step, how: Sharing, which: npt.NDArray[np.bool_] 
         "memtune.all_reduce_.default",
         after=np.full(len(gradients), end[-1], np.int32),
         # What runs once per step although it stands at the end of backward belongs to the boundary.
-        phase=Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY,
+        phase=Phase.BACKWARD if accumulate == 1 else Phase.BOUNDARY,
         resource=link,
         traffic_bytes=step.bytes[gradients],
         group=ranks,

@@ -145,15 +145,20 @@ def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
     place = Place(mesh.get_group().group_name, degree, mesh.get_local_rank(), mesh)
     cut_layers(context.model, pairs, place)
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
-    if not _MIXED:
-        _MIXED.append(implicit_replication())
-        _MIXED[0].__enter__()
+    mix_plain_and_sharded()
     context.turns = Turns(mesh.get_group())
     handles: list[Any] = []
     handles.append(context.model.register_forward_pre_hook(_same_batch(mesh.get_group(), handles), with_kwargs=True))
     if copies is not None:
         context.sync = Average(context, copies.get_group(), [p for p in context.model.parameters() if p.requires_grad]).sync
     context.checks["sharding.parallel"] = lambda: _check(context, pairs, degree)
+
+
+def mix_plain_and_sharded() -> None:
+    """From here on clipping and optimizers take plain tensors, which every rank has whole, beside DTensors."""
+    if not _MIXED:
+        _MIXED.append(implicit_replication())
+        _MIXED[0].__enter__()
 
 
 @dataclass(frozen=True)

@@ -17,31 +17,23 @@ from memtune.runtime.context import Context
 from memtune.technique import CutRecording, Exactness, Plan, Reason, Target, Technique
 
 
-class CutLayers(Technique):
-    """Layers that a group of ranks shares, which works on one micro-batch at a time."""
+class Shared(Technique):
+    """Layers that a group of ranks has together, as a recording with them really divided shows that it may."""
 
     slot: ClassVar[str] = "sharding.parallel"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = "compiled models train on one rank so far"
 
     degree: Annotated[int, Field(ge=2)] | None = None
-    """Ranks that share layers, all of them by default; a divisor of the ranks and of the heads."""
+    """Ranks that share layers, all of them by default; a divisor of the ranks and of what is divided."""
 
     @property
     @abstractmethod
     def what(self) -> str:
-        """What is cut: `all`, `mlp` or `sequence`."""
-
-    @abstractmethod
-    def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:
-        """Cut `pairs` of the live model."""
-
-    def summed(self, program: Program, plan: Plan) -> frozenset[str]:
-        """Parameters whose gradients are summed over a group; no one's where every rank has all of them."""
-        return frozenset()
+        """What is divided, as `autotune.cut` knows it."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, a degree that divides them and the heads, plain layers, and nothing else that divides the model."""
+        """Needs two ranks, a degree that divides them and the layers, plain layers, and nothing else that divides the model."""
         degree = self.degree or target.ranks
         if target.ranks < 2:
             return Reason("there is only one rank to share layers with", "--gpus or --workers 2 and more")
@@ -61,8 +53,29 @@ class CutLayers(Technique):
         return found if isinstance(found, Reason) else None
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """Which layers are cut, as the recording has shown that they may be."""
+        """Which layers are divided, as the recording has shown that they may be."""
         return Plan(decisions=dict(self._recorded(target).decisions))
+
+    def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
+        """All ranks and the sizes of a node, a part of it or several."""
+        return {"degree": (None, *target.group_sizes()), **self.choices()}
+
+    def _recorded(self, target: Target) -> CutRecording:
+        found = target.cut(self.degree or target.ranks, self.what, target.ranks) if target.cut is not None else None
+        assert isinstance(found, CutRecording), "fits refuses what was not recorded"
+        return found
+
+
+class CutLayers(Shared):
+    """Layers that a group of ranks shares, which works on one micro-batch at a time."""
+
+    @abstractmethod
+    def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:
+        """Cut `pairs` of the live model."""
+
+    def summed(self, program: Program, plan: Plan) -> frozenset[str]:
+        """Parameters whose gradients are summed over a group; no one's where every rank has all of them."""
+        return frozenset()
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """The step as recorded with the layers cut, batches sent round, gradients averaged between the groups."""
@@ -92,15 +105,6 @@ class CutLayers(Technique):
             "each rank brings its own micro-batches, and they take turns",
         )
 
-    def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """All ranks and the sizes of a node, a part of it or several."""
-        return {"degree": (None, *target.group_sizes()), **self.choices()}
-
-    def _recorded(self, target: Target) -> CutRecording:
-        found = target.cut(self.degree or target.ranks, self.what, target.ranks) if target.cut is not None else None
-        assert isinstance(found, CutRecording), "fits refuses what was not recorded"
-        return found
-
 
 def planned(kind: str, context: Context, plan: Plan, degree: int) -> list[Pair]:
     """The pairs of `plan` for a technique of this kind, checked against the model.
@@ -112,18 +116,28 @@ def planned(kind: str, context: Context, plan: Plan, degree: int) -> list[Pair]:
         pairs = [Pair.of(each) for each in plan.decisions["pairs"]]
         wanted = plan.decisions["degree"]
     except (KeyError, TypeError, ValueError):
-        raise ApplyError(
-            f"sharding.parallel: {{kind: {kind}}} needs its plan, which says which layers may be cut.",
-            evidence="Whether the code between them allows it is seen by recording a step.",
-            fix="memtune search model.py --axes sharding.parallel  writes a config with one", code="MT393",
-        ) from None  # fmt: skip
+        raise needs_plan(kind, "Whether the code between the layers allows it is seen by recording a step.") from None
     shapes = [(name, tuple(p.shape)) for name, p in context.model.named_parameters()]
     known = find_pairs(shapes, context.blocks).found
     strange = [pair.row for pair in pairs if pair not in known]
     if strange or wanted != degree or not pairs:
-        raise ApplyError(
-            f"the plan of sharding.parallel: {{kind: {kind}}} was made for another model or degree.",
-            evidence=f"{strange[0]} is not a pair here." if strange else f"It is for groups of {wanted}, here of {degree}.",
-            fix="search again", code="MT393",
-        )  # fmt: skip
+        raise of_another(
+            kind, f"{strange[0]} is not a pair here." if strange else f"It is for groups of {wanted}, here of {degree}."
+        )
     return pairs
+
+
+def needs_plan(kind: str, evidence: str) -> ApplyError:
+    """The error that says that a config has no plan."""
+    return ApplyError(
+        f"sharding.parallel: {{kind: {kind}}} needs its plan, which says which layers ranks may share.",
+        evidence=evidence, fix="memtune search model.py --axes sharding.parallel  writes a config with one", code="MT393",
+    )  # fmt: skip
+
+
+def of_another(kind: str, evidence: str) -> ApplyError:
+    """The error that says that a plan is not this model's."""
+    return ApplyError(
+        f"the plan of sharding.parallel: {{kind: {kind}}} was made for another model or degree.",
+        evidence=evidence, fix="search again", code="MT393",
+    )  # fmt: skip

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
 from sharding_program import program, target
+from zoo_paths import ZOO
 
 from memtune.autotune.simulate import Prediction, simulate
 from memtune.message import Communication
@@ -79,3 +83,15 @@ def test_it_fits_where_nodes_are_several_and_not_too_many() -> None:
     assert "share a node" in str(HoRing().fits(program(ranks=2), replace(slow(2), chosen=beside)))
     assert "more than 16" in str(HoRing().fits(program(ranks=64), replace(slow(64), chosen=beside)))
     assert HoRing().record(slow()) != Hierarchical().record(slow())
+
+
+class TestHoRing(ShardedSuite):
+    technique = HoRing
+    ranks, beside, briefly = 4, (Fsdp(),), False
+    models: ClassVar[dict[str, Path]] = {"lora": ZOO["lora"]}
+    # The same bits over other links; what is received a part at a time: memtune/runtime/test_communication.py.
+    not_shown = (*NOT_AT_THE_PEAK, "rewrite does nothing", "apply does nothing")
+
+    @classmethod
+    def default(cls) -> HoRing:
+        return HoRing(ranks_per_node=2)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from gloo import run_ranks
+from sharded_suite import ShardedSuite
 from shared_layers import (
     MODELS,
     SEPARATE,
     SIZE,
     STEPS,
+    UNDRAWN,
     assert_trained_as_one,
     candidate,
     config,
@@ -29,6 +32,7 @@ from memtune.program import Phase, Resource, Step
 from memtune.runtime import shim
 from memtune.runtime.sequence import summed_parameters
 from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.sharding.parallel.sequence_parallel import SequenceParallel
 from memtune.testing.training import build
 
 KIND = "sequence_parallel"
@@ -170,3 +174,9 @@ def test_gradients_add_up_in_any_loop_and_bytes_are_those_of_the_formula() -> No
         torch.testing.assert_close(found["gradients"], wanted["gradients"], rtol=1e-4, atol=1e-6)  # AdamW sees no factor
         # (t - 1)/t of each message: two a pair forward, three back, one at each end; twice that of the summed gradients.
         assert found["sent"] == (5 * PAIRS - FROZEN + 2) * HIDDEN // 2 + 2 * 6 * 32 * 4
+
+
+class TestSequenceParallel(ShardedSuite):
+    technique = SequenceParallel
+    models: ClassVar[dict[str, Path]] = {"undrawn": UNDRAWN}
+    accumulate, peak_rel, briefly = 2, 0.02, False

@@ -1,0 +1,253 @@
+"""Weights that go round the ranks: each rank has its own samples and a shard of every rotated weight, and no rank a whole one.
+
+Five rules:
+
+1. A weight of n rows is a DTensor of the plain shape, n/ranks rows on each rank. In a forward the shards go round the ring once,
+   and each rank computes with the one in hand while the next is on its way: a linear layer's outputs, an embedding's rows.
+2. In backward they go round again, a step ahead, so that a rank's own shard is the last it meets. Beside them travels the sum
+   of each shard's gradient: it begins one rank after its home and is whole, over all ranks, when it is there.
+3. Out of place, the own shard stays and two others are beside it, one in use and one arriving: `ranks - 1` hops a round. In
+   place, what arrives is written over it: one beside it, and a hop more, home.
+4. Nothing but the input and the own shard is saved for backward.
+5. What is not rotated is whole on every rank; its gradient is averaged after the last backward, as are those of the rotated
+   weights between groups (a ring is consecutive ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from memtune.errors import ApplyError
+from memtune.runtime.context import Context
+from memtune.runtime.ranks import require_ranks
+from memtune.runtime.ring import Ring, Round, Sums
+from memtune.runtime.sharding import meshes, rebind
+from memtune.runtime.tensor import Average, mix_plain_and_sharded
+from memtune.runtime.tree import local
+
+
+def _add_product(sums: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """`sums + left @ right` in the memory of `sums`, if there are any; of `dtype`, which under autocast is not the factors'."""
+    right = right.to(left.dtype)
+    if sums is None:
+        return (left @ right).to(dtype)
+    return sums.addmm_(left, right) if sums.dtype == left.dtype else sums.add_(left @ right)
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` of a weight that goes round (rules 1, 2 and 4)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.ring = ring
+        shards, rows, whole = Round(ring, weight.detach(), ahead=False), weight.shape[0], None
+        for turn in range(ring.ranks):
+            shard, first = shards.next(), (ring.rank - turn) % ring.ranks * rows
+            part = F.linear(x, shard, None if bias is None else bias[first : first + rows])
+            del shard
+            if whole is None:
+                whole = part.new_empty((*part.shape[:-1], rows * ring.ranks))
+            whole.narrow(-1, first, rows).copy_(part)
+            del part
+        shards.finish()
+        assert whole is not None
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (x, weight), ring = ctx.saved_tensors, ctx.ring
+        to_x, to_weight, to_bias, _ = ctx.needs_input_grad
+        flat, rows, of_x, of_weight = _flat(gradient), weight.shape[0], None, None
+        shards = Round(ring, weight.detach(), ahead=True) if to_x else None
+        sums = Sums(ring)
+        for turn in range(1, ring.ranks + 1):
+            part = flat.narrow(1, (ring.rank - turn) % ring.ranks * rows, rows)
+            if to_weight:
+                of_weight = None  # what was passed on is the hop's
+                of_weight = sums.add(_add_product(sums.next(), part.t(), _flat(x), weight.dtype))
+            if shards is not None:
+                of_x = _add_product(of_x, part, shards.next(), gradient.dtype)
+        return (
+            None if of_x is None else of_x.view(*gradient.shape[:-1], weight.shape[1]),
+            of_weight,
+            flat.sum(0) if to_bias else None,
+            None,
+        )
+
+
+class _Embedding(torch.autograd.Function):
+    """`F.embedding` of a weight that goes round; every index is a row of one shard (rules 1, 2 and 4)."""
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, ring: Ring) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.ring, ctx.shape, ctx.dtype = ring, weight.shape, weight.dtype
+        torch._assert_async(((index >= 0) & (index < weight.shape[0] * ring.ranks)).all())
+        shards, whole = Round(ring, weight.detach(), ahead=False), None
+        for turn in range(ring.ranks):
+            row, elsewhere = _rows(index, (ring.rank - turn) % ring.ranks, weight.shape[0])
+            part = F.embedding(row, shards.next()).masked_fill_(elsewhere, 0)
+            whole = part if whole is None else whole.add_(part)
+            del part
+        shards.finish()
+        assert whole is not None
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        (index,), ring, of_weight = ctx.saved_tensors, ctx.ring, None
+        sums = Sums(ring)
+        for turn in range(1, ring.ranks + 1):
+            row, elsewhere = _rows(index, (ring.rank - turn) % ring.ranks, ctx.shape[0])
+            of_weight = sums.next()
+            if of_weight is None:
+                of_weight = gradient.new_zeros(ctx.shape, dtype=ctx.dtype)
+            part = _flat(gradient.masked_fill(elsewhere, 0)).to(ctx.dtype)
+            of_weight = sums.add(of_weight.index_add_(0, row.view(-1), part))
+            del part
+        assert of_weight is not None
+        return None, of_weight, None
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _rows(index: Tensor, shard: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Where in a shard each index is (0 where it is in another one), and (…, 1) which are in another one."""
+    row = index - shard * rows
+    elsewhere = (row < 0) | (row >= rows)
+    return row.masked_fill_(elsewhere, 0), elsewhere.unsqueeze(-1)
+
+
+class RotatedLinear(nn.Linear):
+    """A linear layer whose weight goes round the ranks."""
+
+    ring: Ring
+
+    def forward(self, input: Tensor) -> Tensor:
+        """All outputs of this rank's samples."""
+        made: Tensor = _Linear.apply(input, local(self.weight), self._parameters["bias"], self.ring)  # type: ignore[no-untyped-call]
+        return made
+
+
+class RotatedEmbedding(nn.Embedding):
+    """An embedding whose rows go round the ranks."""
+
+    ring: Ring
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows of this rank's samples."""
+        made: Tensor = _Embedding.apply(input, local(self.weight), self.ring)  # type: ignore[no-untyped-call]
+        return made
+
+
+_ROTATED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: RotatedLinear, nn.Embedding: RotatedEmbedding}
+
+
+def rotatable(model: nn.Module, degree: int) -> tuple[list[str], list[str]]:
+    """The layers of `model` whose weights can go round `degree` ranks, and a line on each other linear layer and embedding."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    refused = {name: why for name, module in layers.items() if (why := _not_plain(module, degree))}
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name)
+    weights = {name: owners[id(module.weight)] for name, module in layers.items() if name not in refused}
+    while strange := {
+        name: other
+        for name, shared in weights.items()
+        for other in sorted(shared)
+        if other.removesuffix(".weight") not in weights
+    }:
+        for name, other in strange.items():
+            del weights[name]
+            refused[name] = f"shares its weight with {other}"
+    return list(weights), [f"{name} {why}" for name, why in refused.items()]
+
+
+def _not_plain(module: nn.Module, degree: int) -> str:
+    if type(module) not in _ROTATED:
+        return f"is a {type(module).__name__}"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return "has hooks or a forward of its own"
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq or module.padding_idx is not None:
+            return "is an embedding with settings of its own (padding_idx, max_norm, sparse, scale_grad_by_freq)"
+    rows = int(module._parameters["weight"].shape[0])  # type: ignore[union-attr]
+    what = "rows" if isinstance(module, nn.Embedding) else "outputs"
+    return f"has {rows} {what}, which {degree} ranks do not divide" if rows % degree else ""
+
+
+def rotate_layers(model: nn.Module, layers: Sequence[str], ring: Ring) -> list[str]:
+    """Leave this rank's shard of the weights of `layers` in `model`; returns the names of these parameters."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name in layers:
+        module = model.get_submodule(name)
+        whole = module._parameters["weight"]
+        assert whole is not None
+        module._parameters["weight"] = made[whole] if whole in made else made.setdefault(whole, _shard(whole, ring))
+        module.__class__ = _ROTATED[type(module)]
+        module.ring = ring  # type: ignore[assignment]
+    mine = {id(parameter) for parameter in made.values()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in mine]
+
+
+def _shard(whole: nn.Parameter, ring: Ring) -> nn.Parameter:
+    mine = whole.detach().chunk(ring.ranks)[ring.rank].clone(memory_format=torch.contiguous_format)
+    if ring.mesh is not None:
+        mine = DTensor.from_local(mine, ring.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(mine, requires_grad=whole.requires_grad)
+
+
+def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bool) -> None:
+    """Divide the weights of `layers` over rings of `degree` ranks and rebind the optimizer.
+
+    Args:
+        context: Model and optimizer, changed in place; gets a `sync`.
+        layers: Linear layers and embeddings, by name.
+        degree: Ranks of a ring; divides the number of ranks.
+        in_place: Rule 3.
+
+    Raises:
+        ApplyError: There is no process group, `degree` does not divide it, the ranks' weights differ, or a layer does not rotate.
+    """
+    require_ranks(context, "rotated tensor parallelism")
+    if degree < 2 or context.ranks % degree:
+        raise ApplyError(
+            f"{context.ranks} ranks cannot be put into equal rings of {degree}.",
+            fix="a degree that divides the number of ranks", code="MT321",
+        )  # fmt: skip
+    found, refused = rotatable(context.model, degree)
+    for name in layers:
+        if name not in found:
+            why = next((line for line in refused if line.startswith(f"{name} ")), f"{name} is not there")
+            raise ApplyError(f"a weight cannot go round the ranks: {why}.", fix="search again", code="MT390")
+    copies, mesh = meshes(context.device.type, degree)
+    before = dict(context.model.named_parameters())
+    ring = Ring(mesh.get_group().group_name, degree, mesh.get_local_rank(), in_place, mesh)
+    rotated = rotate_layers(context.model, layers, ring)
+    rebind(context.optimizer, before, dict(context.model.named_parameters()))
+    mix_plain_and_sharded()
+    trainable = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
+    whole = [p for name, p in trainable.items() if name not in rotated]
+    context.sync = Average(context, dist.distributed_c10d._get_default_group(), whole).sync
+    if copies is not None:
+        context.sync = Average(context, copies.get_group(), [trainable[n] for n in rotated if n in trainable], context.sync).sync
+    context.checks["sharding.parallel"] = lambda: _check(context, layers, rotated, degree)
+
+
+def _check(context: Context, layers: Sequence[str], rotated: Sequence[str], degree: int) -> dict[str, Any]:
+    for name in layers:
+        module = context.model.get_submodule(name)
+        if type(module) not in _ROTATED.values() or not isinstance(module.weight, DTensor):
+            raise ApplyError(f"the weight of {name} does not go round the ranks.", code="MT392")
+    n_bytes = sum(local(context.model.get_parameter(name)).nbytes for name in rotated)
+    return {"degree": degree, "layers": len(layers), "rotated_bytes": n_bytes}
