@@ -186,7 +186,7 @@ class Edit:
     def _only_allocating(self, columns: dict[str, Any], empty: npt.NDArray[np.bool_]) -> dict[str, Any]:
         """The columns in which ops that do no more than allocate differ from those they are copies of."""
         nothing: dict[str, Any] = {
-            "op_name": self.name_id("aten.empty_strided.default"), "op_resource": Resource.NOTHING, "op_copy_of": -1,
+            "op_name": self.name_id("aten.empty_strided.default"), "op_resource": Resource.NOTHING,
             "op_flops": 0.0, "op_traffic_bytes": 0, "op_rng": 0,
         }  # fmt: skip
         now = {name: np.broadcast_to(np.asarray(columns[name]), empty.shape) for name in nothing}

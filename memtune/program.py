@@ -106,7 +106,7 @@ class Step:
     op_rng: U8  # (n,) 1 where the op draws random numbers
     op_group: I32  # (n,) ranks in the collective, 0 for none
     op_node: I32  # (n,) autograd node that runs a backward op (its sequence number), -1 for all others
-    op_copy_of: I32  # (n,) the forward op that this op runs once more, -1 for all others
+    op_copy_of: I32  # (n,) the forward op that this op runs once more or only allocates for, -1 for all others
     op_stream: U8  # (n,) its order: 0 its resource's own stream, 1 the compute stream, 2 to 7 a side stream, which goes first
     op_prefetch: U8  # (n,) 0: runs as early as issued; d: once compute comes to the place of the (d - 1)-th such op before it
     op_match: I32  # (n,) ops of several rank classes with the same number start together, 0 for none

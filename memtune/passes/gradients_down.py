@@ -42,19 +42,21 @@ class Landings:
     """Whether this one fills its bucket."""
 
 
-_Rows = npt.NDArray[np.intp]
-_BEGIN, _WITNESS = -1, -1
-_ADD, _COPY, _UPDATE, _UP = range(4)
+Rows = npt.NDArray[np.intp]
+_BEGIN, WITNESS = -1, -1
+ADD, COPY, UPDATE, UP, READ, WRITE = range(6)
 _OPS = (
     ("aten.add_.Tensor", Resource.HOST_THREADS),
     ("memtune.to_host.default", Resource.DEVICE_TO_HOST),
     ("memtune.host_update_.default", Resource.HOST_THREADS),
     ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
+    ("memtune.from_ssd.default", Resource.SSD_READ),
+    ("memtune.write_ssd_.default", Resource.SSD_WRITE),
 )
 
 
-class _Turn(NamedTuple):
-    """An op that is inserted: `row` is a landing's, or of updates and copies up a parameter's among those updated.
+class Turn(NamedTuple):
+    """An op that is inserted: `row` is a landing's for `ADD` and `COPY`, else a parameter's among those updated.
 
     In backward it goes after its anchor, else before: the first op of the step, or the first one of the optimizer.
     """
@@ -91,10 +93,10 @@ def optimizer_beside_backward(step: Step, native: Native, early: Early) -> Step:
     edit, landings = Edit(step), landings_of(step, mine, watched, early.bucket_bytes)
     first = int(without_own_update(edit, step)[0])
     turns = _turns(step, mine, landings, watched, early, first)
-    rows = _insert(edit, step, native, mine, landings, turns, watched, first)
-    gradients, old = _gradients(edit, step, mine, landings, watched, turns, rows, early.late)
+    rows = insert_turns(edit, step, mine, landings, turns, watched, first, {UPDATE: update_bytes(step, native, mine)})
+    gradients, old = host_gradients(edit, step, mine, landings, watched, turns, rows, early.late)
     _update(edit, step, native, mine, turns, rows, gradients, old)
-    _let_go(edit, step, landings, int(columns.gradient[mine][watched]), turns, rows)
+    let_go_buckets(edit, step, landings, int(columns.gradient[mine][watched]), turns, rows)
     on_host(edit, step, step.op_phase == Phase.OPTIMIZER)
     edit.tier[landings.sums[landings.sums >= 0]] = Tier.HOST
     return edit.done()
@@ -105,7 +107,7 @@ def _sizes(step: Step) -> I64:
     return columns.numel * columns.itemsize
 
 
-def landings_of(step: Step, mine: _Rows, watched: int, bucket_bytes: int) -> Landings:
+def landings_of(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> Landings:
     """When the gradients of the parameters `mine` land, all but that of `mine[watched]`."""
     columns, raw = columns_of(step.parameters), raw_gradients(step)[mine]
     index_of = np.full(step.n_storages, -1, np.int32)
@@ -122,37 +124,37 @@ def landings_of(step: Step, mine: _Rows, watched: int, bucket_bytes: int) -> Lan
     return Landings(index, raw[index], sums, after, (np.cumsum(full) - full).astype(np.int32), full.astype(bool))
 
 
-def _turns(step: Step, mine: _Rows, landings: Landings, watched: int, early: Early, first: int) -> list[_Turn]:
+def _turns(step: Step, mine: Rows, landings: Landings, watched: int, early: Early, first: int) -> list[Turn]:
     """All ops in their order."""
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     waits = _Waits(step, mine, watched, early.trigger)
     buckets = [np.flatnonzero(landings.bucket == each).tolist() for each in np.unique(landings.bucket)]
     updated: set[int] = set()
 
-    def arrival(members: list[int], anchor: int) -> list[_Turn]:
+    def arrival(members: list[int], anchor: int) -> list[Turn]:
         ready = sorted(waits.ready(landings.index[members].tolist()))
         updated.update(ready)
-        adds = [_Turn(_ADD, row, anchor) for row in members if landings.sums[row] >= 0]
-        return adds + [_Turn(_UPDATE, index, anchor) for index in ready]
+        adds = [Turn(ADD, row, anchor) for row in members if landings.sums[row] >= 0]
+        return adds + [Turn(UPDATE, index, anchor) for index in ready]
 
-    turns = [_Turn(_UPDATE, index, _BEGIN) for index in range(len(mine)) if early.late]
+    turns = [Turn(UPDATE, index, _BEGIN) for index in range(len(mine)) if early.late]
     before: list[int] = []
     for members in buckets:
         anchor = int(landings.after[members[-1]]) if landings.full[members[-1]] else end
         turns += arrival(before, anchor)
-        turns += [_Turn(_COPY, row, anchor) for row in members]
+        turns += [Turn(COPY, row, anchor) for row in members]
         before = members
     turns += arrival(before, end)
-    turns += [_Turn(_COPY, _WITNESS, first)]
+    turns += [Turn(COPY, WITNESS, first)]
     if not early.late:
-        turns += [_Turn(_UPDATE, index, first) for index in range(len(mine)) if index not in updated]
-    return turns + [_Turn(_UP, index, first) for index in range(len(mine))]
+        turns += [Turn(UPDATE, index, first) for index in range(len(mine)) if index not in updated]
+    return turns + [Turn(UP, index, first) for index in range(len(mine))]
 
 
 class _Waits:
     """What is updated when gradients arrive."""
 
-    def __init__(self, step: Step, mine: _Rows, watched: int, trigger: Trigger) -> None:
+    def __init__(self, step: Step, mine: Rows, watched: int, trigger: Trigger) -> None:
         columns = columns_of(step.parameters)
         self._trigger, self._block = trigger, columns.block[mine].tolist()
         self._members: dict[int, set[int]] = {}
@@ -175,23 +177,42 @@ class _Waits:
         return found
 
 
-def _insert(
-    edit: Edit, step: Step, native: Native, mine: _Rows, landings: Landings, turns: list[_Turn], watched: int, first: int
+def insert_turns(
+    edit: Edit,
+    step: Step,
+    mine: Rows,
+    landings: Landings,
+    turns: list[Turn],
+    watched: int,
+    first: int,
+    traffic_bytes: dict[int, I64],
 ) -> I32:
-    """The ops; returns their rows."""
+    """The ops; returns their rows.
+
+    Args:
+        edit: Of `step`.
+        step: Before the edit.
+        mine: (mine,) parameters that are updated.
+        landings: Of their gradients.
+        turns: Op by op.
+        watched: The witness among `mine`.
+        first: The optimizer's first op.
+        traffic_bytes: By kind of op, where it is not the gradient's: (mine,) bytes.
+    """
     what, row, anchor = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
     sizes = _sizes(step)[mine]
     of_landing = np.append(landings.index, watched).astype(np.int32)  # the last: the witness
-    index = np.where((what == _ADD) | (what == _COPY), of_landing[row], row)
-    traffic = np.where(what == _ADD, 3, 1) * sizes[index]
-    traffic = np.where(what == _UPDATE, update_bytes(step, native, mine)[index], traffic)
+    index = np.where((what == ADD) | (what == COPY), of_landing[row], row)
+    traffic = np.where(what == ADD, 3, 1) * sizes[index]
+    for kind, n_bytes in traffic_bytes.items():
+        traffic = np.where(what == kind, n_bytes[index], traffic)
     rows = np.empty(len(turns), np.int32)
     at_start, at_end = anchor == _BEGIN, anchor == first
     for part, where in ((at_start, "before"), (~at_start & ~at_end, "after"), (at_end, "before")):
         inside = where == "after"
-        phase = np.where(what == _UPDATE, Phase.BOUNDARY, Phase.BACKWARD) if inside else np.full(len(turns), Phase.OPTIMIZER)
-        phase = np.where(at_start, Phase.BOUNDARY, np.where(at_end & (what == _COPY), Phase.BOUNDARY, phase))
+        phase = np.where(what > COPY, Phase.BOUNDARY, Phase.BACKWARD) if inside else np.full(len(turns), Phase.OPTIMIZER)
+        phase = np.where(at_start, Phase.BOUNDARY, np.where(at_end & (what == COPY), Phase.BOUNDARY, phase))
         rows[part] = edit.add_ops(
             names[what[part]],
             **{where: np.maximum(anchor[part], 0)},
@@ -199,20 +220,20 @@ def _insert(
             resource=np.asarray([resource for _, resource in _OPS], np.uint8)[what[part]],
             traffic_bytes=traffic[part],
             call=step.op_call[anchor[part]] if inside else -1,
-            stream=(what[part] == _UP).astype(np.uint8),  # a copy back is complete in stream order
-            prefetch=(what[part] == _COPY).astype(np.uint8),  # the side stream waits for the compute stream
+            stream=(what[part] == UP).astype(np.uint8),  # a copy back is complete in stream order
+            prefetch=(what[part] == COPY).astype(np.uint8),  # the side stream waits for the compute stream
         )
     return rows
 
 
-def _gradients(
-    edit: Edit, step: Step, mine: _Rows, landings: Landings, watched: int, turns: list[_Turn], rows: I32, late: bool
+def host_gradients(
+    edit: Edit, step: Step, mine: Rows, landings: Landings, watched: int, turns: list[Turn], rows: I32, late: bool
 ) -> tuple[I32, I32]:
     """(mine,) the gradients on the host that this step leaves for an update, and those that its updates use."""
     columns = columns_of(step.parameters)
     what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
     sums = np.append(landings.sums, -1)  # the last: the witness
-    copies, source = rows[what == _COPY], row[what == _COPY]
+    copies, source = rows[what == COPY], row[what == COPY]
     index = np.append(landings.index, watched)[source]
     stays = late & (sums[source] < 0)
     hosts = edit.add_storages(
@@ -228,7 +249,7 @@ def _gradients(
     gradients[index] = np.where(sums[source] >= 0, sums[source], hosts)
     host_of = np.empty(len(sums), np.int32)
     host_of[source] = hosts
-    adds = what == _ADD
+    adds = what == ADD
     edit.add_uses(rows[adds], host_of[row[adds]])
     edit.add_uses(rows[adds], sums[row[adds]], mutates=True)
     dropped = np.zeros(step.n_ops, bool)
@@ -242,7 +263,7 @@ def _gradients(
     return gradients, old
 
 
-def _update(edit: Edit, step: Step, native: Native, mine: _Rows, turns: list[_Turn], rows: I32, gradients: I32, old: I32) -> None:
+def _update(edit: Edit, step: Step, native: Native, mine: Rows, turns: list[Turn], rows: I32, gradients: I32, old: I32) -> None:
     """Masters, updates from the gradients `old`, and weights up."""
     columns = columns_of(step.parameters)
     count = len(mine)
@@ -256,7 +277,7 @@ def _update(edit: Edit, step: Step, native: Native, mine: _Rows, turns: list[_Tu
     )
     what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
     updates, up = np.empty(count, np.int32), np.empty(count, np.int32)
-    updates[row[what == _UPDATE]], up[row[what == _UP]] = rows[what == _UPDATE], rows[what == _UP]
+    updates[row[what == UPDATE]], up[row[what == UP]] = rows[what == UPDATE], rows[what == UP]
     update_by(edit, step, native, mine, updates)
     edit.add_uses(updates, weights, mutates=True)
     edit.add_uses(updates, old, mutates=True)
@@ -267,18 +288,18 @@ def _update(edit: Edit, step: Step, native: Native, mine: _Rows, turns: list[_Tu
     last = up.copy()
     end_of_turn = -1
     for turn, op in zip(reversed(turns), rows[::-1].tolist(), strict=True):
-        end_of_turn = -1 if turn.what != _UPDATE else op if end_of_turn < 0 else end_of_turn
-        if turn.what == _UPDATE and turn.anchor not in (_BEGIN, turns[-1].anchor) and not narrow[turn.row]:
+        end_of_turn = -1 if turn.what != UPDATE else op if end_of_turn < 0 else end_of_turn
+        if turn.what == UPDATE and turn.anchor not in (_BEGIN, turns[-1].anchor) and not narrow[turn.row]:
             last[turn.row] = end_of_turn
     edit.hold_through(old, last)
 
 
-def _let_go(edit: Edit, step: Step, landings: Landings, watched: int, turns: list[_Turn], rows: I32) -> None:
+def let_go_buckets(edit: Edit, step: Step, landings: Landings, watched: int, turns: list[Turn], rows: I32) -> None:
     """Each bucket is let go on the device before the first op that follows its copies; `watched`: the witness's gradient."""
     gone = np.empty(len(landings.raw), np.int32)
     following = of = -1
     for turn, after in zip(reversed(turns[:-1]), rows[:0:-1].tolist(), strict=True):
-        bucket = int(landings.bucket[turn.row]) if turn.what == _COPY and turn.row != _WITNESS else -1
+        bucket = int(landings.bucket[turn.row]) if turn.what == COPY and turn.row != WITNESS else -1
         if bucket != of:
             following, of = after, bucket
         if bucket >= 0:

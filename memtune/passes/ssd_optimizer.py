@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,41 +37,72 @@ def optimizer_on_ssd(step: Step, ahead: int, slots: int = 1) -> Step:
         return step
     edit = Edit(step)
     edit.drop_ops(optimizer)
-    state, at = _moments(step, mine)
-    numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
-    moment_bytes = np.bincount(at, np.full(len(at), 4), len(mine)).astype(np.int64) * numel
-    piece_bytes = 4 * numel + moment_bytes
-    edit.bytes[state] = 4 * numel[at]
-    edit.tier = np.where(step.kind == Kind.OPTIMIZER, np.uint8(Tier.HOST), step.tier).astype(np.uint8)
-    edit.tier[state] = Tier.SSD
-    nowhere, forever = np.full(len(mine), -1, np.int32), np.full(len(mine), FOREVER, np.int32)
+    pieces = Pieces.on_ssd(edit, step, mine, slots)
     weights, gradients = columns.storage[mine], columns.gradient[mine]
-    owner = step.owner[gradients]
-    masters = edit.add_storages(4 * numel, producer=nowhere, tier=Tier.SSD, kind=Kind.PARAMETER, held_until=forever, owner=owner)
-    for _ in range(1, slots):
-        edit.add_storages(piece_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.OPTIMIZER, held_until=forever, owner=owner)
-    update_bytes = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel + 2 * moment_bytes
-    traffic = np.stack([piece_bytes, itemsize * numel, update_bytes, itemsize * numel, piece_bytes])
+    narrow, gradient_bytes = columns.itemsize[mine] != 4, columns.numel[mine] * columns.itemsize[mine].astype(np.int64)
+    traffic = np.stack([pieces.n_bytes, gradient_bytes, pieces.update_bytes, gradient_bytes, pieces.n_bytes])
     rows = _insert(edit, int(np.flatnonzero(optimizer)[0]), traffic, ahead)
 
-    host = edit.add_storages(piece_bytes, producer=rows[_READ], tier=Tier.HOST, owner=owner)
-    down = edit.add_storages(itemsize * numel, producer=rows[_DOWN], tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
-    for kind in (_READ, _WRITE):
-        edit.add_uses(rows[kind], masters, mutates=kind == _WRITE)
-        edit.add_uses(rows[kind][at], state, mutates=kind == _WRITE)
+    host = pieces.stream(edit, rows[_READ], rows[_UPDATE], rows[_WRITE])
+    owner = step.owner[gradients]
+    down = edit.add_storages(gradient_bytes, producer=rows[_DOWN], tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
     edit.add_uses(rows[_DOWN], gradients)
-    edit.add_uses(rows[_UPDATE], host, mutates=True)
     edit.add_uses(rows[_UPDATE], down, mutates=True)
-    edit.add_uses(rows[_UP], np.where(itemsize == 4, host, down))
+    edit.add_uses(rows[_UP], np.where(narrow, down, host))
     edit.add_uses(rows[_UP], weights, mutates=True)
-    edit.add_uses(rows[_WRITE], host)
-    edit.let_go_before(host[:-WRITES], rows[_WRITE][WRITES:])
-    edit.hold_through(host[-WRITES:], np.full(len(host[-WRITES:]), rows[_WRITE][-1], np.int32))
     freed = step.held_until[gradients] != FOREVER  # DDP's buckets stay
     edit.held_until[gradients[freed]] = -1
     edit.let_go_before(gradients[freed], rows[_UPDATE][freed])
     edit.hold_to_the_end_of_step(int(rows[_WRITE][-1]))
     return edit.done()
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Weight and moments of each parameter that is updated, side by side on SSD; one entry each."""
+
+    state: I32
+    at: npt.NDArray[np.intp]
+    """Whose each storage of `state` is."""
+    masters: I32
+    n_bytes: I64
+    update_bytes: I64
+    """What one native pass over each moves."""
+    owner: I32
+
+    @classmethod
+    def on_ssd(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], slots: int = 1) -> Pieces:
+        """Move them there; `slots`: places for each, which take turns."""
+        columns = columns_of(step.parameters)
+        state, at = _moments(step, mine)
+        numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
+        moment_bytes = np.bincount(at, np.full(len(at), 4), len(mine)).astype(np.int64) * numel
+        n_bytes = 4 * numel + moment_bytes
+        edit.bytes[state] = 4 * numel[at]
+        edit.tier = np.where(step.kind == Kind.OPTIMIZER, np.uint8(Tier.HOST), step.tier).astype(np.uint8)
+        edit.tier[state] = Tier.SSD
+        nowhere, forever = np.full(len(mine), -1, np.int32), np.full(len(mine), FOREVER, np.int32)
+        owner = step.owner[columns.gradient[mine]]
+        masters = edit.add_storages(
+            4 * numel, producer=nowhere, tier=Tier.SSD, kind=Kind.PARAMETER, held_until=forever, owner=owner
+        )
+        for _ in range(1, slots):
+            edit.add_storages(n_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.OPTIMIZER, held_until=forever, owner=owner)
+        update_bytes = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel + 2 * moment_bytes
+        return cls(state, at, masters, n_bytes, update_bytes, owner)
+
+    def stream(self, edit: Edit, read: I32, update: I32, write: I32, order: npt.NDArray[np.intp] | None = None) -> I32:
+        """Host memory of each from its read until two writes later; `order`: in which they are written. Returns the memory."""
+        host = edit.add_storages(self.n_bytes, producer=read, tier=Tier.HOST, owner=self.owner)
+        for ops, mutates in ((read, False), (write, True)):
+            edit.add_uses(ops, self.masters, mutates=mutates)
+            edit.add_uses(ops[self.at], self.state, mutates=mutates)
+        edit.add_uses(update, host, mutates=True)
+        edit.add_uses(write, host)
+        held, written = (host, write) if order is None else (host[order], write[order])
+        edit.let_go_before(held[:-WRITES], written[WRITES:])
+        edit.hold_through(held[-WRITES:], np.full(len(held[-WRITES:]), written[-1], np.int32))
+        return host
 
 
 def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:

@@ -100,16 +100,20 @@ def not_at_gradients(step: Step) -> str:
         return "the optimizer draws random numbers, in the order of its parameters"
     if why := _cut(step).why_not:
         return why
-    mine, watched = _updated(step)
-    there = landings_of(step, mine, watched, 0)
+    return needed_after_landing(step, *_updated(step))
+
+
+def needed_after_landing(step: Step, mine: _Rows, watched: int) -> str:
+    """Which op needs one of the weights `mine` when its gradient is complete, '' for none; but for that of `mine[watched]`."""
+    columns, there = columns_of(step.parameters), landings_of(step, mine, watched, 0)
     after = np.full(step.n_storages, FOREVER, np.int32)
     after[columns.storage[mine[there.index]]] = there.after
-    late = (step.use_op > after[step.use_storage]) & ~optimizer[step.use_op]
-    if late.any():
-        use = int(late.argmax())
-        name = columns.names[int(step.parameter_of[step.use_storage[use]])]
-        return f"{step.names[step.op_name[step.use_op[use]]]} of backward needs {name} after its gradient is complete"
-    return ""
+    late = (step.use_op > after[step.use_storage]) & (step.use_phase != Phase.OPTIMIZER)
+    if not late.any():
+        return ""
+    use = int(late.argmax())
+    name = columns.names[int(step.parameter_of[step.use_storage[use]])]
+    return f"{step.names[step.op_name[step.use_op[use]]]} of backward needs {name} after its gradient is complete"
 
 
 def _updated(step: Step) -> tuple[_Rows, int]:

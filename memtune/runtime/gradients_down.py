@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,25 @@ from memtune.early_updates import Trigger, witness
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import HostOptimizer, add_gradient, before_step
+from memtune.runtime.host_optimizer import add_gradient, before_step
 from memtune.runtime.tiers import HOST, mark
+from memtune.runtime.weak_hook import weakly
+
+
+class Updates(Protocol):
+    """What updates parameters from gradients that have arrived on the host."""
+
+    def start_late(self) -> None:
+        """Begin what the last step left, if it did."""
+
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients of these are on their way, and are to be used when they have arrived."""
+
+    def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool) -> None:
+        """Update these from the gradients of what the optimizer holds in their place."""
+
+    def check(self) -> dict[str, Any]:
+        """Facts for the audit."""
 
 
 class GradientsDown:
@@ -40,12 +57,12 @@ class GradientsDown:
 
     Args:
         context: Its model; hooks are put on its parameters.
-        optimizer: Holds the host copies, and updates them natively.
+        optimizer: Holds what gradients are for on the host, and updates natively.
         bucket_bytes: Of gradients that go down together; 0: each by itself.
         trigger: When the host updates.
     """
 
-    def __init__(self, context: Context, optimizer: HostOptimizer, bucket_bytes: int, trigger: Trigger) -> None:
+    def __init__(self, context: Context, optimizer: Updates, bucket_bytes: int, trigger: Trigger) -> None:
         self._optimizer, self._bucket_bytes, self._trigger = optimizer, bucket_bytes, trigger
         trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
         self._witness = trained[witness([parameter.nbytes for parameter in trained])]
@@ -66,7 +83,7 @@ class GradientsDown:
         self._version: int | None = None
         self.buckets = self.sent_bytes = 0
         for parameter in self._held:
-            context.undo.callback(parameter.register_post_accumulate_grad_hook(self._landed).remove)
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)
         context.sync = self.sync
         before_step(context.optimizer, self._step_begins)
 
@@ -96,6 +113,8 @@ class GradientsDown:
 
     def _send(self) -> None:
         self._arrive()
+        if self._is_last and self._trigger == "per_gradient":
+            self._optimizer.expect([parameter for parameter, _ in self._bucket])
         for parameter, gradient in self._bucket:
             host = torch.ops.memtune.to_host(gradient)
             mark(host, HOST)

@@ -148,6 +148,9 @@ class HostOptimizer:
         """Somebody else brings these up when they are used, and their gradients down."""
         self._comes_and_goes.update(parameters)
 
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients of these are on their way: all that their update needs is in host memory."""
+
     def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool = True) -> None:
         """Update these parameters of the model now, from the gradients of their host copies, which are let go.
 

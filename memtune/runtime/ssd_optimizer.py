@@ -55,6 +55,7 @@ class SsdOptimizer:
         names |= {shard: names[whole] for whole, shard in context.represented.items() if whole in names}
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         self._pieces: list[Piece] = []
+        self._writing: deque[tuple[Tensor, Tensor]] = deque()  # (on SSD, on the host)
         for group in self._optimizer.param_groups:
             moved = [self._move(each, group, names.get(each, "a parameter")) for each in group["params"]]
             group["params"] = [piece.held for piece in moved]
@@ -99,29 +100,43 @@ class SsdOptimizer:
         def step(optimizer: Optimizer, closure: None = None) -> None:
             if closure is not None:
                 raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
-            self._stream([piece for piece in self._pieces if piece.device.grad is not None])
+            self._update_all()
 
         return step
 
+    def _update_all(self) -> None:
+        self._stream([piece for piece in self._pieces if piece.device.grad is not None])
+
     def _stream(self, pieces: list[Piece]) -> None:
         read: deque[Tensor] = deque(torch.ops.memtune.from_ssd(piece.ssd) for piece in pieces[: self._ahead])
-        writing: deque[tuple[Tensor, Tensor]] = deque()  # (on SSD, on the host)
         for index, piece in enumerate(pieces):
             if not read:
                 read.append(torch.ops.memtune.from_ssd(piece.ssd))
             self._update(piece, read[0], index)
-            if len(writing) == WRITES:
-                transfer.written(writing.popleft()[0])
-            torch.ops.memtune.write_ssd_(piece.target, read[0])
-            writing.append((piece.target, read.popleft()))
+            self._write(piece, read.popleft())
             if self._ahead and index + self._ahead < len(pieces):
                 read.append(torch.ops.memtune.from_ssd(pieces[index + self._ahead].ssd))
-        for ssd, _ in writing:
+        for ssd, _ in self._writing:
             transfer.written(ssd)
         if self._last is not None:
             self._last.complete(pieces)
+        self._writing.clear()
+
+    def _write(self, piece: Piece, host: Tensor) -> None:
+        if len(self._writing) == WRITES:
+            transfer.written(self._writing.popleft()[0])
+        torch.ops.memtune.write_ssd_(piece.target, host)
+        self._writing.append((piece.target, host))
 
     def _update(self, piece: Piece, host: Tensor, seed: int) -> None:
+        gradient = self._gradient(piece)
+        self._on_host(piece, host, gradient, seed)
+        up = piece.parts(host)[0] if gradient.dtype is torch.float32 else gradient
+        del gradient
+        torch.ops.memtune.copy_to_device_(local(piece.device), up)
+
+    def _gradient(self, piece: Piece) -> Tensor:
+        """The gradient, on the host and no longer on the device."""
         parameter = piece.device
         assert parameter.grad is not None
         gradient: Tensor = torch.ops.memtune.to_host(local(parameter.grad))
@@ -130,15 +145,16 @@ class SsdOptimizer:
         parameter.grad = None
         if parameter in self._whole:
             self._whole[parameter].grad = None
+        return gradient
+
+    def _on_host(self, piece: Piece, host: Tensor, gradient: Tensor, seed: int) -> None:
+        """Update the piece in `host`, once it has been read; a bfloat16 gradient's memory takes the new weight."""
         transfer.finish(host)
         weight, *moments = piece.parts(host)
         state = self._optimizer.state[piece.held]
         self._adopt(piece, state, moments)
         here = {**state, **dict(zip(piece.moments, moments, strict=True))}
         self._native.one(piece.group, weight, gradient, here, seed)
-        up = weight if gradient.dtype is torch.float32 else gradient
-        del gradient
-        torch.ops.memtune.copy_to_device_(local(parameter), up)
 
     def _adopt(self, piece: Piece, state: dict[str, Any], moments: list[Tensor]) -> None:
         """State that was loaded since the last step is elsewhere: its values go into the piece, which takes its place again."""

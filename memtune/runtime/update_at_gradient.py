@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from memtune.early_updates import ONE_BY_ONE, witness
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.weak_hook import weakly
 
 _PLAIN = "execution: {order: {kind: program}}"
 
@@ -62,7 +63,7 @@ class UpdateAtGradient:
         self.n_early = 0
         for parameter in trained:
             if parameter is not self._witness:
-                context.undo.callback(parameter.register_post_accumulate_grad_hook(self._complete).remove)
+                context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._complete)).remove)
         context.sync = self.sync
         context.reloaded.append(self._reloaded)
         context.undo.callback(context.optimizer.register_step_post_hook(self._step_ends).remove)

@@ -23,6 +23,7 @@ from memtune.runtime.context import Context, Snapshot
 from memtune.runtime.kept import Keep
 from memtune.runtime.tree import local
 from memtune.schedule import plain_schedule
+from memtune.search_spaces.recompute import _claims as planned_claims
 from memtune.technique import Technique
 
 Check = Literal["drift", "training", "untouched"]
@@ -150,7 +151,8 @@ def _keeps_too_much(technique: type[Technique]) -> AbstractContextManager[Any]:
 
 
 def _one_block_less(technique: type[Technique]) -> AbstractContextManager[Any]:
-    module = sys.modules[technique.__module__]
+    module: Any = sys.modules[technique.__module__]
+    module = module if hasattr(module, "recompute_blocks") else planned_claims
     original = module.recompute_blocks
     return patch.object(module, "recompute_blocks", lambda step, blocks, *keep: original(step, blocks[:-1], *keep))
 

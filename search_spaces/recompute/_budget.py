@@ -61,8 +61,23 @@ def within(program: Program, budget: Budget, target: Target) -> Solution:
 
     Solved once for a program, budget and set of later techniques; later calls look it up.
     """
-    later = tuple(target.chosen[slot] for slot in _later_slots() if slot in target.chosen and _acts(target.chosen[slot]))
-    return _within(program.step, budget, later, target.hardware, program.ranks, program.micro_batch, program.accumulate)
+    return _within(
+        program.step, budget, later_techniques(target), target.hardware, program.ranks, program.micro_batch, program.accumulate
+    )
+
+
+def later_techniques(target: Target) -> tuple[Technique, ...]:
+    """What `target` has chosen of techniques whose passes come after recompute and change something."""
+    return tuple(target.chosen[slot] for slot in _later_slots() if slot in target.chosen and _acts(target.chosen[slot]))
+
+
+def after_later(program: Program, later: tuple[Technique, ...], target: Target) -> Program:
+    """`program` after every pass of `later` that fits it."""
+    for technique in later:
+        if technique.fits(program, target) is not None:
+            break  # the candidate is refused by that technique, whatever is planned here
+        program = technique.rewrite(program, technique.plan(program, target), target)
+    return program
 
 
 def _later_slots() -> tuple[str, ...]:
@@ -147,12 +162,7 @@ class _Search:
 
     def _after(self, step: Step) -> Step:
         """`step` after every later pass that fits it."""
-        program = self._program.with_step(step)
-        for technique in self._later:
-            if technique.fits(program, self._target) is not None:
-                break  # the candidate is refused by that technique, whatever is planned here
-            program = technique.rewrite(program, technique.plan(program, self._target), self._target)
-        return program.step
+        return after_later(self._program.with_step(step), self._later, self._target).step
 
 
 @lru_cache(maxsize=64)

@@ -128,7 +128,7 @@ def levels(step: Step, hardware: Hardware, ranks: int, host: bool) -> Levels:
     """The options of every block of `step`, measured; with `host` tensors may go to host memory."""
     split = split_calls(step)
     links = hardware if host and split is step else None  # calls of a block that runs several times have no addresses yet
-    seconds = _op_s(step, hardware, ranks)
+    seconds = op_seconds(step, hardware, ranks)
     blocks = {block: graph for graph, block in reversed(list(zip(blocks_of(split), step.call_block.tolist(), strict=True)))}
     order = np.argsort(_ends(step)[0], kind="stable").astype(np.int32)
     options: list[tuple[Option, ...]] = []
@@ -162,18 +162,18 @@ def _options(step: Step, block: Block | None, ops: tuple[Made, ...]) -> tuple[tu
     if block is None:
         return (PLAIN,), (0,) * _OTHERS
     known = [frozenset(i for i, op in enumerate(ops) if keeps(op.name)) for keeps in (is_attention, is_matmul_or_attention)]
-    others = [_option(step, block, keeping(ops, each)) for each in known]
+    others = [option_of(step, block, keeping(ops, each)) for each in known]
     for again in (inputs_of_products(block), core_attention(block)):
         frees = block.saved & {s for op in again for s in block.makes[op]}
         others.append(Option(calls_for(step, block, again), again=_counted(block, again)) if frees else PLAIN)
     others.append(FULL if block.saved else PLAIN)
-    priced = [_option(step, block, each) for each in combinations(ops, LIMIT - _OTHERS - 1, known)]
+    priced = [option_of(step, block, each) for each in combinations(ops, LIMIT - _OTHERS - 1, known)]
     found = tuple(dict.fromkeys([PLAIN, *priced, *others]))
     return found, tuple(found.index(each) for each in others)
 
 
-def _option(step: Step, block: Block, combination: Combination) -> Option:
-    """Op 0 of a combination is what the block is called with; the others are the block's."""
+def option_of(step: Step, block: Block, combination: Combination) -> Option:
+    """What `combination` says of `block`. Op 0 of a combination is what the block is called with; the others are the block's."""
     again = {block.ops[i - 1] for i in combination.again}
     ops = np.asarray(block.ops, np.int32)
     address = dict(zip(block.ops, (call for _, _, call in calls_of(step, ops)), strict=True)) if combination.moved else {}
@@ -224,7 +224,7 @@ def _measured(
     )
     for level in range(n_levels):
         new = rewritten(step, found.chosen(np.asarray([level], np.int32)))
-        seconds[:, level] = _seconds(new, _op_s(new, hardware, ranks))[order] - seconds[:, 0] * (level > 0)
+        seconds[:, level] = _seconds(new, op_seconds(new, hardware, ranks))[order] - seconds[:, 0] * (level > 0)
         now = moments(new, order, hardware)
         uniform.append((now.peak_bytes, float(seconds[:, level].sum()) * (level > 0)))
         held[:, level] = held_bytes(new, order, hardware)
@@ -235,7 +235,7 @@ def _measured(
     return replace(found, after_bytes=int(np.median(after)), uniform=tuple(uniform))
 
 
-def _op_s(step: Step, hardware: Hardware, ranks: int) -> F64:
+def op_seconds(step: Step, hardware: Hardware, ranks: int) -> F64:
     """(n,) seconds of each op; one that is shorter than it takes to issue it costs the host as much."""
     costs = op_costs(step, hardware, ranks=ranks)
     found: F64 = np.maximum(costs.op_s, costs.issue_s)

@@ -6,17 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.calls import Calls, by_name, from_names
 from memtune.errors import ApplyError
-from memtune.passes.move import move_activations
-from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
 from memtune.search_spaces.recompute._budget import Budget, Solution, within
+from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
 from memtune.search_spaces.recompute._explained import explained
 from memtune.search_spaces.recompute._fits import why_not
-from memtune.search_spaces.recompute._levels import Option, move_claims
 from memtune.search_spaces.recompute._schedules import (
     Found,
     explained_schedule,
@@ -106,22 +103,14 @@ class Planned(Technique):
         """Every block runs again in backward as far as the plan says; under a schedule, single ops."""
         if "schedule" in plan.decisions:
             return rewritten_by(plan, program)
-        options = _options(plan, len(program.step.blocks))
-        again = [index for index, option in enumerate(options) if option.calls is not None]
-        step = recompute_blocks(program.step, again, [option.calls or Calls() for option in options]) if again else program.step
-        return program.with_step(move_activations(step, move_claims(options)))
+        return as_planned(program, plan)
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim the blocks that run again in the activation table, with the calls that do not; or run by the schedule."""
         if "schedule" in plan.decisions:
             install_schedule(plan, context)
             return
-        regions = context.activations.regions
-        for region, option in zip(regions, _options(plan, len(regions)), strict=True):
-            if option.calls is not None:
-                context.activations.claim_recompute(region.index, option.calls if option.calls != Calls() else None)
-            if option.moved:
-                context.activations.claim_move(region.index, 1.0, 0, option.moved)
+        claim_planned(context, plan)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """The peak, then for each run of blocks what is kept, run again and moved, what that frees and what it costs."""
@@ -168,9 +157,7 @@ def _plan(solution: Solution) -> Plan:
         place = next(place for place, block in enumerate(levels.order.tolist()) if chosen[block] == option)
         row = int(solution.choice[0 if levels.uniform else place])
         entries.append({
-            "calls": None if option.calls is None else option.calls.to_plain(),
-            "moved": by_name(option.moved),
-            "again": dict(option.again),
+            **entry_of(option),
             "held_bytes": int(levels.held_bytes[place, row]),
             "plain_bytes": int(levels.held_bytes[place, 0]),
             "seconds": round(float(levels.seconds[place, row]), 9),
@@ -184,32 +171,4 @@ def _plan(solution: Solution) -> Plan:
             "smallest_bytes": solution.smallest_bytes,
             "plain_bytes": solution.plain_bytes,
         }
-    )
-
-
-def _options(plan: Plan, blocks: int) -> list[Option]:
-    """The option of each of `blocks` blocks.
-
-    Raises:
-        ApplyError: The plan is missing, malformed, or for another number of blocks.
-    """
-    try:
-        entries = [
-            Option(None if each["calls"] is None else Calls.from_plain(each["calls"]), from_names(each["moved"]))
-            for each in plan.decisions["options"]
-        ]
-        found = [entries[i] for i in plan.decisions["blocks"]]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise _no_plan("the config has none, or it is damaged") from error
-    if len(found) != blocks:
-        raise _no_plan(f"the config's is for {len(found)} blocks, the model has {blocks}")
-    return found
-
-
-def _no_plan(evidence: str) -> ApplyError:
-    return ApplyError(
-        "this recompute technique needs a plan of what each block keeps.",
-        evidence=f"{evidence[0].upper()}{evidence[1:]}.",
-        fix="memtune search  writes it with the config; or choose recompute: {kind: selective}",
-        code="MT316",
     )

@@ -1,0 +1,124 @@
+"""The user's optimizer on SSD, each parameter updated inside backward as its gradient arrives (`runtime.gradients_down`).
+
+Four rules on top of those of `gradients_down` and `ssd_optimizer`, which the pass `passes.ssd_beside_backward` follows op by op:
+
+Rule 1. In the last micro-batch, reads of a bucket's pieces start just before its gradients go down: both are on their way while
+        backward goes on.
+Rule 2. When a bucket has arrived, updates of its pieces begin on a thread of their own, beside backward. First the updates of the
+        bucket before it are awaited: weights go up, pieces are written, one after the other, each gradient let go in between. So
+        one bucket is read, one updated and `WRITES` pieces are written at a time, and host memory holds no more.
+Rule 3. Weights go up while backward goes on: no op of backward may need one whose gradient is complete, which the pass looks for
+        in the recorded step. A gradient that lands a second time in one backward (a reentrant checkpoint around parts that share
+        a weight) was not complete the first time, and is refused.
+Rule 4. `optimizer.step()` completes the last bucket, and updates what backward has not: the witness of `gradients_down`, and all
+        parameters in a loop that is not `Tuned.step`'s. When it returns, everything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.errors import ApplyError
+from memtune.runtime import transfer
+from memtune.runtime.context import Context
+from memtune.runtime.host_update import beside
+from memtune.runtime.ssd_optimizer import SsdOptimizer
+from memtune.runtime.ssd_piece import Piece
+from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.tree import local
+
+
+class SsdBesideBackward(SsdOptimizer):
+    """Moves an optimizer's weights and state to SSD, and updates there what `GradientsDown` hands over.
+
+    Args:
+        context: Its model and optimizer; the optimizer is rebound in place.
+        master: bfloat16 parameters have float32 masters.
+
+    Raises:
+        ApplyError: The optimizer or a parameter's type is none that the native update knows.
+        EnvironmentFault: There is no room on SSD; says for which parameter.
+    """
+
+    def __init__(self, context: Context, *, master: bool) -> None:
+        super().__init__(context, master=master, ahead=0)
+        self._piece_of = {piece.device: (seed, piece) for seed, piece in enumerate(self._pieces)}
+        self._reading: dict[nn.Parameter, Tensor] = {}
+        self._updating: list[tuple[Piece, Tensor, Tensor]] = []  # the piece, in host memory, and its gradient
+        self._under_way: list[Future[None]] = []
+        self._used: set[nn.Parameter] = set()  # updated in the backward of this step
+        self.n_early = 0
+        self._optimizer.register_state_dict_pre_hook(lambda _: self._settle())
+
+    def start_late(self) -> None:
+        """No update is late."""
+
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Rule 1."""
+        for parameter in parameters:
+            if (left := self._reading.pop(parameter, None)) is not None:  # by a backward that was not completed
+                transfer.abandon(left)
+                del left
+            self._reading[parameter] = torch.ops.memtune.from_ssd(self._piece_of[parameter][1].ssd)
+
+    @torch.no_grad()
+    def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool) -> None:
+        """Rule 2; `at_once` is not for what comes from SSD."""
+        assert not at_once
+        self._settle()
+        with tier(HOST), beside(self._under_way):
+            for parameter in parameters:
+                seed, piece = self._piece_of[parameter]
+                if parameter in self._used:
+                    raise _landed_twice(piece.name)
+                self._used.add(parameter)
+                assert piece.held.grad is not None
+                host, gradient, piece.held.grad = self._reading.pop(parameter), piece.held.grad, None
+                self._updating.append((piece, host, gradient))
+                self._on_host(piece, host, gradient, seed)
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Rule 2: what is being updated is awaited, goes up and is written."""
+        while self._under_way:
+            self._under_way.pop(0).result()
+        while self._updating:
+            piece, host, gradient = self._updating.pop(0)
+            up = piece.parts(host)[0] if gradient.dtype is torch.float32 else gradient
+            torch.ops.memtune.copy_to_device_(local(piece.device), up)
+            del gradient, up
+            self._write(piece, host)
+
+    def _update_all(self) -> None:
+        """Rule 4."""
+        self._settle()
+        self.n_early = len(self._used)
+        self._used.clear()
+        self._stream([piece for piece in self._pieces if piece.device.grad is not None or piece.held.grad is not None])
+
+    def _gradient(self, piece: Piece) -> Tensor:
+        gradient, piece.held.grad = piece.held.grad, None  # came down as it landed, where there is one
+        return super()._gradient(piece) if gradient is None else gradient
+
+    def check(self) -> dict[str, Any]:
+        """Bytes on SSD, and how many parameters the last backward updated.
+
+        Raises:
+            ApplyError: Some state is elsewhere.
+        """
+        return {**super().check(), "updated_in_backward": self.n_early}
+
+
+def _landed_twice(name: str) -> ApplyError:
+    return ApplyError(
+        f"The gradient of {name} was put in place twice in one backward.",
+        evidence="It was updated after the first time, with a part of its gradient: this run cannot go on.",
+        fix="torch.utils.checkpoint with use_reentrant=False, or  offload: {states: {kind: zero_infinity}}",
+        code="MT367",
+    )

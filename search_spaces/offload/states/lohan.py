@@ -1,0 +1,89 @@
+"""Optimizer state on SSD, every parameter updated inside backward (LoHan, Liao et al. 2024)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.passes.ssd_beside_backward import not_beside_backward, optimizer_on_ssd_beside_backward
+from memtune.program import Kind, Program
+from memtune.runtime import offload_dir
+from memtune.runtime.context import Context
+from memtune.runtime.gradients_down import GradientsDown
+from memtune.runtime.ssd_beside_backward import SsdBesideBackward
+from memtune.search_spaces.offload.states._as_they_land import not_as_they_land
+from memtune.search_spaces.offload.states._native_update import no_native_update
+from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
+from memtune.units import MIB
+
+
+class Lohan(Technique):
+    """Trades a read and a write of all optimizer state per step for its bytes on device and host, and hides them in backward.
+
+    Master weights and moments lie on SSD, each parameter's in one piece. Gradients go down in buckets as they land; while
+    backward goes on, their pieces are read, updated on the host, and written ("active gradient offloading"): read, update and
+    write are three stages with a bucket in each. Nothing is late: weights are those of an update at the end of the step, to the
+    bit. What `zero_infinity` does after backward is over when backward is. With accumulation the host adds up and the last
+    micro-batch updates. Clipping by norm between backward and step is noticed and refused: gradients have been used by then.
+    The paper's other half, how many activation bytes to swap rather than recompute, is `recompute: {kind: lohan}`.
+
+    Distinguishing test: the read, the update and the write of all buckets but the last come before the last op of backward;
+    12 bytes per parameter are read and 12 written in a step, and host memory holds three buckets.
+    """
+
+    kind: Literal["lohan"] = "lohan"
+    slot: ClassVar[str] = "offload.states"
+    title: ClassVar[str] = "Optimizer state on SSD, updated inside backward"
+    source: ClassVar[str] = (
+        "Liao et al. 2024, LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer GPU, "
+        "arXiv:2403.06504, active gradient offloading"
+    )
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+    eager_only: ClassVar[str] = "compiled graphs hand their gradients over at their end, not as they are made"
+
+    update: Literal["native", "master"] = "native"
+    """`native` is for float32 parameters and has the bits of torch's fused AdamW; `master` keeps float32 masters for bfloat16
+    parameters, on SSD as well."""
+    bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0
+    """Gradients that go down together, and whose state is read meanwhile. A larger one waits less often, a smaller one holds less
+    on device and host, and leaves less to do when backward has ended."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs a drive, one rank, gradients that autograd puts in place one by one, and a type that the native update knows."""
+        if (reason := no_directory(target)) is not None:
+            return reason
+        step = program.step
+        if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
+            return Reason("the optimizer has no state to move")
+        if (reason := not_as_they_land(program, target) or no_native_update(step, self.update)) is not None:
+            return reason
+        why_not = not_beside_backward(step)
+        return Reason(why_not, "offload: {states: {kind: zero_infinity}}") if why_not else None
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """State and masters to SSD; copies down, reads, updates, copies up and writes inside backward."""
+        return program.with_step(optimizer_on_ssd_beside_backward(program.step, self._bucket_bytes))
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Rebind the optimizer to tensors on SSD, hooks that send gradients down."""
+        offload_dir.checked()
+        optimizer = SsdBesideBackward(context, master=self.update == "master")
+        context.checks["offload.states"] = GradientsDown(context, optimizer, self._bucket_bytes, "per_gradient").check
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self.bucket_mib * MIB)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Tier of the state, when gradients go down and when the update runs."""
+        how = {"update": self.update, "bucket_bytes": self._bucket_bytes}
+        return {"states.offload": {"optimizer": "ssd", "gradients": "as_they_land", "trigger": "per_gradient", **how}}
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """One way for each type of parameter."""
+        return {"update": ("native", "master")}
+
+    def exactly(self) -> Exactness:
+        """Lossy with masters: it trains as bfloat16 with float32 masters does, not as the user's optimizer."""
+        return Exactness.LOSSY if self.update == "master" else Exactness.REORDERED

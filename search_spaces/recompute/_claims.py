@@ -1,0 +1,66 @@
+"""Plans that say for each block what its second run keeps and what goes to the host: as data, as a pass, on the live model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memtune.calls import Calls, by_name, from_names
+from memtune.errors import ApplyError
+from memtune.passes.move import move_activations
+from memtune.passes.recompute import recompute_blocks
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.search_spaces.recompute._levels import Option, move_claims
+from memtune.technique import Plan
+
+
+def entry_of(option: Option) -> dict[str, Any]:
+    """What a plan says of an option, so that `options_in` finds it again."""
+    calls = None if option.calls is None else option.calls.to_plain()
+    return {"calls": calls, "moved": by_name(option.moved), "again": dict(option.again)}
+
+
+def options_in(plan: Plan, blocks: int) -> list[Option]:
+    """The option of each of `blocks` blocks.
+
+    Raises:
+        ApplyError: The plan is missing, malformed, or for another number of blocks.
+    """
+    try:
+        entries = [
+            Option(None if each["calls"] is None else Calls.from_plain(each["calls"]), from_names(each["moved"]))
+            for each in plan.decisions["options"]
+        ]
+        found = [entries[i] for i in plan.decisions["blocks"]]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise _no_plan("the config has none, or it is damaged") from error
+    if len(found) != blocks:
+        raise _no_plan(f"the config's is for {len(found)} blocks, the model has {blocks}")
+    return found
+
+
+def as_planned(program: Program, plan: Plan) -> Program:
+    """Every block runs again in backward and gives to the host as far as `plan` says."""
+    options = options_in(plan, len(program.step.blocks))
+    again = [index for index, option in enumerate(options) if option.calls is not None]
+    step = recompute_blocks(program.step, again, [option.calls or Calls() for option in options]) if again else program.step
+    return program.with_step(move_activations(step, move_claims(options)))
+
+
+def claim_planned(context: Context, plan: Plan) -> None:
+    """The same claimed in the activation table."""
+    table = context.activations
+    for region, option in zip(table.regions, options_in(plan, len(table.regions)), strict=True):
+        if option.calls is not None:
+            table.claim_recompute(region.index, option.calls if option.calls != Calls() else None)
+        if option.moved:
+            table.claim_move(region.index, 1.0, 0, option.moved)
+
+
+def _no_plan(evidence: str) -> ApplyError:
+    return ApplyError(
+        "this recompute technique needs a plan of what each block keeps.",
+        evidence=f"{evidence[0].upper()}{evidence[1:]}.",
+        fix="memtune search  writes it with the config; or choose recompute: {kind: selective}",
+        code="MT316",
+    )

@@ -1,0 +1,130 @@
+"""Swap as many bytes of activations as pay, recompute the rest (LoHan, Liao et al. 2024)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.hardware import Hardware
+from memtune.passes.calls import split_calls
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.search_spaces import null
+from memtune.search_spaces.recompute._budget import after_later, later_techniques
+from memtune.search_spaces.recompute._calls import blocks_of
+from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
+from memtune.search_spaces.recompute._fits import why_not
+from memtune.search_spaces.recompute._levels import FULL, MIN_MOVED_BYTES, Option, made_in, op_seconds, option_of, rewritten
+from memtune.search_spaces.recompute._options import combinations
+from memtune.search_spaces.recompute._swap import Choice, busy_in, bytes_of, hull, parts_of
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.units import format_bytes, format_seconds
+
+_LIMIT = 64
+"""Combinations of a block that its hull is taken from."""
+
+
+class Lohan(Technique):
+    """Trades host memory and both directions of the link for as much recomputation as that makes the step shorter.
+
+    Every block runs again in backward, but for what is swapped: tensors that save the most recomputation per byte go to the
+    host first ("offloading benefit"). How many bytes follows from what else the step asks of each resource, copies and updates
+    of `offload.states` included: where backward waits for a drive, recomputation costs nothing and little is swapped. That time
+    is convex in the bytes swapped, so its minimum is found by bisection. Nothing stays on the device between a block's forward
+    and its backward but what is too small to move. The other half of LoHan is `offload.states: {kind: lohan}`. Not in it: bytes
+    that spill from the host to SSD; where host memory is short, `host_bytes` says so, and the rest runs again.
+
+    Distinguishing test: the number of bytes is that of the least time over all numbers (brute force), it grows with the link's
+    speed, and it shrinks when a drive makes backward wait.
+    """
+
+    kind: Literal["lohan"] = "lohan"
+    slot: ClassVar[str] = "recompute"
+    title: ClassVar[str] = "Swap what pays, recompute the rest"
+    source: ClassVar[str] = (
+        "Liao et al. 2024, LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer GPU, "
+        "arXiv:2403.06504, traffic-aware activation swapping"
+    )
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+    eager_only: ClassVar[str] = "it sees which op runs through a dispatch mode"
+
+    host_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Most that a micro-batch may put on the host; less recomputes more. Left out: as much as pays."""
+    min_bytes: Annotated[int, Field(ge=1)] = MIN_MOVED_BYTES
+    """Smaller tensors stay on the device: a copy has a fixed cost."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs blocks that run once and can run again, and something in them that is faster to swap."""
+        if (reason := why_not(program.step, target.compiled)) is not None:
+            return reason
+        if split_calls(program.step) is not program.step:
+            return Reason("a block runs several times, and its tensors have no addresses", "recompute: {kind: full}")
+        if target.chosen.get("offload.activations", null("offload.activations")) != null("offload.activations"):
+            return Reason("another technique moves what is swapped", "offload.activations: {kind: none}")
+        if not any(option.moved for option in self._chosen(program, target)[0]):
+            return Reason("nothing in the blocks is faster to swap than to run again", "recompute: {kind: full}")
+        return None
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """What each block runs again and what it swaps, with the seconds that were weighed."""
+        options, choice, swapped = self._chosen(program, target)
+        different = list(dict.fromkeys(options))
+        return Plan(
+            decisions={
+                "options": [entry_of(each) for each in different],
+                "blocks": [different.index(each) for each in options],
+                "swapped_bytes": swapped,
+                "step_s": [round(choice.costs_s(count), 9) for count in (choice.count, 0, len(choice.parts))],
+            }
+        )
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Every block runs again as far as the plan says; what is swapped leaves in forward and comes back in backward."""
+        return as_planned(program, plan)
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Claim both in the activation table."""
+        claim_planned(context, plan)
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """The bytes, and the seconds against swapping nothing and all."""
+        try:
+            best, none, everything = (format_seconds(each) for each in plan.decisions["step_s"])
+            swapped = format_bytes(plan.decisions["swapped_bytes"])
+        except (KeyError, ValueError, TypeError):
+            return ()
+        others = f"{none} with recomputation alone, {everything} with all swapped"
+        return (f"{swapped} of activations are swapped in a micro-batch: {best} a step; {others}",)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """What decides."""
+        how = {"swapped": "least seconds", "host_bytes": self.host_bytes, "min_bytes": self.min_bytes}
+        return {"activations.recompute": how}
+
+    def _chosen(self, program: Program, target: Target) -> tuple[list[Option], Choice, int]:
+        later = after_later(program.with_step(_full(program)), later_techniques(target), target)
+        return _solved(program, later, target.hardware, self.host_bytes, self.min_bytes)
+
+
+def _full(program: Program) -> Any:
+    return rewritten(program.step, [FULL] * len(program.step.blocks))
+
+
+@lru_cache(maxsize=32)
+def _solved(
+    program: Program, later: Program, hardware: Hardware, host_bytes: int | None, min_bytes: int
+) -> tuple[list[Option], Choice, int]:
+    """The option of every block, the choice, and the bytes that are swapped."""
+    step = program.step
+    seconds = op_seconds(step, hardware, program.ranks)
+    graphs = dict(zip(step.call_block.tolist(), blocks_of(step), strict=True))
+    made = {block: made_in(step, graph, seconds, None) for block, graph in graphs.items()}
+    hulls = {block: hull(ops, combinations(ops, _LIMIT), min_bytes) for block, ops in made.items()}
+    parts = [part for block, points in hulls.items() for part in parts_of(block, made[block], points)]
+    fixed = sum(bytes_of(made[block], points[0]) for block, points in hulls.items())
+    choice = Choice.of(parts, busy_in(later, hardware), hardware, fixed, host_bytes)
+    points = {block: points[choice.taken(block)] for block, points in hulls.items()}
+    options = [option_of(step, graphs[i], points[i]) if i in points else FULL for i in range(len(step.blocks))]
+    return options, choice, sum(bytes_of(made[block], point) for block, point in points.items())

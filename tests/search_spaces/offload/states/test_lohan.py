@@ -1,0 +1,115 @@
+"""Optimizer state on SSD, updated inside backward: read, update and write beside it, and the bits of the update after it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from layers_suite import NATIVE, LayersSuite, total, without_gradients
+from zoo_paths import ZOO
+
+from memtune._apply import Tuned
+from memtune.autotune.simulate import simulate
+from memtune.edit import Edit
+from memtune.program import Kind, Phase, Resource, Step, Tier
+from memtune.read_ahead import WRITES
+from memtune.runtime import disk, offload_dir
+from memtune.runtime.tiers import DEVICE, mark
+from memtune.search_spaces.offload.states.lohan import Lohan
+from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
+from memtune.technique import Exactness
+from memtune.testing import differences, rewritten, train
+from memtune.testing.drift import drift, plain_program, target_of
+
+BUCKET = 5242
+SMALL = Lohan(kind="lohan", bucket_mib=0.005)
+AFTER = ZeroInfinity(kind="zero_infinity")
+
+
+def ops(step: Step, name: str) -> np.ndarray[Any, Any]:
+    return np.flatnonzero(step.op_name == step.names.index(f"memtune.{name}.default"))
+
+
+def in_backward(step: Step, name: str) -> float:
+    """Share of the ops `name` before the last op of backward that computes."""
+    computes = np.flatnonzero((step.op_phase == Phase.BACKWARD) & (step.op_resource == Resource.COMPUTE))
+    return float((ops(step, name) < computes[-1]).mean())
+
+
+class TestLohan(LayersSuite):
+    technique = Lohan
+    models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
+    variants = (SMALL, Lohan(kind="lohan"))
+    quick = ("tied",)
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+        yield
+        gc.collect()
+        used = disk.opened()
+        assert used is None or used.used_bytes == 0  # nothing is left on SSD when a model is gone
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        mark(next(iter(tuned.optimizer.state.values()))["exp_avg"], DEVICE)
+        return True
+
+    def test_read_update_and_write_are_inside_backward(self) -> None:
+        """The mechanism: event order. Updated after backward (`zero_infinity`), none of the three begins before its end."""
+        step, after = rewritten(ZOO["gpt"], SMALL), rewritten(ZOO["gpt"], AFTER)
+        for name in ("from_ssd", "host_update_", "copy_to_device_", "write_ssd_"):
+            assert in_backward(step, name) > 0.7
+            assert in_backward(after, name) == 0.0
+        reads, updates, ups = (ops(step, name) for name in ("from_ssd", "host_update_", "copy_to_device_"))
+        assert (reads[1:-1] < ups[:-2]).all()  # a piece is being read while one of the bucket before it is updated
+        assert (updates[:-1] < ups[:-1]).all()
+
+    def test_bytes_on_the_drive_and_in_host_memory(self) -> None:
+        plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], SMALL)
+        sizes = [int(plain.bytes[each.gradient]) // 4 for each in plain.parameters]
+        numel, largest = sum(sizes), max(sizes)
+        assert total(step, Resource.SSD_READ) == total(step, Resource.SSD_WRITE) == step.peak_bytes(Tier.SSD) == 12 * numel
+        assert total(step, Resource.DEVICE_TO_HOST) == 4 * numel
+        assert total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) == 4 * numel
+        bucket = BUCKET // 4 + largest
+        counters, batch = 4 * len(plain.parameters), plain.peak_bytes(Tier.HOST)
+        assert step.peak_bytes(Tier.HOST) - counters - batch <= 12 * (2 * bucket + (WRITES + 1) * largest) + 4 * 2 * bucket
+        assert not (step.kind[step.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
+
+    def test_the_drive_is_hidden_beside_backward(self) -> None:
+        """Where backward takes longer than the drive, most of the update is beside it; the embedding lands last."""
+        program, target = plain_program(ZOO["gpt"], 64), target_of()
+        hardware, found = replace(target.hardware, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9), {}
+        for technique in (SMALL, AFTER):
+            step = technique.rewrite(program, technique.plan(program, target), target).step
+            found[technique.kind] = simulate(program.with_step(step), hardware, level="events").step_s
+        edit = Edit(program.step)
+        edit.drop_ops(program.step.op_phase == Phase.OPTIMIZER)
+        before = simulate(program.with_step(edit.done()), hardware, level="events").step_s
+        assert found["lohan"] - before < 0.5 * (found["zero_infinity"] - before)
+
+    def test_float32_masters_of_bfloat16_parameters(self) -> None:
+        master = SMALL.model_copy(update={"update": "master"})
+        assert not drift(ZOO["tobf16"], master)
+        host = without_gradients(train(ZOO["tobf16"], NATIVE.model_copy(update={"update": "master"})))
+        assert not differences(without_gradients(train(ZOO["tobf16"], master)), host)
+        assert (SMALL.exactly(), master.exactly()) == (Exactness.REORDERED, Exactness.LOSSY)
+
+    def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        program = plain_program(ZOO["gpt"])
+        assert "one rank" in str(SMALL.fits(program, replace(target_of(), ranks=2)))
+        assert "compiled" in str(SMALL.fits(program, replace(target_of(), compiled="blocks")))
+        assert "master" in str(SMALL.fits(plain_program(ZOO["tobf16"]), target_of()))
+        edit, step = Edit(program.step), program.step  # a weight that backward still reads when its gradient is complete
+        last = np.flatnonzero((step.op_phase == Phase.BACKWARD) & (step.op_resource == Resource.COMPUTE))[-1:].astype(np.int32)
+        edit.add_uses(last, np.asarray([step.parameters[-3].storage], np.int32))
+        why = SMALL.fits(program.with_step(edit.done()), target_of())
+        assert "after its gradient is complete" in str(why)
+        assert "zero_infinity" in str(why)
+        monkeypatch.delenv(offload_dir.VARIABLE)
+        assert "no directory" in str(SMALL.fits(program, target_of()))

@@ -1,0 +1,109 @@
+"""Activations swapped as far as it pays, the rest recomputed: the number of bytes is the minimum of a convex function."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune.program import Program, Resource, Step
+from memtune.runtime import offload_dir
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.offload.states.lohan import Lohan as States
+from memtune.search_spaces.recompute._swap import Busy, Choice, Part, step_s
+from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.lohan import Lohan
+from memtune.technique import Target
+from memtune.testing import TechniqueSuite, rewritten
+from memtune.testing.drift import plain_program, target_of
+
+SMALL = Lohan(kind="lohan", min_bytes=1)
+CPU = hardware.detect("cpu")
+
+
+def linked(bytes_per_s: float, *chosen: States) -> Target:
+    """A target with links of that speed and a slow drive, and with what was chosen for `offload.states`."""
+    machine = replace(CPU, host_to_device_bytes_per_s=bytes_per_s, device_to_host_bytes_per_s=bytes_per_s)
+    machine = replace(machine, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+    return Target(machine, chosen={each.slot: each for each in chosen})
+
+
+def swapped(program: Program, target: Target) -> int:
+    return int(SMALL.plan(program, target).decisions["swapped_bytes"])
+
+
+def total(step: Step, resource: Resource) -> int:
+    return int(step.op_traffic_bytes[step.op_resource == resource].sum())
+
+
+def random_busy(rng: np.random.Generator, micro_batches: int) -> Busy:
+    forward, backward, boundary = ({each: float(rng.random()) for each in Resource} for _ in range(3))
+    return Busy(forward, backward, boundary, micro_batches)
+
+
+class TestLohan(TechniqueSuite):
+    technique = Lohan
+    models: ClassVar = {name: ZOO[name] for name in ("gpt", "hf_llama")}
+    variants = (SMALL, SMALL.model_copy(update={"host_bytes": 400_000}))
+    quick = ("gpt",)
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+
+    @classmethod
+    def default(cls) -> Lohan:
+        return SMALL
+
+    def test_it_follows_the_traffic(self) -> None:
+        """The mechanism: more with a faster link, and less where updates from a drive keep backward waiting anyway."""
+        program = plain_program(ZOO["gpt"])
+        by_link = [swapped(program, linked(each)) for each in (1e8, 1e9, 5e9)]
+        assert by_link[0] < by_link[1] < by_link[2]
+        busy = [swapped(program, linked(each, States(kind="lohan", bucket_mib=0.005))) for each in (1e8, 1e9, 5e9)]
+        assert busy == [by_link[0]] * 3
+
+    def test_what_is_planned_crosses_the_link_once_each_way(self) -> None:
+        before, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], SMALL)
+        planned = swapped(plain_program(ZOO["gpt"]), target_of(SMALL))
+        down, up = total(step, Resource.DEVICE_TO_HOST), total(step, Resource.HOST_TO_DEVICE)
+        assert down == up - total(before, Resource.HOST_TO_DEVICE) == planned > 0
+        capped = rewritten(ZOO["gpt"], SMALL.model_copy(update={"host_bytes": planned // 2}))
+        assert 0 < total(capped, Resource.DEVICE_TO_HOST) <= planned // 2
+        assert step.peak_bytes() < before.peak_bytes()
+        assert total(rewritten(ZOO["gpt"], Full(kind="full")), Resource.DEVICE_TO_HOST) == 0
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_the_minimum_is_that_of_brute_force(self, seed: int) -> None:
+        """Over all numbers of parts; and, where parts are of one size, over all sets of them. T is convex in the bytes."""
+        rng = np.random.default_rng(seed)
+        busy, same = random_busy(rng, int(rng.integers(1, 4))), bool(seed % 2)
+        parts = [Part(i, 10_000_000 if same else int(rng.integers(1, 5e7)), float(rng.random() / 4)) for i in range(8)]
+        machine = replace(CPU, host_to_device_bytes_per_s=1e8, device_to_host_bytes_per_s=1e8)
+        found = Choice.of(parts, busy, machine, 1000, None)
+        costs = [found.costs_s(count) for count in range(9)]
+        assert found.count == int(np.argmin(costs))
+        at = np.cumsum([0, *(each.n_bytes for each in found.parts)])
+        slopes = np.diff(costs) / np.diff(at)
+        assert (np.diff(slopes) >= -1e-15).all()
+        every = [set(chosen) for size in range(9) for chosen in combinations(parts, size)]
+        least = min(
+            step_s(busy, machine, 1000 + sum(p.n_bytes for p in chosen), sum(p.saved_s for p in parts if p not in chosen))
+            for chosen in every
+        )
+        assert costs[found.count] >= least
+        if same:
+            assert costs[found.count] == pytest.approx(least, rel=1e-12)
+
+    def test_what_it_cannot_do_is_refused(self) -> None:
+        program = plain_program(ZOO["gpt"])
+        assert "another technique moves" in str(SMALL.fits(program, target_of(CopyOut(kind="copy_out"))))
+        assert "dispatch mode" in str(SMALL.fits(program, replace(target_of(), compiled="blocks")))
+        nothing = SMALL.model_copy(update={"min_bytes": 1 << 30})
+        assert "faster to swap" in str(nothing.fits(program, target_of()))
