@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from memtune import hardware
 from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.simulate import simulate
 from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
@@ -133,6 +134,18 @@ def test_no_layer_is_ever_whole() -> None:
     ops = [op for op in range(step.n_ops) if "send_next" in step.names[step.op_name[op]]]
     arriving = step.use_storage[(step.use_mutates > 0) & [op in ops for op in step.use_op.tolist()]]
     assert max(int(n) for n in step.bytes[arriving]) == largest // 2
+
+
+def test_it_fits_where_the_largest_layer_whole_does_not() -> None:
+    def peak_bytes(sharding: dict[str, Any]) -> int:
+        choice = Choice.from_document({"execution": {"micro_batch": 2}, "sharding": sharding})
+        made = rewriter(MODELS / "head.py", 4).candidate(choice)
+        assert isinstance(made, Candidate), made
+        return made.program.step.peak_bytes()
+
+    mine = [peak_bytes({"parallel": {"kind": KIND, "in_place": in_place}}) for in_place in (False, True)]
+    others = [peak_bytes({"states": {"kind": kind}}) for kind in ("ddp", "zero1", "zero3", "fsdp")]
+    assert max(mine) < 0.75 * min(others)
 
 
 # -- on gloo ranks -----------------------------------------------------------------------------------------------------
