@@ -32,12 +32,14 @@ KNOBS: dict[str, dict[str, object]] = {
     "planned": {"share": 0.5},
     "checkmate": {"share": 0.5},
     "mics": {"group": 2},
+    "lohan": {"min_bytes": 1, "bucket_mib": 0.005},
 } | {kind: {"ratio": 0.5} for kind in ("dtr", "megtaichi", "coop")}
 
 
 def made(technique: type[Technique]) -> Technique:
     kind = technique.__module__.rpartition(".")[2]
-    return technique(kind=kind, **KNOBS.get(kind, {}))
+    mine = {name: value for name, value in KNOBS.get(kind, {}).items() if name in technique.model_fields}  # of two slots' kinds
+    return technique(kind=kind, **mine)
 
 
 TECHNIQUES = [made(each) for each in all_techniques()]
@@ -60,7 +62,7 @@ def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def param(pair: tuple[Technique, ...]) -> object:
     """Two kinds of one mechanism: one of them in the short list."""
     return pytest.param(
-        pair, id=pair_id(pair), marks=[pytest.mark.slow] if any(p.kind in ("stronghold", "elixir") for p in pair) else []
+        pair, id=pair_id(pair), marks=[pytest.mark.slow] if any(p.kind in ("stronghold", "elixir", "lohan") for p in pair) else []
     )
 
 

@@ -20,8 +20,9 @@ from memtune.search_spaces.recompute._swap import Busy, Choice, Part, step_s
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.lohan import Lohan
 from memtune.technique import Target
-from memtune.testing import TechniqueSuite, rewritten
+from memtune.testing import TechniqueSuite, differences, drift, recorded, rewritten, train
 from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import plain
 
 SMALL = Lohan(kind="lohan", min_bytes=1)
 CPU = hardware.detect("cpu")
@@ -49,7 +50,7 @@ def random_busy(rng: np.random.Generator, micro_batches: int) -> Busy:
 
 class TestLohan(TechniqueSuite):
     technique = Lohan
-    models: ClassVar = {name: ZOO[name] for name in ("gpt", "hf_llama")}
+    models: ClassVar = {"gpt": ZOO["gpt"]}
     variants = (SMALL, SMALL.model_copy(update={"host_bytes": 400_000}))
     quick = ("gpt",)
 
@@ -60,6 +61,17 @@ class TestLohan(TechniqueSuite):
     @classmethod
     def default(cls) -> Lohan:
         return SMALL
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("model", ZOO)
+    def test_any_model(self, model: str) -> None:
+        if (reason := SMALL.fits(plain_program(ZOO[model]), target_of())) is not None:
+            pytest.skip(str(reason))
+        if model == "lstm":  # one tensor of a gate is held for an op longer than predicted, below the peak
+            assert recorded(ZOO[model], SMALL).peak_bytes() == rewritten(ZOO[model], SMALL).peak_bytes()
+        else:
+            assert not drift(ZOO[model], SMALL)
+        assert not differences(train(ZOO[model], SMALL), plain(ZOO[model]))
 
     def test_it_follows_the_traffic(self) -> None:
         """The mechanism: more with a faster link, and less where updates from a drive keep backward waiting anyway."""
@@ -79,7 +91,7 @@ class TestLohan(TechniqueSuite):
         assert step.peak_bytes() < before.peak_bytes()
         assert total(rewritten(ZOO["gpt"], Full(kind="full")), Resource.DEVICE_TO_HOST) == 0
 
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", range(6))
     def test_the_minimum_is_that_of_brute_force(self, seed: int) -> None:
         """Over all numbers of parts; and, where parts are of one size, over all sets of them. T is convex in the bytes."""
         rng = np.random.default_rng(seed)
