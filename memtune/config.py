@@ -182,8 +182,10 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
         kind = node.get("kind")
         if not isinstance(kind, str):
             raise ConfigError(
-                f"{document.where(path)}  {slot} does not say which technique it is.", fix=f"{slot}: {{kind: none}}", code="MT202"
-            )
+                f"{document.where(path)}  {slot} does not say which technique it is.",
+                evidence=f"kind is the name of one technique, not {_said(kind)}." if "kind" in node else "",
+                fix=f"{slot}: {{kind: {null(slot).kind}}}", code="MT202",
+            )  # fmt: skip
         kind = _ALIASES.get((slot, kind), kind)
         try:
             technique = find(slot, kind)
@@ -227,6 +229,7 @@ def _mapping(document: Document, path: tuple[str, ...], value: Any) -> dict[str,
     if not isinstance(value, dict):
         raise ConfigError(
             f"{document.where(path)}  {'.'.join(path)} is a mapping, not {_said(value)}.",
+            evidence="One technique stands there." if isinstance(value, list) and path[1:] else "",
             fix="write  kind: …  under it",
             code="MT202",
         )

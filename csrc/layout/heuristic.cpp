@@ -162,6 +162,8 @@ class Placed {
   std::vector<std::span<const Range>> asked_;  // of one request: all that must agree
 };
 
+constexpr std::int32_t kMostByArea = 50'000;  // beyond, the order by area takes longest of all and has found nothing lower
+
 // First the buffers that are always alive, which are best at the bottom, then by what the orders differ in.
 std::vector<std::vector<std::int32_t>> orders(const Instance& instance) {
   const std::int32_t n = instance.n();
@@ -181,7 +183,7 @@ std::vector<std::vector<std::int32_t>> orders(const Instance& instance) {
   const auto size = [&](std::int32_t b) { return static_cast<double>(instance.size[b]); };
   add([&](std::int32_t b) { return size(b); });
   add([&](std::int32_t b) { return static_cast<double>(width[b]); });
-  add([&](std::int32_t b) { return size(b) * static_cast<double>(width[b]); });
+  if (n <= kMostByArea) add([&](std::int32_t b) { return size(b) * static_cast<double>(width[b]); });
   add([&](std::int32_t b) { return -static_cast<double>(first[b]); });
   return made;
 }

@@ -16,6 +16,7 @@ from memtune.edit import accumulate_gradients
 from memtune.passes.moments import first_step
 from memtune.passes.update_at_gradient import not_at_gradients, updates_at_gradients
 from memtune.program import Kind, Phase, Step
+from memtune.runtime.workspace import WorkspaceTable
 from memtune.search_spaces.execution.order.roam import Roam
 from memtune.testing.drift import drift, plain_program
 from memtune.workload import Workload
@@ -65,6 +66,25 @@ def test_it_is_what_a_recording_of_the_live_updates_shows(optimizer: str, tmp_pa
 def test_kernels_over_parameters_whose_state_nobody_tells_apart_are_refused(tmp_path: Path) -> None:
     why = not_at_gradients(plain_program(small(tmp_path, "AdamW(params, fused=True)")).step)
     assert " of the optimizer works on no " in why
+
+
+class Scratch(WorkspaceTable):
+    """Every kernel allocates so many bytes beside its outputs, as on a machine that was calibrated."""
+
+    def workspace_bytes(self, key: str) -> int:
+        return 12
+
+
+def test_scratch_of_the_optimizers_kernels_stays_with_its_op(tmp_path: Path) -> None:
+    step = record(Workload.load(small(tmp_path, "AdamW(params)")), workspace=Scratch()).at(2)
+    scratch = (step.kind == Kind.WORKSPACE) & (step.op_phase[step.producer] == Phase.OPTIMIZER)
+    assert scratch.sum() > 8
+    assert not_at_gradients(step) == ""
+    early = updates_at_gradients(step, 1)
+    early.validate()
+    after = (early.kind == Kind.WORKSPACE) & (early.op_phase[early.producer] == Phase.OPTIMIZER)
+    assert early.bytes[after].sum() == step.bytes[scratch].sum()  # every op is one parameter's here
+    assert early.peak_bytes() < step.peak_bytes()
 
 
 def test_a_step_translated_to_cuda_runs_foreach_kernels_per_parameter() -> None:

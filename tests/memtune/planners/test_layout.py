@@ -152,3 +152,16 @@ def test_local_search_beats_first_fit() -> None:
     )
     quick, patient = lay_out(Buffers.of(rows), heuristic_s=0.0), lay_out(Buffers.of(rows), heuristic_s=0.3)
     assert patient.height_bytes < quick.height_bytes
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_buffers_take_five_seconds() -> None:
+    """The heuristic tier ends by itself, before its limit, and is not above one best fit over time."""
+    rng = np.random.default_rng(0)
+    start = rng.integers(0, 100_000, 100_000)
+    table = np.stack([start, start + rng.integers(1, 10_000, len(start)), rng.integers(1, 4096, len(start)) * 512], 1)
+    buffers = Buffers.of(table.tolist(), alignment_bytes=512)
+    layout = lay_out(buffers, heuristic_s=60.0)
+    assert fault(buffers, layout) == ""
+    assert layout.heuristic_s <= 5.0
+    assert layout.height_bytes <= lay_out(buffers, heuristic_s=0.0).height_bytes
