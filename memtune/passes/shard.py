@@ -114,9 +114,9 @@ class _Redirect:
     """Which uses of a whole parameter now go to which gathered copy: by op range, before the optimizer."""
 
     def __init__(self, step: Step) -> None:
-        self._parameter, self._forward = _parameter_uses(step)
-        # (parameters + 1,) the copies that forward and that backward use; the last entry serves "no parameter".
-        self._in_forward = np.full(len(step.parameters) + 1, -1, np.int32)
+        self._rows, self._parameter, self._forward = _parameter_uses(step)
+        # (parameters,) the copies that forward and that backward use.
+        self._in_forward = np.full(len(step.parameters), -1, np.int32)
         self._in_backward = self._in_forward.copy()
 
     def to(self, parameters: I32, storages: I32, *, forward: bool) -> None:
@@ -124,14 +124,17 @@ class _Redirect:
 
     def apply(self, use_storage: I32) -> I32:
         new = np.where(self._forward, self._in_forward[self._parameter], self._in_backward[self._parameter])
-        redirected: I32 = np.where(new >= 0, new, use_storage)
+        redirected = use_storage.copy()
+        redirected[self._rows[new >= 0]] = new[new >= 0]
         return redirected
 
 
 @functools.lru_cache(maxsize=8)
-def _parameter_uses(step: Step) -> tuple[I32, Mask]:
-    """(u,) parameter that each use before the optimizer reads, -1 for none, and whether it is in forward."""
-    return np.where(step.use_phase < Phase.BOUNDARY, step.parameter_of[step.use_storage], -1), step.use_phase == Phase.FORWARD
+def _parameter_uses(step: Step) -> tuple[I64, I32, Mask]:
+    """The uses of parameters before the optimizer: their rows, which parameter each reads, and whether it is in forward."""
+    parameter = step.parameter_of[step.use_storage]
+    rows = np.flatnonzero((parameter >= 0) & (step.use_phase < Phase.BOUNDARY))
+    return rows, parameter[rows], step.use_phase[rows] == Phase.FORWARD
 
 
 _COMPUTE_STREAM, _REDUCE_STREAM, _REPLICA_STREAM = 1, 2, 3
@@ -465,12 +468,20 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: _Reduced) -> Step:
         gradient[mine.values] = taken
         moved = np.full(step.n_storages, -1, np.int32)
         moved[columns.gradient[mine.values]] = taken
-        target = np.where(step.use_phase >= Phase.BOUNDARY, moved[step.use_storage], -1)
-        edit.use_storage = np.where(target >= 0, target, edit.use_storage)
+        later = _uses_after_backward(step)
+        target = moved[step.use_storage[later]]
+        edit.use_storage = edit.use_storage.copy()
+        edit.use_storage[later[target >= 0]] = target[target >= 0]
         edit.hold_through(reduced.taken, np.full(len(reduced.taken), step.n_ops - 1, np.int32))
     edit.landing = landing
     edit.parameters = replace(columns, gradient=gradient, shapes=shards.shapes, numel=shards.numel)
     return edit.done()
+
+
+@functools.lru_cache(maxsize=8)
+def _uses_after_backward(step: Step) -> I64:
+    """Rows of the uses by ops that run once a step, after backward."""
+    return np.flatnonzero(step.use_phase >= Phase.BOUNDARY)
 
 
 def _whole_sums(step: Step) -> Mask:
