@@ -20,6 +20,8 @@ from typing import Any
 from memtune.autotune.candidates import Choice
 from memtune.autotune.driver import Driver, trial_config
 from memtune.autotune.guards import first_that_fits
+from memtune.autotune.setup import Setup
+from memtune.autotune.space import executions
 from memtune.executors.base import Trial, TrialResult
 from memtune.executors.evidence import largest_difference
 from memtune.search_spaces.execution import Execution
@@ -158,10 +160,7 @@ def _allowed(choice: Choice, reference: Choice, unit: float) -> float | None:
 def _references(driver: Driver, winner: Choice) -> Iterator[Choice]:
     """By rule 1, what is predicted to fit, the best first."""
     setup = driver.setup
-    samples = (winner.execution.micro_batch or 1) * winner.execution.accumulate
-    executions = {each for each in setup.space.executions if (each.micro_batch or 1) * each.accumulate == samples}
-    executions.add(Execution(micro_batch=winner.execution.micro_batch, accumulate=winner.execution.accumulate))
-    by_size = sorted(executions, key=lambda each: -(each.micro_batch or 0))
+    by_size = sorted(_same_samples(setup, winner.execution), key=lambda each: -(each.micro_batch or 0))
     sharded = [{"sharding.states": "ddp"}, {"sharding.states": "fsdp"}] if setup.ranks > 1 else [{}]
     for recompute in ({}, {"recompute": "full"}):
         for base in sharded:
@@ -169,6 +168,14 @@ def _references(driver: Driver, winner: Choice) -> Iterator[Choice]:
                 scored = first_that_fits(setup.scorer, execution, base | recompute)
                 if not isinstance(scored, Reason) and driver.pruner.reason(scored.prediction) is None:
                     yield scored.choice
+
+
+def _same_samples(setup: Setup, winner: Execution) -> set[Execution]:
+    """Ways to run the samples of the winner's step, also where the search itself does not cut the batch but may."""
+    samples = (winner.micro_batch or 1) * winner.accumulate
+    found = {each for each in setup.space.executions if (each.micro_batch or 1) * each.accumulate == samples}
+    found.add(Execution(micro_batch=winner.micro_batch, accumulate=winner.accumulate))
+    return found.union(executions(samples, 1)) if setup.batch_adds_up and samples * setup.ranks == setup.global_batch else found
 
 
 class _Runs:

@@ -67,6 +67,8 @@ class Setup:
     """The one choice that is asked about, with its micro-batch; None where there is a whole space."""
     calibration: Calibration = field(default_factory=Calibration)
     """What the trials of earlier searches on this machine said of the predictions."""
+    batch_adds_up: bool = False
+    """It was checked that micro-batches add up to the batch, whether or not the search cuts it."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -131,7 +133,8 @@ def prepare(
     if budget is None and options.goal == "batch":
         budget = machine.memory_bytes // options.ranks
     frozen: Reason | None = None
-    if options.goal != "batch" and only is None:
+    checked = options.goal != "batch" and only is None
+    if checked:
         say("checking that micro-batches add up to the batch")
         frozen = batch_is_lossless(workload, parameter_bytes=parameter_bytes(recording), threads=_threads(options.ranks))
     compiled = CompiledRecordings(workload, sizes, used, workspace, device, to_device)
@@ -157,6 +160,7 @@ def prepare(
     return Setup(
         workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
         _made_for(workload, recording, machine, options.ranks, global_batch), recorded, workspace, only, calibration,
+        checked and frozen is None,
     )  # fmt: skip
 
 

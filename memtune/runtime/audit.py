@@ -47,8 +47,9 @@ def _activations(context: Context) -> dict[str, Any]:
     idle = sorted(recompute & ran - table.traffic.recomputed_regions)
     if ran and len(idle) == len(recompute) and recompute:
         raise ApplyError(
-            f"{len(idle)} blocks ran but nothing in them is recomputed.", evidence=f"First: {idle[0]}.", code="MT313"
-        )
+            f"{len(idle)} blocks ran but nothing in them is recomputed.", evidence=f"First: {idle[0]}.",
+            fix="recompute: {kind: none}; blocks that checkpoint themselves need no other recompute", code="MT313",
+        )  # fmt: skip
     return {
         "recomputed_blocks": len(recompute),
         "moved_blocks": sum(region.move > 0 for region in claimed),

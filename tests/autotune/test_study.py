@@ -332,7 +332,7 @@ def test_real_trials_on_this_machine(monkeypatch: pytest.MonkeyPatch):
     numerics = certificate["numerics"]
     assert numerics["agrees"] is True, numerics
     assert numerics["reference_against_itself"] == "equal to the bit"
-    assert numerics["difference"] == "equal to the bit"
+    assert numerics["reference"].startswith("plain")  # in smaller micro-batches, as the whole batch does not fit
     assert numerics.get("steps", 2) == 2
 
 
