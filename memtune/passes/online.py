@@ -139,7 +139,7 @@ class _Player:
         return sum(int(self._step.bytes[each]) for each in fresh) + self._told.scratch.get(self._name(row), 0)
 
     def _name(self, row: int) -> str:
-        return self._step.names[self._step.op_name[row]]
+        return self._step.names[int(self._step.op_name[row])]
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

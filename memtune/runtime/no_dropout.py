@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _DROPOUTS = {
@@ -17,39 +17,17 @@ _DROPOUTS = {
 }  # fmt: skip
 
 
-_NEVER = 1e-300
-"""A rate at which the ops of dropout run and nothing drops: 1 - p is 1 to the bit. On CPU alone; a GPU's generators return 1 now
-and then, which would drop."""
-
-
 class _WithoutDropout(TorchFunctionMode):
-    """Dropout drops nothing. On CPU its ops still run, so that what was planned for them, a schedule say, holds for the model."""
+    """Functional dropout returns its input; attention drops nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
-            return _dropped_nothing(func, args, kwargs)
+            return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
-            rate = kwargs.pop("dropout_p", args[4] if len(args) > 4 else 0.0)
-            if len(args) > 5:
-                kwargs["is_causal"] = args[5]
-            args, kwargs["dropout_p"] = args[:4], _rate(args[0] if args else kwargs["query"], rate)
-            with torch.random.fork_rng(devices=[]):
-                return func(*args, **kwargs)
+            kwargs.pop("dropout_p", None)
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
         return func(*args, **kwargs)
-
-
-def _dropped_nothing(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    given: Tensor = args[0] if args else kwargs["input"]
-    rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    if not _rate(given, rate):
-        return given
-    with torch.random.fork_rng(devices=[]):  # the next batch is drawn as if nothing had been drawn here
-        return func(args[0], _NEVER, *args[2:], **kwargs) if len(args) > 1 else func(*args, **{**kwargs, "p": _NEVER})
-
-
-def _rate(given: Tensor, rate: float) -> float:
-    return _NEVER if rate > 0 and given.device.type == "cpu" else 0.0
 
 
 @contextmanager

@@ -37,8 +37,9 @@ def too_little_online(step: Step, policy: Policy, budget_bytes: int, hardware: H
     """Why a step that is decided while it runs does not stay within `budget_bytes`; a schedule made before it may."""
     region, plain = _region(step), told_online(step, hardware)
     costs = Costs(plain["flops_per_s"], plain["bytes_per_s"], plain["launch_s"])
-    op_s = costs.of(step.op_flops[region.rows], step.op_traffic_bytes[region.rows].astype(np.float64))
-    told, policy = Told(np.asarray(op_s), plain["reserve_bytes"], plain["scratch"]), online_policy(policy)
+    sizes = zip(step.op_flops[region.rows].tolist(), step.op_traffic_bytes[region.rows].tolist(), strict=True)
+    op_s = np.asarray([costs.of(n_flops, n_bytes) for n_flops, n_bytes in sizes])
+    told, policy = Told(op_s, plain["reserve_bytes"], plain["scratch"]), online_policy(policy)
     if stays_within(step, region, policy, budget_bytes, told):
         return None
     least = least_budget_bytes(step, region, policy, budget_bytes, told)
