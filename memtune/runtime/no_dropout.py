@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-_DROPOUTS = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-    torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, torch.native_dropout,
-}  # fmt: skip
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Functional dropout returns its input; attention drops nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            kwargs.pop("dropout_p", None)
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        return func(*args, **kwargs)
+_NEVER: Final = 1e-300
+"""A rate at which the ops of dropout run and nothing drops: 1 - p is 1 to the bit. On CPU alone; a GPU's generators return 1 now
+and then, which would drop."""
+_DROPOUTS: Final = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
 @contextmanager
 def no_dropout(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` drops nothing. Dropout modules call the functions; recurrent layers have it inside their kernel."""
-    recurrent = [(each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)]
-    for rnn, _ in recurrent:
-        rnn.dropout = 0.0
-    try:
-        with _WithoutDropout():
-            yield
-    finally:
+    """Inside, `model` drops nothing. On CPU dropout's ops still run, so that what was planned for them, a schedule say, holds.
+
+    The functions that modules and users call are replaced. A mode of torch's would be off in backward, where blocks run again.
+    What a user's module took out of `torch.nn.functional` by name is reached where it is written in Python (all but attention).
+    """
+    recurrent = [(each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)]  # inside their kernel
+    functions = [(owner, name + end, 1, "p") for owner in (torch, torch._VF) for name in _DROPOUTS for end in ("", "_")]  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        for owner, name, position, rate_name in (*functions, (F, "scaled_dot_product_attention", 4, "dropout_p")):
+            function = getattr(owner, name)
+            stack.callback(setattr, owner, name, function)
+            setattr(owner, name, _without(function, position, rate_name))
         for rnn, rate in recurrent:
-            rnn.dropout = rate
+            stack.callback(setattr, rnn, "dropout", rate)
+            rnn.dropout = 0.0
+        yield
+
+
+def _without(function: Callable[..., Any], position: int, name: str) -> Callable[..., Any]:
+    """`function` at a rate, its argument at `position` or by `name`, at which nothing drops."""
+
+    @wraps(function)
+    def dropping_nothing(*args: Any, **kwargs: Any) -> Any:
+        given: Tensor = args[0] if args else kwargs.get("query", kwargs.get("input"))
+        rate = args[position] if len(args) > position else kwargs.get(name, 0.0)
+        if not rate:
+            return function(*args, **kwargs)
+        never = _NEVER if given.device.type == "cpu" else 0.0
+        if len(args) > position:
+            args = (*args[:position], never, *args[position + 1 :])
+        else:
+            kwargs[name] = never
+        with torch.random.fork_rng(devices=[]):  # the next batch is drawn as if nothing had been drawn here
+            return function(*args, **kwargs)
+
+    return dropping_nothing
