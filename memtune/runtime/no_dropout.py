@@ -25,7 +25,7 @@ def no_dropout(model: nn.Module) -> Iterator[None]:
     What a user's module took out of `torch.nn.functional` by name is reached where it is written in Python (all but attention).
     """
     recurrent = [(each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)]  # inside their kernel
-    functions = [(owner, name + end, 1, "p") for owner in (torch, torch._VF) for name in _DROPOUTS for end in ("", "_")]  # type: ignore[attr-defined]
+    functions = [(owner, name + end, 1, "p") for owner in (torch, torch._VF) for name in _DROPOUTS for end in ("", "_")]
     with ExitStack() as stack:
         for owner, name, position, rate_name in (*functions, (F, "scaled_dot_product_attention", 4, "dropout_p")):
             function = getattr(owner, name)
@@ -42,7 +42,7 @@ def _without(function: Callable[..., Any], position: int, name: str) -> Callable
 
     @wraps(function)
     def dropping_nothing(*args: Any, **kwargs: Any) -> Any:
-        given: Tensor = args[0] if args else kwargs.get("query", kwargs.get("input"))
+        given: Tensor = args[0] if args else kwargs["query" if "query" in kwargs else "input"]
         rate = args[position] if len(args) > position else kwargs.get(name, 0.0)
         if not rate:
             return function(*args, **kwargs)

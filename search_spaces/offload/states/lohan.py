@@ -51,12 +51,12 @@ class Lohan(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a drive, one rank, gradients that autograd puts in place one by one, and a type that the native update knows."""
-        if (reason := no_directory(target)) is not None:
+        if (reason := not_as_they_land(program, target) or no_directory(target)) is not None:
             return reason
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
-        if (reason := not_as_they_land(program, target) or no_native_update(step, self.update)) is not None:
+        if (reason := no_native_update(step, self.update)) is not None:
             return reason
         why_not = not_beside_backward(step)
         return Reason(why_not, "offload: {states: {kind: zero_infinity}}") if why_not else None
