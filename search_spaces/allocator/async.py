@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from memtune.program import Program
-from memtune.search_spaces.allocator import NO_EFFECT_ON_CPU, environment
+from memtune.search_spaces.allocator import environment, not_remapped
 from memtune.technique import Exactness, Reason, Target, Technique
 
 
@@ -23,8 +23,8 @@ class Async(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Only CUDA has it."""
-        return Reason(NO_EFFECT_ON_CPU) if target.device == "cpu" else None
+        """Only CUDA has it, and NCCL must not register its memory."""
+        return not_remapped(target)
 
     def env(self) -> dict[str, str]:
         """The backend, read when CUDA starts."""

@@ -40,3 +40,11 @@ def test_has_no_effect_on_cpu(technique: Technique) -> None:
     assert technique.record(cpu) == {}
     assert technique.fits(None, cuda) is None  # type: ignore[arg-type]
     assert technique.record(cuda) == {"allocator": dict([OPTIONS[technique.kind]])}
+
+
+def test_refused_where_nccl_registers_segments(technique: Technique, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (Target(SimpleNamespace(device="cuda"), ranks) for ranks in (1, 2))  # type: ignore[arg-type]
+    assert technique.fits(None, two) is None  # type: ignore[arg-type]
+    monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
+    assert "NCCL registers" in str(technique.fits(None, two))  # type: ignore[arg-type]
+    assert technique.fits(None, one) is None  # type: ignore[arg-type]
