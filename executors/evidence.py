@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -45,23 +45,34 @@ class GradientRecord(BaseModel):
         return np.frombuffer(base64.b64decode(self.sketch, validate=True), "<f8", BUCKETS)
 
 
-def gradient_records(model: nn.Module) -> dict[str, GradientRecord]:
-    """Every gradient of `model` by the parameter's name, whole tensors; all ranks call it."""
-    found = {}
+def gradients_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every gradient of `model` with the parameter's name, whole tensors; all ranks call it."""
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            found[name.removeprefix("module.")] = record_of(
-                gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-            )
-    return found
+        if (gradient := parameter.grad) is not None:
+            yield name.removeprefix("module."), gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def gradient_records(model: nn.Module) -> dict[str, GradientRecord]:
+    """What is kept of every gradient of `model`, by the parameter's name; all ranks call it."""
+    return {name: record_of(gradient) for name, gradient in gradients_of(model)}
+
+
+def sha256_of(gradient: Tensor) -> str:
+    """SHA-256 over shape, dtype and bytes."""
+    data = gradient.detach().cpu().contiguous().reshape(-1)
+    digest = hashlib.sha256(f"{tuple(gradient.shape)}{data.dtype}".encode())
+    digest.update(data.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def sha256_of_all(each: Mapping[str, str]) -> str:
+    """SHA-256 over the parameters' names, in their order, with the SHA-256 of each one's gradient."""
+    return hashlib.sha256("".join(f"{name} {each[name]}\n" for name in sorted(each)).encode()).hexdigest()
 
 
 def record_of(gradient: Tensor) -> GradientRecord:
     """What is kept of one gradient."""
     data = gradient.detach().cpu().contiguous().reshape(-1)
-    digest = hashlib.sha256(f"{tuple(gradient.shape)}{data.dtype}".encode())
-    digest.update(data.view(torch.uint8).numpy().data)
     sketch, square = np.zeros(BUCKETS), 0.0
     signs = np.random.default_rng(0)
     for part in data.split(_ROWS * BUCKETS):
@@ -70,7 +81,7 @@ def record_of(gradient: Tensor) -> GradientRecord:
         square += float(np.einsum("ij,ij->", rows, rows))
         sketch += (2.0 * signs.integers(0, 2, len(rows)) - 1.0) @ rows
     encoded = base64.b64encode(sketch.astype("<f8").tobytes()).decode()
-    return GradientRecord(sha256=digest.hexdigest(), elements=len(data), norm=math.sqrt(square), sketch=encoded)
+    return GradientRecord(sha256=sha256_of(gradient), elements=len(data), norm=math.sqrt(square), sketch=encoded)
 
 
 def largest_difference(mine: Mapping[str, GradientRecord], theirs: Mapping[str, GradientRecord]) -> tuple[float, str]:

@@ -7,7 +7,6 @@ descriptor named by MEMTUNE_REPORT_FD: `{"stage": ...}` as signs of life, at las
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import statistics
@@ -21,14 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from memtune._apply import Tuned, apply
 from memtune.batches import split_batch
 from memtune.config import load_config
 from memtune.errors import ApplyError, MemtuneError
 from memtune.executors.base import Trial
-from memtune.executors.evidence import GradientRecord, gradient_records, record_of
+from memtune.executors.evidence import GradientRecord, gradient_records, gradients_of, record_of, sha256_of, sha256_of_all
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.no_dropout import no_dropout
 from memtune.runtime.op_clock import OpClock
@@ -163,14 +162,20 @@ def _reserve_first_hook(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _look_at_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledger, measured: _Measured) -> None:
-    """What is to be told of the gradients is taken just before each of the first optimizer steps."""
-    trial, names = rank.trial, {parameter: name for name, parameter in model.named_parameters()}
-    used: dict[str, GradientRecord] = {}
+    """What is to be told of the gradients is taken just before each of the first optimizer steps.
 
-    def before_use(parameter: nn.Parameter) -> None:
+    Those that are used and let go inside backward are looked at there.
+    """
+    trial, names = rank.trial, {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
+    early_sha256: dict[str, str] = {}
+    early: dict[str, GradientRecord] = {}
+
+    def before_use(parameter: nn.Parameter, gradient: Tensor) -> None:
         with tier(HOST), torch.no_grad():
-            if parameter.grad is not None and len(measured.gradients) < trial.gradient_steps:
-                used[names[parameter]] = record_of(parameter.grad)
+            if trial.fingerprint and measured.gradients_sha256 is None:
+                early_sha256[names[parameter]] = sha256_of(gradient)
+            if len(measured.gradients) < trial.gradient_steps:
+                early[names[parameter]] = record_of(gradient)
 
     tuned._context.before_use.append(before_use)
 
@@ -178,28 +183,16 @@ def _look_at_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledg
         measured.note_peaks(ledger)
         with tier(HOST), torch.no_grad():
             if trial.fingerprint and measured.gradients_sha256 is None:
-                measured.gradients_sha256 = gradients_sha256(model)
+                left = {name: sha256_of(gradient) for name, gradient in gradients_of(model)}
+                measured.gradients_sha256 = sha256_of_all(early_sha256 | left)
             if len(measured.gradients) < trial.gradient_steps:
-                measured.gradients.append(gradient_records(model) | used)
+                measured.gradients.append(early | gradient_records(model))
+                early.clear()
         ledger.reset_peak()
         if len(measured.gradients) == trial.gradient_steps:
             del _FIRST_HOOK[id(tuned.optimizer)]
 
     _FIRST_HOOK[id(tuned.optimizer)] = action
-
-
-def gradients_sha256(model: nn.Module) -> str:
-    """SHA-256 over names, shapes and bytes of all gradients, whole tensors in the order of the names; all ranks call it."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        data = whole.detach().cpu().contiguous()
-        digest.update(f"{name.removeprefix('module.')}{tuple(data.shape)}{data.dtype}".encode())
-        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _Measured) -> None:

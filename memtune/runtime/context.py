@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtune.runtime.activations import ActivationTable
@@ -35,7 +35,7 @@ class Context:
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
         compiled: What runs through torch.compile, if anything does.
-        before_use: Called with each parameter whose gradient is about to be used and let go inside backward.
+        before_use: Called with each parameter whose gradient is about to be used, and let go, inside backward, and with that.
         reloaded: Called when weights and optimizer state have been loaded, by whoever keeps copies of them.
         resumed_steps: Optimizer steps that an earlier run did, from whose end this one goes on.
         finish: Takes away what is kept for resuming.
@@ -52,7 +52,7 @@ class Context:
     turns: Turns | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    before_use: list[Callable[[nn.Parameter], None]] = field(default_factory=list)
+    before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)
     reloaded: list[Callable[[], None]] = field(default_factory=list)
     resumed_steps: int = 0
     finish: Callable[[], None] | None = None

@@ -64,6 +64,7 @@ class GradientsDown:
 
     def __init__(self, context: Context, optimizer: Updates, bucket_bytes: int, trigger: Trigger) -> None:
         self._optimizer, self._bucket_bytes, self._trigger = optimizer, bucket_bytes, trigger
+        self._before_use = context.before_use
         trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
         self._witness = trained[witness([parameter.nbytes for parameter in trained])]
         self._held = {p: context.represented[p] for p in trained if p in context.represented and p is not self._witness}
@@ -134,6 +135,9 @@ class GradientsDown:
             parameter, host = arrived.pop(0)
             add_gradient(self._held[parameter], host)
             del host
+        for look in self._before_use if self._is_last else ():
+            for parameter in parameters:
+                look(parameter, self._held[parameter].grad)
         ready = self._ready(parameters) if self._is_last else []
         if ready:
             self._optimizer.update(ready, at_once=False)

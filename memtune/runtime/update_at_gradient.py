@@ -114,7 +114,7 @@ class UpdateAtGradient:
         self._landed.add(parameter)
         self._begun = True
         for look in self._before_use:
-            look(parameter)
+            look(parameter, parameter.grad)
         groups, self._optimizer.param_groups = self._optimizer.param_groups, [{**group, "params": [parameter]}]
         try:
             self._step(self._optimizer)

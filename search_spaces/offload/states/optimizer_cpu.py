@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
 
 from memtune.early_updates import Trigger
 from memtune.passes.gradients_down import Early, optimizer_beside_backward
@@ -46,6 +48,14 @@ class OptimizerCpu(Technique):
     in the step. In `end_of_step` gradients wait on the device, so clipping by norm works, and so does leaving a step out;
     else clipping is refused, and what has been updated stays so."""
 
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.update == "own" and self.trigger != "end_of_step":
+            raise ValueError("the optimizer's own update is one step over all parameters: set update, or trigger: end_of_step")
+        if self.update == "own" and self.moments != "float32":
+            raise ValueError("the optimizer's own update keeps its moments as they are: set update, or moments: float32")
+        return self
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs an optimizer whose state is worth moving; updates beside backward need one rank and plain autograd."""
         step = program.step
@@ -53,9 +63,7 @@ class OptimizerCpu(Technique):
         if state_bytes == 0 and not any(p.gradient >= 0 for p in step.parameters):
             return Reason("the optimizer has nothing to update")
         if self.update == "own":
-            if self.trigger != "end_of_step":
-                return Reason("the optimizer's own update is one step over all parameters", "update: native, or end_of_step")
-            return None if self.moments == "float32" else Reason("the optimizer's own update keeps its moments", "set update")
+            return None
         if self.trigger != "end_of_step" and (reason := not_as_they_land(program, target)) is not None:
             return reason
         return no_native_update(step, self.update)

@@ -124,7 +124,6 @@ class TestOptimizerCpu(TechniqueSuite):
     def test_what_the_native_update_lacks_is_refused(self) -> None:
         program, target = plain_program(ZOO["tobf16"]), target_of()
         assert "master" in str(OptimizerCpu(kind="optimizer_cpu", update="native").fits(program, target))
-        assert OptimizerCpu(kind="optimizer_cpu", moments="int8").fits(program, target)
         tied = plain_program(ZOO["tied"])
         assert "native" in str(OptimizerCpu(kind="optimizer_cpu", update="master").fits(tied, target))
 

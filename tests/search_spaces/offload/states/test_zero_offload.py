@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from layers_suite import NATIVE, LayersSuite, total, without_gradients
+from pydantic import ValidationError
 from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
@@ -153,8 +154,9 @@ class TestZeroOffload(LayersSuite):
         program, default = plain_program(ZOO["gpt"]), self.default()
         assert "one rank" in str(default.fits(program, replace(target_of(), ranks=2)))
         assert "compiled" in str(default.fits(program, replace(target_of(), compiled="blocks")))
-        own = OptimizerCpu(kind="optimizer_cpu", trigger="per_layer")
-        assert "update: native" in str(own.fits(program, target_of()))
+        for knob in ({"trigger": "per_layer"}, {"moments": "int8"}):
+            with pytest.raises(ValidationError, match="own update"):
+                OptimizerCpu(kind="optimizer_cpu", **knob)
         step = program.step
         smallest = min(step.parameters, key=lambda p: int(step.bytes[p.storage]))
         unused = tuple(p._replace(gradient=-1) if p is smallest else p for p in step.parameters)

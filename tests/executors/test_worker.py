@@ -1,0 +1,41 @@
+"""What a trial tells of the gradients: all of them, also those that have left before the optimizer's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from zoo_paths import ZOO
+
+from memtune.autotune.trials import run_trial
+from memtune.executors.base import TrialResult
+
+EXECUTION = {"micro_batch": 2, "accumulate": 2}
+
+
+def trial(settings: dict[str, Any]) -> TrialResult:
+    config = {"settings": {"execution": EXECUTION, **settings}}
+    return run_trial(str(ZOO["gpt"]), config, executor="local", steps=1, warmup_steps=1)
+
+
+@pytest.fixture(scope="module")
+def plain() -> TrialResult:
+    return trial({})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload": {"states": {"kind": "zero_offload", "bucket_mib": 0.1}}},
+        pytest.param({"execution": EXECUTION | {"order": {"kind": "roam"}}}, marks=pytest.mark.slow),
+        pytest.param(
+            {"offload": {"states": {"kind": "optimizer_cpu", "update": "native", "trigger": "per_layer"}}}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_that_leave_early_are_told_of(plain: TrialResult, settings: dict[str, Any]) -> None:
+    found = trial(settings)
+    assert found.status == "ok", found.log_tail
+    assert found.losses[0] == plain.losses[0]
+    assert found.gradients_sha256 == plain.gradients_sha256
