@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from memtune.errors import ApplyError
 from memtune.program import Kind, Phase, Step
+from memtune.runtime.activations import Region
+from memtune.runtime.context import Context
 from memtune.search_spaces.recompute._keeps import is_attention
 from memtune.technique import CompileScope, Reason
 
@@ -34,6 +37,20 @@ def why_not(step: Step, compiled: CompileScope, keeps: Callable[[str], bool] | N
     if not _frees_something(step, keeps):
         return Reason("autograd saves nothing inside the blocks that could be recomputed", "recompute: {kind: none}")
     return None
+
+
+def blocks_of(context: Context, kind: str) -> Sequence[Region]:
+    """The blocks that `kind` claims.
+
+    Raises:
+        ApplyError: The model has none, so it would do nothing without a word.
+    """
+    if not context.activations.regions:
+        raise ApplyError(
+            f"recompute: {{kind: {kind}}} finds nothing to recompute.", evidence="The model has no repeated blocks.",
+            fix="say which they are: def blocks(model) in model.py; or recompute: {kind: none}", code="MT303",
+        )  # fmt: skip
+    return context.activations.regions
 
 
 def in_one_graph(compiled: CompileScope) -> Reason | None:

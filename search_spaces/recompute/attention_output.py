@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._fits import no_attention, why_not
+from memtune.search_spaces.recompute._fits import blocks_of, no_attention, why_not
 from memtune.search_spaces.recompute._keeps import is_attention
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -38,7 +38,7 @@ class AttentionOutput(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim every block in the activation table, with attention's outputs to keep."""
-        for region in context.activations.regions:
+        for region in blocks_of(context, self.kind):
             context.activations.claim_recompute(region.index, is_attention)
 
     def record(self, target: Target) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import Field
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._fits import in_one_graph, why_not
+from memtune.search_spaces.recompute._fits import blocks_of, in_one_graph, why_not
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -42,7 +42,7 @@ class EveryNth(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim blocks 0, n, 2n, … in the activation table."""
-        for region in context.activations.regions[:: self.n]:
+        for region in blocks_of(context, self.kind)[:: self.n]:
             context.activations.claim_recompute(region.index)
 
     def record(self, target: Target) -> dict[str, Any]:

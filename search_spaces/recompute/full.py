@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._fits import in_one_graph, why_not
+from memtune.search_spaces.recompute._fits import blocks_of, in_one_graph, why_not
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -33,7 +33,7 @@ class Full(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim every block in the activation table."""
-        for region in context.activations.regions:
+        for region in blocks_of(context, self.kind):
             context.activations.claim_recompute(region.index)
 
     def record(self, target: Target) -> dict[str, Any]:

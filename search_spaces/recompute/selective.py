@@ -10,7 +10,7 @@ from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.runtime.kept import Keep
 from memtune.search_spaces.recompute._calls import calls_in, core_attention, frees_something, plan_calls
-from memtune.search_spaces.recompute._fits import no_attention, why_not
+from memtune.search_spaces.recompute._fits import blocks_of, no_attention, why_not
 from memtune.search_spaces.recompute._keeps import is_matmul_or_attention
 from memtune.technique import NO_PLAN, Exactness, Plan, Reason, Target, Technique
 
@@ -57,7 +57,7 @@ class Selective(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim every block in the activation table, with what to keep."""
-        regions = context.activations.regions
+        regions = blocks_of(context, self.kind)
         keeps: Sequence[Keep] = [is_matmul_or_attention] * len(regions)
         if self.scope == "core_attention":
             keeps = calls_in(plan, len(regions))

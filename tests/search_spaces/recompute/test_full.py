@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo_paths import ZOO
 
 from memtune._apply import apply
+from memtune.errors import ApplyError
 from memtune.program import Phase
 from memtune.search_spaces.recompute.full import Full
 from memtune.testing import TechniqueSuite, rewritten
@@ -40,6 +41,13 @@ class TestFull(TechniqueSuite):
         assert again["aten.addmm.default"] == first["aten.addmm.default"] == 16  # qkv, out, up, down in each of 4 blocks
         last = Counter({"aten.mul.Tensor": 4, "aten.add.Tensor": 4})  # dropout's product and the sum, after the last tensor saved
         assert first - again == last
+
+    @pytest.mark.parametrize("kind", ["full", "every_nth", "selective", "attention_output"])
+    def test_a_model_without_blocks_is_refused(self, kind: str) -> None:
+        model = nn.Linear(2, 1)
+        with pytest.raises(ApplyError, match="no repeated blocks") as caught:
+            apply(model, torch.optim.AdamW(model.parameters()), {"settings": {"recompute": {"kind": kind}}}, strict=False)
+        assert caught.value.code == "MT303"
 
     def test_batchnorm_statistics_are_those_of_one_forward(self) -> None:
         workload, model, optimizer = build(ZOO["cnn_bn"])
