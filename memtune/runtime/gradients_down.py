@@ -135,12 +135,18 @@ class GradientsDown:
             parameter, host = arrived.pop(0)
             add_gradient(self._held[parameter], host)
             del host
-        for look in self._before_use if self._is_last else ():
-            for parameter in parameters:
-                look(parameter, self._held[parameter].grad)
+        if self._is_last:
+            self._show(parameters)
         ready = self._ready(parameters) if self._is_last else []
         if ready:
             self._optimizer.update(ready, at_once=False)
+
+    def _show(self, arrived: Iterable[nn.Parameter]) -> None:
+        for parameter in arrived:
+            gradient = self._held[parameter].grad
+            assert gradient is not None
+            for look in self._before_use:
+                look(parameter, gradient)
 
     def _ready(self, arrived: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         if self._trigger == "per_gradient":

@@ -113,6 +113,7 @@ class UpdateAtGradient:
             Variable._execution_engine.queue_callback(self._backward_ends)
         self._landed.add(parameter)
         self._begun = True
+        assert parameter.grad is not None
         for look in self._before_use:
             look(parameter, parameter.grad)
         groups, self._optimizer.param_groups = self._optimizer.param_groups, [{**group, "params": [parameter]}]
