@@ -17,7 +17,7 @@ from memtune.search_spaces.recompute._calls import blocks_of
 from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
 from memtune.search_spaces.recompute._fits import why_not
 from memtune.search_spaces.recompute._levels import FULL, MIN_MOVED_BYTES, Option, made_in, op_seconds, option_of, rewritten
-from memtune.search_spaces.recompute._options import combinations
+from memtune.search_spaces.recompute._options import Combination, Made, combinations
 from memtune.search_spaces.recompute._swap import Choice, busy_in, bytes_of, hull, parts_of
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes, format_seconds
@@ -112,6 +112,18 @@ def _full(program: Program) -> Any:
     return rewritten(program.step, [FULL] * len(program.step.blocks))
 
 
+@lru_cache(maxsize=256)
+def _points(ops: tuple[tuple[Any, ...], ...], min_bytes: int) -> tuple[Combination, ...]:
+    """The hull of a block that `_facts` tells of: equal blocks, also those of other candidates, share it."""
+    made = tuple(Made(*each[:-1], given=each[-1]) for each in ops)
+    return tuple(hull(made, combinations(made, _LIMIT), min_bytes))
+
+
+def _facts(ops: tuple[Made, ...]) -> tuple[tuple[Any, ...], ...]:
+    """All that is known of a block whose tensors nothing moves yet; can be hashed."""
+    return tuple((op.name, op.seconds, op.reads, op.bytes, op.saved, op.keepable, op.given) for op in ops)
+
+
 @lru_cache(maxsize=32)
 def _solved(
     program: Program, later: Program, hardware: Hardware, host_bytes: int | None, min_bytes: int
@@ -121,7 +133,7 @@ def _solved(
     seconds = op_seconds(step, hardware, program.ranks)
     graphs = dict(zip(step.call_block.tolist(), blocks_of(step), strict=True))
     made = {block: made_in(step, graph, seconds, None) for block, graph in graphs.items()}
-    hulls = {block: hull(ops, combinations(ops, _LIMIT), min_bytes) for block, ops in made.items()}
+    hulls = {block: _points(_facts(ops), min_bytes) for block, ops in made.items()}
     parts = [part for block, points in hulls.items() for part in parts_of(block, made[block], points)]
     fixed = sum(bytes_of(made[block], points[0]) for block, points in hulls.items())
     choice = Choice.of(parts, busy_in(later, hardware), hardware, fixed, host_bytes)
