@@ -115,7 +115,10 @@ def _full(program: Program) -> Any:
 @lru_cache(maxsize=256)
 def _points(ops: tuple[tuple[Any, ...], ...], min_bytes: int) -> tuple[Combination, ...]:
     """The hull of a block that `_facts` tells of: equal blocks, also those of other candidates, share it."""
-    made = tuple(Made(*each[:-1], given=each[-1]) for each in ops)
+    made = tuple(
+        Made(name, seconds, reads, size, saved, keepable, given=given)
+        for name, seconds, reads, size, saved, keepable, given in ops
+    )
     return tuple(hull(made, combinations(made, _LIMIT), min_bytes))
 
 
