@@ -9,7 +9,7 @@ from pydantic import Field
 
 from memtune.hardware import Hardware
 from memtune.passes.calls import split_calls
-from memtune.program import Program
+from memtune.program import Program, RankClass, Step
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
 from memtune.search_spaces.recompute._budget import after_later, later_techniques
@@ -104,12 +104,8 @@ class Lohan(Technique):
         return {"activations.recompute": how}
 
     def _chosen(self, program: Program, target: Target) -> tuple[list[Option], Choice, int]:
-        later = after_later(program.with_step(_full(program)), later_techniques(target), target)
-        return _solved(program, later, target.hardware, self.host_bytes, self.min_bytes)
-
-
-def _full(program: Program) -> Any:
-    return rewritten(program.step, [FULL] * len(program.step.blocks))
+        later, run = later_techniques(target), (program.ranks, program.micro_batch, program.accumulate)
+        return _solved(program.step, later, target.hardware, *run, self.host_bytes, self.min_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -127,13 +123,16 @@ def _facts(ops: tuple[Made, ...]) -> tuple[tuple[Any, ...], ...]:
     return tuple((op.name, op.seconds, op.reads, op.bytes, op.saved, op.keepable, op.given) for op in ops)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _solved(
-    program: Program, later: Program, hardware: Hardware, host_bytes: int | None, min_bytes: int
-) -> tuple[list[Option], Choice, int]:
-    """The option of every block, the choice, and the bytes that are swapped."""
-    step = program.step
-    seconds = op_seconds(step, hardware, program.ranks)
+    step: Step, techniques: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
+    host_bytes: int | None, min_bytes: int,
+) -> tuple[list[Option], Choice, int]:  # fmt: skip
+    """The option of every block, the choice, and the bytes that are swapped; `fits` and `plan` both ask for it."""
+    full = Program((RankClass(ranks, rewritten(step, [FULL] * len(step.blocks))),), micro_batch, accumulate)
+    target = Target(hardware, ranks, None, {each.slot: each for each in techniques})
+    later = after_later(full, techniques, target)
+    seconds = op_seconds(step, hardware, ranks)
     graphs = dict(zip(step.call_block.tolist(), blocks_of(step), strict=True))
     made = {block: made_in(step, graph, seconds, None) for block, graph in graphs.items()}
     hulls = {block: _points(_facts(ops), min_bytes) for block, ops in made.items()}
