@@ -282,8 +282,6 @@ class Rewriter:
             return Reason("the micro-batch is not given", "set execution.micro_batch")
         recording: Recording | Reason = self.recording
         if execution.compile:
-            if self.target.ranks > 1:
-                return Reason("compiled models train on one rank so far", "execution.compile: false")
             if self.compiled is None:
                 return Reason("the compiled step was not recorded", "execution.compile: false")
             recording = self.compiled(Compiling(execution.compile, execution.compile_backend, partitioning))
