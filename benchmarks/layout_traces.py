@@ -170,13 +170,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "All but planned: peak reserved / peak allocated bytes, no GPU behind it: native and expandable are memtune's model of",
         "torch's allocator, pools and gmlake are its own over books. Pools are learned in the first three steps, which serve all",
         "requests from one arena: the steady rows, three steps long, show no more. Planned: height of the layout / most",
-        "live bytes (MiB in the table), on a circle where the step repeats. Stitched memory comes in pages of 2 MiB and shares none with the arena",
+        "live bytes, on a circle where the step repeats. Stitched memory comes in pages of 2 MiB and shares none with the arena",
         "of small requests. A model whose tensors have few MiB loses up to a page on each, which is most of what gmlake holds",
-        "above 1.10 there. `gmlake 20` and `gmlake 64` (`arena_below_mb`) let requests below so many MiB share pages: little",
+        "above 1.10 there. `20` and `64` (its `arena_below_mb`) let requests below so many MiB share pages: little",
         "rounding, but holes where large requests of changing sizes follow, which is what stitching is for. `best gmlake`: the",
         "knob as a search chooses it, by this very replay.",
         "",
-        "| model | steps | buffers | MiB | native | expandable | pools | gmlake | gmlake 20 | gmlake 64 | best gmlake | planned |",
+        "| model | steps | buffers | live MiB | native | expandable | pools | gmlake | 20 | 64 | best gmlake | planned |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in rows:
