@@ -44,11 +44,11 @@ def move_activations(step: Step, claims: list[MoveClaim], ssd_ahead: int | None 
     claim_of = {claim.block: claim for claim in claims}
     each = [(call, claim_of[block]) for call, block in enumerate(step.call_block.tolist()) if block in claim_of]
     calls = split_calls(step)
-    new = _move_calls(calls, [replace(claim, block=call) for call, claim in each], _lands_after(step), ssd_ahead)
+    new = _move_calls(calls, [replace(claim, block=call) for call, claim in each], ops_of_landing(step), ssd_ahead)
     return step if new is calls else join_calls(new, step)
 
 
-def _lands_after(step: Step) -> I32:
+def ops_of_landing(step: Step) -> I32:
     """(calls,) op after which a copy has landed that was started in each call, n_ops for when backward asks (Rule 6).
 
     That is the end of the call that autograd sees next, or of the call itself where its block is the last.
