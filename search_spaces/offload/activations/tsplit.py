@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from memtune.passes.calls import split_calls
 from memtune.passes.move import MoveClaim, move_activations
 from memtune.passes.position_wise import PositionWise, position_wise
 from memtune.passes.split_region import split_regions
-from memtune.planners.tsplit import Found, solve
+from memtune.planners.tsplit import Found, Problem, solve
 from memtune.program import I64, Program, RankClass, Step
 from memtune.runtime.context import Context
 from memtune.runtime.tiled_region import install_tiled_modules
@@ -196,7 +196,7 @@ def _solve(
     budget, the planner is given as much less.
     """
     run = _Run(step, later, hardware, Program((RankClass(ranks, step),), micro_batch, accumulate), parts, min_bytes)
-    plain = run.peak_bytes(step)
+    plain = run.plain_bytes
     if budget_bytes is None:
         smallest = run.solved(0, 0)
         budget_bytes = smallest.peak_bytes + round((plain - smallest.peak_bytes) * (share or 0.0))
@@ -233,10 +233,17 @@ class _Run:
         min_bytes: int,
     ) -> None:
         self.step, self.hardware, self._later, self._program, self._min_bytes = step, hardware, later, program, min_bytes
-        self._target = Target(hardware, program.ranks, None, {each.slot: each for each in later})
-        self._decisions: Decisions = decisions(step, hardware, program.ranks, min_bytes, parts)
-        self._problem = self._decisions.problem(self._timeline())
-        self._plain_bytes = self.peak_bytes(step)
+        self._parts, self._target = parts, Target(hardware, program.ranks, None, {each.slot: each for each in later})
+        self._after_plain = self._after(step)
+        self.plain_bytes = int(live_bytes(self._after_plain, hardware).max(initial=0))
+
+    @cached_property
+    def _decisions(self) -> Decisions:
+        return decisions(self.step, self.hardware, self._program.ranks, self._min_bytes, self._parts)
+
+    @cached_property
+    def _problem(self) -> Problem:
+        return self._decisions.problem(self._timeline())
 
     def peak_bytes(self, step: Step) -> int:
         """Of `step` after every later pass."""
@@ -249,14 +256,14 @@ class _Run:
         told = _plan(moved, split, found, 0, 0, 0)
         new = _rewritten(self.step, told, self._min_bytes)
         peak, down = self.peak_bytes(new), _moved_bytes(new)
-        return _Solved(_plan(moved, split, found, peak, self._plain_bytes, down), found, peak, self._plain_bytes, budget_bytes)
+        return _Solved(_plan(moved, split, found, peak, self.plain_bytes, down), found, peak, self.plain_bytes, budget_bytes)
 
     def _after(self, step: Step) -> Step:
         return after_later(self._program.with_step(step), self._later, self._target).step
 
     def _timeline(self) -> I64:
         """(n,) live bytes, in every window between blocks as much more as later passes make its most."""
-        live, after = live_bytes(self.step, self.hardware), self._after(self.step)
+        live, after = live_bytes(self.step, self.hardware), self._after_plain
         if after is self.step:
             return live
         order = np.arange(len(self.step.blocks), dtype=np.int32)
