@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from memtune.errors import ApplyError
@@ -98,14 +99,16 @@ class TensorMovement(Technique):
         """Weights of each rank's blocks come and go, the optimizer on the host; ranks that differ are classes of their own."""
         group, stride = int(plan.decisions["group"]), int(plan.decisions["stride"])
         node, ranks = target.hardware.local_ranks(target.ranks), program.ranks
-        if ranks > _APART or self.mode == "none":
-            step = self._swapped(program.step, stride, 0)
+        if self.mode == "none":
+            return program.with_step(self._swapped(program.step, stride, 0))
+        if ranks > _APART:
             note = "ranks behind one link are priced as if they swapped at the same time"
-            return program.with_step(step, notes=(*program.notes, note) if self.mode != "none" else program.notes)
+            return program.with_step(self._swapped(program.step, stride, 0), notes=(*program.notes, note))
         places = [place_of(rank, node, group) if self.mode == "disjoint" else 0 for rank in range(ranks)]
-        steps = {place: self._swapped(program.step, stride, place) for place in sorted(set(places))}
+        plain = _meeting(program.step)
+        steps = {place: self._swapped(plain, stride, place) for place in sorted(set(places))}
         classes = tuple(RankClass(1, steps[place]) for place in places)
-        return replace(program, rank_classes=classes)
+        return replace(program, rank_classes=classes, copies_in_turn=self.mode == "token")
 
     def _swapped(self, step: Step, stride: int, place: int) -> Step:
         blocks = swapped_blocks(len(step.blocks), stride, place)
@@ -159,3 +162,9 @@ class TensorMovement(Technique):
 
     def _stride(self, group: int) -> int:
         return group if self.stride is None else self.stride
+
+
+def _meeting(step: Step) -> Step:
+    """`step` with its collectives numbered, so that ranks whose steps differ wait for each other in them."""
+    talk = step.op_group > 1
+    return replace(step, op_match=np.where(talk, np.cumsum(talk), step.op_match).astype(np.int32))
