@@ -70,16 +70,16 @@ class _Split(Parts):
 
     def _backward(self, ops: NewOps, made: list[dict[int, int]]) -> list[dict[int, int]]:
         """Where each op of each part's backward went."""
-        region, found = self.region, []
+        region, found = self.region, list[dict[int, int]]()
         if region.dx >= 0:
             self.edit.producer[region.dx] = ops.run("aten.new_empty.default", region.given)
-        for number, (part, mine) in enumerate(zip(self.parts, made, strict=True)):
+        for part, mine in reversed(list(zip(self.parts, made, strict=True))):
             lasts: dict[int, int] = {}
-            self.run(ops, region.backward, part, mine, lasts, first=number == 0)
-            self.collect(ops, mine, first=number == 0)
+            self.run(ops, region.backward, part, mine, lasts, first=not found)
+            self.collect(ops, mine, first=not found)
             found.append(lasts)
         ops.hold(region.given, ops.last)
-        return found
+        return found[::-1]
 
     def _save(self, made: dict[int, int], packed: dict[int, int], lasts: dict[int, int]) -> None:
         """A part saves what the module did, where the part's own ops run."""

@@ -32,9 +32,9 @@ class Copy:
     """A transfer over one direction of the link, on the clock of the plain step's compute."""
 
     start_s: float
-    """It cannot begin earlier."""
+    """It cannot begin earlier; to the device, also not before the one before it was waited for."""
     until_s: float
-    """Compute goes no further before it is over."""
+    """Compute goes no further before it is over; to the host, neither does the next one."""
     seconds: float
 
 
@@ -82,7 +82,7 @@ class Problem:
         """Seconds on top of the plain step."""
         taken = self.taken(choice)
         out, back = ([copy for each in taken for copy in way(each)] for way in (lambda a: a.out, lambda a: a.back))
-        return sum(each.more_s for each in taken) + _stalls(out) + _stalls(back)
+        return sum(each.more_s for each in taken) + _stalls(out) + _stalls([_mirrored(each) for each in back])
 
     def taken(self, choice: Sequence[int]) -> list[Action]:
         """The actions of a choice."""
@@ -173,6 +173,11 @@ def _all_looked_at(problem: Problem, budget_bytes: int) -> Found | None:
     return min((each for each in found if each.is_within), key=lambda each: (each.added_s, each.peak_bytes), default=None)
 
 
+def _mirrored(copy: Copy) -> Copy:
+    """A copy back seen from the end of the step: there it begins where it is needed, and may last until it can begin."""
+    return Copy(-copy.until_s, -copy.start_s, copy.seconds)
+
+
 def _stalls(copies: list[Copy]) -> float:
     """Seconds that compute waits for `copies` on one link."""
     copies = sorted(copies, key=lambda each: (each.start_s, each.until_s))
@@ -183,39 +188,69 @@ def _stalls(copies: list[Copy]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """Legend: a = actions of all tensors, f = what they free, c = their copies to the host."""
+    """Legend: a = actions of all tensors, f = what they free."""
 
     tensor: I32  # (a,)
     number: I32  # (a,) 1, 2, ... within its tensor
     part_of: I32  # (tensors,)
-    fixed_s: F64  # (a,) what does not depend on other actions: copies back among themselves, kernels
+    more_s: F64  # (a,)
     free_action: I32  # (f,)
     first: I32  # (f,)
     stop: I32  # (f,)
     n_bytes: I64  # (f,)
-    copy_action: I32  # (c,)
-    start_s: F64  # (c,)
-    end_s: F64  # (c,) by which it is to be over, as far as its own action tells
-    copy_s: F64  # (c,)
+    links: tuple[_Link, _Link]
+    """To the host; back, mirrored."""
 
     @classmethod
     def of(cls, problem: Problem) -> _Columns:
         every = [(t, n, action) for t, each in enumerate(problem.tensors) for n, action in enumerate(each.actions, 1)]
         frees = [(i, *each) for i, (_, _, action) in enumerate(every) for each in action.frees]
-        copies = [
-            (i, one.start_s, min(one.until_s, other.start_s), one.seconds)
-            for i, (_, _, action) in enumerate(every)
-            for one, other in zip(action.out, (*action.out[1:], Copy(np.inf, 0.0, 0.0)), strict=False)
-        ]
         tensor, number = (np.asarray([each[k] for each in every], np.int32) for k in (0, 1))
         action, first, stop, n_bytes = (np.asarray(column, np.int64) for column in _columns(frees, 4))
-        copy, start, end, seconds = (np.asarray(column, np.float64) for column in _columns(copies, 4))
         return cls(
             tensor, number, np.asarray([each.part_of for each in problem.tensors], np.int32),
-            np.asarray([each.more_s + _stalls(list(each.back)) for _, _, each in every], np.float64),
+            np.asarray([each.more_s for _, _, each in every], np.float64),
             action.astype(np.int32), first.astype(np.int32), stop.astype(np.int32), n_bytes,
-            copy.astype(np.int32), start, end, seconds,
+            (_Link.of([each.out for _, _, each in every]), _Link.of([tuple(map(_mirrored, each.back)) for _, _, each in every])),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Link:
+    """Copies of all actions in one direction, one row each."""
+
+    action: I32
+    start_s: F64
+    end_s: F64
+    """By which it is to be over, as far as its own action tells."""
+    copy_s: F64
+
+    @classmethod
+    def of(cls, ways: Sequence[tuple[Copy, ...]]) -> _Link:
+        rows = []
+        for i, way in enumerate(ways):
+            copies = sorted(way, key=lambda each: each.start_s)
+            following = (*copies[1:], Copy(np.inf, 0.0, 0.0))
+            rows += [(i, a.start_s, min(a.until_s, b.start_s), a.seconds) for a, b in zip(copies, following, strict=False)]
+        action, start, end, seconds = (np.asarray(column, np.float64) for column in _columns(rows, 4))
+        return cls(action.astype(np.int32), start, end, seconds)
+
+    def waits(self, taken: npt.NDArray[np.bool_], actions: int) -> F64:
+        """(actions,) seconds that compute waits for each beside those that are `taken`; for those, what it waits now."""
+        mine = taken[self.action]
+        order = np.argsort(self.start_s[mine], kind="stable")
+        starts, ends, took = (column[mine][order] for column in (self.start_s, self.end_s, self.copy_s))
+        after = np.searchsorted(starts, self.start_s, side="right")
+        following = np.append(starts, np.inf)[after]
+        own = _waits(self.copy_s, self.start_s, np.minimum(self.end_s, following))
+        if len(starts):  # the one before has to be over earlier
+            before = np.maximum(after - 1, 0)
+            until = np.minimum(ends[before], np.append(starts[1:], np.inf)[before])
+            earlier = np.minimum(until, self.start_s)
+            later = _waits(took[before], starts[before], earlier) - _waits(took[before], starts[before], until)
+            own += np.where((after > 0) & ~mine, later, 0.0)
+        found: F64 = np.bincount(self.action, own, actions).astype(np.float64)
+        return found
 
 
 def _columns(rows: Sequence[tuple[float, ...]], width: int) -> list[list[float]]:
@@ -292,19 +327,9 @@ class _State:
     def _seconds(self) -> F64:
         """(a,) time that each action adds beside those taken; of those taken, what they add now."""
         columns = self.problem.columns
-        taken = self._taken[columns.copy_action]
-        order = np.argsort(columns.start_s[taken], kind="stable")
-        starts, ends, took = (column[taken][order] for column in (columns.start_s, columns.end_s, columns.copy_s))
-        after = np.searchsorted(starts, columns.start_s, side="right")
-        following = np.append(starts, np.inf)[after]
-        own = _waits(columns.copy_s, columns.start_s, np.minimum(columns.end_s, following))
-        if len(starts):  # the one before has to be over earlier
-            before = np.maximum(after - 1, 0)
-            until = np.minimum(ends[before], np.append(starts[1:], np.inf)[before])
-            earlier = np.minimum(until, columns.start_s)
-            later = _waits(took[before], starts[before], earlier) - _waits(took[before], starts[before], until)
-            own += np.where((after > 0) & ~taken, later, 0.0)
-        found: F64 = columns.fixed_s + np.bincount(columns.copy_action, own, len(self._taken))
+        found: F64 = columns.more_s.copy()
+        for link in columns.links:
+            found += link.waits(self._taken, len(found))
         return found
 
 

@@ -3,9 +3,10 @@
 What the module saves for backward is then not one storage per tensor but one per tensor and part, which leaves the device, comes
 back and is freed on its own: while part i computes, part i - 1 is on its way to the host.
 
-Rule 1. Forward runs part after part, each with a graph from its rows to its output; backward goes back through the graphs in the
-        same order, so nothing runs twice. What they save passes through the hooks of the block around, where the table of claims
-        (`runtime.activations`) keeps or moves it. The graphs hold neither the rows nor the outputs themselves.
+Rule 1. Forward runs part after part, each with a graph from its rows to its output; backward goes back through the graphs, the
+        last part's first, so nothing runs twice and what left last comes back first. What they save passes through the hooks of
+        the block around, where the table of claims (`runtime.activations`) keeps or moves it. The graphs hold neither the rows
+        nor the outputs themselves.
 Rule 2. Parameters go in as arguments and their gradients come out summed: whoever watches gradients (FSDP2, DDP, hooks) sees one
         of each, whole, as from the plain module.
 """
@@ -62,7 +63,7 @@ class KeptParts(torch.autograd.Function):
         given, size = gradient.reshape(-1, gradient.shape[-1]), ctx.size
         dx = given.new_empty(len(given), ctx.shape[-1], dtype=ctx.dtype) if ctx.needs_input_grad[0] else None
         sums: list[Tensor | None] = [None] * len(ctx.parameters)
-        for number, (entered, left) in enumerate(ctx.edges):
+        for number, (entered, left) in reversed(list(enumerate(ctx.edges))):
             mine = slice(number * size, (number + 1) * size)
             wanted = [*ctx.parameters] if dx is None else [entered, *ctx.parameters]
             got = list(torch.autograd.grad(left, wanted, given[mine], allow_unused=True))

@@ -50,16 +50,25 @@ class Decisions:
         return Problem(live_bytes, self.tensors)
 
 
-def decisions(step: Step, hardware: Hardware, ranks: int, min_bytes: int, parts: tuple[int, ...]) -> Decisions:
-    """What can be decided of `step`, whose blocks run once each; nothing is split where `parts` is empty."""
-    return _Prices(step, hardware, ranks, min_bytes).all(parts)
+def decisions(step: Step, hardware: Hardware, ranks: int, min_bytes: int, parts: tuple[int, ...], *, ahead: bool) -> Decisions:
+    """What can be decided of `step`, whose blocks run once each.
+
+    Args:
+        step: Before anything is split or moved.
+        hardware: Whose links carry what moves.
+        ranks: That it runs on.
+        min_bytes: Smaller tensors, and parts, stay.
+        parts: Into how many parts modules may be split; empty: nothing is.
+        ahead: Tensors come back while those before them are used, not when they are asked for.
+    """
+    return _Prices(step, hardware, ranks, min_bytes, ahead=ahead).all(parts)
 
 
 class _Prices:
     """Actions of one step."""
 
-    def __init__(self, step: Step, hardware: Hardware, ranks: int, min_bytes: int) -> None:
-        self.step, self.hardware, self.min_bytes = step, hardware, min_bytes
+    def __init__(self, step: Step, hardware: Hardware, ranks: int, min_bytes: int, *, ahead: bool) -> None:
+        self.step, self.hardware, self.min_bytes, self.ahead = step, hardware, min_bytes, ahead
         computes = step.op_resource == Resource.COMPUTE
         self.op_s: F64 = np.where(computes, op_seconds(step, hardware, ranks), 0.0)
         self.clock: F64 = np.append(0.0, np.cumsum(self.op_s))  # when each op begins
@@ -111,14 +120,15 @@ class _Prices:
             return None
         n_bytes, save = int(step.bytes[storage]), int(step.save_before[row])
         out = Copy(float(self.clock[save]), float(self.clock[first]), self._out_s(n_bytes))
-        at = float(self.clock[stop])  # a copy back is asked for by the op that waits for it
-        return Action(((first, stop, n_bytes),), (out,), (Copy(at, at, self._back_s(n_bytes)),))
+        return Action(((first, stop, n_bytes),), (out,), (self._back(float(self.clock[stop]), n_bytes),))
+
+    def _back(self, at_s: float, n_bytes: float) -> Copy:
+        """Asked for by the op that waits for it, or begun when the one before it was."""
+        seconds = n_bytes / self.hardware.host_to_device_bytes_per_s + self.hardware.launch_s
+        return Copy(0.0 if self.ahead else at_s, at_s, seconds)
 
     def _out_s(self, n_bytes: float) -> float:
         return n_bytes / self.hardware.device_to_host_bytes_per_s + self.hardware.launch_s
-
-    def _back_s(self, n_bytes: float) -> float:
-        return n_bytes / self.hardware.host_to_device_bytes_per_s + self.hardware.launch_s
 
     def _split(self, region: PositionWise, parts: int) -> Action | None:
         """`region` in `parts` parts, whose saved tensors move; None where they are too small for it."""
@@ -128,13 +138,15 @@ class _Prices:
         if not away:
             return None
         begin, end = float(self.clock[region.forward[0]]), float(self.clock[region.forward[-1] + 1])
+        again_s, over_s = float(self.clock[region.backward[0]]), float(self.clock[region.backward[-1] + 1])
         out, back = [], []
         for part in range(parts):
             for storage, whole in zip(moved, away, strict=True):
                 n_bytes = int(self.step.bytes[storage]) / parts
                 start = begin + (part * (end - begin) + whole.out[0].start_s - begin) / parts
                 out.append(Copy(start, whole.out[0].until_s, self._out_s(n_bytes)))
-                back.append(Copy(whole.back[0].start_s, whole.back[0].start_s, self._back_s(n_bytes)))
+                asked_s = max(whole.back[0].until_s - again_s, 0.0)
+                back.append(self._back(again_s + (part * (over_s - again_s) + asked_s) / parts, n_bytes))
         most = max(int(self.step.bytes[s]) for s in moved) // parts  # on its way to the host
         frees = [*self._while_running(region, parts, most), *self._between(region, away)]
         return Action(tuple(frees), tuple(out), tuple(back), self._more_s(region, parts))

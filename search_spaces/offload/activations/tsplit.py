@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from memtune.calls import INPUTS, Call, by_name, from_names
 from memtune.errors import ApplyError
-from memtune.hardware import Hardware
 from memtune.passes.calls import split_calls
-from memtune.passes.move import MoveClaim, move_activations
-from memtune.passes.position_wise import PositionWise, position_wise
-from memtune.passes.split_region import split_regions
-from memtune.planners.tsplit import Found, Problem, solve
-from memtune.program import I64, Program, RankClass, Step
+from memtune.passes.position_wise import position_wise
+from memtune.program import Program, Step
 from memtune.runtime.context import Context
 from memtune.runtime.tiled_region import install_tiled_modules
-from memtune.search_spaces.offload.activations._micro_tensors import Decisions, Split, calls_in_parts, decisions
-from memtune.search_spaces.recompute._budget import after_later, later_techniques
-from memtune.search_spaces.recompute._levels import live_bytes, windows
+from memtune.search_spaces.offload.activations._by_budget import Decided, How, Solved, rewritten, solved
+from memtune.search_spaces.recompute._budget import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes, format_seconds
 
-_TRIES = 6
-"""Plans that are rewritten in search of one whose true peak is within the budget."""
 _WHOLE_BATCH = ("batch_norm", "instance_norm", "group_norm")
 
 
@@ -68,18 +58,20 @@ class TSplit(Technique):
     """Most parts that a module is split into; powers of two up to it are tried. 1 splits nothing, so gradients stay bitwise."""
     min_bytes: Annotated[int, Field(ge=1)] = 65536
     """Smaller tensors, and parts of tensors, stay: a copy has a fixed cost."""
+    ahead: Annotated[int, Field(ge=0, le=16)] = 1
+    """Tensors that come back before backward asks for them, beside compute; each takes its bytes. 0 waits for each."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that the step exceeds and that some plan meets, and blocks whose tensors have addresses."""
         if (reason := self._cannot(program.step, target)) is not None:
             return reason
-        solved = self._solved(program, target)
-        if self.share is None and solved.plain_bytes <= solved.budget_bytes:
+        found = self._solved(program, target)
+        if found.plain_bytes <= found.budget_bytes:
             return Reason("everything fits into the budget as it is", "offload.activations: {kind: none}")
-        if not solved.found.is_within:
+        if not found.is_within:
             return Reason(
-                f"no plan stays within {format_bytes(solved.budget_bytes)}: the smallest that was found needs "
-                f"{format_bytes(solved.peak_bytes)}{self._not_split(program.step)}",
+                f"no plan stays within {format_bytes(found.budget_bytes)}: the smallest that was found needs "
+                f"{format_bytes(found.peak_bytes)}{self._not_split(program.step)}",
                 "a smaller micro-batch, recompute, or sharding or offload of what is not an activation",
             )
         return None
@@ -121,15 +113,17 @@ class TSplit(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Modules in parts; copies out after each save, copies back before each first use."""
-        return program.with_step(_rewritten(program.step, plan, self.min_bytes))
+        decided = Decided.of(plan, len(program.step.blocks))
+        return program.with_step(rewritten(program.step, decided, self.min_bytes))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Split the modules, and claim the calls in the activation table."""
         table = context.activations
-        moved, split = _decided(plan, len(table.regions))
-        if split:
-            install_tiled_modules(context, split, check="offload.activations", again=False)
-        for region, calls in zip(table.regions, moved, strict=True):
+        decided = Decided.of(plan, len(table.regions))
+        table.ahead = decided.ahead
+        if decided.split:
+            install_tiled_modules(context, decided.split, check="offload.activations", again=False)
+        for region, calls in zip(table.regions, decided.moved, strict=True):
             if calls:
                 table.claim_move(region.index, 1.0, self.min_bytes, calls)
 
@@ -150,7 +144,7 @@ class TSplit(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """The budget that decides all else."""
         budget = f"share {self.share}" if self.share is not None else self._budget(target)
-        how = {"planned": budget, "parts": self.parts, "min_bytes": self.min_bytes, "tier": "host"}
+        how = {"planned": budget, "parts": self.parts, "min_bytes": self.min_bytes, "ahead": self.ahead, "tier": "host"}
         return {"activations.move": how}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
@@ -165,185 +159,15 @@ class TSplit(Technique):
         n_bytes = self.budget_bytes or target.budget_bytes
         return None if n_bytes is None else int(n_bytes * (1 - self.spare))
 
-    def _solved(self, program: Program, target: Target) -> _Solved:
-        again = target.chosen.get("recompute")
-        splits = self.parts if again is None or again.kind == "none" else 1
-        parts = tuple(each for each in (2, 4, 8, 16) if each <= splits)
+    def _solved(self, program: Program, target: Target) -> Solved:
+        how = self._how(target.chosen.get("recompute"))
         run = (program.ranks, program.micro_batch, program.accumulate)
         later = later_techniques(target, "offload.activations")
         budget = None if self.share is not None else self._budget(target)
-        return _solve(program.step, later, target.hardware, *run, budget, self.share, parts, self.min_bytes)
+        return solved(program.step, later, target.hardware, *run, budget, self.share, how)
 
-
-@dataclass(frozen=True, eq=False)
-class _Solved:
-    plan: Plan
-    found: Found
-    peak_bytes: int
-    """Of the whole program after every later pass."""
-    plain_bytes: int
-    budget_bytes: int
-
-
-@lru_cache(maxsize=64)
-def _solve(
-    step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
-    budget_bytes: int | None, share: float | None, parts: tuple[int, ...], min_bytes: int,
-) -> _Solved:  # fmt: skip
-    """The plan; `fits` and `plan` both ask for it.
-
-    The planner prices moments, the passes have the last word: where the rewritten program, after every later pass, is above the
-    budget, the planner is given as much less.
-    """
-    run = _Run(step, later, hardware, Program((RankClass(ranks, step),), micro_batch, accumulate), parts, min_bytes)
-    plain = run.plain_bytes
-    if budget_bytes is None:
-        smallest = run.solved(0, 0)
-        budget_bytes = smallest.peak_bytes + round((plain - smallest.peak_bytes) * (share or 0.0))
-        if not share:
-            return _within(smallest, budget_bytes)
-    if plain <= budget_bytes:
-        nothing = Found((), plain, 0.0, is_within=True)
-        return _Solved(_plan([frozenset()] * len(step.blocks), {}, nothing, plain, plain, 0), nothing, plain, plain, budget_bytes)
-    aim, best = budget_bytes, None
-    for _ in range(_TRIES):
-        best = run.solved(aim, budget_bytes)
-        if best.peak_bytes <= budget_bytes or not best.found.is_within:
-            break
-        aim -= best.peak_bytes - budget_bytes
-    assert best is not None
-    return _within(best, budget_bytes)
-
-
-def _within(solved: _Solved, budget_bytes: int) -> _Solved:
-    found = Found(solved.found.choice, solved.found.peak_bytes, solved.found.added_s, solved.peak_bytes <= budget_bytes)
-    return _Solved(solved.plan, found, solved.peak_bytes, solved.plain_bytes, budget_bytes)
-
-
-class _Run:
-    """One step under one set of later techniques."""
-
-    def __init__(
-        self,
-        step: Step,
-        later: tuple[Technique, ...],
-        hardware: Hardware,
-        program: Program,
-        parts: tuple[int, ...],
-        min_bytes: int,
-    ) -> None:
-        self.step, self.hardware, self._later, self._program, self._min_bytes = step, hardware, later, program, min_bytes
-        self._parts, self._target = parts, Target(hardware, program.ranks, None, {each.slot: each for each in later})
-        self._after_plain = self._after(step)
-        self.plain_bytes = int(live_bytes(self._after_plain, hardware).max(initial=0))
-
-    @cached_property
-    def _decisions(self) -> Decisions:
-        return decisions(self.step, self.hardware, self._program.ranks, self._min_bytes, self._parts)
-
-    @cached_property
-    def _problem(self) -> Problem:
-        return self._decisions.problem(self._timeline())
-
-    def peak_bytes(self, step: Step) -> int:
-        """Of `step` after every later pass."""
-        return int(live_bytes(self._after(step), self.hardware).max(initial=0))
-
-    def solved(self, aim_bytes: int, budget_bytes: int) -> _Solved:
-        """What the planner finds for a budget, and its true peak."""
-        found = solve(self._problem, aim_bytes)
-        moved, split = _chosen(self.step, self._decisions, found)
-        told = _plan(moved, split, found, 0, 0, 0)
-        new = _rewritten(self.step, told, self._min_bytes)
-        peak, down = self.peak_bytes(new), _moved_bytes(new)
-        return _Solved(_plan(moved, split, found, peak, self.plain_bytes, down), found, peak, self.plain_bytes, budget_bytes)
-
-    def _after(self, step: Step) -> Step:
-        return after_later(self._program.with_step(step), self._later, self._target).step
-
-    def _timeline(self) -> I64:
-        """(n,) live bytes, in every window between blocks as much more as later passes make its most."""
-        live, after = live_bytes(self.step, self.hardware), self._after_plain
-        if after is self.step:
-            return live
-        order = np.arange(len(self.step.blocks), dtype=np.int32)
-        mine, theirs = windows(self.step, order), windows(after, order)
-        more = np.maximum.reduceat(live_bytes(after, self.hardware), theirs) - np.maximum.reduceat(live, mine)
-        found: I64 = live + np.repeat(more, np.diff(np.append(mine, self.step.n_ops)))
-        return found
-
-
-def _moved_bytes(step: Step) -> int:
-    copies = np.asarray([name == "memtune.to_host.default" for name in step.names], bool)[step.op_name]
-    return int(step.op_traffic_bytes[copies].sum())
-
-
-def _chosen(step: Step, made: Decisions, found: Found) -> tuple[list[frozenset[Call]], dict[str, int]]:
-    """Calls that move, by block, and modules that are split, from the planner's choice."""
-    taken = [(each, number) for each, number in zip(made.of, found.choice, strict=True) if number]
-    split = [(each.region, each.parts[number - 1]) for each, number in taken if isinstance(each, Split)]
-    calls: list[frozenset[Call]] = []
-    for block in range(len(step.blocks)):
-        mine = {region.forward[0]: (region, parts) for region, parts in split if step.op_block[region.forward[0]] == block}
-        ops = {each.op for each, _ in taken if not isinstance(each, Split) and each.block == block}
-        for region, _ in mine.values():
-            ops |= set(region.forward) & _saving(step, region)
-        address = calls_in_parts(step, block, mine) if ops else {}
-        calls.append(frozenset().union(*(frozenset([INPUTS]) if op < 0 else address[op] for op in ops)))
-    return calls, {region.module: parts for region, parts in split}
-
-
-def _saving(step: Step, region: PositionWise) -> set[int]:
-    """Ops whose outputs the module saves."""
-    return set(step.producer[step.save_storage[list(region.saves)]].tolist())
-
-
-def _plan(
-    moved: list[frozenset[Call]], split: dict[str, int], found: Found, peak_bytes: int, plain_bytes: int, moved_bytes: int
-) -> Plan:
-    different = list(dict.fromkeys(moved))
-    told = {"peak_bytes": peak_bytes, "plain_bytes": plain_bytes, "moved_bytes": moved_bytes, "added_s": round(found.added_s, 9)}
-    return Plan(
-        decisions={
-            "moved": [by_name(each) for each in different],
-            "blocks": [different.index(each) for each in moved],
-            "split": split,
-            "told": told,
-        }
-    )
-
-
-def _decided(plan: Plan, blocks: int) -> tuple[list[frozenset[Call]], dict[str, int]]:
-    """Calls that move, by block, and modules that are split.
-
-    Raises:
-        ApplyError: The plan is missing, malformed, or for another number of blocks.
-    """
-    try:
-        different = [from_names(each) for each in plan.decisions["moved"]]
-        moved = [different[i] for i in plan.decisions["blocks"]]
-        split = {str(name): int(parts) for name, parts in plan.decisions["split"].items()}
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise _no_plan("The config has none, or it is damaged.") from error
-    if len(moved) != blocks:
-        raise _no_plan(f"The config's is for {len(moved)} blocks, the model has {blocks}.")
-    if any(not 1 < parts <= 16 for parts in split.values()):
-        raise _no_plan(f"It splits modules into {sorted(set(split.values()))} parts; 2 to 16 are known.")
-    return moved, split
-
-
-def _no_plan(evidence: str) -> ApplyError:
-    return ApplyError(
-        "offload.activations: {kind: tsplit} needs a plan of which tensors move.",
-        evidence=evidence,
-        fix="memtune search  writes it with the config; or choose copy_out",
-        code="MT316",
-    )
-
-
-def _rewritten(step: Step, plan: Plan, min_bytes: int) -> Step:
-    moved, split = _decided(plan, len(step.blocks))
-    if split:
-        regions = [each for each in position_wise(step) if each.module in split]
-        step = split_regions(step, regions, [split[each.module] for each in regions])
-    return move_activations(step, [MoveClaim(i, 1.0, min_bytes, calls) for i, calls in enumerate(moved) if calls])
+    def _how(self, recompute: Technique | None) -> How:
+        """Blocks that run again are not split, and ask for what they kept in an order of their own, so nothing comes ahead."""
+        if recompute is not None and recompute.kind != "none":
+            return How((), self.min_bytes, 0)
+        return How(tuple(each for each in (2, 4, 8, 16) if each <= self.parts), self.min_bytes, self.ahead)

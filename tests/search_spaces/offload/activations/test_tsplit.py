@@ -107,7 +107,7 @@ class TestTSplit(TechniqueSuite):
         assert "nothing can be split" in reason
         assert "batch_norm" in reason
 
-    @pytest.mark.parametrize("plan", [{}, {"moved": [{}], "blocks": [0], "split": {}, "told": {}}, {"moved": 3}])
+    @pytest.mark.parametrize("plan", [{}, {"moved": [{}], "blocks": [0], "split": {}, "ahead": 1}, {"moved": 3}])
     def test_a_plan_for_this_model_is_needed(self, plan: dict[str, object]) -> None:
         _, model, optimizer = build(WIDE)
         settings = settings_of(TSplit(share=0.0))
