@@ -81,8 +81,9 @@ class Problem:
     def added_s(self, choice: Sequence[int]) -> float:
         """Seconds on top of the plain step."""
         taken = self.taken(choice)
-        out, back = ([copy for each in taken for copy in way(each)] for way in (lambda a: a.out, lambda a: a.back))
-        return sum(each.more_s for each in taken) + _stalls(out) + _stalls([_mirrored(each) for each in back])
+        out = [copy for each in taken for copy in each.out]
+        back = [_mirrored(copy) for each in taken for copy in each.back]
+        return sum(each.more_s for each in taken) + _stalls(out) + _stalls(back)
 
     def taken(self, choice: Sequence[int]) -> list[Action]:
         """The actions of a choice."""
@@ -275,7 +276,7 @@ class _State:
         """The action with the least added time per byte freed in `moment`, of which `excess_bytes` count; -1: none."""
         columns, n_actions = self.problem.columns, len(self._taken)
         here = (columns.first <= moment) & (moment < columns.stop)
-        freed = np.bincount(columns.free_action[here], columns.n_bytes[here], n_actions)
+        freed = np.bincount(columns.free_action[here], columns.n_bytes[here], n_actions).astype(np.float64)
         seconds = self._seconds()
         gain, cost = freed - self._now(freed), seconds - self._now(seconds)
         usable = (gain > 0) & ~self._taken & ~self._given_up & ~self._decided()

@@ -120,7 +120,7 @@ class TensorMovement(Technique):
         group, stride = (plan.decisions.get(key, default) for key, default in (("group", self.group), ("stride", self.stride)))
         stride = group if stride is None else stride
         blocks = len(context.blocks)
-        if not all(isinstance(each, int) for each in (group, stride)) or group < 2 or not 1 <= stride <= blocks:
+        if not (isinstance(group, int) and isinstance(stride, int) and group > 1 and 1 <= stride <= blocks):
             raise ApplyError(
                 f"orchestrated has no way to divide {blocks} blocks among the ranks of a link.",
                 evidence=f"The plan says a group of {group} and a stride of {stride}.",
