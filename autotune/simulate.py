@@ -276,6 +276,7 @@ def _events(program: Program, hardware: Hardware) -> list[_Run]:
         link_slowdown=hardware.link_slowdown,
         rounding_bytes=hardware.allocation_rounding_bytes,
         small_bytes=_SMALL_BYTES,
+        copies_in_turn=program.copies_in_turn,
     )
     path, by_resource = critical_path(steps, timeline)
     runs = []

@@ -292,6 +292,8 @@ class Program:
     """What was assumed on the way, for people to read."""
     sharers: int = 1
     """Consecutive ranks that work on one micro-batch together; each brings its own, so `accumulate` counts those of all."""
+    copies_in_turn: bool = False
+    """Of the ranks behind one PCIe root one copies at a time in each direction, first come first served."""
 
     @property
     def samples(self) -> int:

@@ -31,13 +31,18 @@ def tile_regions(step: Step, regions: tuple[PositionWise, ...], chunks: int) -> 
     return edit.done()
 
 
-class _Tiled:
-    """The ops of `runtime.tiled_region`, in their order."""
+def rows_of_parts(rows: int, chunks: int) -> list[int]:
+    """Rows of each part that the mechanisms cut `rows` into; there may be fewer parts than `chunks`."""
+    size = -(-rows // chunks)
+    return [min(size, rows - start) for start in range(0, rows, size)]
+
+
+class Parts:
+    """Builds ops that are copies of a module's own, over parts of its rows."""
 
     def __init__(self, step: Step, edit: Edit, region: PositionWise, chunks: int) -> None:
         self.step, self.edit, self.region = step, edit, region
-        size = -(-region.rows // chunks)
-        self.parts = [min(size, region.rows - start) for start in range(0, region.rows, size)]
+        self.parts = rows_of_parts(region.rows, chunks)
         inside = [*region.forward, *region.backward]
         uses = np.searchsorted(step.use_op, [(op, op + 1) for op in inside]).tolist()
         self.reads = {op: step.use_storage[start:stop].tolist() for op, (start, stop) in zip(inside, uses, strict=True)}
@@ -45,53 +50,7 @@ class _Tiled:
         for storage in [*made_by(step, region.forward), *made_by(step, region.backward)]:
             self.made[int(step.producer[storage])].append(storage)
 
-    def insert(self) -> None:
-        """Both halves, where the module's own ops were."""
-        region, edit = self.region, self.edit
-        forward = NewOps(edit, edit.n_ops)
-        for number, part in enumerate(self.parts):
-            made: dict[int, int] = {}
-            self._run(forward, region.forward, part, made, {})
-            y = made[region.y]
-            if number == 0:
-                edit.producer[region.y] = forward.run("aten.new_empty.default", y)
-            forward.run("aten.copy_.default", region.y, y, writes=region.y)
-        forward.hold(region.x, forward.last)
-        forward.insert(after=region.forward[-1], phase=Phase.FORWARD, module=region.module_id, call=region.call)
-        self._insert_backward()
-        edit.save_before[region.save] = region.forward[-1] + 1
-        edit.save_is_output[region.save] = 0
-
-    def _insert_backward(self) -> None:
-        region, edit = self.region, self.edit
-        ops = NewOps(edit, edit.n_ops)
-        if region.dx >= 0:
-            edit.producer[region.dx] = ops.run("aten.empty_like.default", region.x)
-        for number, part in enumerate(self.parts):
-            made: dict[int, int] = {}
-            lasts: dict[int, int] = {}
-            self._run(ops, region.forward, part, made, lasts)
-            self._run(ops, region.backward, part, made, lasts, first=number == 0)
-            self._hold_saved(ops, made, lasts)
-            end = lasts[region.backward[-1]]
-            ops.hold(made[region.y], end)
-            got = [made[each] for each in region.gradients if each in made]
-            if region.dx >= 0:
-                ops.run("aten.copy_.default", region.dx, made[region.dx], writes=region.dx)
-            if number:
-                for gradient in region.gradients:
-                    ops.run("aten.add_.Tensor", gradient, made[gradient], writes=gradient)
-            for each in got:
-                ops.hold(each, ops.last)
-        ops.hold(region.given, ops.last)  # the input is held by its save, which a recompute pass may move
-        ops.insert(before=region.backward[0], phase=Phase.BACKWARD, module=region.module_id, call=region.call)
-        edit.save_asked[region.save] = ops.first
-        edit.save_until[region.save] = edit.save_used_until[region.save] = ops.last
-        for gradient in region.gradients:
-            if self.step.ready_after[gradient] >= 0:
-                edit.ready_after[gradient] = ops.last
-
-    def _run(
+    def run(
         self, ops: NewOps, rows: tuple[int, ...], part: int, made: dict[int, int], lasts: dict[int, int], *, first: bool = False
     ) -> None:
         """One part of the module's own ops `rows`; `made` maps storages to the part's, `lasts` ops to new ones."""
@@ -113,6 +72,61 @@ class _Tiled:
                     held.append((made[storage], until))
         for storage, until in held:
             ops.hold(storage, lasts[until])
+
+    def collect(self, ops: NewOps, made: dict[int, int], *, first: bool) -> None:
+        """A part's backward is over: its gradients go into those of the whole module."""
+        region = self.region
+        got = [made[each] for each in region.gradients if each in made]
+        if region.dx >= 0:
+            ops.run("aten.copy_.default", region.dx, made[region.dx], writes=region.dx)
+        if not first:
+            for gradient in region.gradients:
+                ops.run("aten.add_.Tensor", gradient, made[gradient], writes=gradient)
+        for each in got:
+            ops.hold(each, ops.last)
+
+
+class _Tiled(Parts):
+    """The ops of `runtime.tiled_region`, in their order."""
+
+    def insert(self) -> None:
+        """Both halves, where the module's own ops were."""
+        region, edit = self.region, self.edit
+        forward = NewOps(edit, edit.n_ops)
+        for number, part in enumerate(self.parts):
+            made: dict[int, int] = {}
+            self.run(forward, region.forward, part, made, {})
+            y = made[region.y]
+            if number == 0:
+                edit.producer[region.y] = forward.run("aten.new_empty.default", y)
+            forward.run("aten.copy_.default", region.y, y, writes=region.y)
+        forward.hold(region.x, forward.last)
+        forward.insert(after=region.forward[-1], phase=Phase.FORWARD, module=region.module_id, call=region.call)
+        self._insert_backward()
+        edit.save_before[region.save] = region.forward[-1] + 1
+        edit.save_is_output[region.save] = 0
+
+    def _insert_backward(self) -> None:
+        region, edit = self.region, self.edit
+        ops = NewOps(edit, edit.n_ops)
+        if region.dx >= 0:
+            edit.producer[region.dx] = ops.run("aten.empty_like.default", region.x)
+        for number, part in enumerate(self.parts):
+            made: dict[int, int] = {}
+            lasts: dict[int, int] = {}
+            self.run(ops, region.forward, part, made, lasts)
+            self.run(ops, region.backward, part, made, lasts, first=number == 0)
+            self._hold_saved(ops, made, lasts)
+            end = lasts[region.backward[-1]]
+            ops.hold(made[region.y], end)
+            self.collect(ops, made, first=number == 0)
+        ops.hold(region.given, ops.last)  # the input is held by its save, which a recompute pass may move
+        ops.insert(before=region.backward[0], phase=Phase.BACKWARD, module=region.module_id, call=region.call)
+        edit.save_asked[region.save] = ops.first
+        edit.save_until[region.save] = edit.save_used_until[region.save] = ops.last
+        for gradient in region.gradients:
+            if self.step.ready_after[gradient] >= 0:
+                edit.ready_after[gradient] = ops.last
 
     def _hold_saved(self, ops: NewOps, made: dict[int, int], lasts: dict[int, int]) -> None:
         for row in self.region.saves:

@@ -14,6 +14,8 @@ Rule 6. A copy to the host holds its source until the next copy is started, the 
         of the last region ends, or backward fetches, whichever comes first: one tensor at most is on its way, and when it is
         freed does not depend on timing. Calls under `no_grad`, or in a checkpoint of the model's own, do not count.
 Rule 7. What goes on to SSD is written from host memory from then on; `runtime.shelf` has the rules of that.
+Rule 8. What backward asks for comes back then. With `ahead`, what is on the host comes back earlier: a tensor that is asked for
+        tops up what has come ahead to so many, taking those that left last and still live.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.calls import INPUTS, Call
 from memtune.errors import ApplyError
+from memtune.runtime import transfer
 from memtune.runtime.changed_buffers import changed_buffers, copied_buffers, only_written
 from memtune.runtime.exchanges import refused_in
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
@@ -90,6 +93,10 @@ class ActivationTable:
         self.regions = [Region(name, model.get_submodule(name), index) for index, name in enumerate(regions)]
         self.traffic = Traffic()
         self.shelf = Shelf(0)
+        self.ahead = 0
+        """Tensors that come back from the host before backward asks for them (Rule 8)."""
+        self._gone: list[weakref.ref[Entry]] = []  # in the order in which they left
+        self._came: list[weakref.ref[Entry]] = []
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._on_the_way: tuple[Entry, int] | None = None
         self._call = 0  # calls of regions that began so far; what is on the way was started in one of them
@@ -193,6 +200,9 @@ class ActivationTable:
             entry.leave(tensor)
             self._on_the_way = (entry, self._call)
             self._entries[key] = entry
+            if self.ahead and not entry.goes_on:
+                self._gone = [each for each in self._gone if each() is not None]
+                self._gone.append(weakref.ref(entry))
         return entry
 
     def lasts(self, tensor: Tensor) -> bool:
@@ -210,6 +220,24 @@ class ActivationTable:
     def take(self, entry: Entry) -> None:
         """Rule 7: read `entry` from SSD."""
         self.shelf.take(entry)
+
+    def bring(self, entry: Entry) -> None:
+        """Rule 8."""
+        mine = weakref.ref(entry)  # equal to other references to the same living entry
+        self._came = [each for each in self._came if each() is not None]
+        if mine in self._came:
+            self._came.remove(mine)
+            transfer.caught_up(entry.device)
+        else:
+            if mine in self._gone:
+                self._gone.remove(mine)
+            entry.come_back()
+        while self._gone and len(self._came) < self.ahead:
+            last = self._gone.pop()
+            if (found := last()) is not None:
+                with transfer.ahead(found.device):
+                    found.come_back()
+                self._came.append(last)
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Rule 6 at the end of the call `number`, of `region`."""

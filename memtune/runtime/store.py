@@ -19,7 +19,7 @@ Rule 6. What is not there when it is asked for comes in late: a loop that uses b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,9 +50,12 @@ class ParameterStore:
         optimizer: Holds the host copies, and updates them.
         chunks: Where the blocks' parameters lie; none: each block is a unit.
         early: Blocks are updated in backward, natively.
+        only: Blocks whose parameters come and go; those of others stay. None: all.
+        landing: Gradients leave as they land. Else they are another mechanism's, and the optimizer's step takes them down.
+        copy: How a parameter's values come in from the host.
 
     Raises:
-        ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
+        ApplyError: A block's parameter is used outside of it, or gradients leave and nothing outside of the blocks is trained.
     """
 
     def __init__(
@@ -63,18 +66,23 @@ class ParameterStore:
         *,
         chunks: Chunks | None = None,
         early: bool = True,
+        only: Container[int] | None = None,
+        landing: bool = True,
+        copy: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         self._residency, self._optimizer, self._device = residency, optimizer, context.device
         blocks = [context.model.get_submodule(name) for name in context.blocks]
         _refuse_schedules(context.model)
         self._blocks = [list(block.parameters()) for block in blocks]
         mine = [parameter for block in self._blocks for parameter in block]
-        self._outside = _outside(context.model, mine)
+        self._landing, self._copy = landing, copy or _copied
+        self._outside = _outside(context.model, mine, landing)
         self._hosts = {p: context.represented[p].detach() if p in context.represented else _copy_of(p) for p in mine}
         self._trained = {p: context.represented[p] for p in mine if p in context.represented}
-        optimizer.leave_down(mine)
+        goes = [block if only is None or index in only else [] for index, block in enumerate(self._blocks)]
+        optimizer.leave_down(parameter for block in goes for parameter in block)
         if chunks is None:
-            self._units = [[Piece(parameter, self._hosts[parameter]) for parameter in block] for block in self._blocks]
+            self._units = [[Piece(parameter, self._hosts[parameter]) for parameter in block] for block in goes]
         else:
             self._units = [[piece] for piece in in_chunks(context, mine, self._hosts, chunks)]
         self._of_block = [(index,) for index in range(len(blocks))] if chunks is None else chunks.of_block
@@ -99,7 +107,7 @@ class ParameterStore:
         )
         block.register_forward_hook(lambda module, args, output: self._returned(index, output))
         for parameter in self._blocks[index]:
-            if parameter.requires_grad:
+            if parameter.requires_grad and self._landing:
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(self._landed).remove)
         block.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
         block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch_block(index))
@@ -134,7 +142,7 @@ class ParameterStore:
     def _backward_ends(self) -> None:
         self._queued = False
         self._begin(self._end)
-        self._versions = {p: p.grad._version for p in self._outside if p.grad is not None}
+        self._versions = {p: p.grad._version for p in self._outside if p.grad is not None and self._landing}
 
     def _begin(self, moment: int) -> None:
         """Rules 1 and 2."""
@@ -165,7 +173,7 @@ class ParameterStore:
         for there, host in self._units[index]:
             there.untyped_storage().resize_(host.nbytes)
             with _unsafe_preserve_version_counter(there):  # Rule 3
-                torch.ops.memtune.copy_to_device_(there.detach(), host)
+                self._copy(there.detach(), host)
             self.loaded_bytes += host.nbytes
 
     def _release(self, units: Any) -> None:
@@ -238,7 +246,7 @@ class ParameterStore:
         if left and self._moment == self._end:
             raise ApplyError(f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309")
         facts = self._optimizer.check()
-        return facts | {"blocks_on_host": len(self._blocks), "loaded_bytes": self.loaded_bytes}
+        return facts | {"blocks_on_host": sum(map(bool, self._units)), "loaded_bytes": self.loaded_bytes}
 
 
 def _refuse_schedules(model: nn.Module) -> None:
@@ -250,11 +258,15 @@ def _refuse_schedules(model: nn.Module) -> None:
         )  # fmt: skip
 
 
-def _outside(model: nn.Module, mine: list[nn.Parameter]) -> list[nn.Parameter]:
+def _copied(there: Tensor, host: Tensor) -> None:
+    torch.ops.memtune.copy_to_device_(there, host)
+
+
+def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[nn.Parameter]:
     """Trained parameters that stay on the device.
 
     Raises:
-        ApplyError: There are none, or a block's parameter is used elsewhere as well.
+        ApplyError: A block's parameter is used elsewhere as well, or with gradients that leave there are none.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -268,7 +280,7 @@ def _outside(model: nn.Module, mine: list[nn.Parameter]) -> list[nn.Parameter]:
             fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
         )  # fmt: skip
     outside = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
-    if not outside:
+    if landing and not outside:
         raise ApplyError(
             "Nothing outside of the blocks is trained, so clipping by norm could not be noticed.",
             fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",

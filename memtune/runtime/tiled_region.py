@@ -1,5 +1,7 @@
 """Modules that treat every token alike, run over parts of the tokens: what is inside them never exists for all tokens at once.
 
+Either every part runs again in backward (the rules below), or it keeps a graph of its own (`runtime.kept_parts`).
+
 Rule 1. Forward runs part after part without a graph and saves the input alone. Backward runs each part's forward once more with
         a graph and goes back through it at once, so that the inner tensors of one part are there and no others.
 Rule 2. Parameters go in as arguments and their gradients come out summed: whoever watches gradients (FSDP2, DDP, hooks) sees one
@@ -9,9 +11,9 @@ Rule 3. Only the forward changes; without gradients, or with other arguments tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.kept_parts import KeptParts
 
 
 @dataclass
@@ -28,7 +31,10 @@ class _How:
 
     forward: Callable[[Tensor], Tensor]
     chunks: int
+    again: bool
+    """Parts run again in backward, or keep their graphs."""
     runs: int = 0
+    anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
 
     def part(self, rows: Tensor, dims: int) -> Tensor:
         """The module over some rows (n, D), which it is given with as many dims as it is used to; (n, E)."""
@@ -36,25 +42,27 @@ class _How:
         return out.reshape(-1, out.shape[-1])
 
 
-def install_tiled_modules(context: Context, names: list[str] | None, *, chunks: int) -> None:
-    """Make the modules `names` of the model in `context` run over parts of their tokens; the audit asks whether they did.
+def install_tiled_modules(context: Context, chunks: Mapping[str, int] | None, *, check: str, again: bool = True) -> None:
+    """Make modules of the model in `context` run over parts of their tokens; the audit asks whether they did.
 
     Args:
         context: Whose model is changed.
-        names: Of modules that treat every token alike and are called with one tensor (…, D).
-        chunks: Into how many parts the tokens are cut.
+        chunks: Name → into how many parts the tokens are cut, of modules that treat every token alike and are called with one
+            tensor (…, D).
+        check: The audit's name for it.
+        again: Parts run again in backward; else they keep their graphs, and what these save is the blocks' to move.
 
     Raises:
         ApplyError: There is no list of names, or the model has no such module.
     """
-    if names is None:
+    if chunks is None:
         raise ApplyError(
             "MLPs in parts need a plan of which modules they are.",
             fix="memtune search  writes it with the config; or mlp: 1",
             code="MT316",
         )
     installed: list[tuple[str, nn.Module, _How]] = []
-    for name in names:
+    for name, parts in chunks.items():
         try:
             module = context.model.get_submodule(name)
         except AttributeError as error:
@@ -63,10 +71,10 @@ def install_tiled_modules(context: Context, names: list[str] | None, *, chunks: 
                 fix="memtune search  makes a plan for this model; or split: {kind: none}",
                 code="MT335",
             ) from error
-        how = _How(module.forward, chunks)
+        how = _How(module.forward, parts, again)
         module.forward = partial(_forward, module, how)
         installed.append((name, module, how))
-    context.checks["split.modules"] = lambda: _check(installed)
+    context.checks[check] = lambda: _check(installed)
 
 
 def _check(installed: list[tuple[str, nn.Module, _How]]) -> dict[str, Any]:
@@ -84,7 +92,8 @@ def _forward(module: nn.Module, how: _How, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return how.forward(*args, **kwargs)
     how.runs += 1
-    return _Parts.apply(x, how, *parameters)  # type: ignore[no-untyped-call]
+    in_parts = _Parts if how.again else KeptParts
+    return in_parts.apply(x, how, *parameters)  # type: ignore[no-untyped-call]
 
 
 class _Parts(torch.autograd.Function):

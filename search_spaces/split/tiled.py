@@ -111,7 +111,9 @@ class Tiled(Technique):
         if self.chunks > 1:
             install_lazy_head(context, decided.get("head"), chunks=self.chunks, weight=decided.get("weight"))
         if self.mlp > 1:
-            install_tiled_modules(context, decided.get("mlps"), chunks=self.mlp)
+            names = decided.get("mlps")
+            chunks = None if names is None else dict.fromkeys(names, self.mlp)
+            install_tiled_modules(context, chunks, check="split.modules")
 
     def record(self, target: Target) -> dict[str, Any]:
         """What is cut, and into how many parts."""
