@@ -325,8 +325,6 @@ def test_a_trial_of_settings_alone_makes_the_plan_or_says_the_least_budget(tmp_p
     gpt = ROOT / "tests" / "zoo" / "gpt.py"
     for kind, knob, said in (
         ("planned", "budget_bytes: 1000000", r"no plan stays within 967 KiB .*: the smallest needs \d"),
-        ("checkmate", "budget_bytes: 1000000", r"the smallest needs \d"),
-        ("dtr", "budget_bytes: 1000000", r"no recompute gets below \d"),
         ("planned", "share: 0.3", ""),
     ):
         settings = f"{{execution: {{micro_batch: 2}}, recompute: {{kind: {kind}, {knob}}}}}"
