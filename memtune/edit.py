@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from memtune import _native
 from memtune.parameters import columns_of
-from memtune.program import F64, FOREVER, I32, I64, U8, Kind, Phase, Resource, Step, Tier
+from memtune.program import F64, FOREVER, I32, I64, READS, U8, Kind, Phase, Resource, Step, Tier
 
 
 class Edit:
@@ -110,8 +110,8 @@ class Edit:
         self.n_storages += count
         return rows
 
-    def add_uses(self, ops: I32, storages: I32, *, mutates: bool = False) -> None:
-        """Op `ops[i]` reads (or with `mutates` also writes) storage `storages[i]`."""
+    def add_uses(self, ops: I32, storages: I32, *, mutates: int = READS) -> None:
+        """Op `ops[i]` uses storage `storages[i]`: READS, WRITES (True) or HANDS_OVER."""
         self._more_uses.append((ops, storages, int(mutates)))
 
     def add_saves(

@@ -76,7 +76,7 @@ class _Split(Parts):
         for part, mine in reversed(list(zip(self.parts, made, strict=True))):
             lasts: dict[int, int] = {}
             self.run(ops, region.backward, part, mine, lasts, first=not found)
-            self.collect(ops, mine, first=not found)
+            self.collect(ops, mine, region.dx, first=not found)
             found.append(lasts)
         ops.hold(region.given, ops.last)
         return found[::-1]

@@ -39,7 +39,7 @@ from memtune.runtime.changed_buffers import changed_buffers, copied_buffers, onl
 from memtune.runtime.exchanges import refused_in
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
-from memtune.runtime.look import Look, Trail, difference
+from memtune.runtime.look import Look, Trail, difference, is_close, magnitude
 from memtune.runtime.moved import Entry, Moved, View, id_of, is_written_part
 from memtune.runtime.own_checkpoint import autograd_sees
 from memtune.runtime.random_state import RandomState
@@ -265,7 +265,8 @@ class _Frame:
     def __init__(self, table: ActivationTable, region: Region, forward: Any, args: Any, kwargs: Any) -> None:
         self.table, self.region, self._forward = table, region, forward
         self._args: Any = (args, kwargs)
-        self.fixed = {id_of(t) for t in [*region.module.parameters(), *region.module.buffers()]}
+        fixed = (*region.module.named_parameters(), *region.module.named_buffers())
+        self.fixed = {id_of(tensor): name for name, tensor in fixed}
         self.inputs = {id_of(t): t for t in tree_leaves(self._args) if _is_plain(t)}
         self.kept: dict[Call, Kept] = {}
         self.left_out = LeftOut()
@@ -274,8 +275,10 @@ class _Frame:
         self._budget = [0, 0]
         self._decided: dict[int, Entry] = {}
         self.count = 0
-        self._trail, self.looks = Trail(), list[Look]()
+        self._trail, self.looks = Trail(self.fixed), list[Look]()
         """Of each tensor that is recomputed."""
+        self.magnitudes: list[Tensor | None] = []
+        """Of the same, in the region's first run alone."""
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
         self._random = RandomState.capture(region.module) if region.recompute else None
@@ -350,7 +353,10 @@ class _Frame:
     def pack(self, tensor: Tensor) -> Tensor | Moved | _Number:
         """What autograd is given in place of `tensor`, by Rules 1 to 3."""
         key = id_of(tensor)
-        if key in self.fixed or not _is_plain(tensor):
+        if key in self.fixed:
+            self._trail.passes(key)
+            return tensor
+        if not _is_plain(tensor):
             return tensor
         if not self.region.recompute or key in self.inputs:
             return _apart(self.claim(tensor))
@@ -361,6 +367,8 @@ class _Frame:
             return _apart(self.claim(tensor))
         self.wanted.add(self.count)
         self.looks.append(self._trail.look(tensor))
+        if not self.region.watched:
+            self.magnitudes.append(magnitude(tensor))
         self.count += 1
         return _Number(self, self.count - 1)
 
@@ -442,12 +450,15 @@ class _Replay:
     """Collects what the second run saves; stops it when all is there."""
 
     def __init__(self, frame: _Frame, inputs: set[int]) -> None:
-        self._frame, self._inputs, self.count, self._trail = frame, inputs, 0, Trail()
+        self._frame, self._inputs, self.count, self._trail = frame, inputs, 0, Trail(frame.fixed)
         self.enough = max(frame.wanted) + 1
 
     def pack(self, tensor: Tensor) -> int:
         key = id_of(tensor)
-        if key in self._frame.fixed or key in self._inputs or not _is_plain(tensor) or self._frame.is_kept(tensor):
+        if key in self._frame.fixed:
+            self._trail.passes(key)
+            return -1
+        if key in self._inputs or not _is_plain(tensor) or self._frame.is_kept(tensor):
             return -1
         self._compare(tensor)
         self._frame.keep_back(self.count, tensor.detach())
@@ -465,6 +476,14 @@ class _Replay:
                 f"{self._frame.region.name} did something else when it was run again: {is_now or 'nothing'} where the first "
                 f"run had {was or 'nothing'}.",
                 evidence=f"Saved tensor {self.count} was {before.dtype} {list(before.size)} and is {now.dtype} {list(now.size)}.",
+                fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
+                code="MT307",
+            )
+        if self._frame.magnitudes and not is_close(self._frame.magnitudes[self.count], magnitude(tensor)):
+            made_by = ", ".join(each.name for each in reversed(now.made_by)) or "the same ops"
+            raise ApplyError(
+                f"{self._frame.region.name} made other values when it was run again, in {made_by}.",
+                evidence=f"Saved tensor {self.count}, {now.dtype} {list(now.size)}, has another norm.",
                 fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
                 code="MT307",
             )

@@ -7,6 +7,7 @@ Rule 1. Forward runs part after part without a graph and saves the input alone. 
 Rule 2. Parameters go in as arguments and their gradients come out summed: whoever watches gradients (FSDP2, DDP, hooks) sees one
         of each, whole, as from the plain module.
 Rule 3. Only the forward changes; without gradients, or with other arguments than one tensor, the module is what it was.
+Rule 4. Before its first run in parts a module is given two tokens together and apart; one that mixes them is an error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
@@ -29,17 +32,35 @@ from memtune.runtime.kept_parts import KeptParts
 class _How:
     """How one module runs. Legend: N = tokens, D = width of the input, E = of the output."""
 
+    name: str
     forward: Callable[[Tensor], Tensor]
     chunks: int
     again: bool
     """Parts run again in backward, or keep their graphs."""
     runs: int = 0
+    looked: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
 
     def part(self, rows: Tensor, dims: int) -> Tensor:
         """The module over some rows (n, D), which it is given with as many dims as it is used to; (n, E)."""
         out = self.forward(rows[(None,) * (dims - 2)])
         return out.reshape(-1, out.shape[-1])
+
+    def look(self, x: Tensor) -> None:
+        """Rule 4, for `x` (…, D); nothing on fake tensors, whose values nobody knows."""
+        self.looked = True
+        if isinstance(x, FakeTensor):
+            return
+        with torch.no_grad(), _disable_current_modes():  # none of the model's ops, to those who count or replace them
+            two = x.detach().reshape(-1, x.shape[-1])[:2]
+            together, apart = self.part(two, x.dim()), torch.cat([self.part(each[None], x.dim()) for each in two])
+        if not torch.allclose(together.float(), apart.float(), rtol=0.05, atol=0.01 * float(apart.abs().max()), equal_nan=True):
+            raise ApplyError(
+                f"{self.name} does not treat every token alike, so it cannot run over parts of them.",
+                evidence="It makes something else of two tokens together than of each alone.",
+                fix="split: {kind: none}, or mlp: 1 and norm: 1",
+                code="MT335",
+            )
 
 
 def install_tiled_modules(context: Context, chunks: Mapping[str, int] | None, *, check: str, again: bool = True) -> None:
@@ -57,8 +78,8 @@ def install_tiled_modules(context: Context, chunks: Mapping[str, int] | None, *,
     """
     if chunks is None:
         raise ApplyError(
-            "MLPs in parts need a plan of which modules they are.",
-            fix="memtune search  writes it with the config; or mlp: 1",
+            f"{'norms' if check == 'split.norms' else 'MLPs'} in parts need a plan of which modules they are.",
+            fix=f"memtune search  writes it with the config; or {'norm' if check == 'split.norms' else 'mlp'}: 1",
             code="MT316",
         )
     installed: list[tuple[str, nn.Module, _How]] = []
@@ -71,7 +92,7 @@ def install_tiled_modules(context: Context, chunks: Mapping[str, int] | None, *,
                 fix="memtune search  makes a plan for this model; or split: {kind: none}",
                 code="MT335",
             ) from error
-        how = _How(module.forward, parts, again)
+        how = _How(name, module.forward, parts, again)
         module.forward = partial(_forward, module, how)
         installed.append((name, module, how))
     context.checks[check] = lambda: _check(installed)
@@ -91,6 +112,8 @@ def _forward(module: nn.Module, how: _How, *args: Any, **kwargs: Any) -> Any:
         return how.forward(*args, **kwargs)
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return how.forward(*args, **kwargs)
+    if not how.looked:
+        how.look(x)
     how.runs += 1
     in_parts = _Parts if how.again else KeptParts
     return in_parts.apply(x, how, *parameters)  # type: ignore[no-untyped-call]

@@ -81,7 +81,8 @@ class _Prices:
 
     def all(self, parts: tuple[int, ...]) -> Decisions:
         """The modules first, then what each call made."""
-        regions = [each for each in position_wise(self.step) if parts] if parts else []
+        # Gradients that come around a module and are added inside it are not cut by `split_regions`.
+        regions = [each for each in position_wise(self.step) if each.residual < 0] if parts else []
         found: list[tuple[Tensor, Whole | Split]] = []
         inside: dict[int, int] = {}
         for region in regions:
