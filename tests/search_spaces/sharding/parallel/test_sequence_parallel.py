@@ -30,7 +30,7 @@ from memtune.autotune.simulate import simulate
 from memtune.errors import ApplyError
 from memtune.program import Phase, Resource, Step
 from memtune.runtime import shim
-from memtune.runtime.sequence import summed_parameters
+from memtune.runtime.positions import summed_parameters
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.sharding.parallel.sequence_parallel import SequenceParallel
 from memtune.testing.training import build
