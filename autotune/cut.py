@@ -156,9 +156,9 @@ class CutRecordings:
                 nodes.declare(self._node)
                 recording = self._record(change=change)
         except MemtuneError as error:
-            return Reason(_first_line(error), _FIX)
-        except Exception as error:  # of user code, which was not written for fewer heads
-            return Reason(f"its code does not run with a share of the weights: {why(error, self._workload)}", _FIX)
+            return Reason(_first_line(error), error.fix or _FIX)
+        except Exception as error:  # of user code, which was not written for fewer heads or positions
+            return Reason(f"its code does not run with a share of the weights or positions: {why(error, self._workload)}", _FIX)
         if recording.rung != self._plain.rung:
             return Reason(f"with layers cut it runs only {recording.rung}: {recording.notes[0]}", _FIX)
         return recording

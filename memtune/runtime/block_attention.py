@@ -22,7 +22,7 @@ class Attended(NamedTuple):
     """What some keys give some queries."""
 
     out: Tensor
-    """(B, H, Q, D), laid out as (B, Q, H, D)."""
+    """(B, H, Q, D), laid out as the queries are."""
     lse: Tensor
     """(B, H, Q) in fp32 at least: log of the sum of exp of the scaled scores."""
 
@@ -44,8 +44,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
         return Attended(out, lse[:, :, : query.shape[2]])
     scores = _scores(query, key, causal, scale)
     lse = scores.logsumexp(-1)
-    out = (scores.sub_(lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype)).to(query.dtype)
-    return Attended(out.transpose(1, 2).contiguous().transpose(1, 2), lse)
+    out = scores.sub_(lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype)
+    return Attended(torch.empty_like(query).copy_(out), lse)
 
 
 def attend_backward(

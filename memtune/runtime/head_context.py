@@ -358,7 +358,7 @@ def divide_blocks(model: nn.Module, blocks: Sequence[str], layout: Layout, atten
         block = model.get_submodule(name)
         block.forward = _on_shares(block.forward, name, layout, attention)
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
-    first.forward = beginning(first.forward, layout, FIX)
+    first.forward = beginning(first.forward, layout, FIX if layout.units == layout.ranks else "balance: none")
     last.forward = ending(last.forward, layout)
 
 

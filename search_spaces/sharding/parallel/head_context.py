@@ -39,41 +39,45 @@ class HeadContext(TakingTurns):
     """Ranks of a context, which divide the heads of attention; the others of the group have other contexts."""
     placement: Literal["head_first", "context_first"] = "head_first"
     """Which ranks are neighbours: those that exchange heads, or those that pass keys and values on."""
-    inner_ring: Annotated[int, Field(ge=2)] | None = None
-    """Contexts of an inner ring (a node's), round which blocks go while on their way to the next one; None: a single ring."""
+    inner_ring: Annotated[int, Field(ge=2)] | Literal["node"] | None = None
+    """Contexts of an inner ring, round which blocks go on their way to the next one; `node`: those of a node; None: one ring."""
     balance: Literal["zigzag", "none"] = "zigzag"
     """Contexts have a piece from the front and one from the back: causal attention is equal work; or they follow one another."""
 
-    def split(self, ranks: int) -> Split:
-        """The settings that count, of `ranks` in all."""
+    def split(self, ranks: int, node: int) -> Split | Reason:
+        """The settings that count, of `ranks` in all with `node` of them on a node; or why there are none."""
         degree = self.degree or ranks
-        contexts = degree // self.head_degree
-        return Split(
-            self.head_degree,
-            contexts,
-            self.inner_ring or contexts,
-            self.placement == "context_first" and self.head_degree > 1 and contexts > 1,
-            self.balance == "zigzag" and contexts > 1,
-        )
-
-    def fits(self, program: Program, target: Target) -> Reason | None:
-        """As of others that share layers; needs a head degree and inner rings that divide their groups, heads and positions."""
-        degree = self.degree or target.ranks
-        if target.ranks > 1 and degree % self.head_degree:
+        if degree % self.head_degree:
             return Reason(
                 f"head_degree={self.head_degree} does not divide the {degree} ranks of a group", "a divisor of the degree"
-            )  # fmt: skip
+            )
         contexts = degree // self.head_degree
-        if target.ranks > 1 and self.inner_ring is not None and (contexts % self.inner_ring or contexts == self.inner_ring):
+        context_first = self.placement == "context_first" and self.head_degree > 1 and contexts > 1
+        inner = self.inner_ring or contexts
+        if inner == "node":
+            inner = min(node, contexts) if context_first else node // self.head_degree
+        if self.inner_ring is not None and (not 1 < inner < contexts or contexts % inner):
             return Reason(
                 f"inner_ring={self.inner_ring} does not divide a ring of {contexts} contexts into several",
                 "a proper divisor of degree / head_degree",
             )
+        return Split(self.head_degree, contexts, inner, context_first, self.balance == "zigzag" and contexts > 1)
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """As of others that share layers; needs a head degree and inner rings that divide their groups, heads and positions."""
+        split = self.split(target.ranks, target.hardware.local_ranks(target.ranks))
+        if isinstance(split, Reason) and target.ranks > 1:
+            return split
         return super().fits(program, target)
 
     def asked(self, target: Target) -> str:
         """The split, by name."""
-        return HEAD_CONTEXT + self.split(target.ranks).name
+        return HEAD_CONTEXT + self._split(target).name
+
+    def _split(self, target: Target) -> Split:
+        split = self.split(target.ranks, target.hardware.local_ranks(target.ranks))
+        assert isinstance(split, Split), "fits refuses what cannot be divided"
+        return split
 
     def summed(self, program: Program, plan: Plan) -> frozenset[str]:
         """Trainable parameters of the blocks."""
@@ -91,12 +95,18 @@ class HeadContext(TakingTurns):
         except (KeyError, TypeError):
             evidence = "Whether the blocks may work on a share of the positions is seen by recording a step."
             raise needs_plan(self.kind, evidence) from None
-        wanted = self.split(context.ranks)
+        here = self if self.inner_ring != "node" else self.model_copy(update={"inner_ring": planned.inner})
+        wanted = here.split(context.ranks, context.ranks)
         if planned != wanted:
-            raise of_another(
-                self.kind, f"It is for {planned.heads} × {planned.contexts} ranks, here are {wanted.heads} × {wanted.contexts}."
+            said = (
+                wanted.text
+                if isinstance(wanted, Reason)
+                else f"Here are {wanted.heads} × {wanted.contexts}, in rings of {wanted.inner}."
             )
-        return wanted
+            raise of_another(
+                self.kind, f"It is for {planned.heads} × {planned.contexts} ranks, in rings of {planned.inner}. {said}"
+            )  # fmt: skip
+        return planned
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """How many ranks share each sequence, and how."""
@@ -112,15 +122,15 @@ class HeadContext(TakingTurns):
 
     def record(self, target: Target) -> dict[str, Any]:
         """How ranks share a sequence."""
-        return {"parallel.head_context": self.split(target.ranks).document()}
+        return {"parallel.head_context": self._split(target).document()}
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """All ranks and sizes of a node, divisors for heads; placements and inner rings where there are several nodes."""
-        ranks, node = target.ranks, target.hardware.local_ranks(target.ranks)
-        several = node < ranks
+        """All ranks and sizes of a node, its divisors for heads; placements and inner rings where there are several nodes."""
+        node = target.hardware.local_ranks(target.ranks)
+        several = node < target.ranks
         return {
             **super().choices_on(target),
-            "head_degree": tuple(each for each in range(1, ranks + 1) if ranks % each == 0),
+            "head_degree": tuple(each for each in range(1, node + 1) if node % each == 0),
             "placement": ("head_first", "context_first") if several else ("head_first",),
-            "inner_ring": (None, *(each for each in range(2, node + 1) if node % each == 0)) if several else (None,),
+            "inner_ring": (None, "node") if several else (None,),
         }

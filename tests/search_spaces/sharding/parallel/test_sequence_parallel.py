@@ -72,10 +72,12 @@ def test_norms_and_inputs_of_layers_are_saved_as_shares() -> None:
 
 REASONS = {
     "first": "uses single positions",
+    "table": "uses the first positions of what is whole",
     "odd": "cannot each take an equal share",
     "mean": "works along what was divided",
     "drawn": "draws random numbers",
     "between": "scale, which is outside of the blocks",
+    "made": "what weights outside of the blocks have made",
     "batch_norm": "is not known to treat",
     "inside": "is not given what the module that holds it was given",
 }
