@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
-from memtune.autotune.program_memory import Node, ProgramMemory, Seen, found
+from memtune.autotune.program_memory import Node, Pass, ProgramMemory, found
 from memtune.config import Settings, load_config
 from memtune.edit import accumulate_gradients
 from memtune.program import Program, RankClass, Recording
@@ -188,10 +188,8 @@ class Rewriter:
 
     def candidate(self, choice: Choice) -> Candidate | Reason:
         """`choice` with its program and plans, or why it does not fit."""
-        node = self._node(choice)
-        if isinstance(node.result, Reason):
-            return node.result
-        return Candidate(choice, self.key(choice), node.result, node.plans)
+        result, plans = self._walk(choice)
+        return result if isinstance(result, Reason) else Candidate(choice, self.key(choice), result, plans)
 
     def key(self, choice: Choice) -> str:
         """The canonical record (rule 1): which mechanisms run with which settings, whoever asked for them."""
@@ -202,7 +200,7 @@ class Rewriter:
 
     def program(self, choice: Choice) -> Program | Reason:
         """The program of `choice`, or why it does not fit."""
-        return self._node(choice).result
+        return self._walk(choice)[0]
 
     def refusal(self, technique: Technique, execution: Execution) -> Reason | None:
         """Why `technique` does not fit the plain program, whatever other slots hold; None where it fits or that decides."""
@@ -254,17 +252,21 @@ class Rewriter:
         compiled, backend = choice.execution.compile, choice.execution.compile_backend
         return Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
 
-    def _node(self, choice: Choice) -> Node:
+    def _walk(self, choice: Choice) -> tuple[Program | Reason, Mapping[str, Plan]]:
+        """What all passes of `choice` make, or why one of them cannot be, and the plans by slot that are not empty."""
         self._memory.begin()
         node = self._root(choice.execution, choice.partitioning)
-        chosen = choice.chosen
+        chosen, plans = choice.chosen, {}
         for slot in PASS_ORDER:
             technique = chosen.get(slot) or _null_with_a_say(slot)
             if isinstance(node.result, Reason):
                 break
             if technique is not None and _has_a_say(type(technique)):
-                node = self._memory.use(self._next(node, technique, choice))
-        return node
+                _, node, plan = self._next(node, technique, choice)
+                self._memory.use(node)
+                if plan is not NO_PLAN and plan != NO_PLAN:
+                    plans[slot] = plan
+        return node.result, plans
 
     def _root(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...] = ()) -> Node:
         key = self._number(execution), partitioning
@@ -272,7 +274,7 @@ class Rewriter:
         if root is None:
             plain = self._plain(execution, partitioning)
             n_rows = 0 if isinstance(plain, Reason) else plain.step.n_ops
-            root = self._memory.roots[key] = self._memory.count(Node(plain, {}, n_rows))
+            root = self._memory.roots[key] = self._memory.count(Node(plain, n_rows))
         return self._memory.use(root)
 
     def _plain(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...]) -> Program | Reason:
@@ -280,8 +282,6 @@ class Rewriter:
             return Reason("the micro-batch is not given", "set execution.micro_batch")
         recording: Recording | Reason = self.recording
         if execution.compile:
-            if self.target.ranks > 1:
-                return Reason("compiled models train on one rank so far", "execution.compile: false")
             if self.compiled is None:
                 return Reason("the compiled step was not recorded", "execution.compile: false")
             recording = self.compiled(Compiling(execution.compile, execution.compile_backend, partitioning))
@@ -292,36 +292,37 @@ class Rewriter:
             step = accumulate_gradients(step)
         return Program((RankClass(self.target.ranks, step),), execution.micro_batch, execution.accumulate)
 
-    def _next(self, node: Node, technique: Technique, choice: Choice) -> Node:
+    def _next(self, node: Node, technique: Technique, choice: Choice) -> Pass:
         known = node.below.setdefault(self._number(technique), [])
         there = found(known, choice.chosen)
         if there is None:
             there = self._judged(node, technique, choice)
             known.append(there)
-        return there[1]
+        return there
 
-    def _judged(self, node: Node, technique: Technique, choice: Choice) -> tuple[Seen, Node]:
-        """The node below `node`, and what it holds for; techniques with equal records (rule 1) share one, if they fit."""
+    def _judged(self, node: Node, technique: Technique, choice: Choice) -> Pass:
+        """The way down from `node`, and what it holds for; techniques with equal records (rule 1) share one, if they fit."""
         assert isinstance(node.result, Program)
         watched = _Watched(choice.chosen)
         reason = technique.fits(node.result, self._seen_by(watched, choice))
         if reason is not None:
-            return watched.seen, Node(reason, node.plans)
+            return Pass(watched.seen, Node(reason))
         known = node.made.setdefault((technique.slot, self._record_pairs(technique, choice)), [])
         there = found(known, choice.chosen)
         if there is None:
             there = self._made(node, technique, choice)
             known.append(there)
-        return {**watched.seen, **there[0]}, there[1]
+        return there._replace(seen={**watched.seen, **there.seen})
 
-    def _made(self, node: Node, technique: Technique, choice: Choice) -> tuple[Seen, Node]:
+    def _made(self, node: Node, technique: Technique, choice: Choice) -> Pass:
         """What the pass of `technique`, which fits, makes of `node`, and what it saw of other slots (rule 2)."""
         assert isinstance(node.result, Program)
         watched = _Watched(choice.chosen)
         result, plan = self._pass(node.result, technique, self._seen_by(watched, choice))
-        plans = node.plans if plan is NO_PLAN or plan == NO_PLAN else {**node.plans, technique.slot: plan}
-        n_rows = 0 if result is node.result else result.step.n_ops
-        return watched.seen, self._memory.count(Node(result, plans, n_rows))
+        there = node.after(technique.slot, result)
+        if there is None:
+            there = self._memory.count(Node(result, 0 if result is node.result else result.step.n_ops))
+        return Pass(watched.seen, there, plan)
 
     def _pass(self, program: Program, technique: Technique, target: Target) -> tuple[Program, Plan]:
         plan = technique.plan(program, target)

@@ -119,7 +119,7 @@ def _left_out(report: PlanReport) -> Iterator[str]:
     for name, (count, least) in report.pruned.items():
         over = format_bytes(least - limit)
         yield f"pruned    {count:,} with {name}: they need {format_bytes(least)} at the least, {over} too much"
-    for reason, count in merged(report.refused).items():
+    for reason, count in sorted(merged(report.refused).items(), key=lambda each: -each[1]):
         yield f"refused   {count:,}: {reason}"
     for name, reason in report.unfit.items():
         yield f"not used  {name}: {reason}"

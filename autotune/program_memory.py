@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from memtune.program import Program
-from memtune.technique import Plan, Reason, Technique
+from memtune.technique import NO_PLAN, Plan, Reason, Technique
 
 K = TypeVar("K", bound=Hashable)
 Seen: TypeAlias = Mapping[str, Technique | None]
@@ -22,24 +22,39 @@ MAX_ROWS = 1_000_000
 
 @dataclass(eq=False)
 class Node:
-    """What a prefix of passes gave: a program with plans, or why it does not fit."""
+    """What a prefix of passes gave: a program, or why it does not fit.
+
+    Passes that leave the very same program share the node, whatever they had planned: what comes next is the same.
+    """
 
     result: Program | Reason
-    plans: Mapping[str, Plan]
     n_rows: int = 0
     """Of the program, where it is not also the one of the node above."""
     used: int = 0
     """When it was last used, counted in walks from a root."""
-    below: dict[int, list[tuple[Seen, Node]]] = field(default_factory=dict)
+    below: dict[int, list[Pass]] = field(default_factory=dict)
     """By the number of the technique that comes next; each holds wherever what was seen is the same."""
-    made: dict[Hashable, list[tuple[Seen, Node]]] = field(default_factory=dict)
+    made: dict[Hashable, list[Pass]] = field(default_factory=dict)
     """By slot and record of the technique that came next, with what its pass saw; its verdict may have seen more."""
 
+    def after(self, slot: str, program: Program) -> Node | None:
+        """The node of `program`, if some technique of `slot` that came next made it of this one."""
+        known = (each for key, passes in self.made.items() if isinstance(key, tuple) and key[0] == slot for each in passes)
+        return next((each.node for each in known if each.node.result is program), None)
 
-def found(known: list[tuple[Seen, Node]], chosen: Mapping[str, Technique]) -> tuple[Seen, Node] | None:
+
+class Pass(NamedTuple):
+    """One pass: what it looked at of other slots, what it planned, and where it leads."""
+
+    seen: Seen
+    node: Node
+    plan: Plan = NO_PLAN
+
+
+def found(known: list[Pass], chosen: Mapping[str, Technique]) -> Pass | None:
     """The one that holds with these techniques by slot."""
     for each in known:
-        if not each[0] or all(_equal(chosen.get(slot), seen) for slot, seen in each[0].items()):
+        if not each.seen or all(_equal(chosen.get(slot), seen) for slot, seen in each.seen.items()):
             return each
     return None
 
@@ -104,10 +119,10 @@ class ProgramMemory:
             if id(node) not in reached:
                 reached.add(id(node))
                 yield node
-                left += [each for table in (node.below, node.made) for known in table.values() for _, each in known]
+                left += [each for table in (node.below, node.made) for known in table.values() for _, each, _ in known]
 
 
-def _younger(table: dict[K, list[tuple[Seen, Node]]], walk: int) -> dict[K, list[tuple[Seen, Node]]]:
+def _younger(table: dict[K, list[Pass]], walk: int) -> dict[K, list[Pass]]:
     """What was used in `walk` or later, and every Reason: it holds no program, and may have taken long to find."""
-    kept = {key: [each for each in known if each[1].used >= walk or not each[1].n_rows] for key, known in table.items()}
+    kept = {key: [each for each in known if each.node.used >= walk or not each.node.n_rows] for key, known in table.items()}
     return {key: known for key, known in kept.items() if known}

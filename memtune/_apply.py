@@ -259,16 +259,11 @@ def _execution(context: Context, config: TunedConfig) -> None:
                 evidence=f"{technique.eager_only[:1].upper()}{technique.eager_only[1:]}.",
                 fix="set one of the two to its default", code="MT315",
             )  # fmt: skip
-    if context.ranks > 1:
-        raise ApplyError(
-            f"execution: {{compile: {execution.compile}}} on {context.ranks} ranks is not supported by this version.",
-            fix="set  compile: false  in the config", code="MT315",
-        )  # fmt: skip
     context.compiled = compile_regions(context, execution.compile, execution.compile_backend)
 
 
 def _blocks_are_called_from_eager_code(context: Context) -> None:
-    whole = context.compiled is not None and [region.name for region in context.compiled.regions] == [""]
+    whole = context.compiled is not None and context.compiled.is_whole
     if whole and any(region.recompute or region.move for region in context.activations.regions):
         raise ApplyError(
             "recompute and offload of blocks do not work with execution: {compile: model}.",

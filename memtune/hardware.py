@@ -108,7 +108,8 @@ def find(name: str) -> Hardware:
     key = hardware_table.ALIASES.get(key, key)
     if key in hardware_table.GPUS:
         return _from_constants(key, "cuda", hardware_table.GPUS[key])
-    near = difflib.get_close_matches(key, names(), n=3, cutoff=0.4)
+    begun = [each for each in names() if key and each.startswith(key)]
+    near = begun or difflib.get_close_matches(key, names(), n=3, cutoff=0.4)
     raise UsageError(
         f"No hardware is called '{name}'.",
         evidence=f"known: {', '.join(names())}",

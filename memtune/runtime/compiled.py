@@ -84,6 +84,11 @@ class CompiledModel:
         self._running: Region | None = None
         self._complaints: Counter[str] = Counter()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model's forward is compiled, not those of its blocks."""
+        return [region.name for region in self.regions] == [""]
+
     def install(self) -> None:
         """Put a compiled forward in the place of each region's own; graphs are made when one is first called."""
         self._complaints = _complaints()

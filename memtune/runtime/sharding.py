@@ -97,9 +97,16 @@ def shard(
             copies and rebinds the optimizer.
 
     Raises:
-        ApplyError: There is no process group, its size is no multiple of `degree`, or the ranks' weights differ.
+        ApplyError: There is no process group, its size is no multiple of `degree`, the ranks' weights differ, or the model is
+            compiled as a whole.
     """
     require_ranks(context, kind)
+    if context.compiled is not None and context.compiled.is_whole:
+        raise ApplyError(
+            f"{kind} does not work with execution: {{compile: model}}.",
+            evidence="One graph holds all blocks, whose parameters come and go one after the other.",
+            fix="compile: blocks", code="MT315",
+        )  # fmt: skip
     if context.ranks % degree:
         raise ApplyError(
             f"{context.ranks} ranks cannot be put into equal groups of {degree}, as {kind} is asked to.",

@@ -38,7 +38,7 @@ class GMLake(OwnAllocator):
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """From when on requests are stitched (at once; the paper's value for small models), and which share pages."""
-        return {"stitch_from_mb": (2, 256), "arena_below_mb": (2, 20)}
+        return {"stitch_from_mb": (2, 256), "arena_below_mb": (2, 20, 64)}
 
     def settings(self) -> ArenaSettings:
         """The knobs as the allocator takes them."""

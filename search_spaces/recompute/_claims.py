@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from memtune.calls import Calls, by_name, from_names
@@ -41,10 +42,15 @@ def options_in(plan: Plan, blocks: int) -> list[Option]:
 
 def as_planned(program: Program, plan: Plan) -> Program:
     """Every block runs again in backward and gives to the host as far as `plan` says."""
-    options = options_in(plan, len(program.step.blocks))
+    return _with_options(program, tuple(options_in(plan, len(program.step.blocks))))
+
+
+@lru_cache(maxsize=16)
+def _with_options(program: Program, options: tuple[Option, ...]) -> Program:
+    """One program for all plans of the same options: plans for other later techniques often are."""
     again = [index for index, option in enumerate(options) if option.calls is not None]
     step = recompute_blocks(program.step, again, [option.calls or Calls() for option in options]) if again else program.step
-    return program.with_step(move_activations(step, move_claims(options)))
+    return program.with_step(move_activations(step, move_claims(list(options))))
 
 
 def claim_planned(context: Context, plan: Plan) -> None:

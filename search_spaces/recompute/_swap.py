@@ -8,6 +8,7 @@ and so is the step, a sum of maxima of such functions: its minimum is found by b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -159,6 +160,6 @@ class Choice:
         room = len(ranked) if host_bytes is None else int(np.searchsorted(swapped, host_bytes, side="right")) - 1
         return cls(tuple(ranked), least(cost, max(room, 0)), cost)
 
-    def taken(self, block: int) -> int:
-        """How many parts of `block` are swapped."""
-        return sum(each.block == block for each in self.parts[: self.count])
+    def taken(self) -> Counter[int]:
+        """By block, how many of its parts are swapped."""
+        return Counter(each.block for each in self.parts[: self.count])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,12 +15,12 @@ from memtune.program import Program, RankClass, Step
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
 from memtune.search_spaces.recompute._budget import after_later, later_techniques
-from memtune.search_spaces.recompute._calls import blocks_of
+from memtune.search_spaces.recompute._calls import Block, blocks_of
 from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
 from memtune.search_spaces.recompute._fits import why_not
 from memtune.search_spaces.recompute._levels import FULL, MIN_MOVED_BYTES, Option, made_in, op_seconds, option_of, rewritten
 from memtune.search_spaces.recompute._options import Combination, Made, combinations
-from memtune.search_spaces.recompute._swap import Choice, busy_in, bytes_of, hull, parts_of
+from memtune.search_spaces.recompute._swap import Choice, Part, busy_in, bytes_of, hull, parts_of
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes, format_seconds
 
@@ -123,22 +125,53 @@ def _facts(ops: tuple[Made, ...]) -> tuple[tuple[Any, ...], ...]:
     return tuple((op.name, op.seconds, op.reads, op.bytes, op.saved, op.keepable, op.given) for op in ops)
 
 
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """What the blocks of one step may swap, whatever techniques come later."""
+
+    full: Step
+    """Every block runs again."""
+    graphs: Mapping[int, Block]
+    hulls: Mapping[int, tuple[Combination, ...]]
+    swapped_bytes: Mapping[int, tuple[int, ...]]
+    """Of each point of the hulls."""
+    parts: tuple[Part, ...]
+    options: dict[tuple[int, int], Option] = field(default_factory=dict)
+    """By block and number of parts, as far as they were asked for."""
+
+    def option(self, step: Step, block: int, taken: int) -> Option:
+        """What `block` of `step` does with so many of its parts swapped."""
+        if block not in self.graphs:
+            return FULL
+        known = self.options.get((block, taken))
+        if known is None:
+            known = self.options[block, taken] = option_of(step, self.graphs[block], self.hulls[block][taken])
+        return known
+
+
+@lru_cache(maxsize=16)
+def _blocks(step: Step, hardware: Hardware, ranks: int, min_bytes: int) -> _Blocks:
+    """Found once for all candidates that begin with `step`."""
+    seconds = op_seconds(step, hardware, ranks)
+    graphs = dict(zip(step.call_block.tolist(), blocks_of(step), strict=True))
+    made = {block: made_in(step, graph, seconds, None) for block, graph in graphs.items()}
+    hulls = {block: _points(_facts(ops), min_bytes) for block, ops in made.items()}
+    swapped = {block: tuple(bytes_of(made[block], point) for point in points) for block, points in hulls.items()}
+    parts = tuple(part for block, points in hulls.items() for part in parts_of(block, made[block], points))
+    return _Blocks(rewritten(step, [FULL] * len(step.blocks)), graphs, hulls, swapped, parts)
+
+
 @lru_cache(maxsize=64)
 def _solved(
     step: Step, techniques: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
     host_bytes: int | None, min_bytes: int,
 ) -> tuple[list[Option], Choice, int]:  # fmt: skip
     """The option of every block, the choice, and the bytes that are swapped; `fits` and `plan` both ask for it."""
-    full = Program((RankClass(ranks, rewritten(step, [FULL] * len(step.blocks))),), micro_batch, accumulate)
-    target = Target(hardware, ranks, None, {each.slot: each for each in techniques})
-    later = after_later(full, techniques, target)
-    seconds = op_seconds(step, hardware, ranks)
-    graphs = dict(zip(step.call_block.tolist(), blocks_of(step), strict=True))
-    made = {block: made_in(step, graph, seconds, None) for block, graph in graphs.items()}
-    hulls = {block: _points(_facts(ops), min_bytes) for block, ops in made.items()}
-    parts = [part for block, points in hulls.items() for part in parts_of(block, made[block], points)]
-    fixed = sum(bytes_of(made[block], points[0]) for block, points in hulls.items())
-    choice = Choice.of(parts, busy_in(later, hardware), hardware, fixed, host_bytes)
-    points = {block: points[choice.taken(block)] for block, points in hulls.items()}
-    options = [option_of(step, graphs[i], points[i]) if i in points else FULL for i in range(len(step.blocks))]
-    return options, choice, sum(bytes_of(made[block], point) for block, point in points.items())
+    blocks = _blocks(step, hardware, ranks, min_bytes)
+    full = Program((RankClass(ranks, blocks.full),), micro_batch, accumulate)
+    later = after_later(full, techniques, Target(hardware, ranks, None, {each.slot: each for each in techniques}))
+    fixed = sum(each[0] for each in blocks.swapped_bytes.values())
+    choice = Choice.of(blocks.parts, busy_in(later, hardware), hardware, fixed, host_bytes)
+    taken = choice.taken()
+    options = [blocks.option(step, block, taken[block]) for block in range(len(step.blocks))]
+    return options, choice, sum(each[taken[block]] for block, each in blocks.swapped_bytes.items())

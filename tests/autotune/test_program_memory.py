@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from search_world import rewriter
 
 from memtune.autotune import program_memory
-from memtune.autotune.candidates import Choice
+from memtune.autotune.candidates import Candidate, Choice
 from memtune.program import Program
 from memtune.search_spaces import find
 from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
+from memtune.search_spaces.recompute.planned import Planned
 from memtune.technique import Technique
 
 SIZES = range(1, 9)
@@ -51,3 +55,23 @@ def test_a_path_larger_than_the_memory_is_made_and_forgotten(monkeypatch: pytest
     assert isinstance(second, Program)
     assert first is not second
     np.testing.assert_array_equal(first.step.live_bytes(), second.step.live_bytes())
+
+
+def test_what_comes_after_equal_programs_is_made_once_and_each_keeps_its_plan() -> None:
+    made, on_host = rewriter(), OptimizerCpu()
+
+    def candidate(**knobs: Any) -> Candidate:
+        held = {"recompute": Planned(**knobs), "offload.states": on_host}
+        found = made.candidate(Choice.of(Execution(micro_batch=2), held))
+        assert isinstance(found, Candidate), found
+        return found
+
+    budget_bytes = candidate(share=0.5).plans["recompute"].decisions["budget_bytes"]
+    programs = []
+    for more in (1, 2):
+        passes = made.n_passes
+        one = candidate(budget_bytes=budget_bytes + more, spare=0.0)
+        assert one.plans["recompute"].decisions["budget_bytes"] == budget_bytes + more
+        assert made.n_passes == passes + 1, "the optimizer's pass was run again"
+        programs.append(one.program)
+    assert programs[0] is programs[1]

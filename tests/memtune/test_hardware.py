@@ -38,10 +38,11 @@ def test_names_are_read_as_people_write_them(written: str, key: str) -> None:
     assert hardware.find(written).name == key
 
 
-def test_a_miss_names_the_nearest() -> None:
-    with pytest.raises(UsageError, match="h100-8og") as caught:
-        hardware.find("h100-8og")
-    assert "h100-80g" in caught.value.fix
+@pytest.mark.parametrize(("written", "fix"), [("h100-8og", "h100-80g"), ("h10", "use h100-80g or h100-pcie")])
+def test_a_miss_names_the_nearest(written: str, fix: str) -> None:
+    with pytest.raises(UsageError, match=written) as caught:
+        hardware.find(written)
+    assert fix in caught.value.fix
 
 
 @pytest.mark.parametrize(

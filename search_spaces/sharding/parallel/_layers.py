@@ -22,7 +22,7 @@ class Shared(Technique):
 
     slot: ClassVar[str] = "sharding.parallel"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
-    eager_only: ClassVar[str] = "compiled models train on one rank so far"
+    eager_only: ClassVar[str] = "graphs are made of whole layers"
 
     degree: Annotated[int, Field(ge=2)] | None = None
     """Ranks that share layers, all of them by default; a divisor of the ranks and of what is divided."""
@@ -41,6 +41,8 @@ class Shared(Technique):
         degree = self.degree or target.ranks
         if target.ranks < 2:
             return Reason("there is only one rank to share layers with", "--gpus or --workers 2 and more")
+        if target.compiled:
+            return Reason(self.eager_only, "execution.compile: false")
         if target.ranks % degree:
             return Reason(f"degree={degree} does not divide the {target.ranks} ranks", "a divisor of the ranks")
         if target.cut is None:
@@ -52,7 +54,7 @@ class Shared(Technique):
             if other is not None and other.kind != "none":
                 return Reason(f"{slot}: {other.kind} does not work on layers that ranks share", f"{slot}: {{kind: none}}")
         if target.compiled:
-            return Reason("compiled models train on one rank so far", "execution.compile: false")
+            return Reason("graphs are made of whole layers", "execution.compile: false")
         found = target.cut(degree, self.asked(target), target.ranks)
         return found if isinstance(found, Reason) else None
 

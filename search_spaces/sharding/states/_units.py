@@ -41,6 +41,8 @@ class _Units(Technique):
         """Needs two ranks, and units that FSDP2 can flatten and gather in one place."""
         if target.ranks < 2:
             return Reason("there is only one rank to shard over", "--gpus or --workers 2 and more")
+        if target.compiled == "model":
+            return Reason("one graph holds all blocks, whose parameters come and go one by one", "execution: {compile: blocks}")
         return self._units_do_not_fit(program.step) or _no_unit_of_their_own(program.step, self.blocks_per_unit)
 
     def _units_do_not_fit(self, step: Step) -> Reason | None:
