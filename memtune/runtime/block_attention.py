@@ -66,7 +66,7 @@ def attend_backward(
     kernel = _kernel(query)
     if kernel == "cpu":
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return tuple(backward(gradient, query, key, value, out, lse, 0.0, causal, scale=scale))  # type: ignore[return-value]
+        return tuple(backward(gradient, query, key, value, out, lse, 0.0, causal, scale=scale))
     if kernel == "flash":
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the random state: nothing drops
         backward, lengths = _aten._scaled_dot_product_flash_attention_backward, (query.shape[2], key.shape[2])
@@ -75,7 +75,7 @@ def attend_backward(
                 gradient, query, key, value, out, lse.contiguous(), None, None, *lengths, 0.0, causal, unused, unused[0],
                 scale=scale,
             )
-        )  # type: ignore[return-value]  # fmt: skip
+        )  # fmt: skip
     heads = key.shape[1]
     key, value = _of_every_head(query, key), _of_every_head(query, value)
     if kernel == "efficient":

@@ -111,7 +111,7 @@ class Split:
 
     def order(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Which units each rank has, as a `Layout` wants to know (rule 4)."""
-        found = []
+        found: list[tuple[tuple[int, int], ...]] = []
         for context, head in map(self.place, range(self.ranks)):
             if not self.zigzag:
                 found.append(((context * self.heads + head, 1),))
@@ -260,9 +260,10 @@ class _Call:
             return
         rows, columns, causal = seen
         given = Attended(all_keys.out[:, :, rows], all_keys.lse[:, :, rows])
+        key, value = pair[:, :, :, columns]
         found = attend_backward(
-            gradient[:, :, rows], query[:, :, rows], *pair[:, :, :, columns], given, causal=causal, scale=self.scale
-        )
+            gradient[:, :, rows], query[:, :, rows], key, value, given, causal=causal, scale=self.scale
+        )  # fmt: skip
         to_query[:, :, rows].add_(found[0])
         to_pair[0, :, :, columns].add_(found[1])
         to_pair[1, :, :, columns].add_(found[2])

@@ -53,9 +53,8 @@ class HeadContext(TakingTurns):
             )
         contexts = degree // self.head_degree
         context_first = self.placement == "context_first" and self.head_degree > 1 and contexts > 1
-        inner = self.inner_ring or contexts
-        if inner == "node":
-            inner = min(node, contexts) if context_first else node // self.head_degree
+        of_node = min(node, contexts) if context_first else node // self.head_degree
+        inner = of_node if self.inner_ring == "node" else self.inner_ring or contexts
         if self.inner_ring is not None and (not 1 < inner < contexts or contexts % inner):
             return Reason(
                 f"inner_ring={self.inner_ring} does not divide a ring of {contexts} contexts into several",
