@@ -20,6 +20,7 @@ from functools import partial
 import numpy as np
 import torch.distributed as dist
 
+from memtune.autotune import cut_head_context
 from memtune.autotune.cut_ops import Op, count_divided, draws_nothing, forward_ops, wrong
 from memtune.autotune.cut_positions import positions_differ
 from memtune.autotune.cut_rotated import ROTATED, nothing_rotates, rotate_session, used_elsewhere
@@ -30,7 +31,9 @@ from memtune.hardware import Device
 from memtune.linear_pairs import Pair, find_pairs, share_of
 from memtune.program import Recording, Step
 from memtune.runtime import nodes
-from memtune.runtime.sequence import divide_fake, dropouts
+from memtune.runtime.head_context import FIX, HEAD_CONTEXT, Split
+from memtune.runtime.positions import dropouts
+from memtune.runtime.sequence import divide_fake
 from memtune.runtime.sharding import meshes
 from memtune.runtime.tensor import Place, cut_layers, require_linear
 from memtune.runtime.workspace import WorkspaceTable
@@ -68,6 +71,7 @@ class CutRecordings:
         self._record = partial(record, workload, sizes=set(sizes), between=set(between), workspace=workspace, target=target)
         self._workload, self._plain, self._node, self._translate = workload, plain, ranks_per_node, translate
         self._known: dict[tuple[int, str, int], CutRecording | Reason] = {}
+        self._alone: dict[tuple[int, int], cut_head_context.Seen | Reason] = {}
 
     def __call__(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
         """The step of a rank whose layers `degree` of the `ranks` share, or why they cannot."""
@@ -81,6 +85,8 @@ class CutRecordings:
             return Reason("this process trains with others already", "plan in a process of its own")
         if what in ROTATED:
             return self._rotated(degree, ROTATED[what], ranks)
+        if what.startswith(HEAD_CONTEXT):
+            return self._head_context(Split.named(what.removeprefix(HEAD_CONTEXT)), ranks)
         step, sequence = self._plain.step, what == "sequence"
         pairs = chosen_pairs(step, degree, "all" if sequence else what)
         if isinstance(pairs, Reason):
@@ -119,6 +125,30 @@ class CutRecordings:
         document = {"degree": degree, "layers": layers, "parameters": parameters, "rotated_bytes": n_bytes}
         return CutRecording(self._translate(recording), document)
 
+    def _head_context(self, split: Split, ranks: int) -> CutRecording | Reason:
+        key = split.ranks, ranks
+        if key not in self._alone:
+            self._alone[key] = self._apart(*key)
+        seen = self._alone[key]
+        reason = seen if isinstance(seen, Reason) else cut_head_context.unfit(seen, split)
+        if reason is not None:
+            return reason
+        assert isinstance(seen, cut_head_context.Seen)
+        change = partial(cut_head_context.divided_session, split=split, copies=ranks // split.ranks)
+        recording = self._recorded(change, ranks)
+        if isinstance(recording, Reason):
+            return recording
+        return CutRecording(self._translate(recording), cut_head_context.document(seen, split))
+
+    def _apart(self, degree: int, ranks: int) -> cut_head_context.Seen | Reason:
+        """What attention is called with, where the blocks may work on one of `degree` shares of the positions; or why not."""
+        seen = cut_head_context.Seen()
+        alone = self._recorded(partial(cut_head_context.alone_session, ranks=degree, seen=seen), ranks)
+        if isinstance(alone, Reason):
+            return alone
+        reason = positions_differ(self._plain, alone, (), degree, seen.drops, apart=True, fix=FIX)
+        return seen if reason is None else reason
+
     def _recorded(self, change: Callable[[Session], None], ranks: int) -> Recording | Reason:
         """A rank's step after `change`, or why it does not run."""
         try:
@@ -126,9 +156,9 @@ class CutRecordings:
                 nodes.declare(self._node)
                 recording = self._record(change=change)
         except MemtuneError as error:
-            return Reason(_first_line(error), _FIX)
-        except Exception as error:  # of user code, which was not written for fewer heads
-            return Reason(f"its code does not run with a share of the weights: {why(error, self._workload)}", _FIX)
+            return Reason(_first_line(error), error.fix or _FIX)
+        except Exception as error:  # of user code, which was not written for fewer heads or positions
+            return Reason(f"its code does not run with a share of the weights or positions: {why(error, self._workload)}", _FIX)
         if recording.rung != self._plain.rung:
             return Reason(f"with layers cut it runs only {recording.rung}: {recording.notes[0]}", _FIX)
         return recording

@@ -99,6 +99,16 @@ def wrong(name: str, whole: list[Any], part: list[Any], degree: int) -> str:
     return "is not known to treat what is divided alike"
 
 
+def attends_apart(name: str, whole: list[Any], part: list[Any], degree: int) -> str:
+    """What is wrong with an attention of which each part attends to itself, '' for nothing; arguments as of `wrong`."""
+    dims = [_divided(one, other, degree) for one, other in zip(whole[:3], part[:3], strict=True)]
+    return (
+        ""
+        if dims == [2, 2, 2]
+        else f"does not have (samples, heads, positions, features): {[_shape(each) for each in whole[:3]]}"
+    )
+
+
 def _product(op: str, whole: list[Any], divided: list[int | None]) -> str:
     left, right = _PRODUCTS[op]
     dims = [len(_shape(whole[at])) for at in (left, right)]

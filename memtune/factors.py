@@ -161,6 +161,48 @@ class Rotation:
         return (hop for hop in found if hop.size > 1)
 
 
+@dataclass(frozen=True)
+class Contexts:
+    """Sequences over `heads` × `contexts` ranks (`runtime.head_context`), in bytes of one rank's own positions.
+
+    Gu et al. 2024 (LoongTrain, arXiv:2406.18485, section 4.1), forward and backward: per attention 4·(Q + K)·(h - 1)/h in
+    all-to-alls and (4·K + 2·S)·(c - 1) in rings.
+    """
+
+    heads: int
+    contexts: int
+    inner: int
+    """Contexts of an inner ring."""
+    context_first: bool
+    query: float
+    """Q: queries of all attentions, as many as outputs."""
+    key: float
+    """K: keys, as many as values."""
+    sums: float
+    """S: gradients of keys while they go round."""
+    hidden: float
+    """What enters the first block; what leaves the last one is as large."""
+    blocks: float
+    """Gradients of the blocks."""
+    whole: float
+    """All gradients."""
+
+    def hops(self, schedule: Schedule) -> Iterator[Hop]:
+        """Everything that is sent in a step of `schedule.micro_batches` that a group works on, one after another."""
+        h, c, w, a = self.heads, self.contexts, self.inner, schedule.micro_batches
+        n, size, first = h * c, schedule.ranks, self.context_first
+        block = a * (4 * self.key + 2 * self.sums)
+        found = [
+            Hop("heads", a * 4 * (self.query + self.key) * (h - 1) / h, h, c if first else 1),
+            Hop("inner rings", block * (c // w) * (w - 1), w, 1 if first else h),
+            Hop("outer ring", block * (c // w - 1), c // w, w if first else w * h),
+            Hop("ends", a * 2 * self.hidden * (n - 1), n, 1),
+            Hop("blocks", 2 * self.blocks * (1 - 1 / n), n, 1),
+            Hop("copies", 2 * self.whole * (1 - n / size), size // n, n),
+        ]
+        return (hop for hop in found if hop.size > 1)
+
+
 def traffic(factors: Factors, whole: Bytes, schedule: Schedule) -> Traffic:
     """What a rank receives per step, by class of link."""
     return by_link(hops(factors, whole, schedule), schedule.ranks_per_node)

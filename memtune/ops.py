@@ -29,6 +29,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -227,6 +228,17 @@ def _reduce_scatter_positions(out: Tensor, x: Tensor, group: str, ranks: int) ->
     count_collective(members, out.nbytes * (ranks - 1))
 
 
+def _below_autograd(kernel: Callable[..., None]) -> Callable[..., None]:
+    """`kernel` where `runtime.exchanges` does not take what it calls for the user's (Rule 3 there)."""
+
+    @wraps(kernel)
+    def called(*args: object) -> None:
+        with torch._C._AutoDispatchBelowAutograd():
+            kernel(*args)
+
+    return called
+
+
 def _fake_to_device(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
 
@@ -252,13 +264,11 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("from_ssd", transfer.from_ssd, _key)
     _LIBRARY.impl("write_ssd_", transfer.write_ssd, _key)
     _LIBRARY.impl("host_update_", host_update.update_, _key)
-    _LIBRARY.impl("all_gather_into_", _all_gather_into, _key)
-    _LIBRARY.impl("reduce_scatter_into_", _reduce_scatter_into, _key)
-    _LIBRARY.impl("all_reduce_", _all_reduce, _key)
-    _LIBRARY.impl("all_to_all_into_", _all_to_all_into, _key)
-    _LIBRARY.impl("send_next_into_", _send_next_into, _key)
-    _LIBRARY.impl("all_gather_positions_", _all_gather_positions, _key)
-    _LIBRARY.impl("reduce_scatter_positions_", _reduce_scatter_positions, _key)
+    for _kernel in (
+        _all_gather_into, _reduce_scatter_into, _all_reduce, _all_to_all_into, _send_next_into, _all_gather_positions,
+        _reduce_scatter_positions,
+    ):  # fmt: skip
+        _LIBRARY.impl(f"{_kernel.__name__[1:]}_", _below_autograd(_kernel), _key)
     _LIBRARY.impl("quantise_", quantised.quantise_, _key)
     _LIBRARY.impl("dequantise_", quantised.dequantise_, _key)
 torch.library.register_fake("memtune::to_device", _fake_to_device, lib=_LIBRARY)

@@ -44,8 +44,10 @@ def candidate(kind: str, path: Path = SEPARATE, ranks: int = 2, beside: dict[str
     return found
 
 
-def config(kind: str, ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
-    made = candidate(kind, SEPARATE, ranks, beside, **knobs)
+def config(
+    kind: str, ranks: int = 2, beside: dict[str, Any] | None = None, path: Path = SEPARATE, **knobs: Any
+) -> dict[str, Any]:
+    made = candidate(kind, path, ranks, beside, **knobs)
     plan = {slot: plan.decisions for slot, plan in made.plans.items()}
     return {"settings": {**settings(kind, **knobs), **(beside or {})}, "plan": plan}
 
@@ -67,13 +69,18 @@ def seeded(turn: tuple[int, Any], device: torch.device) -> Any:
 
 
 def trained(
-    ranks: int, document: dict[str, Any] | None, clip: bool = False, accumulate: int = 1, dropout: bool = False
+    ranks: int,
+    document: dict[str, Any] | None,
+    clip: bool = False,
+    accumulate: int = 1,
+    dropout: bool = False,
+    path: Path = SEPARATE,
 ) -> dict[str, Any]:
     """Five steps; each rank brings its own samples, and the plain run (one rank) all of them.
 
     With `dropout`, all of one group, the plain run draws what the ranks' turns draw.
     """
-    workload, model, optimizer = build(SEPARATE)
+    workload, model, optimizer = build(path)
     if not dropout:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -111,7 +118,8 @@ def assert_trained_as_one(found: list[dict[str, Any]], wanted: dict[str, Any], a
         torch.testing.assert_close(each["norms"], wanted["norms"], rtol=1e-6, atol=1e-6)
         assert each["optimizer"].keys() == wanted["optimizer"].keys()
         for index, state in wanted["optimizer"].items():
-            torch.testing.assert_close(each["optimizer"][index]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-6)
+            name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+            torch.testing.assert_close(each["optimizer"][index][name], state[name], rtol=1e-4, atol=1e-6)
 
 
 def peak(document: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ Rule 3. What runs below autograd is not the user's: the seam's collectives are m
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -80,7 +81,9 @@ def _kernels() -> tuple[torch.library.Library, ...]:
             if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"):
                 found = _overload(namespace, op)
                 looked_at = partial(_looked_at_above, found, _GET_KERNEL(found, "AutogradCPU"))
-                libraries[namespace].impl(op, looked_at, "Autograd", with_keyset=True, allow_override=True)
+                with warnings.catch_warnings():  # that the kernel which was there is overridden
+                    warnings.simplefilter("ignore", UserWarning)
+                    libraries[namespace].impl(op, looked_at, "Autograd", with_keyset=True, allow_override=True)
     return (*libraries.values(),)
 
 

@@ -92,10 +92,15 @@ class Round:
 
 
 class Sums:
-    """The sums of a weight's gradient as they pass this rank (rule 2)."""
+    """The sums of a shard's gradient as they pass this rank (rule 2).
 
-    def __init__(self, ring: Ring) -> None:
-        self._ring, self._left = ring, ring.ranks
+    Args:
+        ring: Whom they pass.
+        mean: Divide what comes home by the ranks.
+    """
+
+    def __init__(self, ring: Ring, *, mean: bool = True) -> None:
+        self._ring, self._left, self._mean = ring, ring.ranks, mean
         self._hop: _Hop | None = None
 
     def next(self) -> Tensor | None:
@@ -104,10 +109,10 @@ class Sums:
         return None if hop is None else hop.arrived()
 
     def add(self, sums: Tensor) -> Tensor:
-        """Pass `sums` on, to which this rank has added its part; the last is the own shard's, and is made the mean."""
+        """Pass `sums` on, to which this rank has added its part; the last is the own shard's, and stays."""
         self._left -= 1
         if self._left:
             self._hop = self._ring.send(sums)
-        else:
+        elif self._mean:
             sums.div_(self._ring.ranks)
         return sums

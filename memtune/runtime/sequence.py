@@ -3,7 +3,7 @@
 Five rules:
 
 1. From the first block's input to the last block's output a rank holds its share of the positions (dim 1), and there alone:
-   embeddings, the last norm and the head stay whole.
+   embeddings, the last norm and the head stay whole (`runtime.positions`).
 2. What holds cut layers is entered with all positions (all-gather) and left with this rank's (reduce-scatter), in backward the
    other way round: as many bytes as the two all-reduces of `runtime.tensor`.
 3. Column layers keep their share for backward, not what was gathered; backward gathers it again, once for all that share it.
@@ -15,7 +15,7 @@ Five rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,22 +24,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memtune.errors import ApplyError
-from memtune.linear_pairs import Pair, whole_in_blocks
+from memtune.linear_pairs import Pair
 from memtune.runtime.context import Context
+from memtune.runtime.positions import (
+    Layout,
+    all_positions,
+    beginning,
+    ending,
+    first_tensor,
+    replaced,
+    share_dropouts,
+    sum_gradients,
+    summed_parameters,
+    times,
+)
 from memtune.runtime.sharding import meshes
-from memtune.runtime.tensor import Average, ColumnLinear, Place, RowLinear, cannot_be_cut, cut
+from memtune.runtime.tensor import ColumnLinear, Place, RowLinear, cut
 from memtune.runtime.tree import local
 
-
-def _own_positions(whole: Tensor, place: Place) -> Tensor:
-    share = whole.shape[1] // place.ranks
-    return torch.narrow_copy(whole, 1, place.rank * share, share)
-
-
-def _all_positions(share: Tensor, group: str, ranks: int) -> Tensor:
-    whole = share.new_empty((share.shape[0], share.shape[1] * ranks, *share.shape[2:]))
-    torch.ops.memtune.all_gather_positions_(whole, share.contiguous(), group, ranks)
-    return whole
+_FIX = "parallel: {kind: tensor}"
 
 
 def _summed_share(part: Tensor, group: str, ranks: int) -> Tensor:
@@ -49,39 +52,13 @@ def _summed_share(part: Tensor, group: str, ranks: int) -> Tensor:
     return share
 
 
-class _Divided(torch.autograd.Function):
-    """What enters the first block: this rank's positions; the gradient is that of all (rule 1)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return _own_positions(x.detach(), place)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_positions(gradient, ctx.place.group, ctx.place.ranks), None
-
-
-class _Joined(torch.autograd.Function):
-    """What leaves the last block: all positions; every rank has the whole gradient, and takes its own part (rule 1)."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return _all_positions(share.detach(), place.group, place.ranks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own_positions(gradient, ctx.place), None
-
-
 class _Gathered(torch.autograd.Function):
     """The shared input of column layers: all positions; its gradient is summed, and each rank keeps its positions (rule 2)."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: str, ranks: int) -> Tensor:
         ctx.group, ctx.ranks = group, ranks
-        return _all_positions(share.detach(), group, ranks)
+        return all_positions(share.detach(), group, ranks)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -98,7 +75,7 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _all_positions(gradient, ctx.group, ctx.ranks), None, None
+        return all_positions(gradient, ctx.group, ctx.ranks), None, None
 
 
 @dataclass(eq=False)
@@ -113,7 +90,7 @@ class _Entry:
 
     def whole(self, share: Tensor) -> Tensor:
         """All positions, gathered when the first column layer asks and let go with the last."""
-        whole = self.again if self.again is not None else _all_positions(share, self.group, self.ranks)
+        whole = self.again if self.again is not None else all_positions(share, self.group, self.ranks)
         self.users -= 1
         self.again = whole if self.users > 0 else None
         return whole
@@ -213,37 +190,17 @@ class SequenceRowLinear(RowLinear):
         return share if bias is None else share + bias
 
 
-class SequenceDropout(nn.Dropout):
-    """Dropout of this rank's positions, drawn for all (rule 5)."""
-
-    place: Place
-
-    def forward(self, input: Tensor) -> Tensor:
-        """As one rank would, for its positions."""
-        if not self.training or self.p == 0:
-            return input
-        ranks, rank = self.place.ranks, self.place.rank
-        with torch.no_grad():
-            shape = (input.shape[0], input.shape[1] * ranks, *input.shape[2:])
-            drawn = F.dropout(input.new_ones(shape), self.p).chunk(ranks, 1)[rank]
-            kept = drawn != 0
-        return input * kept * (1 / (1 - self.p) if self.p < 1 else 0.0)
-
-
 def divide(context: Context, pairs: Sequence[Pair], degree: int) -> None:
     """Cut `pairs` as `runtime.tensor.cut` does and divide the positions between them; arguments and errors are the same.
 
     Raises:
         ApplyError: As `cut`; or the blocks are not one chain, or share a weight with the rest of the model.
     """
-    shared = summed_parameters(context.model, pairs, context.blocks)
+    shared = summed_parameters(context.model, pairs, context.blocks, _FIX)
     cut(context, pairs, degree)
     mesh = meshes(context.device.type, degree)[1]
     divide_positions(context.model, pairs, context.blocks, Place(mesh.get_group().group_name, degree, mesh.get_local_rank()))
-    summed = [context.model.get_parameter(name) for name in shared]
-    for parameter in summed:
-        context.undo.callback(parameter.register_hook(_times(degree)).remove)
-    context.sync = Average(context, mesh.get_group(), summed, beside=context.sync).sync
+    sum_gradients(context, mesh, shared)
     of_layers = context.checks["sharding.parallel"]
     context.checks["sharding.parallel"] = lambda: {**of_layers(), **_check(context, pairs, shared)}
 
@@ -251,8 +208,8 @@ def divide(context: Context, pairs: Sequence[Pair], degree: int) -> None:
 def divide_fake(model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str], place: Place) -> None:
     """The same on a model that is only recorded, whose layers have been cut."""
     divide_positions(model, pairs, blocks, place)
-    for name in summed_parameters(model, pairs, blocks):
-        model.get_parameter(name).register_hook(_times(place.ranks))
+    for name in summed_parameters(model, pairs, blocks, _FIX):
+        model.get_parameter(name).register_hook(times(place.ranks))
 
 
 def divide_positions(model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str], place: Place) -> None:
@@ -268,88 +225,19 @@ def divide_positions(model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[s
         vars(row).update(border=border)
         if border.at_owner:
             model.get_submodule(pair.owner).register_forward_pre_hook(_entered(border), with_kwargs=True)
-    for name in dropouts(model, blocks):
-        module = model.get_submodule(name)
-        module.__class__ = SequenceDropout
-        vars(module).update(place=place)
+    layout = Layout.contiguous(place.group, place.ranks, place.rank)
+    share_dropouts(model, blocks, layout)
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
-    first.forward = _beginning(first.forward, place)
-    last.forward = _ending(last.forward, place)
-
-
-def dropouts(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Names of the blocks' dropout modules."""
-    inside = (named for block in blocks for named in model.get_submodule(block).named_modules(prefix=block))
-    return [name for name, module in inside if type(module) is nn.Dropout]
-
-
-def summed_parameters(model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str]) -> list[str]:
-    """Names of the trainable parameters of the blocks that are not cut (rule 4).
-
-    Raises:
-        ApplyError: The blocks are not one chain, or share a weight with the rest of the model.
-    """
-    if len({block.rpartition(".")[0] for block in blocks}) > 1:
-        raise cannot_be_cut(f"{blocks[0]} and {blocks[-1]} are not in one chain of blocks", "parallel: {kind: tensor}")
-    inside, outside = dict[int, str](), dict[int, str]()
-    prefixes = tuple(f"{block}." for block in blocks)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        (inside if name.startswith(prefixes) else outside).setdefault(id(parameter), name)
-    for key in inside.keys() & outside.keys():
-        raise cannot_be_cut(f"{inside[key]} is {outside[key]} too, which sees all positions", "parallel: {kind: tensor}")
-    return whole_in_blocks([name for name, p in model.named_parameters() if p.requires_grad], pairs, blocks)
-
-
-def _times(ranks: int) -> Any:
-    return lambda gradient: gradient * ranks
-
-
-def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    return next((each for each in [*args, *kwargs.values()] if isinstance(each, Tensor) and each.is_floating_point()), None)
-
-
-def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], old: Tensor, new: Tensor) -> tuple[Any, Any]:
-    """The call with `new` wherever it has `old`."""
-    return tuple(new if each is old else each for each in args), {k: new if each is old else each for k, each in kwargs.items()}
+    first.forward = beginning(first.forward, layout, _FIX)
+    last.forward = ending(last.forward, layout)
 
 
 def _entered(border: Border) -> Any:
     def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        share = _first_tensor(args, kwargs)
-        return None if share is None else _replaced(args, kwargs, share, border.gathered(share))
+        share = first_tensor(args, kwargs)
+        return None if share is None else replaced(args, kwargs, share, border.gathered(share))
 
     return gather
-
-
-def _beginning(forward: Callable[..., Any], place: Place) -> Callable[..., Any]:
-    """`forward` of the first block, inside of which a rank has its share of the positions."""
-
-    def divided(*args: Any, **kwargs: Any) -> Any:
-        x = _first_tensor(args, kwargs)
-        shape = () if x is None else tuple(x.shape)
-        if x is None or len(shape) < 3 or shape[1] % place.ranks or shape[1] == place.ranks:
-            raise ApplyError(
-                f"{place.ranks} ranks cannot each take an equal share of two positions and more.",
-                evidence=f"The blocks are given a tensor of shape {shape}." if shape else "The blocks are given no tensor.",
-                fix="sequences whose length is a multiple of the ranks, or parallel: {kind: tensor}", code="MT394",
-            )  # fmt: skip
-        args, kwargs = _replaced(args, kwargs, x, _Divided.apply(x, place))  # type: ignore[no-untyped-call]
-        del x
-        return forward(*args, **kwargs)
-
-    return divided
-
-
-def _ending(forward: Callable[..., Any], place: Place) -> Callable[..., Any]:
-    """`forward` of the last block, which returns all positions."""
-
-    def joined(*args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
-        if isinstance(out, tuple | list):
-            return type(out)((_Joined.apply(out[0], place), *out[1:]))  # type: ignore[no-untyped-call]
-        return _Joined.apply(out, place)  # type: ignore[no-untyped-call]
-
-    return joined
 
 
 def _check(context: Context, pairs: Sequence[Pair], summed: Sequence[str]) -> dict[str, Any]:

@@ -42,6 +42,18 @@ def meshes(device_type: str, degree: int) -> tuple[DeviceMesh | None, DeviceMesh
 
 
 @cache
+def _grid(device_type: str, sizes: tuple[tuple[str, int], ...], group: int) -> DeviceMesh:
+    names, numbers = zip(*sizes, strict=True)
+    return init_device_mesh(device_type, numbers, mesh_dim_names=names)
+
+
+def grid(device_type: str, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    """All ranks as a mesh of these dimensions, name and size, the last one of consecutive ranks; made once per process group."""
+    with _disable_current_modes():
+        return _grid(device_type, sizes, id(dist.distributed_c10d._get_default_group()))
+
+
+@cache
 def _smaller_groups(device_type: str, replicas: int, degree: int, size: int, group: int) -> HSDPMeshInfo:
     names = ("copies", "groups", "sharers")
     mesh = init_device_mesh(device_type, (replicas, degree // size, size), mesh_dim_names=names)
@@ -51,6 +63,7 @@ def _smaller_groups(device_type: str, replicas: int, degree: int, size: int, gro
 def forget_meshes() -> None:
     """Call when the process group is gone: the next one may have its address."""
     _meshes.cache_clear()
+    _grid.cache_clear()
     _smaller_groups.cache_clear()
 
 

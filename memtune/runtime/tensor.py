@@ -146,12 +146,17 @@ def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
     cut_layers(context.model, pairs, place)
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
+    work_together(context, mesh, copies)
+    context.checks["sharding.parallel"] = lambda: _check(context, pairs, degree)
+
+
+def work_together(context: Context, mesh: DeviceMesh, copies: DeviceMesh | None) -> None:
+    """Have the ranks of `mesh` take turns with micro-batches, and those of `copies` average their gradients (rules 3 and 4)."""
     context.turns = Turns(mesh.get_group())
     handles: list[Any] = []
     handles.append(context.model.register_forward_pre_hook(_same_batch(mesh.get_group(), handles), with_kwargs=True))
     if copies is not None:
         context.sync = Average(context, copies.get_group(), [p for p in context.model.parameters() if p.requires_grad]).sync
-    context.checks["sharding.parallel"] = lambda: _check(context, pairs, degree)
 
 
 def mix_plain_and_sharded() -> None:

@@ -28,9 +28,13 @@ class Shared(Technique):
     """Ranks that share layers, all of them by default; a divisor of the ranks and of what is divided."""
 
     @property
-    @abstractmethod
     def what(self) -> str:
         """What is divided, as `autotune.cut` knows it."""
+        raise NotImplementedError
+
+    def asked(self, target: Target) -> str:
+        """As `what`, where it follows from the ranks."""
+        return self.what
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs two ranks, a degree that divides them and the layers, plain layers, and nothing else that divides the model."""
@@ -51,7 +55,7 @@ class Shared(Technique):
                 return Reason(f"{slot}: {other.kind} does not work on layers that ranks share", f"{slot}: {{kind: none}}")
         if target.compiled:
             return Reason("graphs are made of whole layers", "execution.compile: false")
-        found = target.cut(degree, self.what, target.ranks)
+        found = target.cut(degree, self.asked(target), target.ranks)
         return found if isinstance(found, Reason) else None
 
     def plan(self, program: Program, target: Target) -> Plan:
@@ -63,17 +67,13 @@ class Shared(Technique):
         return {"degree": (None, *target.group_sizes()), **self.choices()}
 
     def _recorded(self, target: Target) -> CutRecording:
-        found = target.cut(self.degree or target.ranks, self.what, target.ranks) if target.cut is not None else None
+        found = target.cut(self.degree or target.ranks, self.asked(target), target.ranks) if target.cut is not None else None
         assert isinstance(found, CutRecording), "fits refuses what was not recorded"
         return found
 
 
-class CutLayers(Shared):
-    """Layers that a group of ranks shares, which works on one micro-batch at a time."""
-
-    @abstractmethod
-    def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:
-        """Cut `pairs` of the live model."""
+class TakingTurns(Shared):
+    """A group of ranks that works on one micro-batch at a time."""
 
     def summed(self, program: Program, plan: Plan) -> frozenset[str]:
         """Parameters whose gradients are summed over a group; no one's where every rank has all of them."""
@@ -90,6 +90,14 @@ class CutLayers(Shared):
         step = share(step, groups)
         ranks = (RankClass(program.ranks, step),)
         return Program(ranks, program.micro_batch, accumulate, program.notes, sharers=degree)
+
+
+class CutLayers(TakingTurns):
+    """Layers that a group of ranks has in parts."""
+
+    @abstractmethod
+    def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:
+        """Cut `pairs` of the live model."""
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Cut the layers that the plan names."""

@@ -30,7 +30,7 @@ from memtune.autotune.simulate import simulate
 from memtune.errors import ApplyError
 from memtune.program import Phase, Resource, Step
 from memtune.runtime import shim
-from memtune.runtime.sequence import summed_parameters
+from memtune.runtime.positions import summed_parameters
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.sharding.parallel.sequence_parallel import SequenceParallel
 from memtune.testing.training import build
@@ -72,10 +72,12 @@ def test_norms_and_inputs_of_layers_are_saved_as_shares() -> None:
 
 REASONS = {
     "first": "uses single positions",
+    "table": "uses the first positions of what is whole",
     "odd": "cannot each take an equal share",
     "mean": "works along what was divided",
     "drawn": "draws random numbers",
     "between": "scale, which is outside of the blocks",
+    "made": "what weights outside of the blocks have made",
     "batch_norm": "is not known to treat",
     "inside": "is not given what the module that holds it was given",
 }

@@ -25,10 +25,13 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(DIM), MLP()
         self.batch_norm = nn.BatchNorm1d(DIM)
+        self.table = nn.Buffer(torch.linspace(0, 1, SEQ).unsqueeze(-1))
 
     def forward(self, x: Tensor) -> Tensor:
         if WHAT == "first":
             x = x + x[:, :1]
+        elif WHAT == "table":
+            x = x + self.table[: x.shape[1]]
         elif WHAT == "mean":
             x = x + x.mean(1, keepdim=True)
         elif WHAT == "drawn":
@@ -48,6 +51,8 @@ class Net(nn.Module):
             x = block(x)
             if WHAT == "between":
                 x = x * self.scale
+            elif WHAT == "made":
+                x = x * self.scale.tanh()
         return x
 
 

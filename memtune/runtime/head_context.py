@@ -1,0 +1,449 @@
+"""Attention in two dimensions: positions divided over ranks, which in attention have heads (all-to-all) and contexts (rings).
+
+Five rules:
+
+1. `heads` × `contexts` ranks hold a share of the positions each, from the first block's input to the last one's output
+   (`runtime.positions`). In attention the ranks of one context exchange heads for positions: each has some heads of the context.
+2. Keys and values go round the contexts, and queries attend to what is at hand; results are merged by their log-sum-exp
+   (`runtime.block_attention`). In backward they go round again, beside the sums of their gradients, which end at home.
+3. A ring may be two: inner rings of consecutive contexts, in which a block of keys and values goes all the way round while it is
+   on its way to the next inner ring as well.
+4. Where later positions are masked, contexts that are contiguous have unequal work: the last one attends to all. In zigzag each
+   has a piece from the front and its mirror image from the back, and half of every block but its own counts for it.
+5. What is saved: queries, keys, values and output by heads, and the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memtune.batches import map_tensors
+from memtune.errors import ApplyError
+from memtune.runtime.block_attention import Attended, attend, attend_backward, merge
+from memtune.runtime.context import Context
+from memtune.runtime.positions import (
+    Layout,
+    beginning,
+    divided,
+    ending,
+    first_tensor,
+    not_divisible,
+    share_dropouts,
+    sum_gradients,
+    summed_parameters,
+    times,
+)
+from memtune.runtime.ranks import require_ranks
+from memtune.runtime.ring import Ring, Round, Sums
+from memtune.runtime.sharding import grid, meshes
+from memtune.runtime.tensor import work_together
+
+FIX = "parallel: {kind: none}"
+HEAD_CONTEXT = "head context "
+"""Before the name of a split, in what `Target.cut` is asked for."""
+Attention = Callable[..., Tensor]
+"""With the arguments of `F.scaled_dot_product_attention`."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How ranks share a sequence."""
+
+    heads: int
+    """Ranks of a context, among which attention's heads are divided."""
+    contexts: int
+    inner: int
+    """Contexts of an inner ring; all of them: one ring."""
+    context_first: bool
+    """Consecutive ranks are of different contexts, not of one."""
+    zigzag: bool
+
+    @property
+    def ranks(self) -> int:
+        """All that share."""
+        return self.heads * self.contexts
+
+    @property
+    def units(self) -> int:
+        """Pieces of equal length that a sequence must consist of."""
+        return 2 * self.ranks if self.zigzag else self.ranks
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Split:
+        """From plain data; raises KeyError where it is damaged."""
+        return cls(**{name: document[name] for name in cls.__dataclass_fields__})
+
+    @property
+    def name(self) -> str:
+        """Of all that it says."""
+        return json.dumps(self.document())
+
+    @classmethod
+    def named(cls, name: str) -> Split:
+        """From its name."""
+        return cls.of(json.loads(name))
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Context, and place in it."""
+        return (rank % self.contexts, rank // self.contexts) if self.context_first else divmod(rank, self.heads)
+
+    def rank(self, context: int, head: int) -> int:
+        """Whose place it is."""
+        return head * self.contexts + context if self.context_first else context * self.heads + head
+
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """Dimensions of the ranks' grid, the last one consecutive."""
+        rings = (("outer", self.contexts // self.inner), ("inner", self.inner))
+        return (("heads", self.heads), *rings) if self.context_first else (*rings, ("heads", self.heads))
+
+    def order(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Which units each rank has, as a `Layout` wants to know (rule 4)."""
+        found: list[tuple[tuple[int, int], ...]] = []
+        for context, head in map(self.place, range(self.ranks)):
+            if not self.zigzag:
+                found.append(((context * self.heads + head, 1),))
+                continue
+            fronts = range(context * self.heads, (context + 1) * self.heads)
+            backs = range((2 * self.contexts - 1 - context) * self.heads, (2 * self.contexts - context) * self.heads)
+            first, second = [*fronts, *backs][2 * head : 2 * head + 2]
+            found.append(((first, 2),) if second == first + 1 else ((first, 1), (second, 1)))
+        return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """This rank among those that share a sequence."""
+
+    split: Split
+    layout: Layout
+    heads: str
+    """The group of its context."""
+    inner: Ring
+    outer: Ring
+
+    @property
+    def context(self) -> int:
+        """This rank's."""
+        return self.outer.rank * self.inner.ranks + self.inner.rank
+
+    def source(self, turn: int, step: int) -> int:
+        """The context whose keys and values are here in a step of an inner ring, in a turn of the outer one."""
+        return (self.outer.rank - turn) % self.outer.ranks * self.inner.ranks + (self.inner.rank - step) % self.inner.ranks
+
+    def seen(self, source: int, length: int, causal: bool) -> tuple[slice, slice, bool] | None:
+        """Which of this context's `length` positions attend to which of those of `source`, and whether to earlier ones alone."""
+        every, half = slice(0, length), length // 2
+        if not causal or source == self.context:
+            return every, every, causal
+        if self.split.zigzag:
+            return (every, slice(0, half), False) if source < self.context else (slice(half, length), every, False)
+        return (every, every, False) if source < self.context else None
+
+    def by_heads(self, *tensors: Tensor) -> Tensor:
+        """Each (B, H, positions of a rank, D): this rank's heads of its context (number, B, H/heads, positions of it, D)."""
+        ranks = self.split.heads
+        if ranks == 1:
+            return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+        sent = torch.stack([each.unflatten(1, (ranks, -1)).movedim(1, 0) for each in tensors], 1)
+        return self._exchanged(sent).movedim(0, 3).flatten(3, 4)
+
+    def by_positions(self, tensors: Tensor) -> Tensor:
+        """The way back, with the last dims laid out as (positions, H, D)."""
+        ranks = self.split.heads
+        if ranks == 1:
+            return tensors
+        sent = tensors.unflatten(3, (ranks, -1)).movedim(3, 0).contiguous()
+        return self._exchanged(sent).permute(1, 2, 4, 0, 3, 5).flatten(3, 4).transpose(2, 3)
+
+    def _exchanged(self, sent: Tensor) -> Tensor:
+        received = torch.empty_like(sent)
+        torch.ops.memtune.all_to_all_into_(received, sent, self.heads, self.split.heads)
+        return received
+
+
+def grid_of(split: Split, device_type: str, group: str, copies: int, rank: int) -> Grid:
+    """The grid of the ranks of `group`, of which this one is number `rank`, beside `copies` - 1 like it."""
+    mesh = grid(device_type, (("copies", copies), *split.sizes()))
+    context, _ = split.place(rank)
+    outer, inner = divmod(context, split.inner)
+    rings = [
+        Ring(mesh[name].get_group().group_name, dict(split.sizes())[name], place, in_place=False)
+        for name, place in (("inner", inner), ("outer", outer))
+    ]
+    return Grid(split, Layout(group, rank, split.units, split.order()), mesh["heads"].get_group().group_name, *rings)
+
+
+# -- attention (rules 2, 3 and 5) ------------------------------------------------------------------------------------
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which results of several blocks are added up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of attention."""
+
+    grid: Grid
+    causal: bool
+    scale: float | None
+
+    def forward(self, query: Tensor, pair: Tensor) -> Attended:
+        """Queries (B, H, P, D) of this context and heads; keys and values (2, B, G, P, D)."""
+        total: Attended | None = None
+        grid = self.grid
+        outer = Round(grid.outer, pair, ahead=False)
+        for turn in range(grid.outer.ranks):
+            inner = Round(grid.inner, outer.next(), ahead=False)
+            for step in range(grid.inner.ranks):
+                total = self._attend(total, query, inner.next(), grid.source(turn, step))
+            del inner
+        assert total is not None
+        return Attended(total.out.to(query.dtype), total.lse)
+
+    def _attend(self, total: Attended | None, query: Tensor, pair: Tensor, source: int) -> Attended | None:
+        seen = self.grid.seen(source, query.shape[2], self.causal)
+        if seen is None:
+            return total
+        rows, columns, causal = seen
+        more = attend(query[:, :, rows], *pair[:, :, :, columns], causal=causal, scale=self.scale)
+        if total is None:
+            alone = self.grid.split.contexts == 1
+            return more if alone else Attended(more.out.to(_wide(query.dtype)), more.lse)
+        merge(Attended(total.out[:, :, rows], total.lse[:, :, rows]), more)
+        return total
+
+    def backward(self, gradient: Tensor, query: Tensor, pair: Tensor, all_keys: Attended) -> tuple[Tensor, Tensor]:
+        """Gradients of `query` and `pair`, of this rank's own positions and heads."""
+        grid = self.grid
+        to_query = torch.zeros_like(query, dtype=_wide(query.dtype))
+        outer, outer_sums = Round(grid.outer, pair, ahead=True), Sums(grid.outer, mean=False)
+        to_pair: Tensor | None = None
+        for turn in range(1, grid.outer.ranks + 1):
+            inner, sums = Round(grid.inner, outer.next(), ahead=True), Sums(grid.inner, mean=False)
+            for step in range(1, grid.inner.ranks + 1):
+                to_pair = None  # what was passed on is the hop's
+                block, to_pair = inner.next(), sums.next()
+                if to_pair is None:
+                    to_pair = torch.zeros_like(block, dtype=_wide(block.dtype))
+                source = grid.source(turn % grid.outer.ranks, step % grid.inner.ranks)
+                self._add_gradients(to_query, to_pair, source, gradient, query, block, all_keys)
+                del block
+                sums.add(to_pair)
+            del inner, sums
+            before = outer_sums.next()
+            assert to_pair is not None
+            to_pair = outer_sums.add(to_pair if before is None else before.add_(to_pair))
+            del before
+        assert to_pair is not None
+        return to_query.to(query.dtype), to_pair.to(pair.dtype)
+
+    def _add_gradients(
+        self, to_query: Tensor, to_pair: Tensor, source: int, gradient: Tensor, query: Tensor, pair: Tensor, all_keys: Attended
+    ) -> None:
+        seen = self.grid.seen(source, query.shape[2], self.causal)
+        if seen is None:
+            return
+        rows, columns, causal = seen
+        given = Attended(all_keys.out[:, :, rows], all_keys.lse[:, :, rows])
+        key, value = pair[:, :, :, columns]
+        found = attend_backward(
+            gradient[:, :, rows], query[:, :, rows], key, value, given, causal=causal, scale=self.scale
+        )  # fmt: skip
+        to_query[:, :, rows].add_(found[0])
+        to_pair[0, :, :, columns].add_(found[1])
+        to_pair[1, :, :, columns].add_(found[2])
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of this rank's positions to all positions of the group."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+        grid = call.grid
+        mine, pair = grid.by_heads(query)[0], grid.by_heads(key, value)
+        attended = call.forward(mine, pair)
+        ctx.save_for_backward(mine, pair, *attended)
+        ctx.call = call
+        return grid.by_positions(attended.out.unsqueeze(0))[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, pair, out, lse = ctx.saved_tensors
+        grid = ctx.call.grid
+        to_query, to_pair = ctx.call.backward(grid.by_heads(gradient)[0], query, pair, Attended(out, lse))
+        to_query = grid.by_positions(to_query.unsqueeze(0))[0]
+        to_key, to_value = grid.by_positions(to_pair)
+        return to_query, to_key, to_value, None
+
+
+def divided_attention(grid: Grid) -> Attention:
+    """What takes the place of `F.scaled_dot_product_attention` on the ranks of `grid`."""
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        require_plain_attention(query, key, value, attn_mask, dropout_p, enable_gqa)
+        key, value = enough_heads(query, key, value, grid.split.heads)
+        query, key, value = (_as_autocast_wants(each) for each in (query, key, value))
+        made: Tensor = _Attention.apply(query, key, value, _Call(grid, is_causal, scale))  # type: ignore[no-untyped-call]
+        return made
+
+    return attention
+
+
+def _as_autocast_wants(tensor: Tensor) -> Tensor:
+    kind = tensor.device.type
+    cast = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(kind)) if cast else tensor
+
+
+def require_plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
+) -> None:
+    """Check that a call of attention can be divided.
+
+    Raises:
+        ApplyError: It has a mask, drops, is not of samples × heads × positions × features, or its keys are not like its queries.
+    """
+    if attn_mask is not None:
+        raise not_divisible("attention is given a mask other than is_causal", FIX)
+    if dropout_p:
+        raise not_divisible("attention drops, and its random numbers would be others on each rank", FIX)
+    shapes = [tuple(each.shape) for each in (query, key, value)]
+    like = len(shapes[0]) == 4 and shapes[1] == shapes[2] == (shapes[0][0], shapes[1][1], *shapes[0][2:])
+    if not like or (shapes[0][1] != shapes[1][1] and not (enable_gqa and shapes[0][1] % shapes[1][1] == 0)):
+        raise not_divisible(f"attention's query, key and value have shapes {', '.join(map(str, shapes))}", FIX)
+
+
+def enough_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Key and value with as many heads as `ranks` divide, repeated where queries share too few.
+
+    Raises:
+        ApplyError: `ranks` do not divide the heads of `query`.
+    """
+    heads, shared = query.shape[1], key.shape[1]
+    if heads % ranks:
+        raise not_divisible(
+            f"{ranks} ranks do not divide the {heads} heads of attention", "a head_degree that divides the heads"
+        )  # fmt: skip
+    each = ranks // gcd(ranks, shared)
+    if each == 1:
+        return key, value
+    each = each if heads % (shared * each) == 0 else heads // shared
+    return key.repeat_interleave(each, 1), value.repeat_interleave(each, 1)
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def divide_blocks(model: nn.Module, blocks: Sequence[str], layout: Layout, attention: Attention) -> None:
+    """Make `blocks` work on this rank's positions, with `attention` in the place of torch's (rule 1)."""
+    share_dropouts(model, blocks, layout)
+    for name in blocks:
+        block = model.get_submodule(name)
+        block.forward = _on_shares(block.forward, name, layout, attention)
+    first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
+    first.forward = beginning(first.forward, layout, FIX if layout.units == layout.ranks else "balance: none")
+    last.forward = ending(last.forward, layout)
+
+
+def _on_shares(forward: Callable[..., Any], name: str, layout: Layout, attention: Attention) -> Callable[..., Any]:
+    """`forward` of a block that is given a share of the positions, and all of what else goes by positions."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        x = first_tensor(args, kwargs)
+        if x is None or x.dim() < 2:
+            raise not_divisible(f"{name} is given no tensor of positions", FIX)
+        length = x.shape[1] * layout.ranks
+        args, kwargs = map_tensors((args, kwargs), lambda each: each if each is x else _own_of(each, length, name, layout))
+        with _in_place_of_attention(attention):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _own_of(given: Tensor, length: int, name: str, layout: Layout) -> Tensor:
+    """This rank's part of what a block is given beside its input: rotary tables, indices of positions.
+
+    Raises:
+        ApplyError: It goes by pairs of positions; or its gradient would be another one on each rank.
+    """
+    dims = [dim for dim, size in enumerate(given.shape) if size == length]
+    if len(dims) > 1:
+        raise not_divisible(f"{name} is given a tensor of shape {tuple(given.shape)}, by pairs of positions (a mask?)", FIX)
+    if not given.requires_grad:
+        return layout.seen(given, dims[0]) if dims else given
+    if dims != [1]:
+        raise not_divisible(f"{name} is given a tensor of shape {tuple(given.shape)} that needs a gradient", FIX)
+    return divided(given, layout)
+
+
+@contextmanager
+def _in_place_of_attention(attention: Attention) -> Iterator[None]:
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
+
+
+def divide_fake(model: nn.Module, blocks: Sequence[str], layout: Layout, attention: Attention) -> None:
+    """`divide_blocks` on a model that is only recorded."""
+    names = summed_parameters(model, (), blocks, FIX)
+    divide_blocks(model, blocks, layout, attention)
+    for name in names:
+        model.get_parameter(name).register_hook(times(layout.ranks))
+
+
+def divide_sequence(context: Context, split: Split) -> None:
+    """Divide the positions of the model in `context` as `split` says; a group's ranks work on one micro-batch at a time.
+
+    Args:
+        context: Model, changed in place; gets `turns` and a `sync`.
+        split: Its ranks divide the number of ranks.
+
+    Raises:
+        ApplyError: There is no process group, `split` does not divide it, the ranks' weights differ, or the blocks are not one
+            chain.
+    """
+    require_ranks(context, "head-context parallelism")
+    if split.ranks < 2 or context.ranks % split.ranks:
+        raise ApplyError(
+            f"{context.ranks} ranks cannot be put into equal groups of {split.ranks} to share sequences.",
+            fix="a degree that divides the number of ranks", code="MT321",
+        )  # fmt: skip
+    names = summed_parameters(context.model, (), context.blocks, FIX)
+    copies, mesh = meshes(context.device.type, split.ranks)
+    group, rank = mesh.get_group().group_name, mesh.get_local_rank()
+    ours = grid_of(split, context.device.type, group, context.ranks // split.ranks, rank)
+    divide_blocks(context.model, context.blocks, ours.layout, divided_attention(ours))
+    work_together(context, mesh, copies)
+    sum_gradients(context, mesh, names)
+    context.checks["sharding.parallel"] = lambda: _check(context, split, names)
+
+
+def _check(context: Context, split: Split, summed: Sequence[str]) -> dict[str, Any]:
+    for name in context.blocks:
+        if "forward" not in vars(context.model.get_submodule(name)):
+            raise ApplyError(f"{name} does not work on a share of the positions.", code="MT392")
+    for name in summed:
+        if not context.model.get_parameter(name)._backward_hooks:
+            raise ApplyError(f"the gradient of {name} is not summed over the ranks.", code="MT392")
+    return {"heads": split.heads, "contexts": split.contexts, "blocks": len(context.blocks), "summed_parameters": len(summed)}

@@ -1,0 +1,216 @@
+"""Positions divided over ranks from the first block's input to the last one's output: which are whose, and how they are joined.
+
+What enters is divided along dim 1, and the gradient that leaves there is gathered; what leaves the last block is gathered, and
+every rank takes its own part of its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from memtune.errors import ApplyError
+from memtune.linear_pairs import Pair, whole_in_blocks
+from memtune.runtime.context import Context
+from memtune.runtime.tensor import Average
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which positions each rank of a group has.
+
+    A sequence is `units` pieces of equal length; `order` has, rank by rank, the (first, number) of units that follow one another.
+    """
+
+    group: str
+    rank: int
+    units: int
+    order: tuple[tuple[tuple[int, int], ...], ...]
+
+    @classmethod
+    def contiguous(cls, group: str, ranks: int, rank: int) -> Layout:
+        """Each rank has as many positions as follow those of the rank before."""
+        return cls(group, rank, ranks, tuple(((first, 1),) for first in range(ranks)))
+
+    @property
+    def ranks(self) -> int:
+        """Members of the group."""
+        return len(self.order)
+
+    def own(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's positions, in memory of their own."""
+        pieces = self._pieces(whole, dim)
+        if len(pieces) > 1:
+            return torch.cat([whole.narrow(dim, *piece) for piece in pieces], dim)
+        return torch.narrow_copy(whole, dim, *pieces[0])
+
+    def seen(self, whole: Tensor, dim: int) -> Tensor:
+        """As `own`, of what stays whole beside it: a view where one is enough."""
+        pieces = self._pieces(whole, dim)
+        return whole.narrow(dim, *pieces[0]) if len(pieces) == 1 else self.own(whole, dim)
+
+    def whole(self, share: Tensor) -> Tensor:
+        """All positions (dim 1) of what each rank has a share of."""
+        gathered = all_positions(share, self.group, self.ranks)
+        unit, places, at = gathered.shape[1] // self.units, list[tuple[int, int, int]](), 0
+        for first, number in (piece for pieces in self.order for piece in pieces):
+            places.append((first, at * unit, number * unit))
+            at += number
+        if places == sorted(places):
+            return gathered
+        return torch.cat([gathered.narrow(1, start, length) for _, start, length in sorted(places)], 1)
+
+    def _pieces(self, whole: Tensor, dim: int) -> list[tuple[int, int]]:
+        unit = whole.shape[dim] // self.units
+        return [(first * unit, number * unit) for first, number in self.order[self.rank]]
+
+
+def all_positions(share: Tensor, group: str, ranks: int) -> Tensor:
+    """What the ranks of `group` have of dim 1, in the order of the ranks."""
+    whole = share.new_empty((share.shape[0], share.shape[1] * ranks, *share.shape[2:]))
+    torch.ops.memtune.all_gather_positions_(whole, share.contiguous(), group, ranks)
+    return whole
+
+
+class _Divided(torch.autograd.Function):
+    """What enters the blocks: this rank's positions; the gradient is that of all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return layout.own(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.layout.whole(gradient), None
+
+
+class _Joined(torch.autograd.Function):
+    """What leaves the last block: all positions; every rank has the whole gradient, and takes its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return layout.whole(share.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.layout.own(gradient), None
+
+
+def divided(x: Tensor, layout: Layout) -> Tensor:
+    """This rank's positions (dim 1) of `x`; the gradient of `x` is that of all positions."""
+    share: Tensor = _Divided.apply(x, layout)  # type: ignore[no-untyped-call]
+    return share
+
+
+class SharedDropout(nn.Dropout):
+    """Dropout of this rank's positions, drawn for all, so that the numbers are those of a single rank."""
+
+    layout: Layout
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As one rank would, for its positions."""
+        if not self.training or self.p == 0:
+            return input
+        with torch.no_grad():
+            shape = (input.shape[0], input.shape[1] * self.layout.ranks, *input.shape[2:])
+            kept = self.layout.seen(F.dropout(input.new_ones(shape), self.p), 1) != 0
+        return input * kept * (1 / (1 - self.p) if self.p < 1 else 0.0)
+
+
+def dropouts(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Names of the blocks' dropout modules."""
+    inside = (named for block in blocks for named in model.get_submodule(block).named_modules(prefix=block))
+    return [name for name, module in inside if type(module) is nn.Dropout]
+
+
+def share_dropouts(model: nn.Module, blocks: Sequence[str], layout: Layout) -> None:
+    """Make the blocks' dropouts draw for all positions."""
+    for name in dropouts(model, blocks):
+        module = model.get_submodule(name)
+        module.__class__ = SharedDropout
+        vars(module).update(layout=layout)
+
+
+def summed_parameters(model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str], fix: str = "") -> list[str]:
+    """Names of the trainable parameters of the blocks that are not cut: each rank has a part of their gradients' sum.
+
+    Raises:
+        ApplyError: The blocks are not one chain, or share a weight with the rest of the model.
+    """
+    if len({block.rpartition(".")[0] for block in blocks}) > 1:
+        raise not_divisible(f"{blocks[0]} and {blocks[-1]} are not in one chain of blocks", fix)
+    inside, outside = dict[int, str](), dict[int, str]()
+    prefixes = tuple(f"{block}." for block in blocks)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        (inside if name.startswith(prefixes) else outside).setdefault(id(parameter), name)
+    for key in inside.keys() & outside.keys():
+        raise not_divisible(f"{inside[key]} is {outside[key]} too, which sees all positions", fix)
+    return whole_in_blocks([name for name, p in model.named_parameters() if p.requires_grad], pairs, blocks)
+
+
+def times(ranks: int) -> Callable[[Tensor], Tensor]:
+    """A hook for gradients of which each rank has a part: averaged over the ranks, they are the sum, however often."""
+    return lambda gradient: gradient * ranks
+
+
+def sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> None:
+    """Have the gradients of the parameters `names`, of which each rank of `mesh` has a part, summed after the last backward."""
+    summed = [context.model.get_parameter(name) for name in names]
+    for parameter in summed:
+        context.undo.callback(parameter.register_hook(times(mesh.size())).remove)
+    context.sync = Average(context, mesh.get_group(), summed, beside=context.sync).sync
+
+
+def not_divisible(why: str, fix: str) -> ApplyError:
+    """The error that says why positions cannot be divided."""
+    return ApplyError(f"positions cannot be divided over ranks: {why}.", fix=fix, code="MT390")
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What a block works on: the first floating-point tensor that it is called with."""
+    return next((each for each in [*args, *kwargs.values()] if isinstance(each, Tensor) and each.is_floating_point()), None)
+
+
+def replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], old: Tensor, new: Tensor) -> tuple[Any, Any]:
+    """The call with `new` wherever it has `old`."""
+    return tuple(new if each is old else each for each in args), {k: new if each is old else each for k, each in kwargs.items()}
+
+
+def beginning(forward: Callable[..., Any], layout: Layout, fix: str) -> Callable[..., Any]:
+    """`forward` of the first block, inside of which a rank has its share of the positions."""
+
+    def on_a_share(*args: Any, **kwargs: Any) -> Any:
+        x = first_tensor(args, kwargs)
+        shape = () if x is None else tuple(x.shape)
+        if x is None or len(shape) < 3 or shape[1] % layout.units or shape[1] == layout.units:
+            unit = "" if layout.units == layout.ranks else f" in {layout.units} equal pieces"
+            raise ApplyError(
+                f"{layout.ranks} ranks cannot each take an equal share of two positions and more{unit}.",
+                evidence=f"The blocks are given a tensor of shape {shape}." if shape else "The blocks are given no tensor.",
+                fix=f"sequences whose length is a multiple of {layout.units}, or {fix}", code="MT394",
+            )  # fmt: skip
+        args, kwargs = replaced(args, kwargs, x, divided(x, layout))
+        del x
+        return forward(*args, **kwargs)
+
+    return on_a_share
+
+
+def ending(forward: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """`forward` of the last block, which returns all positions."""
+
+    def joined(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        if isinstance(out, tuple | list):
+            return type(out)((_Joined.apply(out[0], layout), *out[1:]))  # type: ignore[no-untyped-call]
+        return _Joined.apply(out, layout)  # type: ignore[no-untyped-call]
+
+    return joined

@@ -1,0 +1,135 @@
+"""Positions divided over ranks, attention over heads and contexts (LoongTrain: double rings, equal work)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.linear_pairs import whole_in_blocks
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.runtime.head_context import HEAD_CONTEXT, Split, divide_sequence
+from memtune.search_spaces.sharding.parallel._layers import TakingTurns, needs_plan, of_another
+from memtune.technique import Plan, Reason, Target
+
+
+class HeadContext(TakingTurns):
+    """Trades messages in attention for 1/degree of all that the blocks save, where heads or sequences alone divide too little.
+
+    A group of degree = head_degree × contexts ranks works on one micro-batch; each rank has its share of every sequence, from
+    the first block to the last, and all weights. In attention, the ranks of a context exchange heads for positions (two
+    all-to-alls of queries, keys, values and outputs), and keys and values go round the contexts: `ring attention`, its results
+    merged by their log-sum-exp. Embeddings, the last norm and the head see all positions.
+
+    Reordered: softmax is that of the plain step, its sums over keys are taken context by context; a weight's gradient in the
+    blocks is a sum of `degree` partial sums over the positions.
+
+    Distinguishing test: a rank saves 1/degree of what the blocks save, and per attention sends, with Q and K the bytes of its own
+    queries and keys, 4·(Q + K)·(h - 1)/h in all-to-alls and 6·K·(c - 1) in rings (h ranks a context, c contexts).
+    """
+
+    kind: Literal["head_context"] = "head_context"
+    title: ClassVar[str] = "Positions divided over ranks, attention over heads and contexts"
+    source: ClassVar[str] = (
+        "Gu et al. 2024, LoongTrain, arXiv:2406.18485, sections 3 and 4; Li et al. 2024, DistFlashAttn, arXiv:2310.03294"
+    )
+
+    head_degree: Annotated[int, Field(ge=1)] = 1
+    """Ranks of a context, which divide the heads of attention; the others of the group have other contexts."""
+    placement: Literal["head_first", "context_first"] = "head_first"
+    """Which ranks are neighbours: those that exchange heads, or those that pass keys and values on."""
+    inner_ring: Annotated[int, Field(ge=2)] | Literal["node"] | None = None
+    """Contexts of an inner ring, round which blocks go on their way to the next one; `node`: those of a node; None: one ring."""
+    balance: Literal["zigzag", "none"] = "zigzag"
+    """Contexts have a piece from the front and one from the back: causal attention is equal work; or they follow one another."""
+
+    def split(self, ranks: int, node: int) -> Split | Reason:
+        """The settings that count, of `ranks` in all with `node` of them on a node; or why there are none."""
+        degree = self.degree or ranks
+        if degree % self.head_degree:
+            return Reason(
+                f"head_degree={self.head_degree} does not divide the {degree} ranks of a group", "a divisor of the degree"
+            )
+        contexts = degree // self.head_degree
+        context_first = self.placement == "context_first" and self.head_degree > 1 and contexts > 1
+        of_node = min(node, contexts) if context_first else node // self.head_degree
+        inner = of_node if self.inner_ring == "node" else self.inner_ring or contexts
+        if self.inner_ring is not None and (not 1 < inner < contexts or contexts % inner):
+            return Reason(
+                f"inner_ring={self.inner_ring} does not divide a ring of {contexts} contexts into several",
+                "a proper divisor of degree / head_degree",
+            )
+        return Split(self.head_degree, contexts, inner, context_first, self.balance == "zigzag" and contexts > 1)
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """As of others that share layers; needs a head degree and inner rings that divide their groups, heads and positions."""
+        split = self.split(target.ranks, target.hardware.local_ranks(target.ranks))
+        if isinstance(split, Reason) and target.ranks > 1:
+            return split
+        return super().fits(program, target)
+
+    def asked(self, target: Target) -> str:
+        """The split, by name."""
+        return HEAD_CONTEXT + self._split(target).name
+
+    def _split(self, target: Target) -> Split:
+        split = self.split(target.ranks, target.hardware.local_ranks(target.ranks))
+        assert isinstance(split, Split), "fits refuses what cannot be divided"
+        return split
+
+    def summed(self, program: Program, plan: Plan) -> frozenset[str]:
+        """Trainable parameters of the blocks."""
+        step = program.step
+        return frozenset(whole_in_blocks((p.name for p in step.parameters if p.trainable), (), step.blocks))
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Divide the positions as the plan says."""
+        divide_sequence(context, self._planned(context, plan))
+
+    def _planned(self, context: Context, plan: Plan) -> Split:
+        """The split that `plan` was made for, where that is this one."""
+        try:
+            planned = Split.of(plan.decisions["split"])
+        except (KeyError, TypeError):
+            evidence = "Whether the blocks may work on a share of the positions is seen by recording a step."
+            raise needs_plan(self.kind, evidence) from None
+        here = self if self.inner_ring != "node" else self.model_copy(update={"inner_ring": planned.inner})
+        wanted = here.split(context.ranks, context.ranks)
+        if planned != wanted:
+            said = (
+                wanted.text
+                if isinstance(wanted, Reason)
+                else f"Here are {wanted.heads} × {wanted.contexts}, in rings of {wanted.inner}."
+            )
+            raise of_another(
+                self.kind, f"It is for {planned.heads} × {planned.contexts} ranks, in rings of {planned.inner}. {said}"
+            )  # fmt: skip
+        return planned
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """How many ranks share each sequence, and how."""
+        try:
+            split = Split.of(plan.decisions["split"])
+        except (KeyError, TypeError):
+            return ()
+        rings = "" if split.inner == split.contexts else f", in inner rings of {split.inner}"
+        return (
+            f"{split.ranks} ranks share every sequence: {split.heads} with some heads each × {split.contexts} contexts{rings}",
+            "each rank brings its own micro-batches, and they take turns",
+        )
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """How ranks share a sequence."""
+        return {"parallel.head_context": self._split(target).document()}
+
+    def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
+        """All ranks and sizes of a node, its divisors for heads; placements and inner rings where there are several nodes."""
+        node = target.hardware.local_ranks(target.ranks)
+        several = node < target.ranks
+        return {
+            **super().choices_on(target),
+            "head_degree": tuple(each for each in range(1, node + 1) if node % each == 0),
+            "placement": ("head_first", "context_first") if several else ("head_first",),
+            "inner_ring": (None, "node") if several else (None,),
+        }
