@@ -264,7 +264,25 @@ class Rewriter:
                 break
             if technique is not None and _has_a_say(type(technique)):
                 node = self._memory.use(self._next(node, technique, choice))
+        for technique in choice.techniques:
+            if type(technique).finish is not Technique.finish and isinstance(node.result, Program):
+                node = self._memory.use(self._finished(node, technique, choice))
         return node
+
+    def _finished(self, node: Node, technique: Technique, choice: Choice) -> Node:
+        """The node below `node` in which `technique` has done what comes after all other passes."""
+        key = self._number(technique), "finished"
+        known = node.made.setdefault(key, [])
+        if not known:
+            assert isinstance(node.result, Program)
+            plan = node.plans.get(technique.slot, NO_PLAN)
+            result = technique.finish(node.result, plan, self._seen_by(_Watched(choice.chosen), choice))
+            n_rows = 0
+            if isinstance(result, Program):
+                self._check(result)
+                n_rows = sum(each.step.n_ops for each in result.rank_classes)
+            known.append(({}, self._memory.count(Node(result, node.plans, n_rows))))
+        return known[0][1]
 
     def _root(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...] = ()) -> Node:
         key = self._number(execution), partitioning
@@ -327,7 +345,10 @@ class Rewriter:
         plan = technique.plan(program, target)
         self.n_passes += 1
         after = technique.rewrite(program, plan, target)
-        if self._validate and after is not program:
-            for each in after.rank_classes:
-                each.step.validate()
+        if after is not program:
+            self._check(after)
         return after, plan
+
+    def _check(self, program: Program) -> None:
+        for each in program.rank_classes if self._validate else ():
+            each.step.validate()

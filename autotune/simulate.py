@@ -262,7 +262,7 @@ def _coarse(program: Program, hardware: Hardware) -> list[_Run]:
     for each, (_, sharing) in zip(program.rank_classes, places(program, hardware), strict=True):
         columns = _columns(each.step, hardware, program.ranks)
         live = _native.live(columns, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
-        runs.append(_Run(each.step, live, _coarse_time(live, program.accumulate, sharing)))
+        runs.append(_Run(each.step, live, _coarse_time(live, program, sharing)))
     return runs
 
 
@@ -311,14 +311,17 @@ def _communicators(step: Step) -> int:
     return len(set(zip(step.op_group[talk].tolist(), step.op_resource[talk].tolist(), strict=True)))
 
 
-def _coarse_time(live: _native.Live, accumulate: int, sharing: int) -> _Time:
-    """Each section of the step takes as long as its busiest resource, and at most as long as all of them together."""
+def _coarse_time(live: _native.Live, program: Program, sharing: int) -> _Time:
+    """Each section of the step takes as long as its busiest resource, and at most as long as all of them together.
+
+    A pipeline waits besides, while forward and backward would run.
+    """
     compute = Resource.COMPUTE
     total = low = 0.0
     busy, exposed = [0.0] * len(RESOURCES), [0.0] * len(RESOURCES)
     used = {i: row for i, row in enumerate(live.busy_s) if i == compute or any(row)}
     for section in _SECTIONS:
-        times = accumulate if section[0] in _REPEATED else 1
+        times = program.accumulate if section[0] in _REPEATED else 1
         sums = {i: times * sum(row[phase] for phase in section) for i, row in used.items()}
         for copies in {Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST} & sums.keys():
             sums[copies] *= sharing
@@ -327,6 +330,8 @@ def _coarse_time(live: _native.Live, accumulate: int, sharing: int) -> _Time:
         for i, seconds in sums.items():
             busy[i] += seconds
             exposed[i] += seconds if i == compute else max(0.0, seconds - sums[compute])
+        waits = program.idle * sums[compute] if section[0] in _REPEATED else 0.0
+        low, total = low + waits, total + waits
     return _Time(low, low, total, busy, exposed)
 
 
