@@ -15,7 +15,7 @@ It comes after all other passes: what they do to a block they do wherever the bl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from memtune.program import I32, READS, WRITES, Kind, Phase, Resource, Step
 _SEND, _RECEIVE, _BROADCAST = "c10d.send.default", "c10d.recv_.default", "c10d.broadcast_.default"
 _ADD, _REDUCE, _NORMS = "aten.add_.Tensor", "memtune.all_reduce_.default", "aten._foreach_norm.Scalar"
 _UPLOAD = "upload"
+_NONE = np.empty(0, np.int32)
 _STREAMS = {(_SEND, False): 2, (_RECEIVE, False): 3, (_SEND, True): 4, (_RECEIVE, True): 5}
 """Each direction keeps an order of its own."""
 
@@ -83,6 +84,7 @@ class _Parts:
     gradient: dict[int, int]
     """Stage → the gradient of what it is given."""
     tied: tuple[_Tied, ...]
+    sums: _Sums
 
     @classmethod
     def of(cls, step: Step, chain: Chain, how: Piped) -> _Parts:
@@ -94,7 +96,11 @@ class _Parts:
         uploaded = uploads(step)
         shared[step.producer[uploaded]] = False
         gradient, foreign = _crossing_back(step, chain, stage)
-        return cls(step, chain, how, stage, shared, uploaded, gradient, tuple(_tied(step, stage, foreign)))
+        tied = tuple(_tied(step, stage, foreign))
+        held = step.held_until.copy()
+        held[[part for each in tied for part in (each.part, each.other)]] = -1  # autograd waits for no other part
+        step = replace(step, held_until=held)
+        return cls(step, chain, how, stage, shared, uploaded, gradient, tied, _sums(step, tied))
 
     def given(self, stage: int) -> int:
         """The storage that the stage before passes on."""
@@ -112,6 +118,30 @@ class _Parts:
         held[-1] |= ~inside & last
         assert step.n_ops
         return held
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """Gradients of a micro-batch, and what each is added to from the second one on."""
+
+    part: I32
+    total: I32
+    adder: I32
+
+
+def _sums(step: Step, tied: Sequence[_Tied]) -> _Sums:
+    """What `edit.accumulate_gradients` has added."""
+    mutated = (step.use_mutates == WRITES) & (step.op_phase[step.use_op] == Phase.BACKWARD)
+    rows = np.flatnonzero(mutated & np.isin(step.use_storage, step.landing))
+    of = {int(step.use_op[row]): int(step.use_storage[row]) for row in rows}
+    found = [
+        (storage, of[op], op)
+        for op, storage in zip(step.use_op.tolist(), step.use_storage.tolist(), strict=True)
+        if op in of and storage != of[op]
+    ]
+    found += [(each.part, each.sum, -1) for each in tied] + [(each.other, each.sum, -1) for each in tied if each.added >= 0]
+    part, total, adder = (np.array(column, np.int32) for column in zip(*found, strict=True)) if found else ((_NONE,) * 3)
+    return _Sums(part, total, adder[adder >= 0])
 
 
 @dataclass(frozen=True)
@@ -146,6 +176,7 @@ def _crossing_back(step: Step, chain: Chain, stage: I32) -> tuple[dict[int, int]
 
 
 def _tied(step: Step, stage: I32, foreign: Sequence[int]) -> list[_Tied]:
+    """In the order in which their parts are made."""
     found = []
     for use in foreign:
         adder, part = int(step.use_op[use]), int(step.use_storage[use])
@@ -165,7 +196,7 @@ def _tied(step: Step, stage: I32, foreign: Sequence[int]) -> list[_Tied]:
         if len(sums) != 1:
             raise ValueError("a weight that two stages use has no gradient of its own")
         found.append(_Tied(part, sums[0], adder, int(outputs[0]) if len(outputs) else -1, others[0]))
-    return found
+    return sorted(found, key=lambda each: int(step.producer[each.part]))
 
 
 def _rank(parts: _Parts, rank: int) -> Step:
@@ -174,6 +205,7 @@ def _rank(parts: _Parts, rank: int) -> Step:
     stages = [s for s in range(len(how.starts)) if s % how.ranks == rank]
     held = parts.owners()[stages].any(0)
     rows = Rows(parts.step, held)
+    rows.sums(parts.sums.part, parts.sums.total)
     _upload(parts, rows)
     for stage in stages:
         _declare(parts, rows, stage)
@@ -232,19 +264,20 @@ def _run(parts: _Parts, rows: Rows, action: Action, lists: dict[tuple[int, str],
     within = (parts.stage == stage) & ((step.op_phase > Phase.FORWARD) == backward)
     within |= parts.shared & (not backward)
     within[[each.adder for each in parts.tied]] = False
-    rows.take(np.flatnonzero(within).astype(np.int32), key, backward=backward)
+    if action.micro_batch == 0:
+        within[parts.sums.adder] = False
+    _take(parts, rows, np.flatnonzero(within).astype(np.int32), action)
     if not backward:
         if passed is not None:
             _send(parts, rows, action, passed)
         return
-    for each in parts.tied:
-        if parts.stage[step.producer[each.part]] == stage:
-            uses = [(rows.of(key, each.part), READS), (rows.of(key, each.sum), WRITES)]
-            rows.add(_ADD, Phase.BACKWARD, traffic_bytes=3 * int(step.bytes[each.sum]), uses=uses)
     now = rows.n_ops - 1
     for storage in (given, passed, None if passed is None else parts.gradient[stage + 1]):
         if storage is not None:
             rows.hold(key, storage, now)
+    ahead = min(parts.how.micro_batches, last + 1 - stage)
+    if passed is not None and parts.how.schedule == "1f1b" and ahead > 1 and action.micro_batch == parts.how.micro_batches - ahead:
+        rows.hold((stage, ahead - 2), passed, now)  # the last send that was waited for by itself
     if passed is not None and parts.how.schedule == "interleaved_1f1b":
         lists[stage, f"passed {action.micro_batch}"] = key, passed
     if given is not None:
@@ -255,6 +288,19 @@ def _run(parts: _Parts, rows: Rows, action: Action, lists: dict[tuple[int, str],
         name = "returned" if parts.how.schedule == "1f1b" else f"returned {action.micro_batch}"
         lists[stage, name] = key, gradient
         _send(parts, rows, action, gradient)
+
+
+def _take(parts: _Parts, rows: Rows, ops: I32, action: Action) -> None:
+    """The ops of a forward or backward; the last stage's part of a tied weight's gradient is added up as soon as it is there."""
+    step, key = parts.step, (action.stage, action.micro_batch)
+    for each in parts.tied if action.backward and action.micro_batch else ():
+        made = step.producer[each.part]
+        if parts.stage[made] == action.stage:
+            before, ops = ops[ops <= made], ops[ops > made]
+            rows.take(before, key, backward=True)
+            uses = [(rows.of(key, each.part), READS), (rows.of(key, each.sum), WRITES)]
+            rows.add(_ADD, Phase.BACKWARD, traffic_bytes=3 * int(step.bytes[each.sum]), uses=uses)
+    rows.take(ops, key, backward=action.backward)
 
 
 def _receive(

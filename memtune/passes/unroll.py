@@ -30,25 +30,25 @@ class _Copy:
     """Number of the first."""
     number: I32  # (m,) by storage of the step: its number for this stage and micro-batch, -1: not here
     received: set[int] = field(default_factory=set)
-    parts: dict[bool, tuple[int, I32]] = field(default_factory=dict)
-    """Backward or not → its first row, and the rows of the step that it was made from."""
+    parts: dict[bool, tuple[I32, I32]] = field(default_factory=dict)
+    """Backward or not → its rows, and the rows of the step that they were made from, both ascending."""
 
     def row_of(self, ops: I32) -> I32:
         """The row of each of `ops`, which have run in one of the parts."""
         found = np.full(len(ops), -1, np.int32)
-        for start, rows in self.parts.values():
-            at = np.minimum(np.searchsorted(rows, ops), max(len(rows) - 1, 0))
-            here = rows[at] == ops if len(rows) else np.zeros(len(ops), bool)
-            found[here] = start + at[here]
+        for rows, made_from in self.parts.values():
+            at = np.minimum(np.searchsorted(made_from, ops), max(len(rows) - 1, 0))
+            here = made_from[at] == ops if len(rows) else np.zeros(len(ops), bool)
+            found[here] = rows[at[here]]
         return found
 
     def last_row(self, until: I32) -> I32:
         """The row of the last op that has run up to each of `until`."""
         found = np.full(len(until), -1, np.int32)
         for backward in (False, True):
-            start, rows = self.parts.get(backward, (0, _EMPTY))
-            at = np.searchsorted(rows, until, side="right") - 1
-            found[at >= 0] = start + at[at >= 0]
+            rows, made_from = self.parts.get(backward, (_EMPTY, _EMPTY))
+            at = np.searchsorted(made_from, until, side="right") - 1
+            found[at >= 0] = rows[at[at >= 0]]
         return found
 
 
@@ -72,6 +72,7 @@ class Rows:
         self._copies: dict[Key, _Copy] = {}
         self._holds: list[tuple[int, int]] = []
         self._rest = 0, _EMPTY
+        self._part = self._total = _EMPTY
         self._before = np.flatnonzero(self._mine & (step.producer < 0))
         self._single = np.full(step.n_storages, -1, np.int32)
         self._single[self._before] = self._append(self._before)
@@ -107,14 +108,21 @@ class Rows:
         """In `stage`, `storage` is not made: `stands_for` takes its place."""
         self._alias.setdefault(stage, []).append((storage, stands_for))
 
-    def _copy(self, key: Key, uploads: Hashable = None) -> _Copy:
+    def sums(self, part: I32, total: I32) -> None:
+        """In each stage's first micro-batch gradient `part[i]` is not added to `total[i]` but is what others are added to."""
+        self._part, self._total = part, total
+
+    def _copy(self, key: Key) -> _Copy:
         known = self._copies.get(key)
         if known is None:
             made, number = self._made[key[0]], self._single.copy()
-            shared = self._copies.get((uploads, key[1]))
+            first = self._part if key[1] == 0 else _EMPTY
+            made = np.setdiff1d(made, first).astype(np.int32)
+            shared = self._copies.get(("upload", key[1]))
             if shared is not None:
                 number[shared.made] = shared.number[shared.made]
             number[made] = self._append(made)
+            number[first] = number[self._total[: len(first)]]
             for storage, stands_for in self._alias.get(key[0], ()):
                 number[storage] = number[stands_for]
             known = self._copies[key] = _Copy(made, self._n_storages - len(made), number)
@@ -122,7 +130,7 @@ class Rows:
 
     def of(self, key: Key, storage: int) -> int:
         """The number of `storage` for a stage and micro-batch."""
-        return int(self._copy(key, "upload").number[storage])
+        return int(self._copy(key).number[storage])
 
     def once(self, storage: int) -> int:
         """The number of what is there once."""
@@ -130,7 +138,7 @@ class Rows:
 
     def received(self, key: Key, storage: int) -> int:
         """`storage` is received for a stage and micro-batch by the next op; its number."""
-        copy = self._copy(key, "upload")
+        copy = self._copy(key)
         number = int(self._append(np.array([storage]))[0])
         self._storages[-1]["kind"], self._storages[-1]["producer"] = np.array([Kind.TEMPORARY]), self.n_ops
         self._storages[-1]["owner"] = np.array([-1])
@@ -169,9 +177,11 @@ class Rows:
         return self.n_ops - 1
 
     def take(self, ops: I32, key: Key, *, backward: bool = False) -> None:
-        """Append `ops`, ascending rows of the step, for a stage and micro-batch."""
-        step, copy = self._step, self._copy(key, "upload")
-        copy.parts[backward] = self.n_ops, ops
+        """Append `ops`, ascending rows of the step, for a stage and micro-batch; what was taken before comes before them."""
+        step, copy = self._step, self._copy(key)
+        rows, before = copy.parts.get(backward, (_EMPTY, _EMPTY))
+        now = np.arange(self.n_ops, self.n_ops + len(ops), dtype=np.int32)
+        copy.parts[backward] = np.concatenate([rows, now]), np.concatenate([before, ops])
         uses = self._uses_of(ops)
         storages, hows = copy.number[step.use_storage[uses]], step.use_mutates[uses].copy()
         hows[(hows == HANDS_OVER) & np.isin(storages, list(copy.received))] = READS  # whoever received it holds it
@@ -241,6 +251,9 @@ class Rows:
             producer[mine] = copy.row_of(step.producer[copy.made])
             until = step.held_until[copy.made]
             held[mine] = np.where(until > self._body_end, self._in_rest(until), np.where(until < 0, -1, copy.last_row(until)))
+        for key, copy in self._copies.items():
+            rows = copy.row_of(step.producer[self._part]) if key[1] == 0 else _EMPTY
+            producer[self._single[self._total[: len(rows)][rows >= 0]]] = rows[rows >= 0]
         if self._holds:
             numbers, until = (np.array(column, np.int32) for column in zip(*self._holds, strict=True))
             np.maximum.at(held, numbers, until)
@@ -251,12 +264,12 @@ class Rows:
         step = self._step
         used = np.where(step.save_used_until >= 0, step.save_used_until, step.save_until)
         for copy in self._copies.values():
-            _, ops = copy.parts.get(True, (0, _EMPTY))
+            _, ops = copy.parts.get(True, (_EMPTY, _EMPTY))
             rows = np.flatnonzero(np.isin(used, ops) & (copy.number[step.save_storage] >= 0))
-            forward_start, forward = copy.parts[False]
+            forward_rows, forward = copy.parts[False]
             before = np.minimum(np.searchsorted(forward, step.save_before[rows]), max(len(forward) - 1, 0))
             yield {
-                "save_storage": copy.number[step.save_storage[rows]], "save_before": forward_start + before,
+                "save_storage": copy.number[step.save_storage[rows]], "save_before": forward_rows[before],
                 "save_until": copy.last_row(step.save_until[rows]), "save_used_until": copy.row_of(used[rows]),
                 "save_asked": np.full(len(rows), -1), "save_turn": step.save_turn[rows],
                 "save_is_output": step.save_is_output[rows], "save_call": step.save_call[rows],
