@@ -280,10 +280,18 @@ def _events(program: Program, hardware: Hardware) -> list[_Run]:
     path, by_resource = critical_path(steps, timeline)
     runs = []
     for step, found in zip(steps, timeline.classes, strict=True):
-        at = found.finish_s
+        at = found.finish_s + _waits(program, step, hardware)
         time = _Time(at, at, at, list(found.busy_s), list(found.exposed_s))
         runs.append(_Run(step, found, time, exposed_by_op(step, found.op_exposed_s), path, by_resource))
     return runs
+
+
+def _waits(program: Program, step: Step, hardware: Hardware) -> float:
+    """Seconds that a rank of a pipeline waits for its neighbours in one optimizer step."""
+    if not program.idle:
+        return 0.0
+    body = np.isin(step.op_phase, _REPEATED) & (step.op_resource == Resource.COMPUTE)
+    return program.idle * float(op_costs(step, hardware, ranks=program.ranks).op_s[body].sum())
 
 
 def places(program: Program, hardware: Hardware) -> list[tuple[int, int]]:

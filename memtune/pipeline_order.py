@@ -1,7 +1,7 @@
 """In which order a rank of a pipeline runs forwards and backwards, as torch.distributed.pipelining does, and what stands idle.
 
-p ranks, v stages on each (stage s on rank s mod p), m micro-batches. Source: Narayanan et al. 2021, Efficient Large-Scale Language
-Model Training on GPU Clusters Using Megatron-LM, sections 2.2.1 and 2.2.2.
+p ranks, v stages on each (stage s on rank s mod p), m micro-batches, a multiple of p where they go in rounds. Source: Narayanan
+et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, sections 2.2.1 and 2.2.2.
 """
 
 from __future__ import annotations
@@ -23,15 +23,6 @@ class Action(NamedTuple):
 def idle_share(ranks: int, stages_per_rank: int, micro_batches: int) -> float:
     """Seconds that a rank waits over those that it works, with equal stages: (p - 1) / (v · m)."""
     return (ranks - 1) / (stages_per_rank * micro_batches)
-
-
-def refusal(schedule: Schedule, ranks: int, micro_batches: int) -> str:
-    """Why `micro_batches` cannot be scheduled, '' where they can."""
-    if schedule == "interleaved_1f1b":
-        rounds = max(1, micro_batches // ranks)
-        if micro_batches % rounds:
-            return f"{micro_batches} micro-batches cannot be put into {rounds} equal rounds of at least {ranks}"
-    return f"{micro_batches} micro-batches are fewer than the {ranks} stages" if micro_batches < ranks else ""
 
 
 def order(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, micro_batches: int) -> list[Action]:

@@ -6,8 +6,9 @@ It comes after all other passes: what they do to a block they do wherever the bl
    micro-batch, with storages of their own; weights, gradients' sums and optimizer state are there once. What no weight goes into
    is computed in each stage.
 2. A stage receives what it is given before its forward, and the gradient of what it passed on before its backward; it sends each
-   as soon as it is there. Sends of one rank start with the receives of another (`op_match`).
-3. What was passed on, and what was received, stays until its backward; what else torch's schedules hold on to is in the `lists` of `_run`.
+   as soon as it is there. How long it waits for its neighbours is no row here but `Program.idle`.
+3. What was passed on, and what was received, stays until its backward; what else torch's schedules hold on to is in the
+   `lists` of `_run`.
 4. All micro-batches are uploaded and sent round before the first forward, each is let go after its last forward on the rank.
 5. A weight of first and last stage has its sum on each of the two, added up at the end.
 """
@@ -29,9 +30,9 @@ from memtune.program import I32, READS, WRITES, Kind, Phase, Resource, Step
 _SEND, _RECEIVE, _BROADCAST = "c10d.send.default", "c10d.recv_.default", "c10d.broadcast_.default"
 _ADD, _REDUCE, _NORMS = "aten.add_.Tensor", "memtune.all_reduce_.default", "aten._foreach_norm.Scalar"
 _UPLOAD = "upload"
+Lists = dict[tuple[int, str], tuple[tuple[int, int], int]]
+"""Stage and list → whose storage it refers to, and which."""
 _NONE = np.empty(0, np.int32)
-_STREAMS = {(_SEND, False): 2, (_RECEIVE, False): 3, (_SEND, True): 4, (_RECEIVE, True): 5}
-"""Each direction keeps an order of its own."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Piped:
 
     @property
     def stages_per_rank(self) -> int:
-        """v."""
+        """V."""
         return len(self.starts) // self.ranks
 
 
@@ -209,7 +210,7 @@ def _rank(parts: _Parts, rank: int) -> Step:
     _upload(parts, rows)
     for stage in stages:
         _declare(parts, rows, stage)
-    held_lists: dict[tuple[int, str], tuple[tuple[int, int], int]] = {}
+    held_lists: Lists = {}
     for action in order(how.schedule, rank, how.ranks, how.stages_per_rank, how.micro_batches):
         _run(parts, rows, action, held_lists)
         if not action.backward and action.stage == stages[-1]:
@@ -244,7 +245,7 @@ def _declare(parts: _Parts, rows: Rows, stage: int) -> None:
             rows.alias(stage, each.added, each.other)
 
 
-def _run(parts: _Parts, rows: Rows, action: Action, lists: dict[tuple[int, str], tuple[tuple[int, int], int]]) -> None:
+def _run(parts: _Parts, rows: Rows, action: Action, lists: Lists) -> None:
     """One forward or backward, with what comes before and after it, and what it lets go of (rule 3).
 
     Args:
@@ -258,9 +259,9 @@ def _run(parts: _Parts, rows: Rows, action: Action, lists: dict[tuple[int, str],
     given = None if stage == 0 else parts.given(stage)
     passed = None if stage == last else parts.given(stage + 1)
     if backward and passed is not None:
-        _receive(parts, rows, action, parts.gradient[stage + 1], stage + 1, lists)
+        _receive(parts, rows, action, parts.gradient[stage + 1], lists)
     if not backward and given is not None:
-        _receive(parts, rows, action, given, stage - 1, lists)
+        _receive(parts, rows, action, given, lists)
     within = (parts.stage == stage) & ((step.op_phase > Phase.FORWARD) == backward)
     within |= parts.shared & (not backward)
     within[[each.adder for each in parts.tied]] = False
@@ -269,14 +270,19 @@ def _run(parts: _Parts, rows: Rows, action: Action, lists: dict[tuple[int, str],
     _take(parts, rows, np.flatnonzero(within).astype(np.int32), action)
     if not backward:
         if passed is not None:
-            _send(parts, rows, action, passed)
+            _message(parts, rows, _SEND, action, (rows.of(key, passed), READS))
         return
     now = rows.n_ops - 1
     for storage in (given, passed, None if passed is None else parts.gradient[stage + 1]):
         if storage is not None:
             rows.hold(key, storage, now)
     ahead = min(parts.how.micro_batches, last + 1 - stage)
-    if passed is not None and parts.how.schedule == "1f1b" and ahead > 1 and action.micro_batch == parts.how.micro_batches - ahead:
+    if (
+        passed is not None
+        and parts.how.schedule == "1f1b"
+        and ahead > 1
+        and action.micro_batch == parts.how.micro_batches - ahead
+    ):
         rows.hold((stage, ahead - 2), passed, now)  # the last send that was waited for by itself
     if passed is not None and parts.how.schedule == "interleaved_1f1b":
         lists[stage, f"passed {action.micro_batch}"] = key, passed
@@ -287,7 +293,7 @@ def _run(parts: _Parts, rows: Rows, action: Action, lists: dict[tuple[int, str],
             rows.hold(*before, now)
         name = "returned" if parts.how.schedule == "1f1b" else f"returned {action.micro_batch}"
         lists[stage, name] = key, gradient
-        _send(parts, rows, action, gradient)
+        _message(parts, rows, _SEND, action, (rows.of(key, gradient), READS))
 
 
 def _take(parts: _Parts, rows: Rows, ops: I32, action: Action) -> None:
@@ -303,16 +309,10 @@ def _take(parts: _Parts, rows: Rows, ops: I32, action: Action) -> None:
     rows.take(ops, key, backward=action.backward)
 
 
-def _receive(
-    parts: _Parts, rows: Rows, action: Action, storage: int, sender: int, lists: dict[tuple[int, str], tuple[tuple[int, int], int]]
-) -> None:
+def _receive(parts: _Parts, rows: Rows, action: Action, storage: int, lists: Lists) -> None:
     key = action.stage, action.micro_batch
     number = rows.received(key, storage)
-    phase = Phase.BACKWARD if action.backward else Phase.FORWARD
-    at = rows.add(
-        _RECEIVE, phase, resource=Resource.NOTHING, group=2, stream=_STREAMS[_RECEIVE, action.backward],
-        match=_match(parts, sender, action), uses=[(number, WRITES)],
-    )  # fmt: skip
+    at = _message(parts, rows, _RECEIVE, action, (number, WRITES))
     if parts.how.schedule != "1f1b":
         return
     name = "received gradient" if action.backward else "received"
@@ -322,18 +322,9 @@ def _receive(
     lists[action.stage, name] = key, storage
 
 
-def _send(parts: _Parts, rows: Rows, action: Action, storage: int) -> None:
+def _message(parts: _Parts, rows: Rows, name: str, action: Action, use: tuple[int, int]) -> int:
     phase = Phase.BACKWARD if action.backward else Phase.FORWARD
-    rows.add(
-        _SEND, phase, resource=parts.how.link, traffic_bytes=parts.chain.passed_bytes, group=2,
-        stream=_STREAMS[_SEND, action.backward], match=_match(parts, action.stage, action),
-        uses=[(rows.of((action.stage, action.micro_batch), storage), READS)],
-    )  # fmt: skip
-
-
-def _match(parts: _Parts, sender: int, action: Action) -> int:
-    """The number that a send and its receive share."""
-    return 1 + 2 * (sender * parts.how.micro_batches + action.micro_batch) + int(action.backward)
+    return rows.add(name, phase, resource=parts.how.link, traffic_bytes=parts.chain.passed_bytes, group=2, uses=[use])
 
 
 def _finish(parts: _Parts, rows: Rows, stages: Sequence[int], held: npt.NDArray[np.bool_]) -> None:
@@ -354,5 +345,3 @@ def _finish(parts: _Parts, rows: Rows, stages: Sequence[int], held: npt.NDArray[
     rows.add(_NORMS, Phase.BOUNDARY, traffic_bytes=total, uses=[(rows.once(each), READS) for each in gradients])
     rows.add(_REDUCE, Phase.BOUNDARY, resource=how.link, traffic_bytes=8 * len(columns), group=how.ranks, uses=[])
     rows.take_rest()
-
-

@@ -1,8 +1,8 @@
 """Where a step's blocks may be divided into the stages of a pipeline, and which of its ops are whose.
 
 Every op of forward and backward has a *place*: before the blocks (1), in block i (2i + 2), between block i and the next (2i + 3),
-after the last of n blocks (2n + 1). A cut before block c is at 2c + 1, and is right exactly if one tensor of the size of the first
-block's input crosses it:
+after the last of n blocks (2n + 1). A cut before block c is at 2c + 1, and is right exactly if one tensor of the size of the
+first block's input crosses it:
 
 1. Each block runs once per micro-batch, in order.
 2. What is computed after the cut reads nothing that was computed before it but the tensor that block c - 1 has made last; code
@@ -165,9 +165,7 @@ def _outside(step: Step, place: I32) -> tuple[tuple[str, ...], tuple[str, ...]]:
     uses = (index >= 0) & (step.op_phase[step.use_op] == Phase.FORWARD)
     at, of = place[step.use_op[uses]], index[uses]
     after = 2 * len(step.blocks) + 1
-    first, last = (
-        tuple(names[i] for i in np.unique(of[mask & (block[of] < 0)]).tolist()) for mask in (at < after, at >= after)
-    )
+    first, last = (tuple(names[i] for i in np.unique(of[mask & (block[of] < 0)]).tolist()) for mask in (at < after, at >= after))
     return first, last
 
 

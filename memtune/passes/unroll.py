@@ -159,7 +159,7 @@ class Rows:
 
     def add(
         self, name: str, phase: Phase, *, uses: Sequence[tuple[int, int]], resource: Resource = Resource.COMPUTE,
-        traffic_bytes: int = 0, group: int = 0, stream: int = 0, match: int = 0,
+        traffic_bytes: int = 0, group: int = 0,
     ) -> int:  # fmt: skip
         """Append one op, which uses storages by their numbers here; returns its row."""
         if name not in self._names:
@@ -167,8 +167,8 @@ class Rows:
         self._ops.append({
             "op_name": [self._names.index(name)], "op_module": [0], "op_call": [-1], "op_phase": [phase],
             "op_resource": [resource], "op_flops": [0.0], "op_traffic_bytes": [traffic_bytes], "op_rng": [0],
-            "op_group": [group], "op_node": [-1], "op_copy_of": [-1], "op_stream": [stream], "op_prefetch": [0],
-            "op_match": [match],
+            "op_group": [group], "op_node": [-1], "op_copy_of": [-1], "op_stream": [0], "op_prefetch": [0],
+            "op_match": [0],
         })  # fmt: skip
         if uses:
             storages, hows = zip(*uses, strict=True)
@@ -311,5 +311,3 @@ class Rows:
             block=known.block[keep], numel=known.numel[keep],
         )  # fmt: skip
         return mine, index
-
-

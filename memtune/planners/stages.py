@@ -1,4 +1,4 @@
-"""Blocks in contiguous stages, balanced exactly: the slowest stage as fast as can be, and among those the fullest one as empty."""
+"""Blocks in contiguous stages, balanced exactly: the slowest as fast as can be, and among those the fullest as empty."""
 
 from __future__ import annotations
 

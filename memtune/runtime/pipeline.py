@@ -124,7 +124,7 @@ class Pipeline:
             return self._total([loss.detach() for loss in losses])
 
     def _schedule(self, model: nn.Module, loss_function: LossFunction, batches: Sequence[Any]) -> tuple[Any, list[StageModule]]:
-        """torch's schedule for `batches`, and what it calls here; kept until a step has others."""
+        """Torch's schedule for `batches`, and what it calls here; kept until a step has others."""
         forms = [[(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch)] for batch in batches]
         if any(form != forms[0] for form in forms):
             raise ApplyError(
@@ -142,8 +142,10 @@ class Pipeline:
         stages, first = [], 0
         for index, blocks in enumerate(layout.stages):
             if index % layout.degree == rank:
-                module = StageModule(self.run, first, first + len(blocks) - 1, index, n_stages, index + layout.degree >= n_stages)
-                stages.append(Stage(module, index, n_stages, self._context.device, like, like, group=self._group, count=self._sent))
+                lets_go = index + layout.degree >= n_stages
+                module = StageModule(self.run, first, first + len(blocks) - 1, index, n_stages, lets_go)
+                device, group = self._context.device, self._group
+                stages.append(Stage(module, index, n_stages, device, like, like, group=group, count=self._sent))
             first += len(blocks)
         try:
             return scheduled(layout.schedule, stages, count), [stage.submod for stage in stages]
@@ -200,7 +202,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 def scheduled(kind: str, stages: Sequence[Any], count: int) -> Any:
-    """torch's schedule of this kind; the loss is what the last stage returns."""
+    """Torch's schedule of this kind; the loss is what the last stage returns."""
     options: dict[str, Any] = {"loss_fn": _itself, "scale_grads": False}
     if kind == "interleaved_1f1b":
         return ScheduleInterleaved1F1B(list(stages), count, **options)
@@ -256,10 +258,10 @@ def _require_layout(context: Context, layout: Layout) -> None:
     outside = {n for n, _ in context.model.named_parameters() if not any(n.startswith(f"{b}.") for b in layout.blocks)}
     strange = sorted((set(layout.blocks) ^ set(context.blocks)) | ((layout.first | layout.last) - outside))
     if strange or len(layout.stages) % layout.degree:
+        odd = f"{strange[0]} is not among its blocks and weights on both sides." if strange else "Its stages do not divide."
         raise ApplyError(
             "the plan of sharding.parallel: {kind: pipeline} was made for another model.",
-            evidence=f"{strange[0]} is not among its blocks and weights on both sides." if strange else "Its stages do not divide.",
-            fix="search again", code="MT393",
+            evidence=odd, fix="search again", code="MT393",
         )  # fmt: skip
 
 
@@ -287,5 +289,3 @@ def _check(context: Context, layout: Layout, mine: Sequence[int]) -> dict[str, A
         raise ApplyError("weights of other stages are still here.", evidence=f"First: {large[0]}.", code="MT392")
     own_bytes = sum(p.nbytes for name, p in parameters.items() if name not in held.absent)
     return {"degree": layout.degree, "stages": len(layout.stages), "blocks": len(own), "own_bytes": own_bytes}
-
-

@@ -101,15 +101,23 @@ class Run:
             held[name] = real
         self._real = []
 
-    def called(self, index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
-        """Block `index` is called by the user's code."""
+    def require_step(self) -> tuple[int, int]:
+        """The first and the last block that are to run.
+
+        Raises:
+            ApplyError: The model was called by a loop of the user's own.
+        """
         if self._active is None:
             raise ApplyError(
                 "the model of a pipeline was called outside of Tuned.step.",
                 evidence="Each rank has some of the blocks; one micro-batch at a time cannot be pipelined.",
                 fix="tuned.step(batches), with all micro-batches of the step", code="MT311",
             )  # fmt: skip
-        first, last = self._active
+        return self._active
+
+    def called(self, index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """Block `index` is called by the user's code."""
+        first, last = self.require_step()
         if self._probing:
             raise _Done(_chain(index, args, kwargs))
         if index < first:
@@ -171,6 +179,8 @@ def become_pieces(context: Context, blocks: Sequence[str], run: Run, first: froz
         block = context.model.get_submodule(name)
         vars(block)[_PIECE] = run, index
         block.__class__ = type(type(block).__name__, (_Piece, type(block)), {})
+    handle = context.model.register_forward_pre_hook(lambda *_: run.require_step() and None)
+    context.undo.callback(handle.remove)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     wanted = {id(context.model.get_parameter(name)): before[name] for name in first}
     inside = tuple(f"{name}." for name in blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -17,14 +17,16 @@ from memtune.pipeline_order import idle_share
 from memtune.planners.stages import balanced
 from memtune.program import Program, RankClass, Resource, Step
 from memtune.runtime.context import Context
-from memtune.runtime.pipeline import Layout, pipe
 from memtune.search_spaces.sharding.parallel._layers import needs_plan, of_another
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
-_ALONE = ("sharding.states", "sharding.communication", "offload.states", "offload.activations", "split", "execution.order")
-_BESIDE = ("none", "full", "selective")
-"""What else may be done to the blocks: what needs no plan of the whole model's memory."""
+if TYPE_CHECKING:
+    from memtune.runtime.pipeline import Layout
+
+_ALONE = ("sharding.states", "sharding.communication", "offload.states", "split", "execution.order")
+_BESIDE = {"recompute": ("none", "full", "selective"), "offload.activations": ("none", "copy_out")}
+"""What else may be done to the blocks: what is decided block by block, without a plan for the whole model's memory."""
 
 
 class Pipeline(Technique):
@@ -32,8 +34,8 @@ class Pipeline(Technique):
 
     A rank holds the weights, gradients and optimizer state of its stages alone: 1/degree of the model's with equal stages. The
     embedding and all else before the blocks is the first stage's, what follows them and the loss the last one's. What crosses a
-    boundary is one block's output forwards and its gradient backwards, once per micro-batch. Stage s of S holds the activations of
-    at most S - s micro-batches (1F1B); of all of them under `gpipe`.
+    boundary is one block's output forwards and its gradient backwards, once per micro-batch. Stage s of S holds the activations
+    of at most S - s micro-batches (1F1B); of all of them under `gpipe`.
 
     Each rank brings its own micro-batches and all ranks of a pipeline work on them together, so m = degree · accumulate are on
     their way, and a rank waits (degree - 1) / (v · m) of the time that it works, v stages on each rank.
@@ -63,21 +65,22 @@ class Pipeline(Technique):
         return (self.degree or ranks) * (self.stages_per_rank if self.schedule == "interleaved_1f1b" else 1)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, a degree that divides them, blocks in a chain that can be cut often enough, and nothing that moves state."""
+        """Needs two ranks, a degree that divides them, blocks in a chain with enough cuts, and nothing that moves state."""
         degree = self.degree or target.ranks
         if target.ranks < 2:
             return Reason("there is only one rank to put a stage on", "--gpus or --workers 2 and more")
         if target.ranks % degree:
             return Reason(f"degree={degree} does not divide the {target.ranks} ranks", "a divisor of the ranks")
         if target.cut is None:
-            return Reason("each stage is looked at by itself, which is done when the slot is asked for", "--axes sharding.parallel")
+            return Reason("stages are looked at when the slot is asked for", "--axes sharding.parallel")
         for slot in _ALONE:
             other = target.chosen.get(slot)
             if other is not None and other.kind not in ("none", "program"):
                 return Reason(f"{slot}: {other.kind} does not work on the stages of a pipeline", f"{slot}: {{kind: none}}")
-        recompute = target.chosen.get("recompute")
-        if recompute is not None and recompute.kind not in _BESIDE:
-            return Reason(f"recompute: {recompute.kind} is planned for a rank that has all blocks", "recompute: {kind: full}")
+        for slot, kinds in _BESIDE.items():
+            other = target.chosen.get(slot)
+            if other is not None and other.kind not in kinds:
+                return Reason(f"{slot}: {other.kind} is planned for a rank that has all blocks", f"{slot}: {{kind: {kinds[1]}}}")
         if target.compiled:
             return Reason("compiled models train on one rank so far", "execution.compile: false")
         return self._uncut(program.step, self._count(target.ranks))
@@ -137,6 +140,8 @@ class Pipeline(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Keep this rank's stages, as the plan has them."""
+        from memtune.runtime.pipeline import pipe  # a second and a half to import, which no search needs
+
         pipe(context, _layout(self, context, plan))
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
@@ -144,8 +149,9 @@ class Pipeline(Technique):
         stages, passed = plan.decisions.get("stages"), plan.decisions.get("passed_bytes")
         if not stages or not passed:
             return ()
+        sizes = ", ".join(str(len(stage)) for stage in stages)
         return (
-            f"{len(stages)} stages of {', '.join(str(len(stage)) for stage in stages)} blocks on {plan.decisions.get('degree')} ranks",
+            f"{len(stages)} stages of {sizes} blocks on {plan.decisions.get('degree')} ranks",
             f"{format_bytes(passed)} pass from stage to stage for each micro-batch, and as much back",
             "each rank brings its own micro-batches, and tuned.step runs them all",
         )
@@ -197,6 +203,8 @@ def _layout(technique: Pipeline, context: Context, plan: Plan) -> Layout:
     Raises:
         ApplyError: There is no plan, or it was made for another degree or model.
     """
+    from memtune.runtime.pipeline import Layout
+
     degree, found = technique.degree or context.ranks, plan.decisions
     stages, first, last = found.get("stages"), found.get("first"), found.get("last")
     named = all(isinstance(each, list) for each in (stages, first, last))
