@@ -204,7 +204,7 @@ def _rank(parts: _Parts, rank: int) -> Step:
     """The step of one rank."""
     how = parts.how
     stages = [s for s in range(len(how.starts)) if s % how.ranks == rank]
-    held = parts.owners()[stages].any(0)
+    held = parts.owners()[stages].max(0)
     rows = Rows(parts.step, held)
     rows.sums(parts.sums.part, parts.sums.total)
     _upload(parts, rows)

@@ -279,13 +279,9 @@ class Rows:
         """The rank's step."""
         step = self._step
         producer, held = self._lifetimes()
-        ops = {name: np.concatenate([each[name] for each in self._ops]).astype(column.dtype)
-               for name, column in step.columns("op_").items()}  # fmt: skip
-        storages = {name: np.concatenate([each[name] for each in self._storages]).astype(getattr(step, name).dtype)
-                    for name in _STORAGE_COLUMNS}  # fmt: skip
-        parts = list(self._saves())
-        saves = {name: np.concatenate([each[name] for each in parts]).astype(column.dtype)
-                 for name, column in step.columns("save_").items()}  # fmt: skip
+        ops = _joined(self._ops, step.columns("op_"))
+        storages = _joined(self._storages, {name: getattr(step, name) for name in _STORAGE_COLUMNS})
+        saves = _joined(list(self._saves()), step.columns("save_"))
         use_op, use_storage, hows = (np.concatenate(column) for column in zip(*self._uses, strict=True))
         by_op = np.argsort(use_op, kind="stable")
         nothing = np.zeros(len(step.blocks) + 1, np.int32)
@@ -311,3 +307,8 @@ class Rows:
             block=known.block[keep], numel=known.numel[keep],
         )  # fmt: skip
         return mine, index
+
+
+def _joined(parts: Sequence[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any]:
+    """The columns `like` of all parts, in their types."""
+    return {name: np.concatenate([each[name] for each in parts]).astype(column.dtype) for name, column in like.items()}

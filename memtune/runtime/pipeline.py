@@ -139,16 +139,17 @@ class Pipeline:
     def _make(self, like: Tensor, count: int) -> tuple[Any, list[StageModule]]:
         layout, rank = self._layout, self._group.rank()
         n_stages = len(layout.stages)
-        stages, first = [], 0
+        stages, modules, first = list[Stage](), list[StageModule](), 0
         for index, blocks in enumerate(layout.stages):
             if index % layout.degree == rank:
                 lets_go = index + layout.degree >= n_stages
                 module = StageModule(self.run, first, first + len(blocks) - 1, index, n_stages, lets_go)
                 device, group = self._context.device, self._group
+                modules.append(module)
                 stages.append(Stage(module, index, n_stages, device, like, like, group=group, count=self._sent))
             first += len(blocks)
         try:
-            return scheduled(layout.schedule, stages, count), [stage.submod for stage in stages]
+            return scheduled(layout.schedule, stages, count), modules
         except ValueError as error:
             raise ApplyError(
                 f"{count} micro-batches of the {layout.degree} ranks of a pipeline cannot be scheduled as {layout.schedule}.",

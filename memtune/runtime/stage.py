@@ -54,7 +54,7 @@ class Run:
         """The parameter `name` of `module` is a fake one while the code before the blocks runs on a later stage."""
         with mode:
             fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-        self._absent.append((module._parameters, name, fake))  # type: ignore[arg-type]
+        self._absent.append((module._parameters, name, fake))
 
     def probe(self, model: nn.Module, loss_function: LossFunction, batch: Any) -> Tensor:
         """A tensor without memory like the one that the first block is given for `batch`."""
@@ -114,6 +114,10 @@ class Run:
                 fix="tuned.step(batches), with all micro-batches of the step", code="MT311",
             )  # fmt: skip
         return self._active
+
+    def require_step_before(self, model: nn.Module, args: Any) -> None:
+        """A hook that ends a call of the whole model before the weights of other stages are missed."""
+        self.require_step()
 
     def called(self, index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """Block `index` is called by the user's code."""
@@ -179,7 +183,7 @@ def become_pieces(context: Context, blocks: Sequence[str], run: Run, first: froz
         block = context.model.get_submodule(name)
         vars(block)[_PIECE] = run, index
         block.__class__ = type(type(block).__name__, (_Piece, type(block)), {})
-    handle = context.model.register_forward_pre_hook(lambda *_: run.require_step() and None)
+    handle = context.model.register_forward_pre_hook(run.require_step_before)
     context.undo.callback(handle.remove)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     wanted = {id(context.model.get_parameter(name)): before[name] for name in first}
@@ -246,7 +250,7 @@ class Stage(PipelineStage):
         input_args: Tensor, output_args: Tensor, *, group: dist.ProcessGroup, count: Callable[[int], None],
     ) -> None:  # fmt: skip
         super().__init__(submodule, stage_index, num_stages, device, input_args, output_args, group=group)
-        self._like, self._count = input_args, count
+        self._like, self._count, self._members = input_args, count, group
         self._posted: set[int] = set()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -299,5 +303,5 @@ class Stage(PipelineStage):
     def _counted(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
         for send in sends:
             self._count(send.tensor.nbytes)
-            count_collective(self.group, send.tensor.nbytes)
+            count_collective(self._members, send.tensor.nbytes)
         return sends

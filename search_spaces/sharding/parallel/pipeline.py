@@ -207,12 +207,11 @@ def _layout(technique: Pipeline, context: Context, plan: Plan) -> Layout:
 
     degree, found = technique.degree or context.ranks, plan.decisions
     stages, first, last = found.get("stages"), found.get("first"), found.get("last")
-    named = all(isinstance(each, list) for each in (stages, first, last))
-    if not (named and stages and all(isinstance(stage, list) and stage for stage in stages)):  # type: ignore[union-attr]
+    if not (isinstance(stages, list) and stages and isinstance(first, list) and isinstance(last, list)):
         raise needs_plan("pipeline", "Whether the code between the blocks allows it is seen by recording a step.")
-    if found.get("degree") != degree or len(stages) != technique._count(context.ranks):  # type: ignore[arg-type]
-        raise of_another("pipeline", f"It is for {len(stages)} stages on {found.get('degree')} ranks.")  # type: ignore[arg-type]
-    names = [name for stage in stages for name in stage]  # type: ignore[union-attr]
-    if not all(isinstance(name, str) for name in (*names, *first, *last)):  # type: ignore[misc]
+    if found.get("degree") != degree or len(stages) != technique._count(context.ranks):
+        raise of_another("pipeline", f"It is for {len(stages)} stages on {found.get('degree')} ranks.")
+    names = [*first, *last, *(name for stage in stages for name in (stage if isinstance(stage, list) else [None]))]
+    if not all(stages) or not all(isinstance(name, str) for name in names):
         raise ApplyError("the plan of sharding.parallel: {kind: pipeline} is damaged.", fix="search again", code="MT393")
-    return Layout(tuple(map(tuple, stages)), frozenset(first), frozenset(last), degree, technique.schedule)  # type: ignore[arg-type]
+    return Layout(tuple(map(tuple, stages)), frozenset(first), frozenset(last), degree, technique.schedule)
