@@ -26,7 +26,7 @@ from memtune.runtime.compiled import compile_regions
 from memtune.runtime.context import Context, Snapshot
 from memtune.runtime.export import export
 from memtune.runtime.first_failure import first_failure_is_shown
-from memtune.runtime.loop import LossFunction, train_step
+from memtune.runtime.loop import LossFunction, train_step, update
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.ranks import are_there, require_plain, require_same_config
 from memtune.runtime.state_dict import full_state_dict
@@ -66,6 +66,10 @@ class Tuned:
         context, loss = self._context, self._loss or _models_own_loss
         sync, turns = context.sync or (lambda last: nullcontext()), context.turns
         with first_failure_is_shown(context.ranks):
+            if context.pipeline is not None:
+                mean = context.pipeline(self.model, loss, batches)
+                update(self.optimizer)
+                return mean
             if turns is None:
                 return train_step(self.model, self.optimizer, loss, batches, context.device, sync=sync)
             taken = turns.of(batches)

@@ -147,6 +147,10 @@ class Technique(BaseModel):
         """The pass: `program` as it is under this technique."""
         return program
 
+    def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
+        """What of the pass comes after those of all other slots, on `program` as they left it; or why that cannot be."""
+        return program
+
     def env(self) -> dict[str, str]:
         """Environment variables that must be set before the device starts."""
         return {}

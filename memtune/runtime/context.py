@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.compiled import CompiledModel
+from memtune.runtime.loop import LossFunction
 from memtune.runtime.turns import Turns
+
+if TYPE_CHECKING:
+    from memtune.runtime.elsewhere import Elsewhere
 
 Check = Callable[[], dict[str, Any]]
 
@@ -32,6 +36,8 @@ class Context:
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
         turns: Hands micro-batches round among ranks that work on one at a time; set by techniques that cut layers.
+        pipeline: Runs forward and backward of a step's micro-batches in place of the loop; set where ranks have other blocks.
+        elsewhere: What of the model only other ranks hold.
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
         compiled: What runs through torch.compile, if anything does.
@@ -50,6 +56,8 @@ class Context:
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
     turns: Turns | None = None
+    pipeline: Callable[[nn.Module, LossFunction, Iterable[Any]], Tensor] | None = None
+    elsewhere: Elsewhere | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)

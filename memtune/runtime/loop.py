@@ -72,6 +72,11 @@ def train_step(
 ) -> Tensor:
     """One optimizer step over `batches`; returns the mean loss, detached."""
     loss = accumulate(model, loss_function, list(batches), device, sync=sync, upload=upload)
+    update(optimizer)
+    return loss
+
+
+def update(optimizer: Optimizer) -> None:
+    """What a step ends with."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss
