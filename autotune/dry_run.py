@@ -124,7 +124,7 @@ def traced_under(session: Session, config: TunedConfig, micro_batch: int, *, mic
         tuned = apply(session.model, session.optimizer, config, strict=False)
     if tuned.model is not session.model:
         return Reason("DistributedDataParallel keeps its buckets out of sight")
-    session = replace(session, sync=tuned._context.sync or session.sync)
+    session = replace(session, sync=tuned._context.sync or session.sync, order=tuned._context.order)
     # The first step makes the optimizer's state; in the second DTensor works out shapes that it has not met.
     for _ in range(2 if dist.is_initialized() else 1):
         session.warm_up(micro_batch)

@@ -108,7 +108,7 @@ def adding(step: Step) -> I32:
 
 def sizes_in_blocks(step: Step) -> tuple[Units, Units]:
     """What each parameter of a block takes in a chunk, in the order of use, and its block."""
-    columns, mine = columns_of(step.parameters), _in_blocks(step)
+    columns, mine = columns_of(step.parameters), in_blocks(step)
     n_bytes = (columns.numel * columns.itemsize)[mine]
     return tuple(aligned(each) for each in n_bytes.tolist()), tuple(columns.block[mine].tolist())
 
@@ -127,7 +127,7 @@ def bytes_beside_chunks(step: Step) -> Units:
     return tuple(most.tolist())
 
 
-def _in_blocks(step: Step) -> I32:
+def in_blocks(step: Step) -> I32:
     """Parameters of blocks, in the order in which the blocks are used."""
     block = columns_of(step.parameters).block
     mine = np.flatnonzero(block >= 0)
@@ -149,7 +149,7 @@ class _Pieces(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, chunks: Chunks | None) -> _Pieces:
-        columns, mine = columns_of(step.parameters), _in_blocks(step)
+        columns, mine = columns_of(step.parameters), in_blocks(step)
         of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
         if chunks is not None:
             of_parameter[mine] = chunks.chunk
@@ -178,7 +178,7 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | None = 
     edit, landings = Edit(step), _Landings.of(step)
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     begins = np.append(_first_ops(step), np.int32(end + 1)).astype(np.int32)
-    mine, count = _in_blocks(step), len(pieces.n_bytes)
+    mine, count = in_blocks(step), len(pieces.n_bytes)
     nowhere, forever = np.full(count, -1, np.int32), np.full(count, FOREVER, np.int32)
     hosts = edit.add_storages(
         pieces.n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=pieces.owner
@@ -303,7 +303,7 @@ def _insert(edit: Edit, step: Step, pieces: _Pieces, turns: list[_Turn], begins:
     moves, updates = (what == _COPY) | (what == _AHEAD), what == _UPDATE
     traffic = np.zeros(len(turns), np.int64)
     traffic[moves] = pieces.n_bytes[row[moves]]
-    traffic[updates] = _update_bytes(step)[row[updates]]
+    traffic[updates] = native_update_bytes(step)[row[updates]]
     uses = order_of_use(len(step.blocks))
     call = np.asarray([*uses, -1], np.int32)[moment]
     backward = (moment >= len(step.blocks)) & (what != _UPDATE)
@@ -320,15 +320,15 @@ def _insert(edit: Edit, step: Step, pieces: _Pieces, turns: list[_Turn], begins:
     )
 
 
-def _update_bytes(step: Step) -> I64:
+def native_update_bytes(step: Step) -> I64:
     """(parameters,) what one native pass over each moves: gradient and weight, moments there and back."""
-    columns, state = columns_of(step.parameters), _state(step)
+    columns, state = columns_of(step.parameters), whole_state(step)
     moments = np.bincount(step.owner[state], step.bytes[state], len(columns.numel)).astype(np.int64)
     return 12 * columns.numel + 2 * moments
 
 
 @functools.lru_cache(maxsize=8)
-def _state(step: Step) -> I32:
+def whole_state(step: Step) -> I32:
     """State storages as large as their parameter; the others count steps."""
     columns = columns_of(step.parameters)
     state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner >= 0)).astype(np.int32)
@@ -399,7 +399,7 @@ def _left_to_the_optimizer(edit: Edit, step: Step, landings: _Landings, down: _D
     gradient = np.where(landings.sums >= 0, landings.sums, down.hosts).astype(np.int32)
     moved = np.arange(step.n_storages, dtype=np.int32)
     moved[columns.gradient[landings.parameter]] = gradient
-    mine = _in_blocks(step)
+    mine = in_blocks(step)
     moved[columns.storage[mine]] = hosts[mine]
     inside = step.use_phase == Phase.OPTIMIZER
     edit.use_storage = np.where(inside, moved[step.use_storage], edit.use_storage).astype(np.int32)
@@ -419,6 +419,6 @@ def _update(edit: Edit, step: Step, landings: _Landings, down: _Down, hosts: I32
     last = np.full(int(moment.max()) + 1, -1, np.int32)
     last[moment[updates]] = rows[updates]
     edit.hold_through(gradient, last[landings.moment + 1])
-    state = _state(step)
+    state = whole_state(step)
     state = state[update_of[step.owner[state]] >= 0]
     edit.add_uses(update_of[step.owner[state]], state, mutates=True)

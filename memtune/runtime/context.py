@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.compiled import CompiledModel
+from memtune.runtime.loop import Order
 from memtune.runtime.turns import Turns
 
 Check = Callable[[], dict[str, Any]]
@@ -31,6 +32,7 @@ class Context:
         activations: The table of claims on the blocks' activations.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
+        order: Runs micro-batches in another order than one after the other; only `Tuned.step` has them all.
         turns: Hands micro-batches round among ranks that work on one at a time; set by techniques that cut layers.
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
@@ -49,6 +51,7 @@ class Context:
     activations: ActivationTable
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
+    order: Order | None = None
     turns: Turns | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
