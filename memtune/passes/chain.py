@@ -78,7 +78,7 @@ def _twice(step: Step) -> str:
     before, after = np.zeros(step.n_ops, bool), np.zeros(step.n_ops, bool)
     before[parts.before] = after[parts.after] = True
     uses = [np.unique(step.use_storage[mine[step.use_op]]) for mine in (before, after)]
-    shared = np.intersect1d(*uses)
+    shared = np.intersect1d(uses[0], uses[1])
     tied = columns.trainable & np.isin(columns.storage, shared)
     if tied.any():
         name = columns.names[int(tied.argmax())]

@@ -304,7 +304,8 @@ class _Writer:
         before = self._packs.turn[0] > pack[0]
         others = (self._made_in >= 0) & (self._made_in < len(self._step.blocks))
         others &= (self._made_in < pack[0]) | (self._made_in >= pack[1])
-        return others | ((self._made_in == _BEFORE) & before)
+        found: Mask = others | ((self._made_in == _BEFORE) & before)
+        return found
 
     def _saved(self, rows: Mask, index: int, elsewhere: Mask) -> tuple[I32, I32]:
         """Numbers of what autograd saved in these rows of the saves, and when it lets go."""

@@ -175,10 +175,10 @@ class Replay:
         """
         self._flush()
         step = self.step
-        ops = {name: np.concatenate([part[name] for part in self._ops]).astype(column.dtype)
+        ops: dict[str, Any] = {name: np.concatenate([part[name] for part in self._ops]).astype(column.dtype)
                for name, column in step.columns("op_").items()}  # fmt: skip
         names = ("bytes", "tier", "kind", "producer", "owner", "held_until")
-        columns = {name: np.concatenate(parts).astype(getattr(step, name).dtype)
+        columns: dict[str, Any] = {name: np.concatenate(parts).astype(getattr(step, name).dtype)
                    for name, parts in zip(names, zip(*self._storages, strict=True), strict=True)}  # fmt: skip
         columns["bytes"][self._emptied] = 0
         for number, kind in self._kinds:
@@ -188,9 +188,10 @@ class Replay:
             np.maximum.at(columns["held_until"], numbers, until)
         blocks = columns_of(step.parameters)
         known = self.here_before(blocks.storage)
+        saved: dict[str, Any] = {name: column[:0] for name, column in step.columns("save_").items()}
         return replace(
             step, names=tuple(self._names), parameters=replace(blocks, storage=known, gradient=gradient), **ops, **columns,
-            **self._use_columns(), **{name: column[:0] for name, column in step.columns("save_").items()},
+            **self._use_columns(), **saved,
             ready_after=np.full(self.n_storages, -1, np.int32), landing=landing, returned=_NONE, written_parts=_NONE,
             enter=self.first_position[np.maximum(step.enter, 0)], leave=self.first_position[np.maximum(step.leave, 0)],
             input_call=_NONE, input_storage=_NONE,

@@ -80,8 +80,8 @@ class Link:
     def stand_in(self, tensors: Sequence[Tensor]) -> Any:
         """An output that passes `tensors` on, whatever their number, and holds nothing else."""
         leaves: list[Any] = [None] * self.returned.num_leaves
-        for at, tensor in zip(self.passed, [*tensors, *tensors[-1:] * len(self.passed)], strict=False):
-            leaves[at] = tensor
+        for number, at in enumerate(self.passed):
+            leaves[at] = tensors[min(number, len(tensors) - 1)]
         return tree_unflatten(leaves, self.returned)
 
 

@@ -71,6 +71,7 @@ def block_bytes(step: Step) -> BlockBytes:
     return BlockBytes(tuple(weights.tolist()), tuple(gradients.tolist()), saved, boundary, max(beside, 0))
 
 
+@functools.lru_cache(maxsize=4)
 def in_packs(program: Program, packs: Packs, boundaries: Where) -> Program:
     """The program of a whole step in layer-major order: all its micro-batches are in one body."""
     step = layer_major(program.step, packs, program.accumulate, boundaries)

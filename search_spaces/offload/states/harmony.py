@@ -96,10 +96,6 @@ class Harmony(Technique):
         knobs = dict(self.knobs())
         return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "in_backward", "packs": knobs}}
 
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        """What waits for backward on the device, or on the host."""
-        return {"boundaries": ("device", "host")}
-
 
 def _swapped(program: Program, packs: Packs) -> int:
     """Bytes of weights in and gradients out in one step: 3|W| less the turn's, which stay between forward and backward."""
