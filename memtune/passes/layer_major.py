@@ -110,7 +110,7 @@ class _Boundaries:
         self._new.hold(made[self._of[block]], at)
 
 
-def layer_major(step: Step, packs: Packs, micro_batches: int, boundaries: Where = "device") -> Step:
+def layer_major(step: Step, packs: Packs, micro_batches: int, boundaries: Where = "device", ranks: int = 1) -> Step:
     """All micro-batches of a step in layer-major order, with the blocks' parameters on the host.
 
     Args:
@@ -119,17 +119,18 @@ def layer_major(step: Step, packs: Packs, micro_batches: int, boundaries: Where 
         packs: Which blocks run together.
         micro_batches: In one step.
         boundaries: Where what packs start from is kept.
+        ranks: That do the same, and average their gradients.
     """
-    return _Writer(step, packs, micro_batches, boundaries).done()
+    return _Writer(step, packs, micro_batches, boundaries, ranks).done()
 
 
 class _Writer:
     """Follows `runtime.order.LayerMajor`, method by method."""
 
-    def __init__(self, step: Step, packs: Packs, micro_batches: int, boundaries: Where) -> None:
+    def __init__(self, step: Step, packs: Packs, micro_batches: int, boundaries: Where, ranks: int) -> None:
         self._step, self._packs, self._count = step, packs, micro_batches
         self._parts, self._new = parts_of(step), Replay(step)
-        self._weights, self._gradients = Weights(self._new, step), Gradients(self._new, step)
+        self._weights, self._gradients = Weights(self._new, step), Gradients(self._new, step, ranks)
         self._boundaries = _Boundaries(self._new, step, boundaries == "host")
         # By micro-batch: numbers of what forward packs made, and of all else; where forward ran; what the turn made, and its end.
         self._forward_made, self._made = (self._table(step.n_storages) for _ in range(2))
@@ -162,6 +163,7 @@ class _Writer:
         new, tail, last = self._new, Turn(), self._made[-1]
         for group in self._packs.groups(self._count):
             self._group(group)
+        self._gradients.average_outside()
         self._gradients.put_into(last)
         new.run(tail, self._parts.tail, last, last, self._nothing)
         settle(new, tail, (_EMPTY, _EMPTY), self._step.n_ops, new.n_ops - 1, ignore=self._nothing)

@@ -64,9 +64,12 @@ class Weights:
 class Gradients:
     """Gradients of all parameters; those of blocks are sent down when their pack's last micro-batch makes them."""
 
-    def __init__(self, new: Replay, step: Step) -> None:
+    def __init__(self, new: Replay, step: Step, ranks: int) -> None:
         columns, count = columns_of(step.parameters), len(step.parameters)
         self._new, self._step, self._columns = new, step, columns
+        self._average = (
+            NewOp("memtune.all_reduce_.default", Phase.BACKWARD, Resource.INTRA_LINK, group=ranks) if ranks > 1 else None
+        )
         self._raw, gradient = raw_gradients(step), columns.gradient
         made = np.flatnonzero(self._raw >= 0)
         summed = made[step.producer[gradient[made]] < 0]
@@ -111,9 +114,11 @@ class Gradients:
             self._new.here[gradient] = number
 
     def leaves(self, parameter: int) -> None:
-        """Rule 2."""
-        self.arrive()
+        """Rules 2 and 4."""
         n_bytes, number = int(self._step.bytes[self._raw[parameter]]), int(self._sum[parameter])
+        if self._average is not None:
+            self._new.new_op(self._average, n_bytes, writes=(number,))
+        self.arrive()
         block = int(self._columns.block[parameter])
         host = self._new.new_op(_DOWN, n_bytes, reads=(number,), makes=(n_bytes, Tier.HOST, Kind.GRADIENT, parameter), call=block)
         self._on_the_way, self._arriving = parameter, host
@@ -140,6 +145,13 @@ class Gradients:
                 _UPDATE, int(self._native_bytes[row]), reads=(int(self._down[row]),), writes=(int(hosts[row]), *state)
             )
         self._new.hold(self._down[rows], self._new.n_ops - 1)
+
+    def average_outside(self) -> None:
+        """Rule 4, of what is in no block."""
+        if self._average is None:
+            return
+        for row in np.flatnonzero((self._sum >= 0) & (self._columns.block < 0)).tolist():
+            self._new.new_op(self._average, int(self._step.bytes[self._raw[row]]), writes=(int(self._sum[row]),))
 
     def put_into(self, made: I32) -> None:
         """What the optimizer's ops read in the place of what one micro-batch made."""

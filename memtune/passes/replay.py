@@ -30,6 +30,7 @@ class NewOp:
     resource: Resource
     stream: int = 0
     prefetch: int = 0
+    group: int = 0
 
 
 @dataclass(eq=False)
@@ -88,9 +89,9 @@ class Replay:
         """Append `op`; `makes`: bytes, tier, kind and owner of what it makes. Returns the number of that, -1 for nothing."""
         row = {
             "op_name": self._names.setdefault(op.name, len(self._names)), "op_module": 0, "op_call": call,
-            "op_phase": int(op.phase),
-            "op_resource": int(op.resource), "op_flops": 0.0, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": 0,
-            "op_node": -1, "op_copy_of": -1, "op_stream": op.stream, "op_prefetch": op.prefetch, "op_match": 0,
+            "op_phase": int(op.phase), "op_resource": int(op.resource), "op_flops": 0.0, "op_traffic_bytes": traffic_bytes,
+            "op_rng": 0, "op_group": op.group, "op_node": -1, "op_copy_of": -1, "op_stream": op.stream,
+            "op_prefetch": op.prefetch, "op_match": 0,
         }  # fmt: skip
         for name, value in row.items():
             self._pending.setdefault(name, []).append(value)

@@ -1,12 +1,13 @@
 """Parameters of the blocks on the host, on the device pack by pack; gradients leave once, updates follow at once.
 
-Four rules, which the pass `passes.layer_major` follows op by op:
+Five rules, which the pass `passes.layer_major` follows op by op:
 
 Rule 1. `begin` brings in what of a pack is not there, then, where asked to, the pack that is used next; `end` lets go of a pack.
 Rule 2. A pack's gradients are summed on the device. In the last micro-batch of the pack their copies to the host start as they
         land; the device lets go of one when the next one lands, or when the pack ends.
 Rule 3. A pack that ends with its last micro-batch's backward is updated on the host, beside what runs next (just-in-time update).
-Rule 4. Outside of a step (evaluation, generation) each block comes in when it is called and goes when it returns.
+Rule 4. With several ranks, each of which has all weights, a gradient is averaged before it leaves.
+Rule 5. Outside of a step (evaluation, generation) each block comes in when it is called and goes when it returns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from memtune.errors import ApplyError
@@ -37,6 +39,7 @@ class PackStore(HostParameters):
 
     def __init__(self, context: Context, optimizer: HostOptimizer) -> None:
         super().__init__(context, optimizer)
+        self._group = dist.group.WORLD if context.ranks > 1 else None
         self.is_stepping = False
         """Inside a step: packs are brought in and let go by `begin` and `end` alone."""
         self.is_last = False
@@ -48,7 +51,7 @@ class PackStore(HostParameters):
         self._release(range(len(self._units)))
 
     def _call_alone(self, index: int, block: nn.Module) -> None:
-        """Rule 4."""
+        """Rule 5."""
 
         def called(module: nn.Module, args: Any) -> None:
             if not self.is_stepping:
@@ -92,7 +95,10 @@ class PackStore(HostParameters):
         self._release(self._of_block[index])
 
     def step_ends(self) -> None:
-        """Forward and backward of all micro-batches are over."""
+        """Forward and backward of all micro-batches are over; what is in no block is averaged."""
+        for parameter in self._outside:
+            if parameter.grad is not None:
+                self._average(parameter)
         self._note_versions()
 
     def abandon(self) -> None:
@@ -102,7 +108,14 @@ class PackStore(HostParameters):
 
     def _landed(self, parameter: Tensor) -> None:
         if self.is_last:
+            self._average(parameter)
             super()._landed(parameter)
+
+    @torch.no_grad()
+    def _average(self, parameter: Tensor) -> None:
+        if self._group is not None:
+            assert parameter.grad is not None
+            torch.ops.memtune.all_reduce_(parameter.grad, self._group.group_name, self._group.size(), "avg")
 
     def check(self) -> dict[str, Any]:
         """Where the blocks' parameters are.

@@ -19,6 +19,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.order import LayerMajor
 from memtune.runtime.pack_store import PackStore
+from memtune.runtime.ranks import require_ranks
 from memtune.search_spaces.offload.states._layers import cannot_run
 from memtune.technique import Plan, Reason, Target
 
@@ -27,15 +28,16 @@ _ALONE = {
     "offload.activations": "what a pack saves is used at once",
     "split": "the model's own code runs once more up to the first block",
 }
+_OF_RANKS = dict.fromkeys(("sharding.states", "sharding.parallel"), "packs average their gradients themselves")
 
 
-def not_in_packs(program: Program, target: Target) -> Reason | None:
-    """Why the blocks of `program` cannot be run pack by pack over all micro-batches."""
-    for slot, why in _ALONE.items():
+def not_in_packs(program: Program, target: Target, *, alone: bool = True) -> Reason | None:
+    """Why the blocks of `program` cannot be run pack by pack over all micro-batches, `alone` or with ranks that do the same."""
+    for slot, why in (_ALONE if alone or target.ranks == 1 else _ALONE | _OF_RANKS).items():
         technique = target.chosen.get(slot)
         if technique is not None and technique.kind != "none":
             return Reason(why, f"{slot}: {{kind: none}}")
-    if (reason := cannot_run(program, target)) is not None:
+    if (reason := cannot_run(program, target, alone=alone)) is not None:
         return reason
     if (why := not_a_chain(program.step)) != "":
         return Reason(why, "offload: {states: {kind: stronghold}}")
@@ -74,13 +76,19 @@ def block_bytes(step: Step) -> BlockBytes:
 @functools.lru_cache(maxsize=4)
 def in_packs(program: Program, packs: Packs, boundaries: Where) -> Program:
     """The program of a whole step in layer-major order: all its micro-batches are in one body."""
-    step = layer_major(program.step, packs, program.accumulate, boundaries)
+    step = layer_major(program.step, packs, program.accumulate, boundaries, program.ranks)
     whole = program.micro_batch * program.accumulate
     return program.with_step(optimizer_on_host(step, Native()), micro_batch=whole, accumulate=1)
 
 
-def apply_packs(context: Context, packs: Packs, boundaries: Where) -> None:
-    """Move the optimizer and the blocks' parameters to the host, and have `Tuned.step` run pack by pack."""
+def apply_packs(context: Context, packs: Packs, boundaries: Where, kind: str) -> None:
+    """Move the optimizer and the blocks' parameters to the host, and have `Tuned.step` run pack by pack.
+
+    Raises:
+        ApplyError: The ranks' weights differ, or what `runtime.order` and `runtime.pack_store` raise.
+    """
+    if context.ranks > 1:
+        require_ranks(context, kind)
     store = PackStore(context, HostOptimizer(context, "native"))
     order = LayerMajor(context, store, packs, boundaries)
     context.order = order

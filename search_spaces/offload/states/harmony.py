@@ -39,6 +39,9 @@ class Harmony(Technique):
     backward shrinks to one group's. Micro-batches keep their size: the paper's unequal sizes of forward and backward would
     split and join the user's samples.
 
+    On several ranks each has its own micro-batches and all weights on its host (Harmony-DP): a gradient is averaged before it
+    leaves the device, and each rank moves its 3|W|. Such a config is written by hand, with `sharding: {states: {kind: none}}`.
+
     Distinguishing test: bytes on the link do not grow with the number of micro-batches, and each pack is updated before the
     pack before it runs backward.
     """
@@ -49,6 +52,7 @@ class Harmony(Technique):
     source: ClassVar[str] = "Li et al. 2022, Harmony: Overcoming the Hurdles of GPU Memory Capacity, VLDB"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
+    averages: ClassVar[bool] = True
 
     packing: Packing = "balanced"
     """`balanced`: packs as even in bytes as can be; `greedy`: filled from the last block on."""
@@ -64,8 +68,8 @@ class Harmony(Technique):
     """The next pack comes in while one computes (double buffering), for the bytes of both."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that are a chain without random numbers and statistics, on one rank, in float32."""
-        return not_in_packs(program, target)
+        """Needs blocks that are a chain without random numbers and statistics, in float32; ranks must not divide or replicate."""
+        return not_in_packs(program, target, alone=False)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """Which blocks are in which pack."""
@@ -78,7 +82,7 @@ class Harmony(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Weights and optimizer to the host; `Tuned.step` runs packs."""
-        apply_packs(context, planned_packs(plan, context, self.kind, **self._settings()), self.boundaries)
+        apply_packs(context, planned_packs(plan, context, self.kind, **self._settings()), self.boundaries, self.kind)
 
     def _settings(self) -> dict[str, Any]:
         return {"prefetch": self.prefetch, "group": self.group or 0}

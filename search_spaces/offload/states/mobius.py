@@ -76,7 +76,7 @@ class Mobius(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Weights and optimizer to the host; `Tuned.step` runs stages."""
-        apply_packs(context, planned_packs(plan, context, self.kind, prefetch=True), "host")
+        apply_packs(context, planned_packs(plan, context, self.kind, prefetch=True), "host", self.kind)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """How many stages there are, and what they move."""

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from gloo import run_ranks
 from layers_suite import block_bytes, total
 from packs_suite import CHAIN, PacksSuite, config, drifts, planned, trained
 from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
-from memtune.program import Phase, Resource
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.dry_run import dry_run
+from memtune.config import TunedConfig
+from memtune.program import Phase, Resource, Step
 from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces import find
+from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.states.harmony import Harmony
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.testing import rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift import compare, plain_program, recording_of, target_of
 from memtune.testing.training import build
+from memtune.workload import Workload
 
 PAIRS = Harmony(kind="harmony", backward=2)
 UNEVEN = Harmony(kind="harmony", backward=2, forward=3, packing="greedy", boundaries="host", prefetch=True)
@@ -116,6 +125,63 @@ class TestHarmony(PacksSuite):
         block = tuned._context.model.get_submodule(tuned._context.blocks[0])
         vars(block).pop("forward")
         return True
+
+
+RANKS = 2
+
+
+def with_ranks(technique: Harmony, micro_batches: int) -> Candidate:
+    target = replace(target_of(technique), ranks=RANKS)
+    choice = Choice.of(Execution(micro_batch=2, accumulate=micro_batches), {technique.slot: technique})
+    candidate = Rewriter(recording_of(CHAIN), target).candidate(choice)
+    assert isinstance(candidate, Candidate), candidate
+    return candidate
+
+
+def on_this_rank(document: dict[str, Any], micro_batches: int) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Weights after three steps on this rank's share of the samples, and the bytes of the last step."""
+    workload, model, _ = build(CHAIN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # AdamW makes updates of what is zero but for rounding
+    tuned = apply(model, optimizer, document, loss=workload.loss)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    torch.manual_seed(5)
+    for _ in range(3):
+        batches = [workload.make_batch(2) for _ in range(micro_batches * ranks)]
+        COUNTERS.take()
+        tuned.step(batches[rank * micro_batches : (rank + 1) * micro_batches])
+    return dict(tuned.state_dict()["model"]), COUNTERS.take()
+
+
+@pytest.mark.slow
+def test_ranks_average_before_gradients_leave() -> None:
+    """Harmony-DP: the weights of one rank that takes all micro-batches, the same on all ranks; each moves its 3|W|."""
+    candidate = with_ranks(PAIRS, 2)
+    config_of_ranks = TunedConfig(settings=candidate.choice, plan=dict(candidate.plans)).document()
+    (weights, counted), (others, counted_there) = run_ranks(on_this_rank, RANKS, config_of_ranks, 2)
+    alone, _ = on_this_rank(config(PAIRS, 4).document(), 4)
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
+        assert torch.allclose(value, alone[name], rtol=0, atol=1e-6), name
+    step = candidate.program.step
+    for link, resource in (("host_to_device", Resource.HOST_TO_DEVICE), ("device_to_host", Resource.DEVICE_TO_HOST)):
+        assert counted[link] == counted_there[link] == total(step, resource)
+    assert total(step, Resource.INTRA_LINK) == sum(4 * int(np.prod(p.shape)) for p in step.parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", [PAIRS, GROUPS], ids=["pairs", "groups"])
+def test_the_pass_is_a_rank_s_step(technique: Harmony) -> None:
+    candidate = with_ranks(technique, 3)
+    real = dry_run(Workload.load(CHAIN), candidate, replace(target_of(technique), ranks=RANKS))
+    assert isinstance(real, Step)
+    assert not compare(candidate.program.step, real)
+
+
+def test_ranks_that_are_divided_already_are_refused() -> None:
+    fsdp = find("sharding.states", "fsdp")(kind="fsdp")
+    target = replace(target_of(PAIRS, fsdp), ranks=RANKS)
+    assert "average their gradients" in str(PAIRS.fits(plain_program(CHAIN), target))
 
 
 @pytest.mark.parametrize(
