@@ -131,6 +131,9 @@ class Technique(BaseModel):
     eager_only: ClassVar[str] = ""
     """Why it cannot work beside torch.compile (it needs a dispatch mode, or the model's own ops); empty where it can."""
 
+    averages: ClassVar[bool] = False
+    """It averages gradients over all ranks itself, so that `sharding.states: none` is right on several."""
+
     def exactly(self) -> Exactness:
         """The class of exactness with these knobs; `exactness` is that of the defaults."""
         return self.exactness

@@ -323,7 +323,7 @@ def insert(edit: Edit, step: Step, pieces: Pieces, turns: list[_Turn], begins: I
     moves, updates = (what == _COPY) | (what == _AHEAD), what == _UPDATE
     traffic = np.zeros(len(turns), np.int64)
     traffic[moves] = pieces.n_bytes[row[moves]]
-    traffic[updates] = _update_bytes(step)[row[updates]]
+    traffic[updates] = native_update_bytes(step)[row[updates]]
     uses = order_of_use(len(step.blocks))
     call = np.asarray([*uses, -1], np.int32)[moment]
     backward = (moment >= len(step.blocks)) & (what != _UPDATE)
@@ -340,15 +340,15 @@ def insert(edit: Edit, step: Step, pieces: Pieces, turns: list[_Turn], begins: I
     )
 
 
-def _update_bytes(step: Step) -> I64:
+def native_update_bytes(step: Step) -> I64:
     """(parameters,) what one native pass over each moves: gradient and weight, moments there and back."""
-    columns, state = columns_of(step.parameters), _state(step)
+    columns, state = columns_of(step.parameters), whole_state(step)
     moments = np.bincount(step.owner[state], step.bytes[state], len(columns.numel)).astype(np.int64)
     return 12 * columns.numel + 2 * moments
 
 
 @functools.lru_cache(maxsize=8)
-def _state(step: Step) -> I32:
+def whole_state(step: Step) -> I32:
     """State storages as large as their parameter; the others count steps."""
     columns = columns_of(step.parameters)
     state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner >= 0)).astype(np.int32)
@@ -439,6 +439,6 @@ def _update(edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32,
     last = np.full(int(moment.max()) + 1, -1, np.int32)
     last[moment[updates]] = rows[updates]
     edit.hold_through(gradient, last[landings.moment + 1])
-    state = _state(step)
+    state = whole_state(step)
     state = state[update_of[step.owner[state]] >= 0]
     edit.add_uses(update_of[step.owner[state]], state, mutates=True)

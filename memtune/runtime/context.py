@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.compiled import CompiledModel
-from memtune.runtime.loop import LossFunction
+from memtune.runtime.loop import LossFunction, Order
 from memtune.runtime.turns import Turns
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Context:
         activations: The table of claims on the blocks' activations.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
+        order: Runs micro-batches in another order than one after the other; only `Tuned.step` has them all.
         turns: Hands micro-batches round among ranks that work on one at a time; set by techniques that cut layers.
         pipeline: Runs forward and backward of a step's micro-batches in place of the loop; set where ranks have other blocks.
         elsewhere: What of the model only other ranks hold.
@@ -55,6 +56,7 @@ class Context:
     activations: ActivationTable
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
+    order: Order | None = None
     turns: Turns | None = None
     pipeline: Callable[[nn.Module, LossFunction, Iterable[Any]], Tensor] | None = None
     elsewhere: Elsewhere | None = None
