@@ -211,6 +211,7 @@ def _skipped_copy(technique: type[Technique]) -> AbstractContextManager[Any]:
 def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
     from memtune.runtime.host_optimizer import HostOptimizer
     from memtune.runtime.ssd_optimizer import SsdOptimizer
+    from memtune.runtime.updaters import Updaters
 
     original = HostOptimizer._weights_up
 
@@ -226,8 +227,18 @@ def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
         if seed == 0:
             local(piece.device).copy_(before)
 
-    on_ssd = SsdOptimizer._update
-    with patch.object(HostOptimizer, "_weights_up", up), patch.object(SsdOptimizer, "_update", stays):
+    def one_stays(self: Any, domain: int, *args: Any) -> None:
+        before = self._parameters[0].device.detach().clone()
+        from_updater(self, domain, *args)
+        self._parameters[0].device.detach().copy_(before)
+
+    on_ssd, from_updater = SsdOptimizer._update, Updaters._up
+    patches = (
+        patch.object(HostOptimizer, "_weights_up", up),
+        patch.object(SsdOptimizer, "_update", stays),
+        patch.object(Updaters, "_up", one_stays),
+    )
+    with patches[0], patches[1], patches[2]:
         yield
 
 
@@ -235,6 +246,7 @@ def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
 def _gradient_stays(technique: type[Technique]) -> Iterator[None]:
     from memtune.runtime.host_optimizer import HostOptimizer
     from memtune.runtime.ssd_optimizer import SsdOptimizer
+    from memtune.runtime.updaters import Updaters
 
     kept: list[Any] = []
     original = HostOptimizer._arrived
@@ -247,8 +259,17 @@ def _gradient_stays(technique: type[Technique]) -> Iterator[None]:
         kept.append(piece.device.grad)
         on_ssd(self, piece, host, seed)
 
-    on_ssd = SsdOptimizer._update
-    with patch.object(HostOptimizer, "_arrived", arrived), patch.object(SsdOptimizer, "_update", update):
+    def down(self: Any, *args: Any) -> None:
+        kept.extend(each.device.grad for each in self._parameters)
+        to_updater(self, *args)
+
+    on_ssd, to_updater = SsdOptimizer._update, Updaters._down
+    patches = (
+        patch.object(HostOptimizer, "_arrived", arrived),
+        patch.object(SsdOptimizer, "_update", update),
+        patch.object(Updaters, "_down", down),
+    )
+    with patches[0], patches[1], patches[2]:
         yield
 
 
