@@ -28,7 +28,7 @@ def not_in_layers(step: Step) -> str:
         return "no repeated blocks were found, so the order of layers is not known"
     if len(step.call_block) != n_blocks:
         return "a block runs more than once in a forward"
-    moments = _first_ops(step)
+    moments = first_ops(step)
     if (moments < 0).any():
         return f"{step.blocks[int((moments < 0).argmax()) % n_blocks]} has no forward or no backward"
     if (np.diff(moments) <= 0).any() or (step.leave[: n_blocks - 1] >= step.enter[1:n_blocks]).any():
@@ -50,7 +50,7 @@ def not_in_layers(step: Step) -> str:
     return ""
 
 
-def _first_ops(step: Step) -> I32:
+def first_ops(step: Step) -> I32:
     """(2 · blocks,) the op before which each moment begins, -1 where there is none."""
     n_blocks = len(step.blocks)
     forward, backward = np.full(n_blocks, -1, np.int32), np.full(n_blocks, -1, np.int32)
@@ -64,7 +64,7 @@ def _first_ops(step: Step) -> I32:
 
 def moment_of_ops(step: Step) -> I32:
     """(n,) the moment that each op of forward and backward falls into, -1 before the first one and after backward."""
-    moment = np.searchsorted(_first_ops(step), np.arange(step.n_ops), side="right") - 1
+    moment = np.searchsorted(first_ops(step), np.arange(step.n_ops), side="right") - 1
     found: I32 = np.where(step.op_phase < Phase.BOUNDARY, moment, -1).astype(np.int32)
     return found
 
@@ -158,7 +158,7 @@ class _Pieces(NamedTuple):
             nobody, of_unit = np.full(chunks.count, -1, np.int32), tuple((i,) for i in range(chunks.count))
             return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses())
         of_parameter[mine] = np.arange(len(mine), dtype=np.int32)
-        rows = np.split(np.arange(len(mine)), np.flatnonzero(np.diff(columns.block[mine])) + 1)
+        rows = np.split(np.arange(len(mine)), np.searchsorted(columns.block[mine], np.arange(1, len(step.blocks))))
         of_unit = tuple(tuple(part.tolist()) for part in rows)
         used = tuple((unit,) for unit in order_of_use(len(step.blocks)))
         n_bytes = (columns.numel * columns.itemsize)[mine]
@@ -177,7 +177,7 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | None = 
     columns, pieces = columns_of(step.parameters), _Pieces.of(step, chunks)
     edit, landings = Edit(step), _Landings.of(step)
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
-    begins = np.append(_first_ops(step), np.int32(end + 1)).astype(np.int32)
+    begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
     mine, count = _in_blocks(step), len(pieces.n_bytes)
     nowhere, forever = np.full(count, -1, np.int32), np.full(count, FOREVER, np.int32)
     hosts = edit.add_storages(

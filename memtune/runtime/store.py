@@ -19,9 +19,9 @@ Rule 6. What is not there when it is asked for comes in late: a loop that uses b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,23 @@ from memtune.residency import Residency
 from memtune.runtime import transfer
 from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import HostOptimizer, add_gradient, before_step, to_host_now
+from memtune.runtime.host_optimizer import add_gradient, before_step, to_host_now
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, mark
+from memtune.runtime.weak_hook import weakly
+
+
+class HostCopies(Protocol):
+    """What holds the host copies of parameters that come and go, and updates them."""
+
+    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Somebody else brings these up when they are used, and their gradients down."""
+
+    def update(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Update these now, from the gradients of what the optimizer holds in their place, which are let go."""
+
+    def check(self) -> dict[str, Any]:
+        """Facts for the audit."""
 
 
 class ParameterStore:
@@ -50,6 +64,7 @@ class ParameterStore:
         optimizer: Holds the host copies, and updates them.
         chunks: Where the blocks' parameters lie; none: each block is a unit.
         early: Blocks are updated in backward, natively.
+        members: Of each block, what comes and goes; none: all its parameters.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
@@ -59,15 +74,16 @@ class ParameterStore:
         self,
         context: Context,
         residency: Residency,
-        optimizer: HostOptimizer,
+        optimizer: HostCopies,
         *,
         chunks: Chunks | None = None,
         early: bool = True,
+        members: list[list[nn.Parameter]] | None = None,
     ) -> None:
         self._residency, self._optimizer, self._device = residency, optimizer, context.device
         blocks = [context.model.get_submodule(name) for name in context.blocks]
         _refuse_schedules(context.model)
-        self._blocks = [list(block.parameters()) for block in blocks]
+        self._blocks = [list(block.parameters()) for block in blocks] if members is None else members
         mine = [parameter for block in self._blocks for parameter in block]
         self._outside = _outside(context.model, mine)
         self._hosts = {p: context.represented[p].detach() if p in context.represented else _copy_of(p) for p in mine}
@@ -100,9 +116,9 @@ class ParameterStore:
         block.register_forward_hook(lambda module, args, output: self._returned(index, output))
         for parameter in self._blocks[index]:
             if parameter.requires_grad:
-                context.undo.callback(parameter.register_post_accumulate_grad_hook(self._landed).remove)
+                context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)
         block.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
-        block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch_block(index))
+        block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch_whole(index))
         block.register_load_state_dict_post_hook(lambda module, _: self._loaded(index))
 
     @contextmanager
@@ -156,6 +172,10 @@ class ParameterStore:
     def _fetch_block(self, block: int) -> None:
         for index in self._of_block[block]:
             self._fetch(index)
+
+    def _fetch_whole(self, block: int) -> None:
+        """All of it, since new values are loaded."""
+        self._fetch_block(block)
 
     @torch.no_grad()
     def _fetch(self, index: int) -> None:
@@ -219,7 +239,7 @@ class ParameterStore:
 
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if prefix + name in state:
+            if prefix + name in state and parameter in self._hosts:
                 state[prefix + name] = self._hosts[parameter]
 
     @torch.no_grad()
