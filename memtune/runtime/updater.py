@@ -26,7 +26,7 @@ import numpy.typing as npt
 from memtune import _native
 from memtune.errors import EnvironmentFault
 from memtune.runtime.cores_of_drive import cores_beside
-from memtune.runtime.offload_dir import RunFolder, checked
+from memtune.runtime.offload_dir import RunFolder
 from memtune.runtime.ssd_file import LATE, TENSORS, Extent, SsdFile, Ticket
 
 _PATIENCE_S: Final = 1.0
@@ -52,8 +52,7 @@ class Updater:
         self._slots = [every[i * slot_bytes : (i + 1) * slot_bytes] for i in range(told["slots"])]
         buffers = every[told["slots"] * slot_bytes :].view(np.float32)
         self._buffers: list[F32] = [buffers[i * numel : (i + 1) * numel] for i in range(told["buffers"])]
-        directory = checked(told["directory"])
-        self._folder = RunFolder(directory)
+        self._folder = RunFolder(Path(told["directory"]))  # which the trainer has looked at
         self._file = SsdFile(self._folder.path / TENSORS)
         self._groups = told["sub_groups"]
         self._extents = [self._reserved(group) for group in self._groups]
@@ -74,7 +73,9 @@ class Updater:
     def say(self, what: str, more: Any = None) -> None:
         """Answer the trainer."""
         with contextlib.suppress(OSError):  # it is gone, which the next wait for an order shows
+            self._socket.settimeout(None)
             self._socket.sendall(json.dumps([what, more]).encode() + b"\n")
+        self._socket.settimeout(_PATIENCE_S)
 
     def obey(self, order: list[Any]) -> None:
         """Do what one line says."""

@@ -34,7 +34,6 @@ from memtune.domains import DOWN, LATER, READ, SLOTS, UPDATE, WRITE, Layout, Seg
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import to_host_now
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.largest import Largest
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
@@ -307,18 +306,17 @@ class Updaters:
         held = {each.device: self._optimizer.state.pop(each.device, {}) for each in self._parameters}
         for each in self._parameters:
             each.steps = int(held[each.device].get("step", each.steps))
-        host = [to_host_now(_flat(each.device, each.device)) for each in self._parameters]
-        state = [[_on_host(held[each.device].get(name), each.device) for name in each.moments] for each in self._parameters]
+        state = [[held[each.device].get(name) for name in each.moments] for each in self._parameters]
         for domain, number, group, memory in self._sub_groups():
             if not first:
                 self._move(READ, domain, number, 0)
                 self._settled(domain)
             for segment in group.segments:
-                part = slice(segment.start, segment.start + segment.numel)
-                memory[segment.weight :][: segment.numel].copy_(host[segment.parameter][part])
+                part, device = slice(segment.start, segment.start + segment.numel), self._parameters[segment.parameter].device
+                memory[segment.weight :][: segment.numel].copy_(_flat(device, device)[part])
                 for mine, values in zip(_moments(group, segment, memory, state), state[segment.parameter], strict=True):
                     if values is not None:
-                        mine.copy_(values[part])
+                        mine.copy_(_flat(values, device)[part])
                     elif first:
                         mine.zero_()
             self._move(WRITE, domain, number, 0)
@@ -357,10 +355,6 @@ def _flat(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor:
     if tensor.stride() != parameter.stride():
         tensor = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _on_host(value: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
-    return None if value is None else to_host_now(_flat(value, parameter)).float()
 
 
 def _refuse(each: _Parameter, master: bool) -> None:

@@ -54,6 +54,8 @@ class Moesys(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs experts, a drive, and blocks that run one after the other on one rank, in float32."""
+        if target.compiled:
+            return Reason(EAGER_ONLY, "execution.compile: false")
         if not (experts := experts_in(program.step)):
             return Reason("the model has no experts: modules of a block, in a list whose name says so, all with equal parameters")
         if (reason := no_directory(target)) is not None:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from layers_suite import without_gradients
+from under_budget import trains_where_the_plain_model_is_out_of_memory
 from zoo_paths import ZOO
 
 from memtune import hardware
@@ -25,7 +26,9 @@ from memtune.runtime.experts import ExpertOptimizer, ExpertStore
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.tiers import DEVICE, HOST, mark, tier
 from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.moesys import Moesys
+from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite
 from memtune.testing.drift import plain_program, planned, target_of
@@ -162,6 +165,18 @@ class TestMoesys(TechniqueSuite):
             with patch.object(ExpertStore, "_begin", watched):
                 tuned.step([of_task(2)])
             assert max(most) == on_device
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+    def test_trains_where_the_plain_model_is_out_of_memory(self) -> None:
+        trains_where_the_plain_model_is_out_of_memory(ZOO["moe"], FEW)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("other", [Full(kind="full"), CopyOut(kind="copy_out", min_bytes=0)], ids=lambda each: each.kind)
+    def test_beside_recompute_and_moved_activations_it_has_the_bits_of_the_plain_run(self, other: Technique) -> None:
+        assert other.fits(plain_program(HASHED), target_of(FEW, other)) is None
+        wanted = without_gradients(train(HASHED, steps=4))
+        assert not differences(without_gradients(train(HASHED, FEW, other, steps=4)), wanted)
 
     @pytest.mark.slow
     def test_a_state_dict_is_whole_and_can_be_loaded(self) -> None:

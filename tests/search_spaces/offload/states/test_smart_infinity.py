@@ -15,12 +15,13 @@ from typing import Any, ClassVar
 import gloo  # noqa: F401  (what processes are forked from)
 import pytest
 import torch
+from under_budget import trains_where_the_plain_model_is_out_of_memory
 from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
 from memtune.errors import EnvironmentFault
 from memtune.program import Resource, Step, Tier
-from memtune.runtime import disk, offload_dir
+from memtune.runtime import disk, offload_dir, shim
 from memtune.runtime.tiers import DEVICE, mark
 from memtune.runtime.transfer import COUNTERS
 from memtune.runtime.updater_link import UpdaterLink
@@ -181,6 +182,11 @@ class TestSmartInfinity(TechniqueSuite):
         there = sum(each.nbytes for link in updaters(tuned) for each in (*link.slots, *link.buffers))
         step, plain = rewritten(ZOO["tied"], SMALL), rewritten(ZOO["tied"])
         assert there == step.peak_bytes(Tier.HOST) - plain.peak_bytes(Tier.HOST)
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+    def test_trains_where_the_plain_model_is_out_of_memory(self) -> None:
+        trains_where_the_plain_model_is_out_of_memory(ZOO["gpt"], SMALL)
 
     @pytest.mark.slow
     def test_float32_masters_of_bfloat16_parameters(self) -> None:
