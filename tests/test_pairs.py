@@ -32,6 +32,7 @@ KNOBS: dict[str, dict[str, object]] = {
     "planned": {"share": 0.5},
     "checkmate": {"share": 0.5},
     "mics": {"group": 2},
+    "smart_infinity": {"sub_group_mib": 0.1},
     "lohan": {"min_bytes": 1, "bucket_mib": 0.005},
 } | {kind: {"ratio": 0.5} for kind in ("dtr", "megtaichi", "coop")}
 
@@ -62,7 +63,9 @@ def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def param(pair: tuple[Technique, ...]) -> object:
     """Two kinds of one mechanism: one of them in the short list."""
     return pytest.param(
-        pair, id=pair_id(pair), marks=[pytest.mark.slow] if any(p.kind in ("stronghold", "elixir", "lohan") for p in pair) else []
+        pair,
+        id=pair_id(pair),
+        marks=[pytest.mark.slow] if any(p.kind in ("stronghold", "elixir", "lohan", "smart_infinity") for p in pair) else [],
     )
 
 

@@ -166,7 +166,8 @@ def clean(directory: Path | None, as_json: bool) -> int:
     """`memtune clean`: what was removed, and what it took."""
     from memtune.runtime import offload_dir
 
-    removed = offload_dir.clean(offload_dir.checked(None if directory is None else str(directory)))
+    roots = [str(directory)] if directory is not None else offload_dir.all_allowed() or [None]
+    removed = [left for root in roots for left in offload_dir.clean(offload_dir.checked(root))]
     if as_json:
         emit({"schema": SCHEMA, "removed": [{"path": str(each.path), "bytes": each.n_bytes} for each in removed]})
         return 0

@@ -5,8 +5,8 @@ Memory is given back and taken anew in place, see Rule 3 of `runtime.store`. A u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from typing import Any
+from collections.abc import Callable, Container, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,23 @@ from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import HostOptimizer, add_gradient, to_host_now
+from memtune.runtime.host_optimizer import add_gradient, to_host_now
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.weak_hook import weakly
+
+
+class HostCopies(Protocol):
+    """What holds the host copies of parameters that come and go, and updates them."""
+
+    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Somebody else brings these up when they are used, and their gradients down."""
+
+    def update(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Update these now, from the gradients of what the optimizer holds in their place, which are let go."""
+
+    def check(self) -> dict[str, Any]:
+        """Facts for the audit."""
 
 
 class HostParameters:
@@ -34,6 +47,7 @@ class HostParameters:
         only: Blocks whose parameters come and go; those of others stay. None: all.
         landing: Gradients leave as they land. Else they are another mechanism's, and the optimizer's step takes them down.
         copy: How a parameter's values come in from the host.
+        members: Of each block, what comes and goes; none: all its parameters.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or gradients leave and nothing outside of the blocks is trained.
@@ -42,17 +56,18 @@ class HostParameters:
     def __init__(
         self,
         context: Context,
-        optimizer: HostOptimizer,
+        optimizer: HostCopies,
         chunks: Chunks | None = None,
         *,
         only: Container[int] | None = None,
         landing: bool = True,
         copy: Callable[[Tensor, Tensor], None] | None = None,
+        members: list[list[nn.Parameter]] | None = None,
     ) -> None:
         self._optimizer, self._device = optimizer, context.device
         self._modules = [context.model.get_submodule(name) for name in context.blocks]
         _refuse_schedules(context.model)
-        self._blocks = [list(block.parameters()) for block in self._modules]
+        self._blocks = [list(block.parameters()) for block in self._modules] if members is None else members
         mine = [parameter for block in self._blocks for parameter in block]
         self._landing, self._copy = landing, copy or _copied
         self._outside = _outside(context.model, mine, landing)
@@ -78,12 +93,16 @@ class HostParameters:
             if parameter.requires_grad and self._landing:
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)
         block.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
-        block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch_block(index))
+        block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch_whole(index))
         block.register_load_state_dict_post_hook(lambda module, _: self._loaded(index))
 
     def _fetch_block(self, block: int) -> None:
         for index in self._of_block[block]:
             self._fetch(index)
+
+    def _fetch_whole(self, block: int) -> None:
+        """All of it, since new values are loaded."""
+        self._fetch_block(block)
 
     @torch.no_grad()
     def _fetch(self, index: int) -> None:
@@ -151,7 +170,7 @@ class HostParameters:
 
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if prefix + name in state:
+            if prefix + name in state and parameter in self._hosts:
                 state[prefix + name] = self._hosts[parameter]
 
     @torch.no_grad()

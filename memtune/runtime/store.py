@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
@@ -33,8 +33,8 @@ from memtune.errors import ApplyError
 from memtune.residency import Residency
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import HostOptimizer, before_step
-from memtune.runtime.host_parameters import HostParameters
+from memtune.runtime.host_optimizer import before_step
+from memtune.runtime.host_parameters import HostCopies, HostParameters
 
 
 class ParameterStore(HostParameters):
@@ -49,6 +49,7 @@ class ParameterStore(HostParameters):
         only: As in `HostParameters`.
         landing: As there.
         copy: As there.
+        members: As there.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or gradients leave and nothing outside of the blocks is trained.
@@ -58,15 +59,16 @@ class ParameterStore(HostParameters):
         self,
         context: Context,
         residency: Residency,
-        optimizer: HostOptimizer,
+        optimizer: HostCopies,
         *,
         chunks: Chunks | None = None,
         early: bool = True,
         only: Container[int] | None = None,
         landing: bool = True,
         copy: Callable[[Tensor, Tensor], None] | None = None,
+        members: list[list[nn.Parameter]] | None = None,
     ) -> None:
-        super().__init__(context, optimizer, chunks, only=only, landing=landing, copy=copy)
+        super().__init__(context, optimizer, chunks, only=only, landing=landing, copy=copy, members=members)
         self._residency = residency
         self._moment = self._end = len(residency.drops) - 1
         self._is_last = False
