@@ -135,7 +135,8 @@ def magnitude(tensor: Tensor) -> Tensor | None:
     step = -(-tensor.numel() // _SAMPLED)
     with torch.no_grad(), _disable_current_modes():  # none of the model's ops, to those who count or replace them
         some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,))
-        return torch.linalg.vector_norm(some.float())
+        norm: Tensor = torch.linalg.vector_norm(some.float())
+        return norm
 
 
 def is_close(before: Tensor | None, now: Tensor | None) -> bool:
@@ -152,7 +153,8 @@ def _of(name: str, what: Any) -> str:
 
 
 def _numbers(node: Any) -> tuple[Any, ...]:
-    plain, tensors = _written_down(type(node))
+    kind: type = type(node)
+    plain, tensors = _written_down(kind)
     return (*(getattr(node, name) for name in plain), *(_python_number(getattr(node, name)) for name in tensors))
 
 

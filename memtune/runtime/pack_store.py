@@ -39,6 +39,7 @@ class PackStore(HostParameters):
 
     def __init__(self, context: Context, optimizer: HostOptimizer) -> None:
         super().__init__(context, optimizer)
+        self._updates = optimizer
         self._group = dist.group.WORLD if context.ranks > 1 else None
         self.is_stepping = False
         """Inside a step: packs are brought in and let go by `begin` and `end` alone."""
@@ -84,7 +85,7 @@ class PackStore(HostParameters):
         self._arrive()
         self._release(range(*pack))
         if update:
-            self._optimizer.update([each for index in range(*pack) for each in self._blocks[index]], at_once=False)
+            self._updates.update([each for index in range(*pack) for each in self._blocks[index]], at_once=False)
 
     def fetch_one(self, index: int) -> None:
         """Bring in one block, outside of any pack."""
