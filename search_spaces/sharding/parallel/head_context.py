@@ -25,7 +25,7 @@ class HeadContext(TakingTurns):
     Reordered: softmax is that of the plain step, its sums over keys are taken context by context; a weight's gradient in the
     blocks is a sum of `degree` partial sums over the positions.
 
-    Distinguishing test: a rank saves 1/degree of what the blocks save, and where it exchanges heads the output of attention for its
+    Distinguishing test: a rank saves 1/degree of what the blocks save, and where it exchanges heads attention's output of its
     own positions once more. With Q and K the bytes of its own queries and keys, an attention sends 4·(Q + K)·(h - 1)/h in
     all-to-alls and 6·K·(c - 1) in rings (h ranks a context, c contexts; 16-bit keys 8·K, as their gradients go round in fp32).
     """
