@@ -25,15 +25,14 @@ class HeadContext(TakingTurns):
     Reordered: softmax is that of the plain step, its sums over keys are taken context by context; a weight's gradient in the
     blocks is a sum of `degree` partial sums over the positions.
 
-    Distinguishing test: a rank saves 1/degree of what the blocks save, and per attention sends, with Q and K the bytes of its own
-    queries and keys, 4·(Q + K)·(h - 1)/h in all-to-alls and 6·K·(c - 1) in rings (h ranks a context, c contexts).
+    Distinguishing test: a rank saves 1/degree of what the blocks save, and where it exchanges heads attention's output of its
+    own positions once more. With Q and K the bytes of its own queries and keys, an attention sends 4·(Q + K)·(h - 1)/h in
+    all-to-alls and 6·K·(c - 1) in rings (h ranks a context, c contexts; 16-bit keys 8·K, as their gradients go round in fp32).
     """
 
     kind: Literal["head_context"] = "head_context"
     title: ClassVar[str] = "Positions divided over ranks, attention over heads and contexts"
-    source: ClassVar[str] = (
-        "Gu et al. 2024, LoongTrain, arXiv:2406.18485, sections 3 and 4; Li et al. 2024, DistFlashAttn, arXiv:2310.03294"
-    )
+    source: ClassVar[str] = "Gu et al. 2024, LoongTrain, arXiv:2406.18485, sections 3 and 4"
 
     head_degree: Annotated[int, Field(ge=1)] = 1
     """Ranks of a context, which divide the heads of attention; the others of the group have other contexts."""
