@@ -210,6 +210,7 @@ class TestMoesys(TechniqueSuite):
                 with torch.no_grad():
                     assert torch.equal(net(tokens), plain_net(tokens))
 
+    @pytest.mark.slow
     def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = plain_program(ZOO["moe"])
         assert "no experts" in str(ALL.fits(plain_program(ZOO["gpt"]), target_of()))

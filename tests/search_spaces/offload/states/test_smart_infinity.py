@@ -103,6 +103,14 @@ class TestSmartInfinity(TechniqueSuite):
         tuned.optimizer.state[next(iter(tuned.model.parameters()))] = {"exp_avg": torch.zeros(1)}
         return True
 
+    @pytest.mark.slow  # each apply starts two processes
+    def test_failed_apply_leaves_everything_untouched(self) -> None:
+        self.check_untouched("tied", SMALL)
+
+    @pytest.mark.slow
+    def test_audit_tells_whether_it_is_in_effect(self) -> None:
+        super().test_audit_tells_whether_it_is_in_effect()
+
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
     def test_any_model(self, model: str) -> None:
@@ -199,6 +207,7 @@ class TestSmartInfinity(TechniqueSuite):
         for model, change in (("tobf16", {"update": "master"}), ("tied", {"share": 0.1}), ("tied", {"domains": 3, "buffers": 2})):
             assert not drift(ZOO[model], SMALL.model_copy(update=change))
 
+    @pytest.mark.slow
     def test_only_the_largest_gradients_are_sent(self) -> None:
         """Off by default, lossy; the sum of gradients is kept: `tests/memtune/runtime/test_largest.py`."""
         some = SMALL.model_copy(update={"share": 0.1})
