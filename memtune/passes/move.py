@@ -332,7 +332,10 @@ def _come_back(
 
 
 def _come_ahead(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, ahead: int) -> tuple[I32, I32]:
-    """As `_come_back`, by Rule 8: copies ahead of their use are on a stream of their own, after what has been computed so far."""
+    """As `_come_back`, by the rule of `runtime.come_ahead`.
+
+    Copies ahead of their use are on a stream of their own, after what has been computed so far.
+    """
     pairs = reads(np.sort(asked).tolist(), asked.tolist(), ahead)
     fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
     asking, early = step.op_block[first[fetched]], fetched != moving

@@ -14,15 +14,14 @@ Rule 6. A copy to the host holds its source until the next copy is started, the 
         of the last region ends, or backward fetches, whichever comes first: one tensor at most is on its way, and when it is
         freed does not depend on timing. Calls under `no_grad`, or in a checkpoint of the model's own, do not count.
 Rule 7. What goes on to SSD is written from host memory from then on; `runtime.shelf` has the rules of that.
-Rule 8. What backward asks for comes back then. With `ahead`, what is on the host comes back earlier: a tensor that is asked for
-        tops up what has come ahead to so many, taking those that left last and still live.
+Rule 8. What backward asks for comes back then, or ahead of that; `runtime.come_ahead` has the rule.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,8 +33,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.calls import INPUTS, Call
 from memtune.errors import ApplyError
-from memtune.runtime import transfer
+from memtune.runtime.autocast import autocast_now
 from memtune.runtime.changed_buffers import changed_buffers, copied_buffers, only_written
+from memtune.runtime.come_ahead import Ahead
 from memtune.runtime.exchanges import refused_in
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
@@ -93,10 +93,7 @@ class ActivationTable:
         self.regions = [Region(name, model.get_submodule(name), index) for index, name in enumerate(regions)]
         self.traffic = Traffic()
         self.shelf = Shelf(0)
-        self.ahead = 0
-        """Tensors that come back from the host before backward asks for them (Rule 8)."""
-        self._gone: list[weakref.ref[Entry]] = []  # in the order in which they left
-        self._came: list[weakref.ref[Entry]] = []
+        self.ahead = Ahead(0)
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._on_the_way: tuple[Entry, int] | None = None
         self._call = 0  # calls of regions that began so far; what is on the way was started in one of them
@@ -200,9 +197,8 @@ class ActivationTable:
             entry.leave(tensor)
             self._on_the_way = (entry, self._call)
             self._entries[key] = entry
-            if self.ahead and not entry.goes_on:
-                self._gone = [each for each in self._gone if each() is not None]
-                self._gone.append(weakref.ref(entry))
+            if not entry.goes_on:
+                self.ahead.left(entry)
         return entry
 
     def lasts(self, tensor: Tensor) -> bool:
@@ -222,22 +218,8 @@ class ActivationTable:
         self.shelf.take(entry)
 
     def bring(self, entry: Entry) -> None:
-        """Rule 8."""
-        mine = weakref.ref(entry)  # equal to other references to the same living entry
-        self._came = [each for each in self._came if each() is not None]
-        if mine in self._came:
-            self._came.remove(mine)
-            transfer.caught_up(entry.device)
-        else:
-            if mine in self._gone:
-                self._gone.remove(mine)
-            entry.come_back()
-        while self._gone and len(self._came) < self.ahead:
-            last = self._gone.pop()
-            if (found := last()) is not None:
-                with transfer.ahead(found.device):
-                    found.come_back()
-                self._came.append(last)
+        """Rule 8: backward asks for `entry`."""
+        self.ahead.bring(entry)
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Rule 6 at the end of the call `number`, of `region`."""
@@ -282,7 +264,7 @@ class _Frame:
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
         self._random = RandomState.capture(region.module) if region.recompute else None
-        self._autocast = _autocast_state() if region.recompute else []
+        self._autocast = autocast_now() if region.recompute else []
         self._back: dict[int, Tensor] = {}
         self._changed_buffers: list[str] = []
         self._before: dict[str, Tensor] = {}
@@ -532,15 +514,3 @@ def _as_input(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
     return value
-
-
-def _autocast_state() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Context makers that bring autocast back to what it is now."""
-
-    def maker(device: str) -> Callable[[], AbstractContextManager[Any]]:
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        cache = torch.is_autocast_cache_enabled()
-        return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
-
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return [maker(device) for device in devices]

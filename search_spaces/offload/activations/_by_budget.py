@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -61,20 +62,18 @@ def solved(
     budget, the planner is given as much less. What nothing meets with tensors that come back ahead, it tries without.
     """
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    runs = [_Run(step, later, hardware, program, how)]
-    plain = runs[0].plain_bytes
-    if how.ahead:
-        runs.append(_Run(step, later, hardware, program, replace(how, ahead=0)))
+    run = _Run(step, later, hardware, program, how)
+    plain = run.plain_bytes
     if budget_bytes is None:
-        least = min((run.solved(0) for run in runs), key=lambda each: each.peak_bytes)
+        least = min((each.solved(0) for each in run.and_without_ahead()), key=lambda each: each.peak_bytes)
         budget_bytes = least.peak_bytes + round((plain - least.peak_bytes) * (share or 0.0))
         if not share:
             return replace(least, budget_bytes=budget_bytes)
     if plain <= budget_bytes:
         return Solved(Plan(decisions=Decided([frozenset()] * len(step.blocks), {}, 0).to_plain()), plain, plain, budget_bytes)
     best = None
-    for run in runs:
-        found = replace(_in_budget(run, budget_bytes), budget_bytes=budget_bytes)
+    for each in run.and_without_ahead():
+        found = replace(_in_budget(each, budget_bytes), budget_bytes=budget_bytes)
         if best is None or found.peak_bytes < best.peak_bytes:
             best = found
         if best.is_within:
@@ -109,6 +108,12 @@ class _Run:
         self._target = Target(hardware, program.ranks, None, {each.slot: each for each in later})
         self._after_plain = self._after(step)
         self.plain_bytes = int(live_bytes(self._after_plain, hardware).max(initial=0))
+
+    def and_without_ahead(self) -> Iterator[_Run]:
+        """This one, then one whose tensors come back when they are asked for."""
+        yield self
+        if self._how.ahead:
+            yield _Run(self.step, self._later, self.hardware, self._program, replace(self._how, ahead=0))
 
     @cached_property
     def _decisions(self) -> Decisions:

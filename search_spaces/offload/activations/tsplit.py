@@ -11,6 +11,7 @@ from memtune.errors import ApplyError
 from memtune.passes.calls import split_calls
 from memtune.passes.position_wise import position_wise
 from memtune.program import Program, Step
+from memtune.runtime.come_ahead import Ahead
 from memtune.runtime.context import Context
 from memtune.runtime.tiled_region import install_tiled_modules
 from memtune.search_spaces.offload.activations._by_budget import Decided, How, Solved, rewritten, solved
@@ -120,7 +121,7 @@ class TSplit(Technique):
         """Split the modules, and claim the calls in the activation table."""
         table = context.activations
         decided = Decided.of(plan, len(table.regions))
-        table.ahead = decided.ahead
+        table.ahead = Ahead(decided.ahead)
         if decided.split:
             install_tiled_modules(context, decided.split, check="offload.activations", again=False)
         for region, calls in zip(table.regions, decided.moved, strict=True):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from gloo import run_ranks
+from sharded_suite import peaks
 from zoo_paths import ZOO
 
 from memtune import hardware
@@ -16,6 +17,8 @@ from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.dry_run import dry_run
 from memtune.errors import ApplyError
 from memtune.program import Resource, Step
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.tiers import HOST, tier
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.activations.tsplit import TSplit
 from memtune.search_spaces.recompute.full import Full
@@ -115,6 +118,40 @@ class TestTSplit(TechniqueSuite):
             apply(model, optimizer, {"settings": settings, "plan": {"offload.activations": {"decisions": plan}}}, strict=False)
         assert caught.value.code == "MT316"
         assert "forward" not in vars(model.layers[0])
+
+
+def within(path: str, config: dict[str, Any] | None, budget_bytes: int) -> list[float] | str:
+    """Losses of five steps on a device of `budget_bytes` besides what is there before; or that it is out of memory."""
+    ledger = Ledger.open("cpu")
+    empty = ledger.live_bytes()
+    ledger.close()
+    with Ledger.open("cpu", budget_bytes=empty + budget_bytes):
+        workload, model, optimizer = build(Path(path))
+        tuned = apply(model, optimizer, config or {"settings": {}}, loss=workload.loss, strict=False)
+        losses = []
+        try:
+            for step in range(5):
+                torch.manual_seed(step)
+                with tier(HOST):
+                    batches = [workload.make_batch(2)]
+                losses.append(float(tuned.step(batches)))
+        except torch.OutOfMemoryError:
+            return "out of memory"
+        return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mine", [WHOLE, PARTS], ids=["whole", "parts"])
+def test_real_steps_peak_where_predicted_and_train_where_the_plain_model_does_not(mine: TSplit) -> None:
+    config, wanted = config_of(WIDE, mine), rewritten(WIDE, mine).peak_bytes()
+    ((_, measured),) = run_ranks(peaks, 0, str(WIDE), {"": config["settings"]}, 1, {"": config["plan"]})[0].values()
+    assert all(wanted * 0.98 <= each <= wanted * 1.02 for each in measured), (measured, wanted)
+    room = int(wanted * 1.02)
+    (plain,), (tuned,), (roomy,) = (
+        run_ranks(within, 0, str(WIDE), *each) for each in ((None, room), (config, room), (None, 1 << 30))
+    )
+    assert plain == "out of memory"
+    assert tuned == (roomy if mine is WHOLE else pytest.approx(roomy, rel=1e-5))
 
 
 def weights(path: str, tuned: bool) -> dict[str, Any]:
