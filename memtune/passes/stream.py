@@ -1,6 +1,6 @@
 """The pass of `runtime.store`: the blocks' parameters come and go, their gradients leave as they land, updates are on the host.
 
-A unit of the residency is a block, each parameter of which is a *piece* of memory of its own, or a chunk, which is one piece.
+A unit of the residency is a block, each parameter of which is a *piece* of memory of its own, or a chunk or page, which is one.
 What is in no block is left to `passes.host_optimizer`, which runs next: it finds no gradient at what was done here.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from memtune.chunks import Chunks, aligned
 from memtune.edit import Edit
+from memtune.pages import Pages
 from memtune.parameters import columns_of
 from memtune.passes.shares import raw_gradients
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
@@ -139,33 +140,41 @@ class _Pieces(NamedTuple):
     """Memory that comes and goes."""
 
     of_parameter: I32
-    """(parameters + 1,) the piece of each parameter; -1 for none, as in the last row."""
+    """(parameters + 1,) the piece of each parameter, of several the first; -1 for none, as in the last row."""
     n_bytes: I64
     unit: I32
     owner: I32
     of_unit: tuple[tuple[int, ...], ...]
     used: tuple[Units, ...]
     """The units that each moment uses."""
+    moved: I64
+    """Bytes that cross the link with each piece."""
+    frame_bytes: int = 0
+    """Of the device that pieces come to in turn; 0: each has memory of its own while it is there."""
 
     @classmethod
-    def of(cls, step: Step, chunks: Chunks | None) -> _Pieces:
+    def of(cls, step: Step, chunks: Chunks | Pages | None) -> _Pieces:
         columns, mine = columns_of(step.parameters), _in_blocks(step)
         of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
         if chunks is not None:
-            of_parameter[mine] = chunks.chunk
             each = np.arange(chunks.count, dtype=np.int32)
-            n_bytes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
             nobody, of_unit = np.full(chunks.count, -1, np.int32), tuple((i,) for i in range(chunks.count))
-            return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses())
+            if isinstance(chunks, Pages):
+                of_parameter[mine] = chunks.first
+                n_bytes, moved = np.full(chunks.count, chunks.page_bytes, np.int64), np.asarray(chunks.filled, np.int64)
+                return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses(), moved, chunks.frame_bytes)
+            of_parameter[mine] = chunks.chunk
+            n_bytes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
+            return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses(), n_bytes)
         of_parameter[mine] = np.arange(len(mine), dtype=np.int32)
         rows = np.split(np.arange(len(mine)), np.flatnonzero(np.diff(columns.block[mine])) + 1)
         of_unit = tuple(tuple(part.tolist()) for part in rows)
         used = tuple((unit,) for unit in order_of_use(len(step.blocks)))
         n_bytes = (columns.numel * columns.itemsize)[mine]
-        return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used)
+        return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used, n_bytes)
 
 
-def stream_parameters(step: Step, residency: Residency, chunks: Chunks | None = None, *, early: bool = True) -> Step:
+def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True) -> Step:
     """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
     Args:
@@ -245,7 +254,9 @@ def _turns(
     for unit in residency.loads[moment]:
         what = _COPY if unit in pieces.used[moment] else _AHEAD
         for row in pieces.of_unit[unit]:
-            turns += [_Turn(_ALLOCATE, row, moment), _Turn(what, row, moment)]
+            turns += (
+                [_Turn(what, row, moment)] if pieces.frame_bytes else [_Turn(_ALLOCATE, row, moment), _Turn(what, row, moment)]
+            )
     if early and moment > len(step.blocks):
         gradient = columns_of(step.parameters).gradient
         before = order_of_use(len(step.blocks))[moment - 1]
@@ -302,7 +313,7 @@ def _insert(edit: Edit, step: Step, pieces: _Pieces, turns: list[_Turn], begins:
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
     moves, updates = (what == _COPY) | (what == _AHEAD), what == _UPDATE
     traffic = np.zeros(len(turns), np.int64)
-    traffic[moves] = pieces.n_bytes[row[moves]]
+    traffic[moves] = pieces.moved[row[moves]]
     traffic[updates] = _update_bytes(step)[row[updates]]
     uses = order_of_use(len(step.blocks))
     call = np.asarray([*uses, -1], np.int32)[moment]
@@ -359,13 +370,22 @@ def _let_go(edit: Edit, landings: _Landings, down: _Down, starts: tuple[I32, I32
 
 
 def _stay(edit: Edit, step: Step, pieces: _Pieces, residency: Residency, turns: list[_Turn], rows: I32, drop: I32) -> None:
-    """Each load makes storages that the blocks' ops use from then on, until the moment that drops it."""
+    """Each load makes storages that the blocks' ops use from then on, until the moment that drops it.
+
+    In frames they take no bytes: the frames do, all the time.
+    """
     n_blocks, count = len(step.blocks), len(pieces.n_bytes)
-    allocated = [(turn.row, turn.moment, row) for turn, row in zip(turns, rows.tolist(), strict=True) if turn.what == _ALLOCATE]
-    row, moment, producer = (np.asarray(column, np.int32) for column in zip(*allocated, strict=True))
-    there = edit.add_storages(pieces.n_bytes[row], producer=producer, kind=Kind.COMMUNICATION, owner=pieces.owner[row])
-    copies = np.asarray([r for turn, r in zip(turns, rows.tolist(), strict=True) if turn.what in (_COPY, _AHEAD)], np.int32)
-    edit.add_uses(copies, there, mutates=True)
+    making = (_COPY, _AHEAD) if pieces.frame_bytes else (_ALLOCATE,)
+    made = [(turn.row, turn.moment, row) for turn, row in zip(turns, rows.tolist(), strict=True) if turn.what in making]
+    row, moment, producer = (np.asarray(column, np.int32) for column in zip(*made, strict=True))
+    n_bytes = np.zeros(len(row), np.int64) if pieces.frame_bytes else pieces.n_bytes[row]
+    there = edit.add_storages(n_bytes, producer=producer, kind=Kind.COMMUNICATION, owner=pieces.owner[row])
+    if pieces.frame_bytes:
+        nowhere, forever, size = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32), np.full(1, pieces.frame_bytes, np.int64)
+        edit.add_storages(size, producer=nowhere, kind=Kind.COMMUNICATION, held_until=forever)
+    else:
+        copies = np.asarray([r for turn, r in zip(turns, rows.tolist(), strict=True) if turn.what in (_COPY, _AHEAD)], np.int32)
+        edit.add_uses(copies, there, mutates=True)
     until = np.full((len(pieces.of_unit), len(drop)), -1, np.int32)  # by unit and moment of the load: the moment that drops it
     for k, units in enumerate(residency.drops):
         for unit in units:
@@ -379,6 +399,11 @@ def _stay(edit: Edit, step: Step, pieces: _Pieces, residency: Residency, turns: 
     piece = pieces.of_parameter[step.parameter_of[step.use_storage]]
     back = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     target = np.where(back, in_backward[piece], in_forward[piece])
+    if pieces.frame_bytes:  # a parameter may lie on several pages: a moment's first op waits for all that it uses
+        begins = _first_ops(step)
+        for k, used in enumerate(pieces.used):
+            pages = (in_backward if k >= n_blocks else in_forward)[list(used)]
+            edit.add_uses(np.full(len(pages), begins[k], np.int32), pages)
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
 
 

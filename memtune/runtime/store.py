@@ -1,6 +1,6 @@
 """Parameters of the blocks on the host, on the device only while a residency says so; gradients leave as they land.
 
-What comes and goes is a *unit*: a block, or a chunk that holds parameters of one or several blocks side by side.
+What comes and goes is a *unit*: a block, a chunk that holds parameters of one or several blocks side by side, or a page.
 
 Six rules, which the pass `passes.stream` follows op by op:
 
@@ -9,7 +9,8 @@ Rule 1. A moment begins when a block is called, or when backward has the gradien
 Rule 2. When a moment begins, the gradient on its way is finished, then units are let go, then others come in, then the block of
         the moment before is updated. So its update runs beside the device's work on the next block.
 Rule 3. A unit's memory is given back and taken anew in place (the storage is resized, as FSDP2 does), so what autograd saved
-        of a weight finds the values that it saved: they do not change within a step.
+        of a weight finds the values that it saved: they do not change within a step. A page's memory is a frame, which stays:
+        what comes to it takes the place of another page, and each page always comes to the same one.
 Rule 4. A gradient's copy to the host starts when autograd has put it in place; the device lets go of it when the next one lands,
         or when the next moment begins. The host adds up micro-batches.
 Rule 5. Updates in backward need to know that the micro-batch is the last one: `Tuned.step` or `Tuned.micro_batch` says so. In
@@ -32,11 +33,13 @@ from torch.utils._pytree import tree_leaves
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.chunks import Chunks
 from memtune.errors import ApplyError
+from memtune.pages import Pages
 from memtune.residency import Residency
 from memtune.runtime import transfer
 from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer, add_gradient, before_step, to_host_now
+from memtune.runtime.pages import in_frames
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, mark
 
@@ -61,7 +64,7 @@ class ParameterStore:
         residency: Residency,
         optimizer: HostOptimizer,
         *,
-        chunks: Chunks | None = None,
+        chunks: Chunks | Pages | None = None,
         early: bool = True,
     ) -> None:
         self._residency, self._optimizer, self._device = residency, optimizer, context.device
@@ -75,8 +78,12 @@ class ParameterStore:
         optimizer.leave_down(mine)
         if chunks is None:
             self._units = [[Piece(parameter, self._hosts[parameter]) for parameter in block] for block in self._blocks]
+        elif isinstance(chunks, Pages):
+            self._units = [[piece] for piece in in_frames(context, mine, self._hosts, chunks)]
         else:
             self._units = [[piece] for piece in in_chunks(context, mine, self._hosts, chunks)]
+        self._frame = chunks.frame if isinstance(chunks, Pages) else ()
+        self._in_frame: dict[int, int] = {}  # the page that came last to each frame
         self._of_block = [(index,) for index in range(len(blocks))] if chunks is None else chunks.of_block
         self._there: set[int] = set(range(len(self._units)))
         self._moment = self._end = len(residency.drops) - 1
@@ -161,23 +168,26 @@ class ParameterStore:
     def _fetch(self, index: int) -> None:
         if index in self._there:
             return
+        if self._frame:
+            self._there.discard(self._in_frame.get(self._frame[index], index))
+            self._in_frame[self._frame[index]] = index
         self._there.add(index)
-        for there, host in self._units[index]:
-            there.untyped_storage().resize_(host.nbytes)
-            with _unsafe_preserve_version_counter(there):  # Rule 3
-                torch.ops.memtune.copy_to_device_(there.detach(), host)
-            self.loaded_bytes += host.nbytes
+        for piece in self._units[index]:
+            piece.take()
+            with _unsafe_preserve_version_counter(piece.there):  # Rule 3
+                torch.ops.memtune.copy_to_device_(piece.there.detach(), piece.host)
+            self.loaded_bytes += piece.host.nbytes
 
     def _release(self, units: Any) -> None:
         for index in list(units):
             if index in self._there:
                 self._there.discard(index)
-                for there, _ in self._units[index]:
-                    there.untyped_storage().resize_(0)
+                for piece in self._units[index]:
+                    piece.give_back()
 
     def _bring_all(self) -> None:
-        for index, pieces in enumerate(self._units):
-            if any(there.untyped_storage().nbytes() == 0 for there, _ in pieces):
+        for index, pieces in enumerate(self._units if not self._frame else ()):  # frames are not enough for all pages
+            if any(piece.there.untyped_storage().nbytes() == 0 for piece in pieces):
                 self._there.discard(index)
             self._fetch(index)
 
@@ -234,7 +244,10 @@ class ParameterStore:
         Raises:
             ApplyError: Some are on the device between two steps.
         """
-        left = sum(there.untyped_storage().nbytes() for unit in self._units for there, _ in unit)
+        left = sum(piece.there.untyped_storage().nbytes() for unit in self._units for piece in unit if not piece.in_frame)
+        if self._frame:
+            frames = self._units[0][0].there.untyped_storage()._cdata
+            left = sum(p.nbytes for p in self._hosts if p.untyped_storage()._cdata != frames)
         if left and self._moment == self._end:
             raise ApplyError(f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309")
         facts = self._optimizer.check()

@@ -1,0 +1,55 @@
+"""The blocks' parameters in pages: side by side in host memory, and in frames on the device that pages come to in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from memtune.pages import Pages
+from memtune.runtime.chunks import Piece, place_in
+from memtune.runtime.context import Context
+from memtune.runtime.tiers import HOST, mark, tier
+
+
+@torch.no_grad()
+def in_frames(
+    context: Context, parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor], pages: Pages
+) -> list[Piece]:
+    """Move `parameters` into frames, and their host copies into pages; both stay the same objects.
+
+    Args:
+        context: Whose `undo` takes it back.
+        parameters: In the order of `pages`.
+        hosts: Their host copies; those of parameters that are not trained are replaced.
+        pages: Where each one goes.
+    """
+    like = parameters[0]
+    with tier(HOST):
+        memory = torch.empty(pages.count * pages.page_bytes, dtype=torch.uint8, device="cpu", pin_memory=like.is_cuda)
+    mark(memory, HOST)
+    in_pages = dict(hosts)
+    context.undo.callback(_apart, parameters, in_pages)
+    for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
+        place = place_in(memory, parameter, page * pages.page_bytes + at)
+        place.copy_(hosts[parameter])
+        in_pages[parameter] = hosts[parameter] = place
+        if parameter in context.represented:
+            context.represented[parameter].data = place
+    for parameter in parameters:  # their memory first, or both would be there at once
+        parameter.data = parameter.detach().new_empty(0)
+    frames = like.detach().new_zeros(pages.frame_bytes, dtype=torch.uint8)
+    for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
+        parameter.data = place_in(frames, hosts[parameter], pages.frame[page] * pages.page_bytes + at)
+    size = pages.page_bytes
+    return [
+        Piece(frames[frame * size : frame * size + filled], memory[page * size : page * size + filled], in_frame=True)
+        for page, (frame, filled) in enumerate(zip(pages.frame, pages.filled, strict=True))
+    ]
+
+
+def _apart(parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor]) -> None:
+    """Each parameter has memory of its own again, with what the host has."""
+    for parameter in parameters:
+        parameter.data = torch.empty_like(hosts[parameter], device=parameter.device).copy_(hosts[parameter])

@@ -1,0 +1,133 @@
+"""Pages of weights that come and go by one schedule of computations and moves (Angel-PTM, Nie et al. 2023)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.chunks import ALIGNMENT
+from memtune.hardware import Hardware
+from memtune.pages import Pages, paged, timeline
+from memtune.passes.host_optimizer import optimizer_on_host
+from memtune.passes.stream import bytes_beside_chunks, sizes_in_blocks, stream_parameters
+from memtune.planners.pages import PagePlan, in_frames, schedule
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.store import ParameterStore
+from memtune.search_spaces.offload.states._chunks import no_plan, sizes_of
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run, compute_s_of_moments
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.units import MIB, format_bytes
+
+
+class AngelPtm(Technique):
+    """Trades pages of weights up the link, beside computation, for the bytes of all blocks' weights but those in frames.
+
+    The blocks' parameters lie in pages of one size on the host, each a list of spans, two parameters on a page at most. The
+    device holds frames for as many pages as the budget leaves beside the fullest moment of the step; a page goes only when
+    another one takes its frame, so a block's weights may be there in part. One schedule places computations and moves before
+    training: pages are taken in the order of need, and each comes in beside the earliest computation that has a free frame and
+    hides it. Gradients leave as they land, so clipping by norm is refused; the user's own optimizer works on the host's pages
+    after backward: the bits of a host optimizer with weights in place. What is in no block, as embeddings, stays on the device.
+
+    Distinguishing test: no page holds three parameters and less than a page per parameter is wasted, pages of one parameter come
+    in in different moments, and no other placement of moves takes less time (brute force); just in time, all of them are waited
+    for.
+    """
+
+    kind: Literal["angel_ptm"] = "angel_ptm"
+    slot: ClassVar[str] = "offload.states"
+    title: ClassVar[str] = "Pages of weights on one schedule with computation"
+    source: ClassVar[str] = (
+        "Nie et al. 2023, Angel-PTM: A Scalable and Economical Large-scale Pre-training System in Tencent, VLDB 16(12), "
+        "arXiv:2303.02868, sections 4 and 5"
+    )
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+    eager_only: ClassVar[str] = EAGER_ONLY
+
+    page_mib: Annotated[float, Field(ge=0.001, le=64)] = 4.0
+    """Size of a page. A smaller one wastes less and fills gaps between computations better, a larger one makes better use of the
+    link; useful are 1 to 64."""
+    moves: Literal["scheduled", "just_in_time"] = "scheduled"
+    """`just_in_time` brings each page in when the block that uses it is called, and waits."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs blocks that run one after the other and share nothing, on one rank."""
+        return cannot_run(program, target, natively=False)
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """How many frames there are, and how many pages come in beside each moment's computation."""
+        found = _solved(program, target.hardware, target.budget_bytes, self._page_bytes, self.moves == "scheduled")
+        return Plan(decisions={"page_bytes": self._page_bytes, "frames": found.pages.frames, "ahead": list(found.ahead)})
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Pages that come and go, the optimizer on the host."""
+        return _paged(program, _planned(*sizes_in_blocks(program.step), plan))
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Blocks' weights into pages on the host and frames on the device, hooks that bring them in."""
+        try:
+            how = _planned(*sizes_of(context), plan)
+            residency = timeline(how.pages, how.ahead)
+        except (KeyError, TypeError, ValueError) as wrong:
+            raise no_plan(context, self.kind, plan) from wrong
+        store = ParameterStore(context, residency, HostOptimizer(context, "own"), chunks=how.pages, early=False)
+        context.checks["offload.states"] = functools.partial(_check, store, how.pages)
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """How many frames of which size."""
+        match plan.decisions:
+            case {"page_bytes": int(page_bytes), "frames": int(frames)}:
+                return (f"{frames} frames of {format_bytes(page_bytes)} on the device",)
+        return ()
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Tier of parameters and optimizer, what moves, and when."""
+        how = {"unit": "page", "page_bytes": self._page_bytes, "moves": self.moves}
+        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how}}
+
+    @property
+    def _page_bytes(self) -> int:
+        return max(int(self.page_mib * MIB) // ALIGNMENT, 1) * ALIGNMENT
+
+
+def _paged(program: Program, how: PagePlan) -> Program:
+    return program.with_step(
+        optimizer_on_host(stream_parameters(program.step, timeline(how.pages, how.ahead), how.pages, early=False))
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _room(program: Program, budget_bytes: int, page_bytes: int) -> int:
+    """Bytes of the budget beside what else is on the device in the fullest moment: what a traced iteration would show."""
+    pages = in_frames(*sizes_in_blocks(program.step), page_bytes, 0)
+    beside = bytes_beside_chunks(_paged(program, PagePlan(pages, (0,) * len(pages.uses()))).step)
+    return max(budget_bytes - max(beside), 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, page_bytes: int, ahead: bool) -> PagePlan:
+    room = None if budget_bytes is None else _room(program, budget_bytes, page_bytes)
+    pages = in_frames(*sizes_in_blocks(program.step), page_bytes, room)
+    if not ahead:
+        return PagePlan(pages, (0,) * len(pages.uses()))
+    compute_s = compute_s_of_moments(program.step, hardware).tolist()
+    return PagePlan(pages, schedule(pages, compute_s, page_bytes / hardware.host_to_device_bytes_per_s))
+
+
+def _planned(n_bytes: tuple[int, ...], block: tuple[int, ...], plan: Plan) -> PagePlan:
+    """What the plan says, for these parameters.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is damaged, or for other parameters.
+    """
+    found = plan.decisions
+    pages = paged(n_bytes, block, int(found["page_bytes"]), int(found["frames"]))
+    return PagePlan(pages, tuple(int(each) for each in found["ahead"]))
+
+
+def _check(store: ParameterStore, pages: Pages) -> dict[str, Any]:
+    return store.check() | {"pages": pages.count, "page_bytes": pages.page_bytes, "frames": pages.frames}

@@ -1,0 +1,147 @@
+"""Pages of weights: which lie where, when each comes in, what crosses the link and what is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from layers_suite import OWN, LayersSuite, total
+from zoo_paths import ZOO
+
+from memtune._apply import Tuned, apply
+from memtune.autotune.simulate import simulate
+from memtune.errors import ApplyError
+from memtune.pages import Pages, loads_of, paged, timeline
+from memtune.passes.stream import moment_of_ops, sizes_in_blocks
+from memtune.program import Kind, Program, Resource, Step, Tier
+from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
+from memtune.technique import Target
+from memtune.testing import rewritten
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, settings_of, train, train_under
+
+SMALL = AngelPtm(kind="angel_ptm", page_mib=0.01)
+JUST_IN_TIME = SMALL.model_copy(update={"moves": "just_in_time"})
+PAGE, BUDGET_BYTES = 10_240, 2_000_000
+
+
+def target(technique: AngelPtm = SMALL, up_bytes_per_s: float = 1e10) -> Target:
+    """A budget below what the plain gpt takes."""
+    plain = target_of(technique)
+    return replace(plain, budget_bytes=BUDGET_BYTES, hardware=replace(plain.hardware, host_to_device_bytes_per_s=up_bytes_per_s))
+
+
+def under_budget(technique: AngelPtm, on: Target) -> tuple[Program, Pages, tuple[int, ...]]:
+    """The gpt, its pages, and how many of them come in beside each moment."""
+    program = plain_program(ZOO["gpt"])
+    plan = technique.plan(program, on)
+    decisions = plan.decisions
+    pages = paged(*sizes_in_blocks(program.step), decisions["page_bytes"], decisions["frames"])
+    return technique.rewrite(program, plan, on), pages, tuple(decisions["ahead"])
+
+
+def copies(step: Step) -> np.ndarray[Any, Any]:
+    """The ops that bring pages in."""
+    ops = np.unique(step.producer[(step.kind == Kind.COMMUNICATION) & (step.bytes == 0)])
+    assert (step.op_resource[ops] == Resource.HOST_TO_DEVICE).all()
+    return ops
+
+
+class TestAngelPtm(LayersSuite):
+    technique = AngelPtm
+    models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
+    variants = (SMALL, AngelPtm(kind="angel_ptm"), JUST_IN_TIME)
+    quick = ("tied",)
+    update = OWN
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        parameter = next(tuned._context.model.get_submodule(tuned._context.blocks[0]).parameters())
+        parameter.data = parameter.detach().clone()
+        return True
+
+    def test_a_block_is_there_in_part(self) -> None:
+        """The mechanism (pages): at the turn frames hold some pages of a parameter and not the others, which come in alone."""
+        program, pages, _ = under_budget(SMALL, target())
+        assert pages.page_bytes == PAGE
+        room = BUDGET_BYTES - max(self._beside(program.step, pages))
+        assert pages.frames == room // PAGE < pages.count
+        assert program.step.peak_bytes() <= BUDGET_BYTES < plain_program(ZOO["gpt"]).step.peak_bytes()
+        again = {load.page for load in loads_of(pages) if load.needed >= len(pages.of_block)}
+        in_part = [
+            parameter
+            for parameter in range(len(pages.first))
+            if 0 < sum(span.page in again for span in pages.spans(parameter)) < len(pages.spans(parameter))
+        ]
+        assert in_part
+        assert len(loads_of(pages)) < 2 * pages.count  # whole blocks, as the window of `stronghold`, would move more
+
+    def _beside(self, step: Step, pages: Pages) -> np.ndarray[Any, Any]:
+        frames = (step.kind == Kind.COMMUNICATION) & (step.bytes == pages.frame_bytes)
+        assert frames.sum() == 1
+        live: np.ndarray[Any, Any] = replace(step, tier=np.where(frames, np.uint8(Tier.SSD), step.tier)).live_bytes()
+        return live[moment_of_ops(step) >= 0]
+
+    def test_bytes_of_every_link_are_those_of_the_pages_that_come_in(self) -> None:
+        program, pages, ahead = under_budget(SMALL, target())
+        plain = rewritten(ZOO["gpt"])
+        moved = sum(pages.filled[page] for comes in timeline(pages, ahead).loads for page in comes)
+        assert moved < 2 * sum(pages.filled)
+        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        weights = sum(int(plain.bytes[p.storage]) for p in plain.parameters)
+        batch = total(plain, Resource.HOST_TO_DEVICE)
+        assert total(program.step, Resource.HOST_TO_DEVICE) - batch == moved + outside
+        assert total(program.step, Resource.DEVICE_TO_HOST) == weights
+
+    def test_one_schedule_of_moves_and_computations(self) -> None:
+        """The mechanism (the unified schedule): what computation hides is not waited for; just in time, all is."""
+        found: dict[str, float] = {}
+        for technique in (SMALL, JUST_IN_TIME):
+            program, pages, ahead = under_budget(technique, target(technique))
+            found[technique.moves] = simulate(program, target().hardware, level="events").step_s
+            step, moment = program.step, moment_of_ops(program.step)
+            ops = copies(step)
+            assert len(ops) == len(loads_of(pages))
+            beside = step.op_prefetch[ops] == 1
+            if technique is JUST_IN_TIME:
+                assert not beside.any()
+                assert set(ahead) == {0}
+            else:
+                waited = [load.opens >= load.needed or load.needed == 0 for load in loads_of(pages)]
+                assert sum(waited) == (~beside).sum()  # only what has no free frame before, and what the first block needs
+                per_moment = np.bincount(np.maximum(moment[ops[beside]], 0), minlength=len(ahead))
+                assert (per_moment <= ahead).all()
+                assert (per_moment > 0).sum() > 3
+        assert found["scheduled"] < found["just_in_time"]
+
+    def test_a_slow_link_has_what_it_cannot_hide_waited_for(self) -> None:
+        _, pages, ahead = under_budget(SMALL, target(up_bytes_per_s=1e3))
+        assert sum(ahead) <= len(ahead)
+        late = sum(
+            sum(page in used for page in comes) for used, comes in zip(pages.uses(), timeline(pages, ahead).loads, strict=False)
+        )
+        assert late >= len(loads_of(pages)) - len(ahead)
+
+    def test_a_plan_for_a_budget_trains_to_the_same_bits(self) -> None:
+        plan = SMALL.plan(plain_program(ZOO["gpt"]), target()).decisions
+        document = {"settings": settings_of(SMALL), "plan": {"offload.states": plan}}
+        got, wanted = train_under(ZOO["gpt"], document, steps=5), train(ZOO["gpt"], steps=5)
+        assert all(np.array_equal(one, other) for one, other in zip(got.losses, wanted.losses, strict=True))
+        assert all(np.array_equal(got.weights[name], value) for name, value in wanted.weights.items())
+
+    @pytest.mark.parametrize(
+        "plan",
+        [{}, {"page_bytes": PAGE, "frames": 3, "ahead": [0] * 8}, {"page_bytes": PAGE, "frames": 40, "ahead": [1]}],
+    )
+    def test_a_plan_for_another_model_is_refused(self, plan: dict[str, Any]) -> None:
+        _, model, optimizer = build(ZOO["gpt"])
+        with pytest.raises(ApplyError, match="no plan for") as caught:
+            apply(model, optimizer, {"settings": settings_of(SMALL), "plan": {"offload.states": plan}}, strict=False)
+        assert caught.value.code == "MT364"
+
+    def test_what_it_cannot_do_is_refused(self) -> None:
+        program = plain_program(ZOO["gpt"])
+        assert "one rank" in str(SMALL.fits(program, replace(target_of(), ranks=2)))
+        assert "compiled" in str(SMALL.fits(program, replace(target_of(), compiled="blocks")))
+        assert "outside of the blocks" in str(SMALL.fits(plain_program(ZOO["lora"]), target_of()))
