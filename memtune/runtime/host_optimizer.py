@@ -76,10 +76,13 @@ class HostOptimizer:
         hooks: Any = self._optimizer._optimizer_step_post_hooks
         hooks.move_to_end(up.id, last=False)  # before those that hand the new weights on to other ranks
         if late_after is not None:
-            context.model.register_state_dict_pre_hook(lambda *_: self._settle())
-            context.model.register_load_state_dict_pre_hook(lambda *_: self._settle())
-            self._optimizer.register_state_dict_pre_hook(lambda _: self._settle())
-            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle())
+            self._settle_before_checkpoints(context)
+
+    def _settle_before_checkpoints(self, context: Context) -> None:
+        context.model.register_state_dict_pre_hook(lambda *_: self._settle())
+        context.model.register_load_state_dict_pre_hook(lambda *_: self._settle())
+        self._optimizer.register_state_dict_pre_hook(lambda _: self._settle())
+        self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle())
 
     def _closing(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -90,25 +93,27 @@ class HostOptimizer:
         return closing
 
     def _native_step(self) -> Callable[..., Any]:
-        native = self._native
-        assert native is not None
-
         @torch.no_grad()
         def step(optimizer: Optimizer, closure: None = None) -> None:
             if closure is not None:
                 raise ApplyError("The native update takes no closure.", fix="set  update: own  for offload.states", code="MT318")
-            if self._late_after is not None and self._steps >= self._late_after:
-                self.start_late()
-                self._join()
-                self._late, self._gradients = self._gradients, self._late or {}
-                self._late_began = False
-                native.make_state(optimizer, self._late.get)
-            else:
-                self._join()
-                native.step(optimizer, lambda host: None if host in self._updated else self._gradients.get(host))
-            self._steps += 1
+            self._update_all(optimizer)
 
         return MethodType(Optimizer.profile_hook_step(step), self._optimizer)
+
+    def _update_all(self, optimizer: Optimizer) -> None:
+        native = self._native
+        assert native is not None
+        if self._late_after is not None and self._steps >= self._late_after:
+            self.start_late()
+            self._join()
+            self._late, self._gradients = self._gradients, self._late or {}
+            self._late_began = False
+            native.make_state(optimizer, self._late.get)
+        else:
+            self._join()
+            native.step(optimizer, lambda host: None if host in self._updated else self._gradients.get(host))
+        self._steps += 1
 
     def _host_copy(self, parameter: nn.Parameter) -> nn.Parameter:
         host = to_host_now(local(parameter))
@@ -201,13 +206,17 @@ class HostOptimizer:
 
     def _weights_up(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._host.close()
-        late = self._late is not None
-        self._up(self._gradients, {host for _, host in self._pairs if not late or host in self._gradients})
+        self._up(self._gradients, self._updated_now())
         self._gradients = {}
         self._updated.clear()
         for value in self._state():  # made inside `tier(HOST)`; where no native ledger noticed (fake tensors), say so
             if value.device.type == "cpu" and tier_of(value) != HOST:
                 mark(value, HOST)
+
+    def _updated_now(self) -> set[nn.Parameter]:
+        """Host copies whose weights are new."""
+        late = self._late is not None
+        return {host for _, host in self._pairs if not late or host in self._gradients}
 
     @torch.no_grad()
     def _up(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,40 +14,58 @@ from memtune.runtime.context import Context
 from memtune.runtime.tiers import HOST, mark, tier
 
 
+class InFrames(NamedTuple):
+    """Parameters whose pages come to frames."""
+
+    pieces: list[Piece]
+    memory: Tensor
+    """All pages, on the host."""
+    hosts: dict[nn.Parameter, Tensor]
+    """Each parameter's place there."""
+
+    def twin(self) -> InFrames:
+        """The same with other host memory, of the same values."""
+        with tier(HOST):
+            memory = torch.empty_like(self.memory, pin_memory=self.pieces[0].there.is_cuda).copy_(self.memory)
+        mark(memory, HOST)
+        hosts = {p: place_in(memory, host, int(host.storage_offset()) * host.element_size()) for p, host in self.hosts.items()}
+        pieces = [piece._replace(host=place_in(memory, piece.host, int(piece.host.storage_offset()))) for piece in self.pieces]
+        return InFrames(pieces, memory, hosts)
+
+
 @torch.no_grad()
-def in_frames(
-    context: Context, parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor], pages: Pages
-) -> list[Piece]:
+def in_frames(context: Context, parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor], pages: Pages) -> InFrames:
     """Move `parameters` into frames, and their host copies into pages; both stay the same objects.
 
     Args:
         context: Whose `undo` takes it back.
         parameters: In the order of `pages`.
-        hosts: Their host copies; those of parameters that are not trained are replaced.
+        hosts: Their host copies.
         pages: Where each one goes.
     """
     like = parameters[0]
     with tier(HOST):
         memory = torch.empty(pages.count * pages.page_bytes, dtype=torch.uint8, device="cpu", pin_memory=like.is_cuda)
     mark(memory, HOST)
-    in_pages = dict(hosts)
+    in_pages = dict(hosts)  # also where only some have been moved
     context.undo.callback(_apart, parameters, in_pages)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
         place = place_in(memory, parameter, page * pages.page_bytes + at)
         place.copy_(hosts[parameter])
-        in_pages[parameter] = hosts[parameter] = place
+        in_pages[parameter] = place
         if parameter in context.represented:
             context.represented[parameter].data = place
     for parameter in parameters:  # their memory first, or both would be there at once
         parameter.data = parameter.detach().new_empty(0)
     frames = like.detach().new_zeros(pages.frame_bytes, dtype=torch.uint8)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
-        parameter.data = place_in(frames, hosts[parameter], pages.frame[page] * pages.page_bytes + at)
+        parameter.data = place_in(frames, in_pages[parameter], pages.frame[page] * pages.page_bytes + at)
     size = pages.page_bytes
-    return [
+    pieces = [
         Piece(frames[frame * size : frame * size + filled], memory[page * size : page * size + filled], in_frame=True)
         for page, (frame, filled) in enumerate(zip(pages.frame, pages.filled, strict=True))
     ]
+    return InFrames(pieces, memory, in_pages)
 
 
 def _apart(parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor]) -> None:

@@ -39,7 +39,7 @@ from memtune.runtime import transfer
 from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer, add_gradient, before_step, to_host_now
-from memtune.runtime.pages import in_frames
+from memtune.runtime.pages import InFrames, in_frames
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, mark
 
@@ -79,9 +79,10 @@ class ParameterStore:
         if chunks is None:
             self._units = [[Piece(parameter, self._hosts[parameter]) for parameter in block] for block in self._blocks]
         elif isinstance(chunks, Pages):
-            self._units = [[piece] for piece in in_frames(context, mine, self._hosts, chunks)]
+            self._take(in_frames(context, mine, self._hosts, chunks))
         else:
             self._units = [[piece] for piece in in_chunks(context, mine, self._hosts, chunks)]
+        self._spare: InFrames | None = None
         self._frame = chunks.frame if isinstance(chunks, Pages) else ()
         self._in_frame: dict[int, int] = {}  # the page that came last to each frame
         self._of_block = [(index,) for index in range(len(blocks))] if chunks is None else chunks.of_block
@@ -99,6 +100,22 @@ class ParameterStore:
             context.sync = self.sync
         before_step(context.optimizer, self._step_begins)
         self._release(range(len(self._units)))
+
+    def _take(self, found: InFrames) -> None:
+        self._in_frames, self._hosts = found, found.hosts
+        self._units = [[piece] for piece in found.pieces]
+
+    def double(self) -> dict[nn.Parameter, Tensor]:
+        """Second host memory for the pages, which `swap` changes over: each trained parameter's place there, by its host copy."""
+        self._spare = self._in_frames.twin()
+        return {held: self._spare.hosts[parameter] for parameter, held in self._trained.items()}
+
+    def swap(self) -> None:
+        """From now on pages come from the other memory."""
+        assert self._spare is not None
+        self._release(range(len(self._units)))
+        spare, self._spare = self._spare, self._in_frames
+        self._take(spare)
 
     def _watch(self, context: Context, index: int, block: nn.Module) -> None:
         block.register_forward_pre_hook(

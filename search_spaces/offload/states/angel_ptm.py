@@ -11,11 +11,13 @@ from memtune.chunks import ALIGNMENT
 from memtune.hardware import Hardware
 from memtune.pages import Pages, paged, timeline
 from memtune.passes.host_optimizer import optimizer_on_host
+from memtune.passes.lock_free import swept_beside_the_next_step
 from memtune.passes.stream import bytes_beside_chunks, sizes_in_blocks, stream_parameters
 from memtune.planners.pages import PagePlan, in_frames, schedule
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.lock_free import LockFreeOptimizer
 from memtune.runtime.store import ParameterStore
 from memtune.search_spaces.offload.states._chunks import no_plan, sizes_of
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run, compute_s_of_moments
@@ -54,9 +56,15 @@ class AngelPtm(Technique):
     moves: Literal["scheduled", "just_in_time"] = "scheduled"
     """`just_in_time` brings each page in when the block that uses it is called, and waits."""
 
+    lock_free: bool = False
+    """The host updates when it can, from the sum of the gradients that have been delivered until then, and training goes on with
+    the newest weights that are ready."""
+    max_staleness: Annotated[int, Field(ge=1, le=64)] = 4
+    """Steps that weights may lack under `lock_free`, before training waits; the paper has no bound."""
+
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, on one rank."""
-        return cannot_run(program, target, natively=False)
+        """Needs blocks that run one after the other and share nothing, on one rank; for lock-free updates, in float32."""
+        return cannot_run(program, target, natively=self.lock_free)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """How many frames there are, and how many pages come in beside each moment's computation."""
@@ -65,7 +73,8 @@ class AngelPtm(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Pages that come and go, the optimizer on the host."""
-        return _paged(program, _planned(*sizes_in_blocks(program.step), plan))
+        paged_program = _paged(program, _planned(*sizes_in_blocks(program.step), plan))
+        return paged_program.with_step(swept_beside_the_next_step(paged_program.step)) if self.lock_free else paged_program
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights into pages on the host and frames on the device, hooks that bring them in."""
@@ -74,7 +83,10 @@ class AngelPtm(Technique):
             residency = timeline(how.pages, how.ahead)
         except (KeyError, TypeError, ValueError) as wrong:
             raise no_plan(context, self.kind, plan) from wrong
-        store = ParameterStore(context, residency, HostOptimizer(context, "own"), chunks=how.pages, early=False)
+        optimizer = LockFreeOptimizer(context, self.max_staleness) if self.lock_free else HostOptimizer(context, "own")
+        store = ParameterStore(context, residency, optimizer, chunks=how.pages, early=False)
+        if isinstance(optimizer, LockFreeOptimizer):
+            optimizer.publish_to(store)
         context.checks["offload.states"] = functools.partial(_check, store, how.pages)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
@@ -86,8 +98,14 @@ class AngelPtm(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, and when."""
-        how = {"unit": "page", "page_bytes": self._page_bytes, "moves": self.moves}
-        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how}}
+        how: dict[str, Any] = {"unit": "page", "page_bytes": self._page_bytes, "moves": self.moves}
+        how |= {"max_staleness": self.max_staleness} if self.lock_free else {}
+        trigger = "lock_free" if self.lock_free else "end_of_step"
+        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": trigger, **how}}
+
+    def exactly(self) -> Exactness:
+        """Lossy where weights may be some steps old."""
+        return Exactness.LOSSY if self.lock_free else Exactness.REORDERED
 
     @property
     def _page_bytes(self) -> int:
