@@ -109,7 +109,7 @@ def adding(step: Step) -> I32:
 
 def sizes_in_blocks(step: Step) -> tuple[Units, Units]:
     """What each parameter of a block takes in a chunk, in the order of use, and its block."""
-    columns, mine = columns_of(step.parameters), _in_blocks(step)
+    columns, mine = columns_of(step.parameters), in_blocks(step)
     n_bytes = (columns.numel * columns.itemsize)[mine]
     return tuple(aligned(each) for each in n_bytes.tolist()), tuple(columns.block[mine].tolist())
 
@@ -128,7 +128,7 @@ def bytes_beside_chunks(step: Step) -> Units:
     return tuple(most.tolist())
 
 
-def _in_blocks(step: Step) -> I32:
+def in_blocks(step: Step) -> I32:
     """Parameters of blocks, in the order in which the blocks are used."""
     block = columns_of(step.parameters).block
     mine = np.flatnonzero(block >= 0)
@@ -154,7 +154,7 @@ class _Pieces(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, chunks: Chunks | Pages | None) -> _Pieces:
-        columns, mine = columns_of(step.parameters), _in_blocks(step)
+        columns, mine = columns_of(step.parameters), in_blocks(step)
         of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
         if chunks is not None:
             each = np.arange(chunks.count, dtype=np.int32)
@@ -187,7 +187,7 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
     edit, landings = Edit(step), _Landings.of(step)
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     begins = np.append(_first_ops(step), np.int32(end + 1)).astype(np.int32)
-    mine, count = _in_blocks(step), len(pieces.n_bytes)
+    mine, count = in_blocks(step), len(pieces.n_bytes)
     nowhere, forever = np.full(count, -1, np.int32), np.full(count, FOREVER, np.int32)
     hosts = edit.add_storages(
         pieces.n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=pieces.owner
@@ -424,7 +424,7 @@ def _left_to_the_optimizer(edit: Edit, step: Step, landings: _Landings, down: _D
     gradient = np.where(landings.sums >= 0, landings.sums, down.hosts).astype(np.int32)
     moved = np.arange(step.n_storages, dtype=np.int32)
     moved[columns.gradient[landings.parameter]] = gradient
-    mine = _in_blocks(step)
+    mine = in_blocks(step)
     moved[columns.storage[mine]] = hosts[mine]
     inside = step.use_phase == Phase.OPTIMIZER
     edit.use_storage = np.where(inside, moved[step.use_storage], edit.use_storage).astype(np.int32)

@@ -16,6 +16,8 @@ class PagePlan:
 
     pages: Pages
     ahead: Units
+    cached: int = 0
+    """So many parameters of blocks, the first ones in the order of use, are on no page: they stay with their optimizer state."""
 
 
 def in_frames(n_bytes: Units, block: Units, page_bytes: int, room_bytes: int | None) -> Pages:
@@ -34,7 +36,7 @@ def in_frames(n_bytes: Units, block: Units, page_bytes: int, room_bytes: int | N
     for size, index in zip(n_bytes, block, strict=True):
         sizes[index] += size
     least = -(-max(sizes) // page_bytes)
-    all_pages = paged(n_bytes, block, page_bytes, 2 * len(n_bytes) + sum(n_bytes) // page_bytes).count
+    all_pages = count_pages(n_bytes, block, page_bytes)
     if room_bytes is None:
         both = max((a + b for a, b in itertools.pairwise(sizes)), default=sizes[0])
         return _first_that_holds(n_bytes, block, page_bytes, range(min(-(-both // page_bytes) + 1, all_pages), all_pages + 1))
@@ -43,6 +45,11 @@ def in_frames(n_bytes: Units, block: Units, page_bytes: int, room_bytes: int | N
         return _first_that_holds(n_bytes, block, page_bytes, range(most, least - 1, -1))
     except ValueError:
         return _first_that_holds(n_bytes, block, page_bytes, range(max(most + 1, least), all_pages + 1))
+
+
+def count_pages(n_bytes: Units, block: Units, page_bytes: int) -> int:
+    """Pages where each has a frame of its own."""
+    return paged(n_bytes, block, page_bytes, 2 * len(n_bytes) + sum(n_bytes) // page_bytes).count
 
 
 def _first_that_holds(n_bytes: Units, block: Units, page_bytes: int, frames: range) -> Pages:

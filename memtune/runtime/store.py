@@ -20,7 +20,7 @@ Rule 6. What is not there when it is asked for comes in late: a loop that uses b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,7 @@ class ParameterStore:
         optimizer: Holds the host copies, and updates them.
         chunks: Where the blocks' parameters lie; none: each block is a unit.
         early: Blocks are updated in backward, natively.
+        stays: Parameters of blocks that neither come nor go.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
@@ -66,11 +67,12 @@ class ParameterStore:
         *,
         chunks: Chunks | Pages | None = None,
         early: bool = True,
+        stays: Collection[nn.Parameter] = (),
     ) -> None:
         self._residency, self._optimizer, self._device = residency, optimizer, context.device
         blocks = [context.model.get_submodule(name) for name in context.blocks]
         _refuse_schedules(context.model)
-        self._blocks = [list(block.parameters()) for block in blocks]
+        self._blocks = [[p for p in block.parameters() if p not in stays] for block in blocks]
         mine = [parameter for block in self._blocks for parameter in block]
         self._outside = _outside(context.model, mine)
         self._hosts = {p: context.represented[p].detach() if p in context.represented else _copy_of(p) for p in mine}
@@ -246,7 +248,7 @@ class ParameterStore:
 
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if prefix + name in state:
+            if prefix + name in state and parameter in self._hosts:
                 state[prefix + name] = self._hosts[parameter]
 
     @torch.no_grad()

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from memtune.chunks import ALIGNMENT
-from memtune.hardware import Hardware
-from memtune.pages import Pages, paged, timeline
-from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.lock_free import swept_beside_the_next_step
-from memtune.passes.stream import bytes_beside_chunks, sizes_in_blocks, stream_parameters
-from memtune.planners.pages import PagePlan, in_frames, schedule
+from memtune.passes.stream import sizes_in_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import HostOptimizer
-from memtune.runtime.lock_free import LockFreeOptimizer
-from memtune.runtime.store import ParameterStore
-from memtune.search_spaces.offload.states._chunks import no_plan, sizes_of
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run, compute_s_of_moments
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run
+from memtune.search_spaces.offload.states._pages import apply_pages, in_pages, plan_of, planned, solved
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import MIB, format_bytes
 
@@ -56,6 +48,9 @@ class AngelPtm(Technique):
     moves: Literal["scheduled", "just_in_time"] = "scheduled"
     """`just_in_time` brings each page in when the block that uses it is called, and waits."""
 
+    device_cache: bool = True
+    """What the budget leaves when all pages have a frame holds optimizer state of the parameters that are used first, which are
+    updated on the device, by the user's own optimizer; not under `lock_free`."""
     lock_free: bool = False
     """The host updates when it can, from the sum of the gradients that have been delivered until then, and training goes on with
     the newest weights that are ready."""
@@ -67,38 +62,32 @@ class AngelPtm(Technique):
         return cannot_run(program, target, natively=self.lock_free)
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """How many frames there are, and how many pages come in beside each moment's computation."""
-        found = _solved(program, target.hardware, target.budget_bytes, self._page_bytes, self.moves == "scheduled")
-        return Plan(decisions={"page_bytes": self._page_bytes, "frames": found.pages.frames, "ahead": list(found.ahead)})
+        """How many frames there are, what is cached, and how many pages come in beside each moment's computation."""
+        scheduled, cache = self.moves == "scheduled", self.device_cache and not self.lock_free
+        return plan_of(solved(program, target.hardware, target.budget_bytes, self._page_bytes, scheduled=scheduled, cache=cache))
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Pages that come and go, the optimizer on the host."""
-        paged_program = _paged(program, _planned(*sizes_in_blocks(program.step), plan))
-        return paged_program.with_step(swept_beside_the_next_step(paged_program.step)) if self.lock_free else paged_program
+        found = in_pages(program, planned(sizes_in_blocks(program.step), plan))
+        return found.with_step(swept_beside_the_next_step(found.step)) if self.lock_free else found
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights into pages on the host and frames on the device, hooks that bring them in."""
-        try:
-            how = _planned(*sizes_of(context), plan)
-            residency = timeline(how.pages, how.ahead)
-        except (KeyError, TypeError, ValueError) as wrong:
-            raise no_plan(context, self.kind, plan) from wrong
-        optimizer = LockFreeOptimizer(context, self.max_staleness) if self.lock_free else HostOptimizer(context, "own")
-        store = ParameterStore(context, residency, optimizer, chunks=how.pages, early=False)
-        if isinstance(optimizer, LockFreeOptimizer):
-            optimizer.publish_to(store)
-        context.checks["offload.states"] = functools.partial(_check, store, how.pages)
+        apply_pages(context, self.kind, plan, self.max_staleness if self.lock_free else None)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """How many frames of which size."""
         match plan.decisions:
             case {"page_bytes": int(page_bytes), "frames": int(frames)}:
-                return (f"{frames} frames of {format_bytes(page_bytes)} on the device",)
+                cached = plan.decisions.get("cached", 0)
+                stay = (f"{cached} parameters stay there with their optimizer state",) if cached else ()
+                return (f"{frames} frames of {format_bytes(page_bytes)} on the device", *stay)
         return ()
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, and when."""
-        how: dict[str, Any] = {"unit": "page", "page_bytes": self._page_bytes, "moves": self.moves}
+        cache = self.device_cache and not self.lock_free
+        how: dict[str, Any] = {"unit": "page", "page_bytes": self._page_bytes, "moves": self.moves, "cache": cache}
         how |= {"max_staleness": self.max_staleness} if self.lock_free else {}
         trigger = "lock_free" if self.lock_free else "end_of_step"
         return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": trigger, **how}}
@@ -110,42 +99,3 @@ class AngelPtm(Technique):
     @property
     def _page_bytes(self) -> int:
         return max(int(self.page_mib * MIB) // ALIGNMENT, 1) * ALIGNMENT
-
-
-def _paged(program: Program, how: PagePlan) -> Program:
-    return program.with_step(
-        optimizer_on_host(stream_parameters(program.step, timeline(how.pages, how.ahead), how.pages, early=False))
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _room(program: Program, budget_bytes: int, page_bytes: int) -> int:
-    """Bytes of the budget beside what else is on the device in the fullest moment: what a traced iteration would show."""
-    pages = in_frames(*sizes_in_blocks(program.step), page_bytes, 0)
-    beside = bytes_beside_chunks(_paged(program, PagePlan(pages, (0,) * len(pages.uses()))).step)
-    return max(budget_bytes - max(beside), 0)
-
-
-@functools.lru_cache(maxsize=64)
-def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, page_bytes: int, ahead: bool) -> PagePlan:
-    room = None if budget_bytes is None else _room(program, budget_bytes, page_bytes)
-    pages = in_frames(*sizes_in_blocks(program.step), page_bytes, room)
-    if not ahead:
-        return PagePlan(pages, (0,) * len(pages.uses()))
-    compute_s = compute_s_of_moments(program.step, hardware).tolist()
-    return PagePlan(pages, schedule(pages, compute_s, page_bytes / hardware.host_to_device_bytes_per_s))
-
-
-def _planned(n_bytes: tuple[int, ...], block: tuple[int, ...], plan: Plan) -> PagePlan:
-    """What the plan says, for these parameters.
-
-    Raises:
-        KeyError, TypeError, ValueError: It is damaged, or for other parameters.
-    """
-    found = plan.decisions
-    pages = paged(n_bytes, block, int(found["page_bytes"]), int(found["frames"]))
-    return PagePlan(pages, tuple(int(each) for each in found["ahead"]))
-
-
-def _check(store: ParameterStore, pages: Pages) -> dict[str, Any]:
-    return store.check() | {"pages": pages.count, "page_bytes": pages.page_bytes, "frames": pages.frames}

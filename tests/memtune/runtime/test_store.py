@@ -60,6 +60,7 @@ def steps(workload: Workload, tuned: Any, ledger: Ledger, micro_batches: int, co
         pytest.param(TWO, 2, None, marks=pytest.mark.slow),
         (CHUNKS, 2, 2_050_000),
         (PAGES, 2, 2_050_000),
+        pytest.param(PAGES, 2, 3_000_000, marks=pytest.mark.slow, id="some stay on the device"),
     ],
 )
 def test_peaks_are_the_predicted_ones_and_nothing_is_left(

@@ -16,7 +16,11 @@ from layers_suite import NATIVE, OWN, LayersSuite, total
 from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
+from memtune.autotune.dry_run import traced_under
+from memtune.autotune.record import Trace, start_session
 from memtune.autotune.simulate import simulate
+from memtune.chunks import aligned
+from memtune.config import load_config
 from memtune.errors import ApplyError
 from memtune.pages import Pages, loads_of, paged, timeline
 from memtune.passes.stream import moment_of_ops, sizes_in_blocks
@@ -26,8 +30,9 @@ from memtune.runtime.loop import accumulate
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.technique import Exactness, Target
 from memtune.testing import rewritten
-from memtune.testing.drift import drift, plain_program, target_of
+from memtune.testing.drift import compare, drift, plain_program, recording_of, target_of
 from memtune.testing.training import SEED, build, config_of, one_step, settings_of, train, train_under
+from memtune.workload import Workload
 
 SMALL = AngelPtm(kind="angel_ptm", page_mib=0.01)
 JUST_IN_TIME = SMALL.model_copy(update={"moves": "just_in_time"})
@@ -181,6 +186,35 @@ class TestAngelPtm(LayersSuite):
         got, wanted = train_under(ZOO["gpt"], document, steps=5), train(ZOO["gpt"], steps=5)
         assert all(np.array_equal(one, other) for one, other in zip(got.losses, wanted.losses, strict=True))
         assert all(np.array_equal(got.weights[name], value) for name, value in wanted.weights.items())
+
+    def test_spare_memory_caches_optimizer_state_that_is_updated_on_the_device(self) -> None:
+        """The mechanism (the cache): of the first parameters neither weight nor gradient crosses the link, to the same bits."""
+        program, on = plain_program(ZOO["gpt"]), replace(target(), budget_bytes=3_000_000)
+        plan = SMALL.plan(program, on)
+        cached = [p for p in program.step.parameters if p.block >= 0][: plan.decisions["cached"]]
+        assert cached
+        assert "cached" not in SMALL.model_copy(update={"device_cache": False}).plan(program, on).decisions
+        step = SMALL.rewrite(program, plan, on).step
+        assert step.peak_bytes() <= 3_000_000 < program.step.peak_bytes()
+        state = (step.kind == Kind.OPTIMIZER) & (step.tier == Tier.DEVICE)
+        weights = sum(int(program.step.bytes[p.storage]) for p in cached)
+        assert int(step.bytes[state].sum()) == 2 * weights + 4 * len(cached)  # two moments and a counter each
+        plain = program.step
+        all_weights = sum(int(plain.bytes[p.storage]) for p in plain.parameters)
+        assert total(step, Resource.DEVICE_TO_HOST) == all_weights - weights
+        rest = [p for p in plain.parameters if p.block >= 0][len(cached) :]
+        padded = sum(aligned(int(plain.bytes[p.storage])) for p in rest)
+        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE)
+        assert up == padded + outside  # all pages have frames, so each comes in once
+        document = {"settings": settings_of(SMALL), "plan": {"offload.states": plan.decisions}}
+        session = start_session(Workload.load(ZOO["gpt"]), recording_of(ZOO["gpt"]).rung)
+        trace = traced_under(session, load_config(document), 2)
+        assert isinstance(trace, Trace)
+        assert not compare(step, trace.step)
+        got, wanted = train_under(ZOO["gpt"], document), train(ZOO["gpt"])
+        assert all(torch.equal(one, other) for one, other in zip(got.losses, wanted.losses, strict=True))
+        assert all(torch.equal(got.weights[name], value) for name, value in wanted.weights.items())
 
     @pytest.mark.parametrize("gated", [True, False])
     def test_lock_free_is_adam_without_locks_in_the_order_of_delivery(self, gated: bool) -> None:

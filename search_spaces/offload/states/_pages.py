@@ -1,0 +1,145 @@
+"""How the blocks' parameters are kept in pages (`runtime.pages`): what is planned, rewritten and applied."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from memtune.hardware import Hardware
+from memtune.pages import Pages, paged, timeline
+from memtune.parameters import columns_of
+from memtune.passes.host_optimizer import optimizer_on_host
+from memtune.passes.stays import cannot_part, updated_first
+from memtune.passes.stream import bytes_beside_chunks, in_blocks, sizes_in_blocks, stream_parameters
+from memtune.planners.pages import PagePlan, count_pages, in_frames, schedule
+from memtune.program import Kind, Program
+from memtune.residency import Units
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.lock_free import LockFreeOptimizer
+from memtune.runtime.store import ParameterStore
+from memtune.search_spaces.offload.states._chunks import no_plan, sizes_of
+from memtune.search_spaces.offload.states._layers import compute_s_of_moments
+from memtune.technique import Plan
+
+
+def in_pages(program: Program, how: PagePlan) -> Program:
+    """The program with its blocks' parameters in pages that come and go, and its optimizer on the host but for what is cached."""
+    step, ops = program.step, 0
+    block = columns_of(step.parameters).block
+    if how.cached:
+        stays = np.zeros(len(block), bool)
+        stays[in_blocks(step)[: how.cached]] = True
+        step, ops = updated_first(step, stays)
+    step = optimizer_on_host(stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False), stay=ops)
+    return program.with_step(replace(step, parameters=replace(columns_of(step.parameters), block=block)))
+
+
+@functools.lru_cache(maxsize=64)
+def solved(
+    program: Program, hardware: Hardware, budget_bytes: int | None, page_bytes: int, *, scheduled: bool, cache: bool
+) -> PagePlan:
+    """Frames in the room that the budget leaves, what is cached in the rest of it, and which page comes in when."""
+    sizes, cached = sizes_in_blocks(program.step), 0
+    room = None if budget_bytes is None else _room(program, budget_bytes, page_bytes)
+    pages = in_frames(*sizes, page_bytes, room)
+    if cache and budget_bytes is not None and pages.frames == count_pages(*sizes, page_bytes):
+        cached = _most_cached(program, pages, budget_bytes)
+        pages = _all_in_frames(sizes, page_bytes, cached)
+    load_s = page_bytes / hardware.host_to_device_bytes_per_s
+    ahead = schedule(pages, compute_s_of_moments(program.step, hardware).tolist(), load_s) if scheduled else _just_in_time(pages)
+    return PagePlan(pages, ahead, cached)
+
+
+@functools.lru_cache(maxsize=64)
+def _room(program: Program, budget_bytes: int, page_bytes: int) -> int:
+    """Bytes of the budget beside what else is on the device in the fullest moment: what a traced iteration would show."""
+    pages = in_frames(*sizes_in_blocks(program.step), page_bytes, 0)
+    beside = bytes_beside_chunks(in_pages(program, PagePlan(pages, _just_in_time(pages))).step)
+    return max(budget_bytes - max(beside), 0)
+
+
+def _most_cached(program: Program, pages: Pages, budget_bytes: int) -> int:
+    """How many parameters the budget holds with gradient and optimizer state when all pages have frames.
+
+    Gradients of those that are used first land last, when most activations are gone, and their pages would be waited for.
+    """
+    if cannot_part(program.step):
+        return 0
+    step, columns = program.step, columns_of(program.step.parameters)
+    state = (step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner >= 0)
+    n_bytes = np.bincount(step.owner[state], step.bytes[state], len(columns.block))
+    n_bytes += np.where(columns.gradient >= 0, step.bytes[columns.gradient], 0)
+    taken = np.cumsum(n_bytes[in_blocks(step)])
+    spare = budget_bytes - in_pages(program, PagePlan(pages, _just_in_time(pages))).step.peak_bytes()
+    cached = min(int(np.searchsorted(taken, spare, side="right")), len(taken) - 1)
+    while cached > 0:
+        rest = _all_in_frames(sizes_in_blocks(step), pages.page_bytes, cached)
+        if in_pages(program, PagePlan(rest, _just_in_time(rest), cached)).step.peak_bytes() <= budget_bytes:
+            break
+        cached //= 2
+    return cached
+
+
+def _all_in_frames(sizes: tuple[Units, Units], page_bytes: int, cached: int) -> Pages:
+    n_bytes, block = sizes[0][cached:], sizes[1][cached:]
+    return paged(n_bytes, block, page_bytes, count_pages(n_bytes, block, page_bytes))
+
+
+def _just_in_time(pages: Pages) -> Units:
+    return (0,) * len(pages.uses())
+
+
+def plan_of(found: PagePlan) -> Plan:
+    """As plain data."""
+    cached = {"cached": found.cached} if found.cached else {}
+    pages = found.pages
+    return Plan(decisions={"page_bytes": pages.page_bytes, "frames": pages.frames, "ahead": list(found.ahead), **cached})
+
+
+def planned(sizes: tuple[Units, Units], plan: Plan) -> PagePlan:
+    """What `plan_of` wrote down, for parameters of these sizes.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is damaged, or for other parameters.
+    """
+    found = plan.decisions
+    cached = int(found.get("cached", 0))
+    if not 0 <= cached < len(sizes[0]):
+        raise ValueError(f"{cached} of {len(sizes[0])} parameters stay")
+    pages = paged(sizes[0][cached:], sizes[1][cached:], int(found["page_bytes"]), int(found["frames"]))
+    return PagePlan(pages, tuple(int(each) for each in found["ahead"]), cached)
+
+
+def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | None) -> None:
+    """Move the optimizer to the host, then the blocks' parameters into pages.
+
+    Args:
+        context: Its model and optimizer.
+        kind: Of the technique, for messages.
+        plan: As `plan_of` wrote it.
+        max_staleness: Of lock-free updates; None: at the end of the step, by the user's own optimizer.
+
+    Raises:
+        ApplyError: The plan is none for this model.
+    """
+    try:
+        how = planned(sizes_of(context), plan)
+        residency = timeline(how.pages, how.ahead)
+    except (KeyError, TypeError, ValueError) as wrong:
+        raise no_plan(context, kind, plan) from wrong
+    stays = [p for name in context.blocks for p in context.model.get_submodule(name).parameters()][: how.cached]
+    optimizer = HostOptimizer(context, stays=stays) if max_staleness is None else LockFreeOptimizer(context, max_staleness)
+    store = ParameterStore(context, residency, optimizer, chunks=how.pages, early=False, stays=set(stays))
+    if isinstance(optimizer, LockFreeOptimizer):
+        optimizer.publish_to(store)
+    context.checks["offload.states"] = functools.partial(_check, store, how)
+
+
+def _check(store: ParameterStore, how: PagePlan) -> dict[str, Any]:
+    pages = how.pages
+    facts = {"pages": pages.count, "page_bytes": pages.page_bytes, "frames": pages.frames, "cached": how.cached}
+    return store.check() | facts
