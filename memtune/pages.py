@@ -12,9 +12,13 @@ Source: the pages of Angel-PTM (Nie et al. 2023, VLDB 16(12), arXiv:2303.02868, 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from memtune.program import I32
 from memtune.residency import Residency, Units, order_of_use
 
 
@@ -89,71 +93,63 @@ def paged(n_bytes: Units, block: Units, page_bytes: int, frames: int) -> Pages:
     frame: list[int] = []
     filled: list[int] = []
     at, lodgers, place = page_bytes, 0, -1  # on the last page: where it is free, whose it is, its frame in a ring without end
-    pages_of: list[set[int]] = [set() for _ in range(block[-1] + 1)]
+    of_block: list[list[int]] = [[] for _ in range(block[-1] + 1)]
     for size, of in zip(n_bytes, block, strict=True):
-        shares = lodgers == 1 and at < page_bytes
-        begins = place if shares else place + 1
-        rest = size - (page_bytes - at) if shares else size
-        last = place + -(-max(rest, 0) // page_bytes)
-        if begins // frames != last // frames:  # a parameter is one piece of memory, so it does not go round the ring
-            shares, begins, rest = False, (begins // frames + 1) * frames, size
-        if not shares:
-            at = 0
-            frame.append(begins % frames)
-            filled.append(0)
-            place = begins
-        lodgers = lodgers + 1 if shares else 1
-        first.append(len(frame) - 1)
-        offset.append(at)
-        while size:
-            if at == page_bytes:
-                at, lodgers, place = 0, 1, place + 1
-                frame.append(place % frames)
-                filled.append(0)
-            part = min(size, page_bytes - at)
-            at, size = at + part, size - part
+        shared = min(size, page_bytes - at) if lodgers == 1 else 0
+        begins, count = place if shared else place + 1, -(-(size - shared) // page_bytes)
+        if begins // frames != (place + count) // frames:  # one piece of memory does not go round the ring
+            shared, begins, count = 0, (begins // frames + 1) * frames, -(-size // page_bytes)
+        first.append(len(frame) - 1 if shared else len(frame))
+        offset.append(at if shared else 0)
+        if shared:
+            at, lodgers = at + shared, 2
             filled[-1] = at
-        pages_of[of].update(range(first[-1], len(frame)))
-    of_block = tuple(tuple(sorted(pages)) for pages in pages_of)
+        if count:
+            start = place + 1 if shared else begins
+            frame += [each % frames for each in range(start, start + count)]
+            place, at, lodgers = start + count - 1, size - shared - (count - 1) * page_bytes, 1
+            filled += [page_bytes] * (count - 1) + [at]
+        mine = of_block[of]
+        mine += range(max(first[-1], mine[-1] + 1 if mine else 0), len(frame))
     if any(len({frame[page] for page in pages}) < len(pages) for pages in of_block):
         raise ValueError(f"{frames} frames of {page_bytes} bytes do not hold a block")
-    return Pages(page_bytes, frames, n_bytes, tuple(first), tuple(offset), tuple(frame), tuple(filled), of_block)
+    ends = tuple(map(tuple, of_block))
+    return Pages(page_bytes, frames, n_bytes, tuple(first), tuple(offset), tuple(frame), tuple(filled), ends)
 
 
-class Load(NamedTuple):
-    """A page that comes in once."""
+class Loads(NamedTuple):
+    """Pages that come in, once each, in the order of need; all columns but `page` ascend."""
 
-    page: int
-    opens: int
+    page: I32
+    opens: I32
     """The first moment in which it may: all uses of the page that was in its frame are over."""
-    needed: int
+    needed: I32
     """The moment that uses it."""
 
 
 @functools.lru_cache(maxsize=64)
-def loads_of(pages: Pages) -> tuple[Load, ...]:
-    """All of a step, in the order of need: a page comes in when another one has been in its frame since its last use.
+def loads_of(pages: Pages) -> Loads:
+    """All of a step: a page comes in when another one has been in its frame since its last use.
 
-    Both `opens` and `needed` ascend, so pages can come in in this order.
+    None is said to open before one that is needed earlier, so that pages can come in in this order.
     """
-    there: dict[int, int] = {}
-    last: dict[int, int] = {}
-    found: list[Load] = []
-    opens = 0
+    frame = np.asarray(pages.frame, np.int32)
+    there, last = np.full(pages.frames, -1, np.int32), np.full(pages.frames, -1, np.int32)
+    found: list[tuple[I32, I32, I32]] = []
     for moment, used in enumerate(pages.uses()):
-        for page in used if moment < len(pages.of_block) else reversed(used):
-            frame = pages.frame[page]
-            if there.get(frame) != page:
-                opens = max(opens, last.get(frame, -1) + 1)
-                found.append(Load(page, opens, moment))
-                there[frame] = page
-            last[frame] = moment
-    return tuple(found)
+        page = np.asarray(used if moment < len(pages.of_block) else used[::-1], np.int32)
+        place = frame[page]
+        comes = there[place] != page
+        opens = last[place[comes]] + 1
+        found.append((page[comes], opens.astype(np.int32), np.full(len(opens), moment, np.int32)))
+        there[place], last[place] = page, moment
+    page, opens, needed = (np.concatenate(column) for column in zip(*found, strict=True))
+    return Loads(page, np.maximum.accumulate(opens), needed)
 
 
 @functools.lru_cache(maxsize=64)
 def timeline(pages: Pages, ahead: Units) -> Residency:
-    """Which page comes in when each moment begins, and which goes for it.
+    """Which page comes in when each moment begins, first those that it uses; what was in its frame goes for it.
 
     Args:
         pages: What comes and goes.
@@ -167,18 +163,29 @@ def timeline(pages: Pages, ahead: Units) -> Residency:
     if len(ahead) != moments:
         raise ValueError(f"a schedule of {len(ahead)} moments for {moments}")
     loads, row = loads_of(pages), 0
-    there: dict[int, int] = {}
-    drops: list[Units] = []
-    comes: list[Units] = []
-    for moment, most in enumerate(ahead):
-        first = row
-        while row < len(loads) and loads[row].needed == moment:
-            row += 1
-        until = min(row + max(most, 0), len(loads))
-        while row < until and loads[row].opens <= moment:
-            row += 1
-        now = [load.page for load in loads[first:row]]
-        drops.append(tuple(there[pages.frame[page]] for page in now if pages.frame[page] in there))
-        there.update((pages.frame[page], page) for page in now)
-        comes.append(tuple(now))
-    return Residency((*drops, tuple(sorted(there.values()))), (*comes, ()))
+    order, comes = loads.page.tolist(), []
+    for (late, open_), most in zip(until(loads, moments), ahead, strict=True):
+        first, row = row, max(row, late)
+        waited, row = row, max(row, min(row + max(most, 0), open_))
+        comes.append((*sorted(order[first:waited]), *sorted(order[waited:row])))
+    return Residency(((),) * moments + (tuple(range(pages.count)),), (*comes, ()))
+
+
+def until(loads: Loads, moments: int) -> list[tuple[int, int]]:
+    """Of each moment, how many loads are needed up to it, and how many may have come in."""
+    each = np.arange(moments)
+    needed, opens = (np.searchsorted(column, each, side="right").tolist() for column in (loads.needed, loads.opens))
+    return list(zip(needed, opens, strict=True))
+
+
+def runs(pages: Pages, wanted: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last page of each run of `wanted` pages, ascending, that lie side by side in host memory and in frames."""
+    found: list[tuple[int, int]] = []
+    for page in wanted:
+        if found:
+            first, last = found[-1]
+            if page == last + 1 and pages.frame[page] == pages.frame[last] + 1 and pages.filled[last] == pages.page_bytes:
+                found[-1] = first, page
+                continue
+        found.append((page, page))
+    return found

@@ -14,7 +14,7 @@ import numpy as np
 
 from memtune.chunks import Chunks, aligned
 from memtune.edit import Edit
-from memtune.pages import Pages
+from memtune.pages import Pages, runs
 from memtune.parameters import columns_of
 from memtune.passes.shares import raw_gradients
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
@@ -147,31 +147,64 @@ class _Pieces(NamedTuple):
     of_unit: tuple[tuple[int, ...], ...]
     used: tuple[Units, ...]
     """The units that each moment uses."""
-    moved: I64
-    """Bytes that cross the link with each piece."""
-    frame_bytes: int = 0
-    """Of the device that pieces come to in turn; 0: each has memory of its own while it is there."""
+    again: I32
+    """As `of_parameter`, in backward."""
 
     @classmethod
-    def of(cls, step: Step, chunks: Chunks | Pages | None) -> _Pieces:
+    def of(cls, step: Step, chunks: Chunks | None) -> _Pieces:
         columns, mine = columns_of(step.parameters), in_blocks(step)
         of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
         if chunks is not None:
             each = np.arange(chunks.count, dtype=np.int32)
             nobody, of_unit = np.full(chunks.count, -1, np.int32), tuple((i,) for i in range(chunks.count))
-            if isinstance(chunks, Pages):
-                of_parameter[mine] = chunks.first
-                n_bytes, moved = np.full(chunks.count, chunks.page_bytes, np.int64), np.asarray(chunks.filled, np.int64)
-                return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses(), moved, chunks.frame_bytes)
             of_parameter[mine] = chunks.chunk
             n_bytes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
-            return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses(), n_bytes)
+            return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses(), of_parameter)
         of_parameter[mine] = np.arange(len(mine), dtype=np.int32)
         rows = np.split(np.arange(len(mine)), np.flatnonzero(np.diff(columns.block[mine])) + 1)
         of_unit = tuple(tuple(part.tolist()) for part in rows)
         used = tuple((unit,) for unit in order_of_use(len(step.blocks)))
         n_bytes = (columns.numel * columns.itemsize)[mine]
-        return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used, n_bytes)
+        return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used, of_parameter)
+
+
+class _Frames(NamedTuple):
+    """What frames, which stay, change about it."""
+
+    n_bytes: int
+    host_bytes: int
+    waits: tuple[Units, ...]
+    """The pieces that hold what each moment uses."""
+
+
+def _copies_of_pages(step: Step, pages: Pages, residency: Residency) -> tuple[_Pieces, Residency, _Frames]:
+    """A piece for each copy: pages that come in at once and lie side by side; and which of them comes when."""
+    columns, mine = columns_of(step.parameters), in_blocks(step)
+    n_blocks, uses = len(step.blocks), pages.uses()
+    of_page, sizes = np.full(pages.count, -1, np.int32), []
+    first, block = np.asarray(pages.first, np.int32), columns.block[mine]
+    of_parameter, again = (np.full(len(columns.block) + 1, -1, np.int32) for _ in range(2))
+    late, comes, waits = [], [], []
+    for moment, (loads, used) in enumerate(zip(residency.loads, uses, strict=False)):
+        needed, start = set(used), len(sizes)
+        now = [page for page in loads if page in needed], [page for page in loads if page not in needed]
+        for side_by_side in (runs(pages, now[0]), runs(pages, now[1])):
+            for one, last in side_by_side:
+                of_page[one : last + 1] = len(sizes)
+                sizes.append((last - one) * pages.page_bytes + pages.filled[last])
+            if len(late) == moment:
+                late.append(tuple(range(start, len(sizes))))
+        comes.append(tuple(range(start, len(sizes))))
+        waits.append(tuple(np.unique(of_page[list(used)]).tolist()))
+        here = block == (moment if moment < n_blocks else 2 * n_blocks - 1 - moment)
+        (of_parameter if moment < n_blocks else again)[mine[here]] = of_page[first[here]]
+    count = len(sizes)
+    each, nobody = np.arange(count, dtype=np.int32), np.full(count, -1, np.int32)
+    pieces = _Pieces(
+        of_parameter, np.asarray(sizes, np.int64), each, nobody, tuple((i,) for i in range(count)), tuple(late), again
+    )
+    there = Residency(((),) * len(uses) + (tuple(range(count)),), (*comes, ()))
+    return pieces, there, _Frames(pages.frame_bytes, pages.count * pages.page_bytes, tuple(waits))
 
 
 def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True) -> Step:
@@ -183,15 +216,16 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
         chunks: Where the parameters lie; none: each block is a unit.
         early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
     """
-    columns, pieces = columns_of(step.parameters), _Pieces.of(step, chunks)
-    edit, landings = Edit(step), _Landings.of(step)
+    frames: _Frames | None = None
+    if isinstance(chunks, Pages):
+        pieces, residency, frames = _copies_of_pages(step, chunks, residency)
+    else:
+        pieces = _Pieces.of(step, chunks)
+    columns, edit, landings = columns_of(step.parameters), Edit(step), _Landings.of(step)
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     begins = np.append(_first_ops(step), np.int32(end + 1)).astype(np.int32)
-    mine, count = in_blocks(step), len(pieces.n_bytes)
-    nowhere, forever = np.full(count, -1, np.int32), np.full(count, FOREVER, np.int32)
-    hosts = edit.add_storages(
-        pieces.n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=pieces.owner
-    )
+    mine = in_blocks(step)
+    hosts = _on_host(edit, pieces, frames)
     edit.bytes[columns.storage[mine]] = 0
     down = _gradients_down(edit, step, landings)
     last_of = {int(moment): row for row, moment in enumerate(landings.moment)}  # ascending: the last one stays
@@ -199,11 +233,12 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
         turn
         for moment in range(len(begins))
         for turn in _turns(step, pieces, residency, landings, last_of.get(moment - 1, -1), moment, early)
+        if frames is None or turn.what != _ALLOCATE
     ]
     rows = _insert(edit, step, pieces, turns, begins)
     starts = _starts(turns, rows, begins)
     _let_go(edit, landings, down, starts)
-    _stay(edit, step, pieces, residency, turns, rows, starts[_DROP])
+    _stay(edit, step, pieces, residency, frames, turns, rows, starts[_DROP])
     _use_hosts(edit, landings, down, hosts, turns, rows)
     host_of = hosts[pieces.of_parameter[:-1]]
     if early:
@@ -254,9 +289,7 @@ def _turns(
     for unit in residency.loads[moment]:
         what = _COPY if unit in pieces.used[moment] else _AHEAD
         for row in pieces.of_unit[unit]:
-            turns += (
-                [_Turn(what, row, moment)] if pieces.frame_bytes else [_Turn(_ALLOCATE, row, moment), _Turn(what, row, moment)]
-            )
+            turns += [_Turn(_ALLOCATE, row, moment), _Turn(what, row, moment)]
     if early and moment > len(step.blocks):
         gradient = columns_of(step.parameters).gradient
         before = order_of_use(len(step.blocks))[moment - 1]
@@ -313,7 +346,7 @@ def _insert(edit: Edit, step: Step, pieces: _Pieces, turns: list[_Turn], begins:
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
     moves, updates = (what == _COPY) | (what == _AHEAD), what == _UPDATE
     traffic = np.zeros(len(turns), np.int64)
-    traffic[moves] = pieces.moved[row[moves]]
+    traffic[moves] = pieces.n_bytes[row[moves]]
     traffic[updates] = _update_bytes(step)[row[updates]]
     uses = order_of_use(len(step.blocks))
     call = np.asarray([*uses, -1], np.int32)[moment]
@@ -369,19 +402,37 @@ def _let_go(edit: Edit, landings: _Landings, down: _Down, starts: tuple[I32, I32
     edit.let_go_before(landings.raw, gone)
 
 
-def _stay(edit: Edit, step: Step, pieces: _Pieces, residency: Residency, turns: list[_Turn], rows: I32, drop: I32) -> None:
+def _on_host(edit: Edit, pieces: _Pieces, frames: _Frames | None) -> I32:
+    """The host's storage of each piece."""
+    n_bytes = pieces.n_bytes if frames is None else np.full(1, frames.host_bytes, np.int64)
+    nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
+    owner = pieces.owner if frames is None else nowhere
+    rows = edit.add_storages(n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=owner)
+    return rows if frames is None else np.repeat(rows, len(pieces.n_bytes))
+
+
+def _stay(
+    edit: Edit,
+    step: Step,
+    pieces: _Pieces,
+    residency: Residency,
+    frames: _Frames | None,
+    turns: list[_Turn],
+    rows: I32,
+    drop: I32,
+) -> None:
     """Each load makes storages that the blocks' ops use from then on, until the moment that drops it.
 
     In frames they take no bytes: the frames do, all the time.
     """
     n_blocks, count = len(step.blocks), len(pieces.n_bytes)
-    making = (_COPY, _AHEAD) if pieces.frame_bytes else (_ALLOCATE,)
+    making = (_ALLOCATE,) if frames is None else (_COPY, _AHEAD)
     made = [(turn.row, turn.moment, row) for turn, row in zip(turns, rows.tolist(), strict=True) if turn.what in making]
     row, moment, producer = (np.asarray(column, np.int32) for column in zip(*made, strict=True))
-    n_bytes = np.zeros(len(row), np.int64) if pieces.frame_bytes else pieces.n_bytes[row]
+    n_bytes = pieces.n_bytes[row] if frames is None else np.zeros(len(row), np.int64)
     there = edit.add_storages(n_bytes, producer=producer, kind=Kind.COMMUNICATION, owner=pieces.owner[row])
-    if pieces.frame_bytes:
-        nowhere, forever, size = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32), np.full(1, pieces.frame_bytes, np.int64)
+    if frames is not None:
+        nowhere, forever, size = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32), np.full(1, frames.n_bytes, np.int64)
         edit.add_storages(size, producer=nowhere, kind=Kind.COMMUNICATION, held_until=forever)
     else:
         copies = np.asarray([r for turn, r in zip(turns, rows.tolist(), strict=True) if turn.what in (_COPY, _AHEAD)], np.int32)
@@ -396,14 +447,12 @@ def _stay(edit: Edit, step: Step, pieces: _Pieces, residency: Residency, turns: 
     in_forward[row[~late]] = there[~late]
     in_backward[row[~late]] = there[~late]
     in_backward[row[late]] = there[late]
-    piece = pieces.of_parameter[step.parameter_of[step.use_storage]]
+    parameter = step.parameter_of[step.use_storage]
     back = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
-    target = np.where(back, in_backward[piece], in_forward[piece])
-    if pieces.frame_bytes:  # a parameter may lie on several pages: a moment's first op waits for all that it uses
-        begins = _first_ops(step)
-        for k, used in enumerate(pieces.used):
-            pages = (in_backward if k >= n_blocks else in_forward)[list(used)]
-            edit.add_uses(np.full(len(pages), begins[k], np.int32), pages)
+    target = np.where(back, in_backward[pieces.again[parameter]], in_forward[pieces.of_parameter[parameter]])
+    if frames is not None:  # a parameter may lie on several pages: a moment's first op waits for all that it uses
+        begins = np.repeat(_first_ops(step), [len(each) for each in frames.waits])
+        edit.add_uses(begins, in_backward[np.concatenate([np.asarray(each, np.int32) for each in frames.waits])])
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memtune.pages import Load, Pages, loads_of, paged, timeline
+from memtune.pages import Pages, loads_of, paged, timeline, until
 from memtune.residency import Units
 
 
@@ -79,29 +79,28 @@ def schedule(pages: Pages, compute_s: Sequence[float], load_s: float) -> Units:
     each one as early as memory allows; here time is taken into account as well.
     """
     loads = loads_of(pages)
+    bounds = until(loads, len(compute_s))
     parts = [divmod(each, load_s) for each in compute_s]
     room = [int(whole) for whole, _ in parts]
-    placed = _come_in_ahead(loads, room)
+    placed = _come_in_ahead(bounds, room)
     for _, moment in sorted((-rest, moment) for moment, (_, rest) in enumerate(parts) if rest > 0):
-        if placed == len(loads):
+        if placed == len(loads.page):
             break
         room[moment] += 1
-        more = _come_in_ahead(loads, room)
+        more = _come_in_ahead(bounds, room)
         if more == placed:
             room[moment] -= 1
         placed = more
     return tuple(room)
 
 
-def _come_in_ahead(loads: Sequence[Load], room: Sequence[int]) -> int:
-    """The most loads that have room in a moment between their opening and their need."""
+def _come_in_ahead(bounds: Sequence[tuple[int, int]], room: Sequence[int]) -> int:
+    """The most loads that have room in a moment between their opening and their need; `bounds` as of `until`."""
     found = row = 0
-    for moment, free in enumerate(room):
-        while row < len(loads) and loads[row].needed <= moment:
-            row += 1
-        until = min(row + free, len(loads))
-        while row < until and loads[row].opens <= moment:
-            found, row = found + 1, row + 1
+    for (late, open_), free in zip(bounds, room, strict=True):
+        row = max(row, late)
+        more = max(min(free, open_ - row), 0)
+        found, row = found + more, row + more
     return found
 
 

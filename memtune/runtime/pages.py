@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memtune.pages import Pages
+from memtune.pages import Pages, runs
 from memtune.runtime.chunks import Piece, place_in
 from memtune.runtime.context import Context
 from memtune.runtime.tiers import HOST, mark, tier
@@ -17,20 +17,30 @@ from memtune.runtime.tiers import HOST, mark, tier
 class InFrames(NamedTuple):
     """Parameters whose pages come to frames."""
 
-    pieces: list[Piece]
+    pages: Pages
+    frames: Tensor
     memory: Tensor
     """All pages, on the host."""
     hosts: dict[nn.Parameter, Tensor]
     """Each parameter's place there."""
 
+    def pieces(self, wanted: list[int]) -> list[Piece]:
+        """What `wanted` pages are copied from and to; those that lie side by side in both go at once."""
+        frame, filled, size = self.pages.frame, self.pages.filled, self.pages.page_bytes
+        found = []
+        for first, last in runs(self.pages, sorted(wanted)):
+            n_bytes = (last - first) * size + filled[last]
+            there, host = frame[first] * size, first * size
+            found.append(Piece(self.frames[there : there + n_bytes], self.memory[host : host + n_bytes], in_frame=True))
+        return found
+
     def twin(self) -> InFrames:
         """The same with other host memory, of the same values."""
         with tier(HOST):
-            memory = torch.empty_like(self.memory, pin_memory=self.pieces[0].there.is_cuda).copy_(self.memory)
+            memory = torch.empty_like(self.memory, pin_memory=self.frames.is_cuda).copy_(self.memory)
         mark(memory, HOST)
         hosts = {p: place_in(memory, host, int(host.storage_offset()) * host.element_size()) for p, host in self.hosts.items()}
-        pieces = [piece._replace(host=place_in(memory, piece.host, int(piece.host.storage_offset()))) for piece in self.pieces]
-        return InFrames(pieces, memory, hosts)
+        return self._replace(memory=memory, hosts=hosts)
 
 
 @torch.no_grad()
@@ -60,12 +70,7 @@ def in_frames(context: Context, parameters: Sequence[nn.Parameter], hosts: dict[
     frames = like.detach().new_zeros(pages.frame_bytes, dtype=torch.uint8)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
         parameter.data = place_in(frames, in_pages[parameter], pages.frame[page] * pages.page_bytes + at)
-    size = pages.page_bytes
-    pieces = [
-        Piece(frames[frame * size : frame * size + filled], memory[page * size : page * size + filled], in_frame=True)
-        for page, (frame, filled) in enumerate(zip(pages.frame, pages.filled, strict=True))
-    ]
-    return InFrames(pieces, memory, in_pages)
+    return InFrames(pages, frames, memory, in_pages)
 
 
 def _apart(parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor]) -> None:

@@ -20,7 +20,7 @@ Rule 6. What is not there when it is asked for comes in late: a loop that uses b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,17 +78,17 @@ class ParameterStore:
         self._hosts = {p: context.represented[p].detach() if p in context.represented else _copy_of(p) for p in mine}
         self._trained = {p: context.represented[p] for p in mine if p in context.represented}
         optimizer.leave_down(mine)
+        self._in_frames: InFrames | None = None
+        self._units: list[list[Piece]] = []
+        self._in_frame: dict[int, int] = {}  # the page that came last to each frame
         if chunks is None:
             self._units = [[Piece(parameter, self._hosts[parameter]) for parameter in block] for block in self._blocks]
         elif isinstance(chunks, Pages):
             self._take(in_frames(context, mine, self._hosts, chunks))
         else:
             self._units = [[piece] for piece in in_chunks(context, mine, self._hosts, chunks)]
-        self._spare: InFrames | None = None
-        self._frame = chunks.frame if isinstance(chunks, Pages) else ()
-        self._in_frame: dict[int, int] = {}  # the page that came last to each frame
         self._of_block = [(index,) for index in range(len(blocks))] if chunks is None else chunks.of_block
-        self._there: set[int] = set(range(len(self._units)))
+        self._there: set[int] = set(range(len(self._units)))  # of pages none
         self._moment = self._end = len(residency.drops) - 1
         self._on_the_way: tuple[nn.Parameter, Tensor, Tensor] | None = None
         self._is_last = False
@@ -101,21 +101,21 @@ class ParameterStore:
         if early:
             context.sync = self.sync
         before_step(context.optimizer, self._step_begins)
-        self._release(range(len(self._units)))
+        self._release(list(self._there))
 
     def _take(self, found: InFrames) -> None:
         self._in_frames, self._hosts = found, found.hosts
-        self._units = [[piece] for piece in found.pieces]
 
     def double(self) -> dict[nn.Parameter, Tensor]:
         """Second host memory for the pages, which `swap` changes over: each trained parameter's place there, by its host copy."""
+        assert self._in_frames is not None
         self._spare = self._in_frames.twin()
         return {held: self._spare.hosts[parameter] for parameter, held in self._trained.items()}
 
     def swap(self) -> None:
         """From now on pages come from the other memory."""
-        assert self._spare is not None
-        self._release(range(len(self._units)))
+        assert self._in_frames is not None
+        self._there.clear()
         spare, self._spare = self._spare, self._in_frames
         self._take(spare)
 
@@ -173,42 +173,45 @@ class ParameterStore:
         transfer.caught_up(self._device)
         if moment < self._end:
             self._fetch_block(moment if moment < blocks else self._end - 1 - moment)  # the first that comes in, or Rule 6
-        for index in self._residency.loads[moment]:
-            with transfer.ahead(self._device):
-                self._fetch(index)
+        with transfer.ahead(self._device):
+            self._fetch(self._residency.loads[moment])
         if self._is_last and blocks <= before < self._end:
             self._optimizer.update(self._blocks[self._end - 1 - before])
 
     def _fetch_block(self, block: int) -> None:
-        for index in self._of_block[block]:
-            self._fetch(index)
+        self._fetch(self._of_block[block])
 
     @torch.no_grad()
-    def _fetch(self, index: int) -> None:
-        if index in self._there:
-            return
-        if self._frame:
-            self._there.discard(self._in_frame.get(self._frame[index], index))
-            self._in_frame[self._frame[index]] = index
-        self._there.add(index)
-        for piece in self._units[index]:
+    def _fetch(self, units: Sequence[int]) -> None:
+        missing = [unit for unit in units if unit not in self._there]
+        for piece in self._pieces(missing):
             piece.take()
             with _unsafe_preserve_version_counter(piece.there):  # Rule 3
                 torch.ops.memtune.copy_to_device_(piece.there.detach(), piece.host)
             self.loaded_bytes += piece.host.nbytes
+        self._there.update(missing)
+
+    def _pieces(self, units: list[int]) -> list[Piece]:
+        if self._in_frames is None:
+            return [piece for unit in units for piece in self._units[unit]]
+        for page in units:
+            frame = self._in_frames.pages.frame[page]
+            self._there.discard(self._in_frame.get(frame, page))
+            self._in_frame[frame] = page
+        return self._in_frames.pieces(units)
 
     def _release(self, units: Any) -> None:
         for index in list(units):
             if index in self._there:
                 self._there.discard(index)
-                for piece in self._units[index]:
+                for piece in self._units[index] if self._in_frames is None else ():
                     piece.give_back()
 
     def _bring_all(self) -> None:
-        for index, pieces in enumerate(self._units if not self._frame else ()):  # frames are not enough for all pages
+        for index, pieces in enumerate(self._units):  # frames are not enough for all pages
             if any(piece.there.untyped_storage().nbytes() == 0 for piece in pieces):
                 self._there.discard(index)
-            self._fetch(index)
+        self._fetch(range(len(self._units)))
 
     # -- gradients -------------------------------------------------------------------------------------------------------
 
@@ -234,7 +237,7 @@ class ParameterStore:
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """All are let go before the weights change, and gradients must be those that backward left."""
-        self._release(range(len(self._units)))
+        self._release(list(self._there))
         changed = [p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version]
         self._versions = {}
         if changed:
@@ -263,9 +266,9 @@ class ParameterStore:
         Raises:
             ApplyError: Some are on the device between two steps.
         """
-        left = sum(piece.there.untyped_storage().nbytes() for unit in self._units for piece in unit if not piece.in_frame)
-        if self._frame:
-            frames = self._units[0][0].there.untyped_storage()._cdata
+        left = sum(piece.there.untyped_storage().nbytes() for unit in self._units for piece in unit)
+        if self._in_frames is not None:
+            frames = self._in_frames.frames.untyped_storage()._cdata
             left = sum(p.nbytes for p in self._hosts if p.untyped_storage()._cdata != frames)
         if left and self._moment == self._end:
             raise ApplyError(f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtune.pages import Pages, loads_of, paged, timeline
+from memtune.pages import Pages, loads_of, paged, runs, timeline
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -59,11 +59,26 @@ def test_what_a_moment_uses_is_there_and_no_frame_holds_two_pages(
         return
     moments = 2 * len(pages.of_block)
     residency = timeline(pages, tuple(data.draw(st.integers(0, 4)) for _ in range(moments)))
-    for used, there in zip(pages.uses(), residency.resident(), strict=False):
-        assert set(used) <= there
-        assert len({pages.frame[page] for page in there}) == len(there)
-    assert residency.moves == len(loads_of(pages)) == timeline(pages, (0,) * moments).moves
-    assert residency.resident()[-1] == frozenset()
+    frames: dict[int, int] = {}
+    for used, comes in zip(pages.uses(), residency.loads, strict=False):
+        assert len({pages.frame[page] for page in comes}) == len(comes)
+        frames |= {pages.frame[page]: page for page in comes}
+        assert all(frames.get(pages.frame[page]) == page for page in used)
+    assert residency.moves == len(loads_of(pages).page) == timeline(pages, (0,) * moments).moves
+
+
+@given(models(), st.integers(2, 6), st.integers(1, 40), st.sets(st.integers(0, 40)))
+@settings(deadline=None, max_examples=60)
+def test_pages_side_by_side_are_one_copy(sizes: Sizes, page_bytes: int, frames: int, wanted: set[int]) -> None:
+    pages = paged_if_it_holds(sizes, page_bytes, frames)
+    if pages is None:
+        return
+    wanted = {page for page in wanted if page < pages.count}
+    found = runs(pages, sorted(wanted))
+    assert [page for first, last in found for page in range(first, last + 1)] == sorted(wanted)
+    for first, last in found:
+        assert [pages.frame[page] - pages.frame[first] for page in range(first, last + 1)] == list(range(last - first + 1))
+        assert all(pages.filled[page] == page_bytes for page in range(first, last))
 
 
 def test_a_ring_moves_what_any_cache_of_its_size_must_move() -> None:

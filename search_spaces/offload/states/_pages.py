@@ -13,7 +13,7 @@ from memtune.pages import Pages, paged, timeline
 from memtune.parameters import columns_of
 from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.stays import cannot_part, updated_first
-from memtune.passes.stream import bytes_beside_chunks, in_blocks, sizes_in_blocks, stream_parameters
+from memtune.passes.stream import in_blocks, sizes_in_blocks, stream_parameters
 from memtune.planners.pages import PagePlan, count_pages, in_frames, schedule
 from memtune.program import Kind, Program
 from memtune.residency import Units
@@ -21,7 +21,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.lock_free import LockFreeOptimizer
 from memtune.runtime.store import ParameterStore
-from memtune.search_spaces.offload.states._chunks import no_plan, sizes_of
+from memtune.search_spaces.offload.states._chunks import beside, no_plan, sizes_of
 from memtune.search_spaces.offload.states._layers import compute_s_of_moments
 from memtune.technique import Plan
 
@@ -44,7 +44,7 @@ def solved(
 ) -> PagePlan:
     """Frames in the room that the budget leaves, what is cached in the rest of it, and which page comes in when."""
     sizes, cached = sizes_in_blocks(program.step), 0
-    room = None if budget_bytes is None else _room(program, budget_bytes, page_bytes)
+    room = None if budget_bytes is None else max(budget_bytes - max(beside(program)), 0)
     pages = in_frames(*sizes, page_bytes, room)
     if cache and budget_bytes is not None and pages.frames == count_pages(*sizes, page_bytes):
         cached = _most_cached(program, pages, budget_bytes)
@@ -52,14 +52,6 @@ def solved(
     load_s = page_bytes / hardware.host_to_device_bytes_per_s
     ahead = schedule(pages, compute_s_of_moments(program.step, hardware).tolist(), load_s) if scheduled else _just_in_time(pages)
     return PagePlan(pages, ahead, cached)
-
-
-@functools.lru_cache(maxsize=64)
-def _room(program: Program, budget_bytes: int, page_bytes: int) -> int:
-    """Bytes of the budget beside what else is on the device in the fullest moment: what a traced iteration would show."""
-    pages = in_frames(*sizes_in_blocks(program.step), page_bytes, 0)
-    beside = bytes_beside_chunks(in_pages(program, PagePlan(pages, _just_in_time(pages))).step)
-    return max(budget_bytes - max(beside), 0)
 
 
 def _most_cached(program: Program, pages: Pages, budget_bytes: int) -> int:

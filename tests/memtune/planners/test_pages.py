@@ -21,13 +21,21 @@ def models(draw: st.DrawFn) -> Sizes:
     return tuple(size for block in blocks for size in block), tuple(i for i, block in enumerate(blocks) for _ in block)
 
 
+def windows(pages: Pages) -> list[range]:
+    """The moments in which each page may come in."""
+    loads = loads_of(pages)
+    return [
+        range(min(opens, needed), needed + 1) for opens, needed in zip(loads.opens.tolist(), loads.needed.tolist(), strict=True)
+    ]
+
+
 def fewest_s(pages: Pages, compute_s: list[int], load_s: int) -> float:
     """Over all moments in which each page may come in."""
-    loads, best = loads_of(pages), float("inf")
-    for moments in product(*(range(min(load.opens, load.needed), load.needed + 1) for load in loads)):
+    best = float("inf")
+    for moments in product(*windows(pages)):
         beside, waited = [0] * len(compute_s), 0
-        for load, moment in zip(loads, moments, strict=True):
-            if moment == load.needed:
+        for needed, moment in zip(loads_of(pages).needed.tolist(), moments, strict=True):
+            if moment == needed:
                 waited += load_s
             else:
                 beside[moment] += load_s
@@ -45,8 +53,8 @@ def test_no_placement_of_the_moves_takes_less_time(
     compute_s = seconds[: len(pages.uses())]
     ahead = schedule(pages, compute_s, load_s)
     found, just_in_time = (lasts_s(pages, each, compute_s, load_s) for each in (ahead, (0,) * len(ahead)))
-    assert found <= just_in_time == sum(compute_s) + load_s * len(loads_of(pages))
-    if prod(load.needed - min(load.opens, load.needed) + 1 for load in loads_of(pages)) < 3000:
+    assert found <= just_in_time == sum(compute_s) + load_s * len(loads_of(pages).page)
+    if prod(map(len, windows(pages))) < 3000:
         assert found == fewest_s(pages, compute_s, load_s)
 
 

@@ -124,7 +124,8 @@ class TestAngelPtm(LayersSuite):
         room = BUDGET_BYTES - max(self._beside(program.step, pages))
         assert pages.frames == room // PAGE < pages.count
         assert program.step.peak_bytes() <= BUDGET_BYTES < plain_program(ZOO["gpt"]).step.peak_bytes()
-        again = {load.page for load in loads_of(pages) if load.needed >= len(pages.of_block)}
+        loads = loads_of(pages)
+        again = set(loads.page[loads.needed >= len(pages.of_block)].tolist())
         in_part = [
             parameter
             for parameter in range(len(pages.first))
@@ -132,7 +133,7 @@ class TestAngelPtm(LayersSuite):
         ]
         assert in_part
         assert pages.count < sum(-(-size // PAGE) for size in pages.n_bytes)  # parameters share pages
-        assert len(loads_of(pages)) < 2 * pages.count  # whole blocks, as the window of `stronghold`, would move more
+        assert len(loads.page) < 2 * pages.count  # whole blocks, as the window of `stronghold`, would move more
 
     def _beside(self, step: Step, pages: Pages) -> np.ndarray[Any, Any]:
         frames = (step.kind == Kind.COMMUNICATION) & (step.bytes == pages.frame_bytes)
@@ -158,17 +159,18 @@ class TestAngelPtm(LayersSuite):
             program, pages, ahead = under_budget(technique, target(technique))
             found[technique.moves] = simulate(program, target().hardware, level="events").step_s
             step, moment = program.step, moment_of_ops(program.step)
-            ops = copies(step)
-            assert len(ops) == len(loads_of(pages))
+            ops, loads = copies(step), loads_of(pages)
+            n_bytes = step.op_traffic_bytes[ops]
+            assert len(ops) < len(loads.page)  # pages side by side are one copy
             beside = step.op_prefetch[ops] == 1
             if technique is JUST_IN_TIME:
                 assert not beside.any()
                 assert set(ahead) == {0}
-            else:
-                waited = [load.opens >= load.needed or load.needed == 0 for load in loads_of(pages)]
-                assert sum(waited) == (~beside).sum()  # only what has no free frame before, and what the first block needs
-                per_moment = np.bincount(np.maximum(moment[ops[beside]], 0), minlength=len(ahead))
-                assert (per_moment <= ahead).all()
+            else:  # only what has no free frame before is waited for, and what the first block needs
+                waited = loads.page[(loads.opens >= loads.needed) | (loads.needed == 0)].tolist()
+                assert n_bytes[~beside].sum() == sum(pages.filled[page] for page in waited)
+                per_moment = np.bincount(np.maximum(moment[ops[beside]], 0), n_bytes[beside], len(ahead))
+                assert (per_moment <= np.asarray(ahead) * PAGE).all()
                 assert (per_moment > 0).sum() > 3
         assert found["scheduled"] < found["just_in_time"]
 
@@ -178,7 +180,7 @@ class TestAngelPtm(LayersSuite):
         late = sum(
             sum(page in used for page in comes) for used, comes in zip(pages.uses(), timeline(pages, ahead).loads, strict=False)
         )
-        assert late >= len(loads_of(pages)) - len(ahead)
+        assert late >= len(loads_of(pages).page) - len(ahead)
 
     def test_a_plan_for_a_budget_trains_to_the_same_bits(self) -> None:
         plan = SMALL.plan(plain_program(ZOO["gpt"]), target()).decisions
