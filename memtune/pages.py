@@ -12,11 +12,11 @@ Source: the pages of Angel-PTM (Nie et al. 2023, VLDB 16(12), arXiv:2303.02868, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.program import I32
 from memtune.residency import Residency, Units, order_of_use
@@ -39,6 +39,8 @@ class Pages:
     frames: int
     n_bytes: Units
     """(parameters,) bytes of each one."""
+    block: Units
+    """(parameters,) whose each one is, ascending."""
     first: Units
     """(parameters,) page on which each one begins, ascending."""
     offset: Units
@@ -114,7 +116,7 @@ def paged(n_bytes: Units, block: Units, page_bytes: int, frames: int) -> Pages:
     if any(len({frame[page] for page in pages}) < len(pages) for pages in of_block):
         raise ValueError(f"{frames} frames of {page_bytes} bytes do not hold a block")
     ends = tuple(map(tuple, of_block))
-    return Pages(page_bytes, frames, n_bytes, tuple(first), tuple(offset), tuple(frame), tuple(filled), ends)
+    return Pages(page_bytes, frames, n_bytes, block, tuple(first), tuple(offset), tuple(frame), tuple(filled), ends)
 
 
 class Loads(NamedTuple):
@@ -178,14 +180,16 @@ def until(loads: Loads, moments: int) -> list[tuple[int, int]]:
     return list(zip(needed, opens, strict=True))
 
 
-def runs(pages: Pages, wanted: Iterable[int]) -> list[tuple[int, int]]:
-    """First and last page of each run of `wanted` pages, ascending, that lie side by side in host memory and in frames."""
-    found: list[tuple[int, int]] = []
-    for page in wanted:
-        if found:
-            first, last = found[-1]
-            if page == last + 1 and pages.frame[page] == pages.frame[last] + 1 and pages.filled[last] == pages.page_bytes:
-                found[-1] = first, page
-                continue
-        found.append((page, page))
+@functools.lru_cache(maxsize=64)
+def _joined(pages: Pages) -> npt.NDArray[np.bool_]:
+    """(pages,) whether each lies side by side with the next one in host memory and in frames."""
+    frame, filled = np.asarray(pages.frame), np.asarray(pages.filled)
+    found: npt.NDArray[np.bool_] = np.append((frame[1:] == frame[:-1] + 1) & (filled[:-1] == pages.page_bytes), False)
     return found
+
+
+def runs(pages: Pages, wanted: I32) -> tuple[I32, I32]:
+    """First and last page of each run of `wanted` pages, ascending, that lie side by side in host memory and in frames."""
+    ends = np.append((wanted[1:] != wanted[:-1] + 1) | ~_joined(pages)[wanted[:-1]], True)[: len(wanted)]
+    starts = np.append(True, ends[:-1])[: len(wanted)]
+    return wanted[starts], wanted[ends]

@@ -14,8 +14,9 @@ import numpy as np
 
 from memtune.chunks import Chunks, aligned
 from memtune.edit import Edit
-from memtune.pages import Pages, runs
+from memtune.pages import Pages
 from memtune.parameters import columns_of
+from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
 from memtune.passes.shares import raw_gradients
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 from memtune.residency import Residency, Units, order_of_use
@@ -128,85 +129,6 @@ def bytes_beside_chunks(step: Step) -> Units:
     return tuple(most.tolist())
 
 
-def in_blocks(step: Step) -> I32:
-    """Parameters of blocks, in the order in which the blocks are used."""
-    block = columns_of(step.parameters).block
-    mine = np.flatnonzero(block >= 0)
-    found: I32 = mine[np.argsort(block[mine], kind="stable")].astype(np.int32)
-    return found
-
-
-class _Pieces(NamedTuple):
-    """Memory that comes and goes."""
-
-    of_parameter: I32
-    """(parameters + 1,) the piece of each parameter, of several the first; -1 for none, as in the last row."""
-    n_bytes: I64
-    unit: I32
-    owner: I32
-    of_unit: tuple[tuple[int, ...], ...]
-    used: tuple[Units, ...]
-    """The units that each moment uses."""
-    again: I32
-    """As `of_parameter`, in backward."""
-
-    @classmethod
-    def of(cls, step: Step, chunks: Chunks | None) -> _Pieces:
-        columns, mine = columns_of(step.parameters), in_blocks(step)
-        of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
-        if chunks is not None:
-            each = np.arange(chunks.count, dtype=np.int32)
-            nobody, of_unit = np.full(chunks.count, -1, np.int32), tuple((i,) for i in range(chunks.count))
-            of_parameter[mine] = chunks.chunk
-            n_bytes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
-            return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses(), of_parameter)
-        of_parameter[mine] = np.arange(len(mine), dtype=np.int32)
-        rows = np.split(np.arange(len(mine)), np.flatnonzero(np.diff(columns.block[mine])) + 1)
-        of_unit = tuple(tuple(part.tolist()) for part in rows)
-        used = tuple((unit,) for unit in order_of_use(len(step.blocks)))
-        n_bytes = (columns.numel * columns.itemsize)[mine]
-        return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used, of_parameter)
-
-
-class _Frames(NamedTuple):
-    """What frames, which stay, change about it."""
-
-    n_bytes: int
-    host_bytes: int
-    waits: tuple[Units, ...]
-    """The pieces that hold what each moment uses."""
-
-
-def _copies_of_pages(step: Step, pages: Pages, residency: Residency) -> tuple[_Pieces, Residency, _Frames]:
-    """A piece for each copy: pages that come in at once and lie side by side; and which of them comes when."""
-    columns, mine = columns_of(step.parameters), in_blocks(step)
-    n_blocks, uses = len(step.blocks), pages.uses()
-    of_page, sizes = np.full(pages.count, -1, np.int32), []
-    first, block = np.asarray(pages.first, np.int32), columns.block[mine]
-    of_parameter, again = (np.full(len(columns.block) + 1, -1, np.int32) for _ in range(2))
-    late, comes, waits = [], [], []
-    for moment, (loads, used) in enumerate(zip(residency.loads, uses, strict=False)):
-        needed, start = set(used), len(sizes)
-        now = [page for page in loads if page in needed], [page for page in loads if page not in needed]
-        for side_by_side in (runs(pages, now[0]), runs(pages, now[1])):
-            for one, last in side_by_side:
-                of_page[one : last + 1] = len(sizes)
-                sizes.append((last - one) * pages.page_bytes + pages.filled[last])
-            if len(late) == moment:
-                late.append(tuple(range(start, len(sizes))))
-        comes.append(tuple(range(start, len(sizes))))
-        waits.append(tuple(np.unique(of_page[list(used)]).tolist()))
-        here = block == (moment if moment < n_blocks else 2 * n_blocks - 1 - moment)
-        (of_parameter if moment < n_blocks else again)[mine[here]] = of_page[first[here]]
-    count = len(sizes)
-    each, nobody = np.arange(count, dtype=np.int32), np.full(count, -1, np.int32)
-    pieces = _Pieces(
-        of_parameter, np.asarray(sizes, np.int64), each, nobody, tuple((i,) for i in range(count)), tuple(late), again
-    )
-    there = Residency(((),) * len(uses) + (tuple(range(count)),), (*comes, ()))
-    return pieces, there, _Frames(pages.frame_bytes, pages.count * pages.page_bytes, tuple(waits))
-
-
 def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True) -> Step:
     """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
@@ -216,16 +138,16 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
         chunks: Where the parameters lie; none: each block is a unit.
         early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
     """
-    frames: _Frames | None = None
+    frames: Frames | None = None
     if isinstance(chunks, Pages):
-        pieces, residency, frames = _copies_of_pages(step, chunks, residency)
+        pieces, residency, frames = copies_of_pages(step, chunks, residency)
     else:
-        pieces = _Pieces.of(step, chunks)
+        pieces = Pieces.of(step, chunks)
     columns, edit, landings = columns_of(step.parameters), Edit(step), _Landings.of(step)
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     begins = np.append(_first_ops(step), np.int32(end + 1)).astype(np.int32)
     mine = in_blocks(step)
-    hosts = _on_host(edit, pieces, frames)
+    hosts = host_memory(edit, pieces, frames)
     edit.bytes[columns.storage[mine]] = 0
     down = _gradients_down(edit, step, landings)
     last_of = {int(moment): row for row, moment in enumerate(landings.moment)}  # ascending: the last one stays
@@ -282,7 +204,7 @@ class _Down(NamedTuple):
 
 
 def _turns(
-    step: Step, pieces: _Pieces, residency: Residency, landings: _Landings, last: int, moment: int, early: bool
+    step: Step, pieces: Pieces, residency: Residency, landings: _Landings, last: int, moment: int, early: bool
 ) -> list[_Turn]:
     """What runs when `moment` begins, in the order of the rules of `runtime.store`; `last`: row that landed last before it."""
     turns = [_Turn(_ADD, last, moment)] if last >= 0 and landings.sums[last] >= 0 else []
@@ -340,7 +262,7 @@ def _gradients_down(edit: Edit, step: Step, landings: _Landings) -> _Down:
     return _Down(copies, hosts, adds)
 
 
-def _insert(edit: Edit, step: Step, pieces: _Pieces, turns: list[_Turn], begins: I32) -> I32:
+def _insert(edit: Edit, step: Step, pieces: Pieces, turns: list[_Turn], begins: I32) -> I32:
     """The ops of all moments; returns their rows."""
     what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
@@ -402,21 +324,12 @@ def _let_go(edit: Edit, landings: _Landings, down: _Down, starts: tuple[I32, I32
     edit.let_go_before(landings.raw, gone)
 
 
-def _on_host(edit: Edit, pieces: _Pieces, frames: _Frames | None) -> I32:
-    """The host's storage of each piece."""
-    n_bytes = pieces.n_bytes if frames is None else np.full(1, frames.host_bytes, np.int64)
-    nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
-    owner = pieces.owner if frames is None else nowhere
-    rows = edit.add_storages(n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=owner)
-    return rows if frames is None else np.repeat(rows, len(pieces.n_bytes))
-
-
 def _stay(
     edit: Edit,
     step: Step,
-    pieces: _Pieces,
+    pieces: Pieces,
     residency: Residency,
-    frames: _Frames | None,
+    frames: Frames | None,
     turns: list[_Turn],
     rows: I32,
     drop: I32,

@@ -82,25 +82,25 @@ def schedule(pages: Pages, compute_s: Sequence[float], load_s: float) -> Units:
     bounds = until(loads, len(compute_s))
     parts = [divmod(each, load_s) for each in compute_s]
     room = [int(whole) for whole, _ in parts]
-    placed = _come_in_ahead(bounds, room)
+    placed = sum(_come_in_ahead(bounds, room))
     for _, moment in sorted((-rest, moment) for moment, (_, rest) in enumerate(parts) if rest > 0):
         if placed == len(loads.page):
             break
         room[moment] += 1
-        more = _come_in_ahead(bounds, room)
+        more = sum(_come_in_ahead(bounds, room))
         if more == placed:
             room[moment] -= 1
         placed = more
-    return tuple(room)
+    return tuple(_come_in_ahead(bounds, room))
 
 
-def _come_in_ahead(bounds: Sequence[tuple[int, int]], room: Sequence[int]) -> int:
-    """The most loads that have room in a moment between their opening and their need; `bounds` as of `until`."""
-    found = row = 0
+def _come_in_ahead(bounds: Sequence[tuple[int, int]], room: Sequence[int]) -> list[int]:
+    """(moments,) loads in each between their opening and their need, the most that have `room`; `bounds` as of `until`."""
+    found, row = [], 0
     for (late, open_), free in zip(bounds, room, strict=True):
         row = max(row, late)
-        more = max(min(free, open_ - row), 0)
-        found, row = found + more, row + more
+        found.append(max(min(free, open_ - row), 0))
+        row += found[-1]
     return found
 
 

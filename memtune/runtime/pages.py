@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ class InFrames(NamedTuple):
         """What `wanted` pages are copied from and to; those that lie side by side in both go at once."""
         frame, filled, size = self.pages.frame, self.pages.filled, self.pages.page_bytes
         found = []
-        for first, last in runs(self.pages, sorted(wanted)):
+        for first, last in zip(*(each.tolist() for each in runs(self.pages, np.sort(np.asarray(wanted, np.int32)))), strict=True):
             n_bytes = (last - first) * size + filled[last]
             there, host = frame[first] * size, first * size
             found.append(Piece(self.frames[there : there + n_bytes], self.memory[host : host + n_bytes], in_frame=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,7 +75,7 @@ def test_pages_side_by_side_are_one_copy(sizes: Sizes, page_bytes: int, frames: 
     if pages is None:
         return
     wanted = {page for page in wanted if page < pages.count}
-    found = runs(pages, sorted(wanted))
+    found = list(zip(*(each.tolist() for each in runs(pages, np.asarray(sorted(wanted), np.int32))), strict=True))
     assert [page for first, last in found for page in range(first, last + 1)] == sorted(wanted)
     for first, last in found:
         assert [pages.frame[page] - pages.frame[first] for page in range(first, last + 1)] == list(range(last - first + 1))

@@ -12,8 +12,9 @@ from memtune.hardware import Hardware
 from memtune.pages import Pages, paged, timeline
 from memtune.parameters import columns_of
 from memtune.passes.host_optimizer import optimizer_on_host
+from memtune.passes.pieces import in_blocks
 from memtune.passes.stays import cannot_part, updated_first
-from memtune.passes.stream import in_blocks, sizes_in_blocks, stream_parameters
+from memtune.passes.stream import sizes_in_blocks, stream_parameters
 from memtune.planners.pages import PagePlan, count_pages, in_frames, schedule
 from memtune.program import Kind, Program
 from memtune.residency import Units
@@ -26,6 +27,7 @@ from memtune.search_spaces.offload.states._layers import compute_s_of_moments
 from memtune.technique import Plan
 
 
+@functools.lru_cache(maxsize=8)
 def in_pages(program: Program, how: PagePlan) -> Program:
     """The program with its blocks' parameters in pages that come and go, and its optimizer on the host but for what is cached."""
     step, ops = program.step, 0
@@ -43,46 +45,39 @@ def solved(
     program: Program, hardware: Hardware, budget_bytes: int | None, page_bytes: int, *, scheduled: bool, cache: bool
 ) -> PagePlan:
     """Frames in the room that the budget leaves, what is cached in the rest of it, and which page comes in when."""
-    sizes, cached = sizes_in_blocks(program.step), 0
+    sizes = sizes_in_blocks(program.step)
     room = None if budget_bytes is None else max(budget_bytes - max(beside(program)), 0)
-    pages = in_frames(*sizes, page_bytes, room)
-    if cache and budget_bytes is not None and pages.frames == count_pages(*sizes, page_bytes):
-        cached = _most_cached(program, pages, budget_bytes)
-        pages = _all_in_frames(sizes, page_bytes, cached)
     load_s = page_bytes / hardware.host_to_device_bytes_per_s
-    ahead = schedule(pages, compute_s_of_moments(program.step, hardware).tolist(), load_s) if scheduled else _just_in_time(pages)
-    return PagePlan(pages, ahead, cached)
+
+    def of(pages: Pages, cached: int = 0) -> PagePlan:
+        if not scheduled:
+            return PagePlan(pages, (0,) * len(pages.uses()), cached)
+        return PagePlan(pages, schedule(pages, compute_s_of_moments(program.step, hardware).tolist(), load_s), cached)
+
+    found = of(in_frames(*sizes, page_bytes, room))
+    if not cache or budget_bytes is None or found.pages.frames < count_pages(*sizes, page_bytes) or cannot_part(program.step):
+        return found
+    cached = _most_cached(program, budget_bytes - in_pages(program, found).step.peak_bytes())
+    while cached > 0:
+        n_bytes, block = sizes[0][cached:], sizes[1][cached:]
+        more = of(paged(n_bytes, block, page_bytes, count_pages(n_bytes, block, page_bytes)), cached)
+        if in_pages(program, more).step.peak_bytes() <= budget_bytes:
+            return more
+        cached //= 2
+    return found
 
 
-def _most_cached(program: Program, pages: Pages, budget_bytes: int) -> int:
-    """How many parameters the budget holds with gradient and optimizer state when all pages have frames.
+def _most_cached(program: Program, spare_bytes: int) -> int:
+    """How many of the blocks' parameters have gradient and optimizer state of `spare_bytes` together, those that are used first.
 
-    Gradients of those that are used first land last, when most activations are gone, and their pages would be waited for.
+    Their gradients land last, when most activations are gone, and their pages are those that are waited for.
     """
-    if cannot_part(program.step):
-        return 0
     step, columns = program.step, columns_of(program.step.parameters)
     state = (step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner >= 0)
     n_bytes = np.bincount(step.owner[state], step.bytes[state], len(columns.block))
     n_bytes += np.where(columns.gradient >= 0, step.bytes[columns.gradient], 0)
     taken = np.cumsum(n_bytes[in_blocks(step)])
-    spare = budget_bytes - in_pages(program, PagePlan(pages, _just_in_time(pages))).step.peak_bytes()
-    cached = min(int(np.searchsorted(taken, spare, side="right")), len(taken) - 1)
-    while cached > 0:
-        rest = _all_in_frames(sizes_in_blocks(step), pages.page_bytes, cached)
-        if in_pages(program, PagePlan(rest, _just_in_time(rest), cached)).step.peak_bytes() <= budget_bytes:
-            break
-        cached //= 2
-    return cached
-
-
-def _all_in_frames(sizes: tuple[Units, Units], page_bytes: int, cached: int) -> Pages:
-    n_bytes, block = sizes[0][cached:], sizes[1][cached:]
-    return paged(n_bytes, block, page_bytes, count_pages(n_bytes, block, page_bytes))
-
-
-def _just_in_time(pages: Pages) -> Units:
-    return (0,) * len(pages.uses())
+    return min(int(np.searchsorted(taken, spare_bytes, side="right")), len(taken) - 1)
 
 
 def plan_of(found: PagePlan) -> Plan:
