@@ -25,11 +25,14 @@ class AngelPtm(Technique):
     another one takes its frame, so a block's weights may be there in part. One schedule places computations and moves before
     training: pages are taken in the order of need, and each comes in beside the earliest computation that has a free frame and
     hides it. Gradients leave as they land, so clipping by norm is refused; the user's own optimizer works on the host's pages
-    after backward: the bits of a host optimizer with weights in place. What is in no block, as embeddings, stays on the device.
+    after backward: the bits of a host optimizer with weights in place. What is in no block, as embeddings, stays on the device,
+    and so do, with their optimizer state, as many parameters as the budget holds beside frames for all pages. With `lock_free` a
+    thread updates when it can and training never waits for it, which is lossy and off by default. Not in it: optimizer pages on
+    SSD, activations in pages, gathers (one rank only), frames whose number changes within a step.
 
-    Distinguishing test: no page holds three parameters and less than a page per parameter is wasted, pages of one parameter come
-    in in different moments, and no other placement of moves takes less time (brute force); just in time, all of them are waited
-    for.
+    Distinguishing test: no page holds three parameters and less than a page per parameter is wasted, frames hold some pages of
+    a parameter and not the others; no other placement of moves takes less time (brute force) and just in time takes more; of
+    what is cached nothing crosses the link; and lock-free weights are those of Adam on the gradients in the order of delivery.
     """
 
     kind: Literal["angel_ptm"] = "angel_ptm"
