@@ -32,20 +32,22 @@ def updated_first(step: Step, stays: Mask) -> tuple[Step, int]:
     Returns:
         The step, and how many of its optimizer's ops come first. Parameters that stay are in none of its blocks.
     """
-    cut, edit, columns = cut_by_parameter(step), Edit(step), columns_of(step.parameters)
+    cut, columns = cut_by_parameter(step), columns_of(step.parameters)
     moved = replace(columns, block=np.where(stays, -1, columns.block).astype(columns.block.dtype))
     mine, first = stays[cut.parameter], int((step.op_phase == Phase.OPTIMIZER).argmax())
     if not mine.any():
         return replace(step, parameters=moved), 0
     ops = np.unique(cut.op[mine])
-    share = np.minimum(np.bincount(cut.op[mine], cut.share[mine], step.n_ops)[ops], 1.0)
+    share = np.minimum(np.bincount(cut.op[mine], cut.share[mine], step.n_ops), 1.0)
+    flops, traffic = step.op_flops * share, np.rint(step.op_traffic_bytes * share).astype(np.int64)
+    edit = Edit(replace(step, op_flops=step.op_flops - flops, op_traffic_bytes=step.op_traffic_bytes - traffic))
     rows = edit.add_ops(
         step.op_name[ops],
         before=np.full(len(ops), first, np.int32),
         phase=Phase.OPTIMIZER,
         resource=step.op_resource[ops],
-        flops=step.op_flops[ops] * share,
-        traffic_bytes=np.rint(step.op_traffic_bytes[ops] * share).astype(np.int64),
+        flops=flops[ops],
+        traffic_bytes=traffic[ops],
         module=step.op_module[ops],
     )
     own = np.full(step.n_ops, -1, np.int32)
