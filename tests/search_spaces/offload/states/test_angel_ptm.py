@@ -108,7 +108,7 @@ def gradients_at(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch
 class TestAngelPtm(LayersSuite):
     technique = AngelPtm
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
-    variants = (SMALL, AngelPtm(kind="angel_ptm"), JUST_IN_TIME)
+    variants = (SMALL, AngelPtm(kind="angel_ptm"))
     quick = ("tied",)
     update = OWN
 
