@@ -28,6 +28,7 @@ MODEL = "gpt"
 KNOBS: dict[str, dict[str, object]] = {
     "stronghold": {"window": 2},
     "patrickstar": {"chunk_bytes": 70_000},
+    "angel_ptm": {"page_mib": 0.02},
     "copy_out": {"min_bytes": 0},
     "planned": {"share": 0.5},
     "checkmate": {"share": 0.5},

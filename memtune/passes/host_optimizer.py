@@ -20,16 +20,18 @@ class Native:
     block: int = 0
 
 
-def optimizer_on_host(step: Step, native: Native | None = None, stay_down: I32 | None = None) -> Step:
+def optimizer_on_host(step: Step, native: Native | None = None, stay_down: I32 | None = None, stay: int = 0) -> Step:
     """`step` with the optimizer's ops on host threads and its state in host memory.
 
     Args:
         step: Any step.
         native: One pass over each parameter in place of the optimizer's ops; narrower parameters have float32 masters.
         stay_down: Parameters whose weights somebody else brings up when they are used.
+        stay: So many of the optimizer's ops, the first ones, stay on the device with all that they touch (`passes.stays`).
     """
     columns = columns_of(step.parameters)
-    mine = columns.trainable & (columns.gradient >= 0)
+    on_device, stays = _stay(step, stay)
+    mine = columns.trainable & (columns.gradient >= 0) & ~stays[columns.storage]
     weights, gradients = columns.storage[mine], columns.gradient[mine]
     sizes = columns.numel[mine] * columns.itemsize[mine]  # of parts of a shared storage, where sharded
     optimizer = step.op_phase == Phase.OPTIMIZER
@@ -78,8 +80,18 @@ def optimizer_on_host(step: Step, native: Native | None = None, stay_down: I32 |
         edit.hold_through(host_gradients[~goes], np.full(int((~goes).sum()), last, np.int32))
     if len(up):
         edit.hold_to_the_end_of_step(int(up[-1]))
-    on_host(edit, step, optimizer)
+    on_host(edit, step, optimizer & ~on_device, stays)
     return edit.done()
+
+
+def _stay(step: Step, count: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """The first `count` ops of the optimizer, and the storages that they touch."""
+    ops, storages = np.zeros(step.n_ops, bool), np.zeros(step.n_storages, bool)
+    if count:
+        ops[np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[:count]] = True
+        storages[step.use_storage[ops[step.use_op]]] = True
+        storages |= (step.producer >= 0) & ops[step.producer]
+    return ops, storages
 
 
 def _copies(edit: Edit, step: Step, name: str, before: I32, storages: I32, sizes: I64, resource: Resource) -> I32:
@@ -143,9 +155,10 @@ def update_by(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp]
         edit.add_uses(updates[at], held, mutates=True)
 
 
-def on_host(edit: Edit, step: Step, optimizer: npt.NDArray[np.bool_]) -> None:
-    """Optimizer state and what optimizer ops make to the host tier, the ops themselves to host threads."""
+def on_host(edit: Edit, step: Step, optimizer: npt.NDArray[np.bool_], stays: npt.NDArray[np.bool_] | None = None) -> None:
+    """Optimizer state, but for `stays`, and what optimizer ops make to the host tier, the ops themselves to host threads."""
     computes = optimizer & (step.op_resource == Resource.COMPUTE)
     edit.tier = step.tier.copy()
-    edit.tier[(step.kind == Kind.OPTIMIZER) | ((step.producer >= 0) & computes[step.producer])] = Tier.HOST
+    state = (step.kind == Kind.OPTIMIZER) & ~(np.False_ if stays is None else stays)
+    edit.tier[state | ((step.producer >= 0) & computes[step.producer])] = Tier.HOST
     edit.op_resource = np.where(computes, np.uint8(Resource.HOST_THREADS), step.op_resource)

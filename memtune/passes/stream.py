@@ -1,6 +1,6 @@
 """The pass of `runtime.store`: the blocks' parameters come and go, their gradients leave as they land, updates are on the host.
 
-A unit of the residency is a block, each parameter of which is a *piece* of memory of its own, or a chunk, which is one piece.
+A unit of the residency is a block, each parameter of which is a *piece* of memory of its own, or a chunk or page, which is one.
 What is in no block is left to `passes.host_optimizer`, which runs next: it finds no gradient at what was done here.
 """
 
@@ -14,7 +14,9 @@ import numpy as np
 
 from memtune.chunks import Chunks, aligned
 from memtune.edit import Edit
+from memtune.pages import Pages
 from memtune.parameters import columns_of
+from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
 from memtune.passes.shares import raw_gradients
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 from memtune.residency import Residency, Units, order_of_use
@@ -140,52 +142,7 @@ def bytes_beside_chunks(step: Step) -> Units:
     return tuple(most.tolist())
 
 
-def in_blocks(step: Step) -> I32:
-    """Parameters of blocks, in the order in which the blocks are used."""
-    block = columns_of(step.parameters).block
-    mine = np.flatnonzero(block >= 0)
-    found: I32 = mine[np.argsort(block[mine], kind="stable")].astype(np.int32)
-    return found
-
-
-class Pieces(NamedTuple):
-    """Memory that comes and goes."""
-
-    of_parameter: I32
-    """(parameters + 1,) the piece of each parameter; -1 for none, as in the last row."""
-    n_bytes: I64
-    unit: I32
-    owner: I32
-    of_unit: tuple[tuple[int, ...], ...]
-    used: tuple[Units, ...]
-    """The units that each moment uses."""
-
-    @classmethod
-    def of(cls, step: Step, chunks: Chunks | None) -> Pieces:
-        """The chunks, or where there are none each parameter of a block."""
-        columns, mine = columns_of(step.parameters), in_blocks(step)
-        of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
-        if chunks is not None:
-            of_parameter[mine] = chunks.chunk
-            each = np.arange(chunks.count, dtype=np.int32)
-            n_bytes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
-            nobody, of_unit = np.full(chunks.count, -1, np.int32), tuple((i,) for i in range(chunks.count))
-            return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses())
-        return cls.of_parameters(step, mine)
-
-    @classmethod
-    def of_parameters(cls, step: Step, mine: I32) -> Pieces:
-        """Each of the parameters `mine`, which are in the order of use, is a piece of its block."""
-        columns = columns_of(step.parameters)
-        of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
-        of_parameter[mine] = np.arange(len(mine), dtype=np.int32)
-        of_unit = tuple(tuple(np.flatnonzero(columns.block[mine] == block).tolist()) for block in range(len(step.blocks)))
-        used = tuple((unit,) for unit in order_of_use(len(step.blocks)))
-        n_bytes = (columns.numel * columns.itemsize)[mine]
-        return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used)
-
-
-def stream_parameters(step: Step, residency: Residency, chunks: Chunks | None = None, *, early: bool = True) -> Step:
+def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True) -> Step:
     """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
     Args:
@@ -194,15 +151,16 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | None = 
         chunks: Where the parameters lie; none: each block is a unit.
         early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
     """
-    columns, pieces = columns_of(step.parameters), Pieces.of(step, chunks)
-    edit, landings = Edit(step), Landings.of(step)
+    frames: Frames | None = None
+    if isinstance(chunks, Pages):
+        pieces, residency, frames = copies_of_pages(step, chunks, residency)
+    else:
+        pieces = Pieces.of(step, chunks)
+    columns, edit, landings = columns_of(step.parameters), Edit(step), Landings.of(step)
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
-    mine, count = in_blocks(step), len(pieces.n_bytes)
-    nowhere, forever = np.full(count, -1, np.int32), np.full(count, FOREVER, np.int32)
-    hosts = edit.add_storages(
-        pieces.n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=pieces.owner
-    )
+    mine = in_blocks(step)
+    hosts = host_memory(edit, pieces, frames)
     edit.bytes[columns.storage[mine]] = 0
     down = _gradients_down(edit, step, landings)
     last_of = {int(moment): row for row, moment in enumerate(landings.moment)}  # ascending: the last one stays
@@ -210,11 +168,12 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | None = 
         turn
         for moment in range(len(begins))
         for turn in turns_of(step, pieces, residency, landings, last_of.get(moment - 1, -1), moment, early)
+        if frames is None or turn.what != _ALLOCATE
     ]
     rows = insert(edit, step, pieces, turns, begins)
     starts = starts_of(turns, rows, begins)
     _let_go(edit, landings, down, starts)
-    stay(edit, step, pieces, residency, turns, rows, starts[_DROP])
+    stay(edit, step, pieces, residency, turns, rows, starts[_DROP], frames)
     _use_hosts(edit, landings, down, hosts, turns, rows)
     host_of = hosts[pieces.of_parameter[:-1]]
     if early:
@@ -378,14 +337,26 @@ def _let_go(edit: Edit, landings: Landings, down: _Down, starts: tuple[I32, I32]
     edit.let_go_before(landings.raw, gone)
 
 
-def stay(edit: Edit, step: Step, pieces: Pieces, residency: Residency, turns: list[_Turn], rows: I32, drop: I32) -> None:
-    """Each load makes storages that the blocks' ops use from then on, until the moment that drops it."""
+def stay(
+    edit: Edit, step: Step, pieces: Pieces, residency: Residency, turns: list[_Turn], rows: I32, drop: I32,
+    frames: Frames | None = None,
+) -> None:  # fmt: skip
+    """Each load makes storages that the blocks' ops use from then on, until the moment that drops it.
+
+    In frames they take no bytes: the frames do, all the time.
+    """
     n_blocks, count = len(step.blocks), len(pieces.n_bytes)
-    allocated = [(turn.row, turn.moment, row) for turn, row in zip(turns, rows.tolist(), strict=True) if turn.what == _ALLOCATE]
-    row, moment, producer = (np.asarray(column, np.int32) for column in zip(*allocated, strict=True))
-    there = edit.add_storages(pieces.n_bytes[row], producer=producer, kind=Kind.COMMUNICATION, owner=pieces.owner[row])
-    copies = np.asarray([r for turn, r in zip(turns, rows.tolist(), strict=True) if turn.what in (_COPY, _AHEAD)], np.int32)
-    edit.add_uses(copies, there, mutates=True)
+    making = (_ALLOCATE,) if frames is None else (_COPY, _AHEAD)
+    made = [(turn.row, turn.moment, row) for turn, row in zip(turns, rows.tolist(), strict=True) if turn.what in making]
+    row, moment, producer = (np.asarray(column, np.int32) for column in zip(*made, strict=True))
+    n_bytes = pieces.n_bytes[row] if frames is None else np.zeros(len(row), np.int64)
+    there = edit.add_storages(n_bytes, producer=producer, kind=Kind.COMMUNICATION, owner=pieces.owner[row])
+    if frames is not None:
+        nowhere, forever, size = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32), np.full(1, frames.n_bytes, np.int64)
+        edit.add_storages(size, producer=nowhere, kind=Kind.COMMUNICATION, held_until=forever)
+    else:
+        copies = np.asarray([r for turn, r in zip(turns, rows.tolist(), strict=True) if turn.what in (_COPY, _AHEAD)], np.int32)
+        edit.add_uses(copies, there, mutates=True)
     until = np.full((len(pieces.of_unit), len(drop)), -1, np.int32)  # by unit and moment of the load: the moment that drops it
     for k, units in enumerate(residency.drops):
         for unit in units:
@@ -396,9 +367,12 @@ def stay(edit: Edit, step: Step, pieces: Pieces, residency: Residency, turns: li
     in_forward[row[~late]] = there[~late]
     in_backward[row[~late]] = there[~late]
     in_backward[row[late]] = there[late]
-    piece = pieces.of_parameter[step.parameter_of[step.use_storage]]
+    parameter = step.parameter_of[step.use_storage]
     back = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
-    target = np.where(back, in_backward[piece], in_forward[piece])
+    target = np.where(back, in_backward[pieces.again[parameter]], in_forward[pieces.of_parameter[parameter]])
+    if frames is not None:  # a parameter may lie on several pages: a moment's first op waits for all that it uses
+        begins = np.repeat(first_ops(step), [len(each) for each in frames.waits])
+        edit.add_uses(begins, in_backward[np.concatenate([np.asarray(each, np.int32) for each in frames.waits])])
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
 
 

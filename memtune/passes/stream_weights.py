@@ -12,7 +12,8 @@ import numpy as np
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
-from memtune.passes.stream import Landings, Pieces, first_ops, in_blocks, insert, starts_of, stay, turns_of
+from memtune.passes.pieces import Pieces, in_blocks
+from memtune.passes.stream import Landings, first_ops, insert, starts_of, stay, turns_of
 from memtune.program import FOREVER, I32, Kind, Phase, Step, Tier
 from memtune.residency import Residency
 

@@ -25,7 +25,7 @@ _MOST_SHARED = 64
 _Rows = npt.NDArray[np.intp]
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """The optimizer's ops by parameter, one row for each parameter that an op works on, sorted by parameter, then op."""
 
     parameter: I32
@@ -45,7 +45,8 @@ class _Cut(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def _cut(step: Step) -> _Cut:
+def cut_by_parameter(step: Step) -> Cut:
+    """Which ops of the optimizer's phase work on which parameter."""
     mine = step.op_phase == Phase.OPTIMIZER
     made = np.flatnonzero((step.producer >= 0) & mine[step.producer]).astype(np.int32)
     used = mine[step.use_op]
@@ -65,17 +66,17 @@ def _cut(step: Step) -> _Cut:
     if int(shared.sum()) > _MOST_SHARED or len(orphans):
         first = int(step.producer[orphans[0]]) if len(orphans) else int(np.flatnonzero(shared)[0])
         why_not = f"{step.names[step.op_name[first]]} of the optimizer works on no single parameter"
-        return _Cut((keys // step.n_ops).astype(np.int32), op, share, owner, why_not)
+        return Cut((keys // step.n_ops).astype(np.int32), op, share, owner, why_not)
     for each in np.flatnonzero(shared)[::-1].tolist():  # once for every parameter that reads what it makes
         readers = np.unique(step.use_op[np.isin(step.use_storage, made[step.producer[made] == each])])
         again = np.unique(keys[np.isin(keys % step.n_ops, readers)] // step.n_ops) * step.n_ops + each
         keys, share = np.concatenate([keys, again]), np.concatenate([share, np.ones(len(again))])
         if not len(again):
             why_not = f"{step.names[step.op_name[each]]} of the optimizer works on no parameter"
-            return _Cut(op, op, share, owner, why_not)
+            return Cut(op, op, share, owner, why_not)
     order = np.argsort(keys)
     keys, share = keys[order], share[order]
-    return _Cut((keys // step.n_ops).astype(np.int32), (keys % step.n_ops).astype(np.int32), share, owner, "")
+    return Cut((keys // step.n_ops).astype(np.int32), (keys % step.n_ops).astype(np.int32), share, owner, "")
 
 
 def _owners(step: Step) -> I32:
@@ -98,7 +99,7 @@ def not_at_gradients(step: Step) -> str:
         return "the optimizer has nothing to update"
     if step.op_rng[optimizer].any():
         return "the optimizer draws random numbers, in the order of its parameters"
-    if why := _cut(step).why_not:
+    if why := cut_by_parameter(step).why_not:
         return why
     return needed_after_landing(step, *_updated(step))
 
@@ -119,7 +120,7 @@ def needed_after_landing(step: Step, mine: _Rows, watched: int) -> str:
 def _updated(step: Step) -> tuple[_Rows, int]:
     """Parameters that the optimizer updates, and which of these is the witness (-1: none)."""
     columns, updated = columns_of(step.parameters), np.zeros(len(step.parameters), bool)
-    updated[_cut(step).parameter] = True
+    updated[cut_by_parameter(step).parameter] = True
     mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0) & updated)
     at = np.flatnonzero(mine == watched_row(step))
     return mine, int(at[0]) if len(at) else -1
@@ -133,7 +134,7 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
         accumulate: Micro-batches per step. From three on there is one in the middle that holds all sums through its backward:
             the step has those bytes, too.
     """
-    cut, edit = _cut(step), Edit(step)
+    cut, edit = cut_by_parameter(step), Edit(step)
     mine, watched = _updated(step)
     there = landings_of(step, mine, watched, 0)
     optimizer = step.op_phase == Phase.OPTIMIZER
@@ -157,7 +158,7 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
     return edit.done()
 
 
-def _ops(edit: Edit, step: Step, cut: _Cut, mine: _Rows, there: Landings) -> I32:
+def _ops(edit: Edit, step: Step, cut: Cut, mine: _Rows, there: Landings) -> I32:
     """One op for each row of the cut, after its gradient's landing or at the end of the step; returns their rows."""
     place = np.full(len(step.parameters), len(mine), np.int32)
     place[mine[there.index]] = np.arange(len(there.index), dtype=np.int32)
@@ -180,7 +181,7 @@ def _ops(edit: Edit, step: Step, cut: _Cut, mine: _Rows, there: Landings) -> I32
     return rows
 
 
-def _storages(edit: Edit, step: Step, cut: _Cut, rows: I32) -> None:
+def _storages(edit: Edit, step: Step, cut: Cut, rows: I32) -> None:
     """What the new ops make and use; what they make is held until the same moment of the same parameter's update."""
     made = np.flatnonzero((step.producer >= 0) & (step.op_phase[step.producer] == Phase.OPTIMIZER)).astype(np.int32)
     at, makes = _pairs(cut, step.producer[made], cut.owner[made], step.n_ops)
@@ -209,7 +210,7 @@ def _storages(edit: Edit, step: Step, cut: _Cut, rows: I32) -> None:
         edit.add_uses(rows[at[written == mutates]], storage[written == mutates], mutates=mutates)
 
 
-def _pairs(cut: _Cut, ops: I32, owner: I32, n_ops: int) -> tuple[_Rows, _Rows]:
+def _pairs(cut: Cut, ops: I32, owner: I32, n_ops: int) -> tuple[_Rows, _Rows]:
     """Rows of the cut and items whose op it is: those of the item's owner, or of every parameter where the item is for all."""
     keys = cut.parameter.astype(np.int64) * n_ops + cut.op
     mine, common = np.flatnonzero(owner >= 0), np.flatnonzero(owner < 0)

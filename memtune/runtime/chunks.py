@@ -15,10 +15,22 @@ from memtune.runtime.tiers import HOST, mark
 
 
 class Piece(NamedTuple):
-    """Memory of the device that is given back and taken anew, and the host's copy of what belongs there."""
+    """Memory of the device, and the host's copy of what belongs there."""
 
     there: Tensor
     host: Tensor
+    in_frame: bool = False
+    """The memory stays, others come to it in turn; else it is given back and taken anew."""
+
+    def take(self) -> None:
+        """Have the memory."""
+        if not self.in_frame:
+            self.there.untyped_storage().resize_(self.host.nbytes)
+
+    def give_back(self) -> None:
+        """What is there is not needed any more."""
+        if not self.in_frame:
+            self.there.untyped_storage().resize_(0)
 
 
 def in_chunks(
@@ -38,22 +50,22 @@ def in_chunks(
         members = [(p, at) for p, of, at in zip(parameters, chunks.chunk, chunks.offset, strict=True) if of == chunk]
         there = members[0][0].detach().new_zeros(chunks.chunk_bytes, dtype=torch.uint8)
         for parameter, at in members:
-            place = _place(there, parameter, at)
+            place = place_in(there, parameter, at)
             place.copy_(parameter.detach())
             parameter.data = place
         host = to_host_now(there)
         mark(host, HOST)
         for parameter, at in members:
-            hosts[parameter] = _place(host, parameter, at)
+            hosts[parameter] = place_in(host, parameter, at)
             if parameter in context.represented:
                 context.represented[parameter].data = hosts[parameter]
         pieces.append(Piece(there, host))
     return pieces
 
 
-def _place(chunk: Tensor, like: Tensor, at: int) -> Tensor:
-    """The part of `chunk` from byte `at` on that holds `like`."""
-    return chunk[at : at + like.nbytes].view(like.dtype).as_strided(like.size(), like.stride(), at // like.element_size())
+def place_in(memory: Tensor, like: Tensor, at: int) -> Tensor:
+    """The part of `memory` from byte `at` of its storage on that holds `like`."""
+    return memory[at : at + like.nbytes].view(like.dtype).as_strided(like.size(), like.stride(), at // like.element_size())
 
 
 def _apart(parameters: Sequence[nn.Parameter]) -> None:

@@ -14,7 +14,7 @@ backward; and a step may leave its update to the next one (`late_after`), whose 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from types import MethodType
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.early_updates import ONE_BY_ONE
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
@@ -43,14 +44,23 @@ class HostOptimizer:
         update: `own`: the optimizer's own step. `native`: `host_update` in its place. `master`: the same, with float32 masters.
         moments: How a native update stores moments.
         late_after: Steps after which each update runs beside the next step's computation; None: never.
+        stays: Parameters that the optimizer itself goes on updating on the device, before the others.
 
     Raises:
         ApplyError: The optimizer or a parameter's type is none that the native update knows.
     """
 
     def __init__(
-        self, context: Context, update: Update = "own", moments: Moments = "float32", late_after: int | None = None
+        self,
+        context: Context,
+        update: Update = "own",
+        moments: Moments = "float32",
+        late_after: int | None = None,
+        stays: Collection[nn.Parameter] = (),
     ) -> None:
+        if stays:
+            _refuse_parts(context.optimizer)
+        self._stays = set(stays)
         self._native = None if update == "own" else NativeUpdate(context.optimizer, moments)
         self._master = update == "master"
         self._optimizer = context.optimizer
@@ -58,7 +68,7 @@ class HostOptimizer:
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (on the device, on the host)
         self._gradients: dict[nn.Parameter, Tensor] = {}  # on the host, from when their copies start to the end of the step
         for group in self._optimizer.param_groups:
-            group["params"] = [self._host_copy(parameter) for parameter in group["params"]]
+            group["params"] = [p if p in self._stays else self._host_copy(p) for p in group["params"]]
         self._comes_and_goes: set[nn.Parameter] = set()
         self._updated: set[nn.Parameter] = set()  # on the host, before `step`
         self._under_way: list[Future[None]] = []
@@ -76,10 +86,13 @@ class HostOptimizer:
         hooks: Any = self._optimizer._optimizer_step_post_hooks
         hooks.move_to_end(up.id, last=False)  # before those that hand the new weights on to other ranks
         if late_after is not None:
-            context.model.register_state_dict_pre_hook(lambda *_: self._settle())
-            context.model.register_load_state_dict_pre_hook(lambda *_: self._settle())
-            self._optimizer.register_state_dict_pre_hook(lambda _: self._settle())
-            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle())
+            self._settle_before_checkpoints(context)
+
+    def _settle_before_checkpoints(self, context: Context) -> None:
+        context.model.register_state_dict_pre_hook(lambda *_: self._settle())
+        context.model.register_load_state_dict_pre_hook(lambda *_: self._settle())
+        self._optimizer.register_state_dict_pre_hook(lambda _: self._settle())
+        self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle())
 
     def _closing(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -90,25 +103,27 @@ class HostOptimizer:
         return closing
 
     def _native_step(self) -> Callable[..., Any]:
-        native = self._native
-        assert native is not None
-
         @torch.no_grad()
         def step(optimizer: Optimizer, closure: None = None) -> None:
             if closure is not None:
                 raise ApplyError("The native update takes no closure.", fix="set  update: own  for offload.states", code="MT318")
-            if self._late_after is not None and self._steps >= self._late_after:
-                self.start_late()
-                self._join()
-                self._late, self._gradients = self._gradients, self._late or {}
-                self._late_began = False
-                native.make_state(optimizer, self._late.get)
-            else:
-                self._join()
-                native.step(optimizer, lambda host: None if host in self._updated else self._gradients.get(host))
-            self._steps += 1
+            self._update_all(optimizer)
 
         return MethodType(Optimizer.profile_hook_step(step), self._optimizer)
+
+    def _update_all(self, optimizer: Optimizer) -> None:
+        native = self._native
+        assert native is not None
+        if self._late_after is not None and self._steps >= self._late_after:
+            self.start_late()
+            self._join()
+            self._late, self._gradients = self._gradients, self._late or {}
+            self._late_began = False
+            native.make_state(optimizer, self._late.get)
+        else:
+            self._join()
+            native.step(optimizer, lambda host: None if host in self._updated else self._gradients.get(host))
+        self._steps += 1
 
     def _host_copy(self, parameter: nn.Parameter) -> nn.Parameter:
         host = to_host_now(local(parameter))
@@ -142,7 +157,20 @@ class HostOptimizer:
             self._source = parameter
         if on_the_way is not None:
             self._arrived(on_the_way)
+        if self._stays:
+            self._update_on_device()
         self._host.enter_context(tier(HOST))
+
+    def _update_on_device(self) -> None:
+        """The optimizer's own step over what stays; the others have no gradient meanwhile."""
+        waiting = [(host, host.grad) for _, host in self._pairs]
+        for host, _ in waiting:
+            host.grad = None
+        type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]  # without hooks
+        for host, gradient in waiting:
+            host.grad = gradient
+        for parameter in self._stays:
+            parameter.grad = None
 
     def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
         """Somebody else brings these up when they are used, and their gradients down."""
@@ -201,13 +229,17 @@ class HostOptimizer:
 
     def _weights_up(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._host.close()
-        late = self._late is not None
-        self._up(self._gradients, {host for _, host in self._pairs if not late or host in self._gradients})
+        self._up(self._gradients, self._updated_now())
         self._gradients = {}
         self._updated.clear()
         for value in self._state():  # made inside `tier(HOST)`; where no native ledger noticed (fake tensors), say so
             if value.device.type == "cpu" and tier_of(value) != HOST:
                 mark(value, HOST)
+
+    def _updated_now(self) -> set[nn.Parameter]:
+        """Host copies whose weights are new."""
+        late = self._late is not None
+        return {host for _, host in self._pairs if not late or host in self._gradients}
 
     @torch.no_grad()
     def _up(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter]) -> None:
@@ -230,11 +262,14 @@ class HostOptimizer:
             for parameter, host in self._pairs:
                 if parameter not in self._comes_and_goes:  # what does has been copied, and is not there any more
                     host.copy_(to_host_now(local(parameter)))
-        for state in self._optimizer.state.values():
+        for state in self._states():
             state.update({name: state_to_host(value) for name, value in state.items()})
 
+    def _states(self) -> list[dict[str, Any]]:
+        return [state for parameter, state in self._optimizer.state.items() if parameter not in self._stays]
+
     def _state(self) -> list[Tensor]:
-        return [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        return [v for state in self._states() for v in state.values() if isinstance(v, Tensor)]
 
     def check(self) -> dict[str, Any]:
         """Bytes of weights and state on the host.
@@ -250,6 +285,16 @@ class HostOptimizer:
             "parameters": len(self._pairs),
             "host_bytes": sum(host.nbytes for _, host in self._pairs) + sum(v.nbytes for v in values),
         }
+
+
+def _refuse_parts(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in ONE_BY_ONE:
+        raise ApplyError(
+            f"{kind.__name__} cannot update some parameters on the device and others on the host.",
+            evidence=f"It is none that is known to update parameters one by one, as {', '.join(sorted(ONE_BY_ONE))} are.",
+            fix="set  device_cache: false  for offload.states", code="MT318",
+        )  # fmt: skip
 
 
 def before_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> None:

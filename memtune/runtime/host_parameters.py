@@ -5,7 +5,7 @@ Memory is given back and taken anew in place, see Rule 3 of `runtime.store`. A u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.chunks import Chunks
 from memtune.errors import ApplyError
+from memtune.pages import Pages
 from memtune.runtime import transfer
 from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
@@ -57,7 +58,7 @@ class HostParameters:
         self,
         context: Context,
         optimizer: HostCopies,
-        chunks: Chunks | None = None,
+        chunks: Chunks | Pages | None = None,
         *,
         only: Container[int] | None = None,
         landing: bool = True,
@@ -75,16 +76,22 @@ class HostParameters:
         self._trained = {p: context.represented[p] for p in mine if p in context.represented}
         goes = [block if only is None or index in only else [] for index, block in enumerate(self._blocks)]
         optimizer.leave_down(parameter for block in goes for parameter in block)
+        self.blocks_on_host = sum(map(bool, goes))
         if chunks is None:
             self._units = [[Piece(parameter, self._hosts[parameter]) for parameter in block] for block in goes]
+            self._of_block: Sequence[Sequence[int]] = [(index,) for index in range(len(self._blocks))]
         else:
-            self._units = [[piece] for piece in in_chunks(context, mine, self._hosts, chunks)]
-        self._of_block = [(index,) for index in range(len(self._blocks))] if chunks is None else chunks.of_block
+            self._units, self._of_block = self._put_into(context, mine, chunks), chunks.of_block
         self._there: set[int] = set(range(len(self._units)))
         self._on_the_way: tuple[nn.Parameter, Tensor, Tensor] | None = None
         self._versions: dict[nn.Parameter, int] = {}
         self.loaded_bytes = 0
         context.undo.callback(self._bring_all)
+
+    def _put_into(self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages) -> list[list[Piece]]:
+        """Move the parameters `mine` to where they lie together; returns the units."""
+        assert isinstance(chunks, Chunks)
+        return [[piece] for piece in in_chunks(context, mine, self._hosts, chunks)]
 
     def _watch_block(self, context: Context, index: int) -> None:
         """Gradients of the block land here, and checkpoints find its weights."""
@@ -97,7 +104,10 @@ class HostParameters:
         block.register_load_state_dict_post_hook(lambda module, _: self._loaded(index))
 
     def _fetch_block(self, block: int) -> None:
-        for index in self._of_block[block]:
+        self._fetch_units(self._of_block[block])
+
+    def _fetch_units(self, units: Iterable[int]) -> None:
+        for index in units:
             self._fetch(index)
 
     def _fetch_whole(self, block: int) -> None:
@@ -109,22 +119,25 @@ class HostParameters:
         if index in self._there:
             return
         self._there.add(index)
-        for there, host in self._units[index]:
-            there.untyped_storage().resize_(host.nbytes)
-            with _unsafe_preserve_version_counter(there):  # Rule 3
-                self._copy(there.detach(), host)
-            self.loaded_bytes += host.nbytes
+        self._bring_pieces(self._units[index])
+
+    def _bring_pieces(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            piece.take()
+            with _unsafe_preserve_version_counter(piece.there):  # Rule 3
+                self._copy(piece.there.detach(), piece.host)
+            self.loaded_bytes += piece.host.nbytes
 
     def _release(self, units: Any) -> None:
         for index in list(units):
             if index in self._there:
                 self._there.discard(index)
-                for there, _ in self._units[index]:
-                    there.untyped_storage().resize_(0)
+                for piece in self._units[index]:
+                    piece.give_back()
 
     def _bring_all(self) -> None:
         for index, pieces in enumerate(self._units):
-            if any(there.untyped_storage().nbytes() == 0 for there, _ in pieces):
+            if any(piece.there.untyped_storage().nbytes() == 0 for piece in pieces):
                 self._there.discard(index)
             self._fetch(index)
 
@@ -156,7 +169,7 @@ class HostParameters:
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """All are let go before the weights change, and gradients must be those that backward left."""
-        self._release(range(len(self._units)))
+        self._release(list(self._there))
         changed = [p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version]
         self._versions = {}
         if changed:
@@ -181,7 +194,7 @@ class HostParameters:
 
     def _left_bytes(self) -> int:
         """Bytes of the blocks' parameters that are on the device."""
-        return sum(there.untyped_storage().nbytes() for unit in self._units for there, _ in unit)
+        return sum(piece.there.untyped_storage().nbytes() for unit in self._units for piece in unit)
 
 
 def _refuse_schedules(model: nn.Module) -> None:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtune.chunks import Chunks
 from memtune.errors import ApplyError
+from memtune.pages import Pages
 from memtune.residency import Residency
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
@@ -61,7 +62,7 @@ class ParameterStore(HostParameters):
         residency: Residency,
         optimizer: HostCopies,
         *,
-        chunks: Chunks | None = None,
+        chunks: Chunks | Pages | None = None,
         early: bool = True,
         only: Container[int] | None = None,
         landing: bool = True,
@@ -78,7 +79,7 @@ class ParameterStore(HostParameters):
         if early:
             context.sync = self.sync
         before_step(context.optimizer, self._step_begins)
-        self._release(range(len(self._units)))
+        self._release(list(self._there))
 
     def _watch(self, context: Context, index: int) -> None:
         block = self._modules[index]
@@ -130,9 +131,8 @@ class ParameterStore(HostParameters):
         transfer.caught_up(self._device)
         if moment < self._end:
             self._fetch_block(moment if moment < blocks else self._end - 1 - moment)  # the first that comes in, or Rule 6
-        for index in self._residency.loads[moment]:
-            with transfer.ahead(self._device):
-                self._fetch(index)
+        with transfer.ahead(self._device):
+            self._fetch_units(self._residency.loads[moment])
         if self._is_last and blocks <= before < self._end:
             self._optimizer.update(self._blocks[self._end - 1 - before])
 
@@ -148,4 +148,4 @@ class ParameterStore(HostParameters):
         if left and self._moment == self._end:
             raise ApplyError(f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309")
         facts = self._optimizer.check()
-        return facts | {"blocks_on_host": sum(map(bool, self._units)), "loaded_bytes": self.loaded_bytes}
+        return facts | {"blocks_on_host": self.blocks_on_host, "loaded_bytes": self.loaded_bytes}

@@ -67,24 +67,34 @@ def planned(n_bytes: Units, block: Units, plan: Plan) -> ChunkPlan:
     return ChunkPlan(chunks, tuple(int(n) for n in plan.decisions["slots"]))
 
 
+def sizes_of(context: Context) -> tuple[Units, Units]:
+    """`sizes_in_blocks` of the live model."""
+    found = [
+        (aligned(p.nbytes), i) for i, name in enumerate(context.blocks) for p in context.model.get_submodule(name).parameters()
+    ]
+    return tuple(size for size, _ in found), tuple(block for _, block in found)
+
+
+def no_plan(context: Context, kind: str, plan: Plan) -> ApplyError:
+    """What to raise where `plan` is none for the live model."""
+    return ApplyError(
+        f"{kind} has no plan for this model's {len(context.blocks)} blocks.",
+        evidence=f"The plan says {plan.decisions}." if plan.decisions else "The config holds no plan.",
+        fix="memtune search or memtune plan writes one", code="MT364",
+    )  # fmt: skip
+
+
 def apply_chunks(context: Context, kind: str, plan: Plan, rule: Rule, ahead: int = 0) -> None:
     """Move the optimizer to the host, then the blocks' parameters into chunks.
 
     Raises:
         ApplyError: The plan is none for this model.
     """
-    sizes = [
-        (aligned(p.nbytes), i) for i, name in enumerate(context.blocks) for p in context.model.get_submodule(name).parameters()
-    ]
     try:
-        how = planned(tuple(size for size, _ in sizes), tuple(block for _, block in sizes), plan)
+        how = planned(*sizes_of(context), plan)
         residency = cached(how.chunks.uses(ahead), how.slots, rule)
     except (KeyError, TypeError, ValueError) as wrong:
-        raise ApplyError(
-            f"{kind} has no plan for this model's {len(context.blocks)} blocks.",
-            evidence=f"The plan says {plan.decisions}." if plan.decisions else "The config holds no plan.",
-            fix="memtune search or memtune plan writes one", code="MT364",
-        ) from wrong  # fmt: skip
+        raise no_plan(context, kind, plan) from wrong
     store = ParameterStore(context, residency, HostOptimizer(context, "own"), chunks=how.chunks, early=False)
     context.checks["offload.states"] = functools.partial(_check, store, how.chunks)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from memtune.hardware import Hardware
+from memtune.op_costs import op_costs
 from memtune.passes.host_optimizer import Native, optimizer_on_host
-from memtune.passes.stream import not_in_layers, stream_parameters
-from memtune.program import Kind, Program
+from memtune.passes.stream import moment_of_ops, not_in_layers, stream_parameters
+from memtune.program import F64, Kind, Program, Resource, Step
 from memtune.residency import Residency
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
@@ -40,6 +44,14 @@ def cannot_run(program: Program, target: Target, *, natively: bool = True, alone
 def takes_a_schedule(target: Target) -> bool:
     """Whether another axis runs the model's ops by a schedule of its own."""
     return any(each.eager_only.startswith(_SCHEDULED) or ("by_schedule", True) in each.knobs() for each in target.chosen.values())
+
+
+def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
+    """(2 · blocks,) seconds of compute in each moment."""
+    moment = moment_of_ops(step)
+    mine = (moment >= 0) & (step.op_resource == Resource.COMPUTE)
+    found: F64 = np.bincount(moment[mine], op_costs(step, hardware).op_s[mine], 2 * len(step.blocks)).astype(np.float64)
+    return found
 
 
 def in_layers(program: Program, residency: Residency) -> Program:

@@ -10,13 +10,12 @@ from pydantic import Field
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
-from memtune.op_costs import op_costs
 from memtune.parameters import columns_of
-from memtune.passes.stream import moment_of_ops, not_in_layers
-from memtune.program import Program, Resource, Step
+from memtune.passes.stream import not_in_layers
+from memtune.program import Program, Step
 from memtune.residency import smallest_window, window
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, apply_layers, cannot_run, in_layers
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, apply_layers, cannot_run, compute_s_of_moments, in_layers
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -89,7 +88,7 @@ def _solved(program: Program, hardware: Hardware, budget_bytes: int | None) -> i
     step = program.step
     if not_in_layers(step):
         return 1
-    slots = smallest_window(*_times(step, hardware))
+    slots = smallest_window(compute_s_of_moments(step, hardware).tolist(), _load_s(step, hardware))
     while budget_bytes is not None and slots > 1:
         if in_layers(program, window(len(step.blocks), slots)).step.peak_bytes() <= budget_bytes:
             break
@@ -97,12 +96,9 @@ def _solved(program: Program, hardware: Hardware, budget_bytes: int | None) -> i
     return slots
 
 
-def _times(step: Step, hardware: Hardware) -> tuple[list[float], list[float]]:
-    """Seconds of compute in each moment, and seconds that each block's weights take to come in."""
-    columns, n_blocks = columns_of(step.parameters), len(step.blocks)
-    moment, seconds = moment_of_ops(step), op_costs(step, hardware).op_s
-    mine = (moment >= 0) & (step.op_resource == Resource.COMPUTE)
-    compute_s = np.bincount(moment[mine], seconds[mine], 2 * n_blocks)
+def _load_s(step: Step, hardware: Hardware) -> list[float]:
+    """Seconds that each block's weights take to come in."""
+    columns = columns_of(step.parameters)
     inside = columns.block >= 0
-    n_bytes = np.bincount(columns.block[inside], (columns.numel * columns.itemsize)[inside], n_blocks)
-    return compute_s.tolist(), (n_bytes / hardware.host_to_device_bytes_per_s).tolist()
+    n_bytes = np.bincount(columns.block[inside], (columns.numel * columns.itemsize)[inside], len(step.blocks))
+    return (n_bytes / hardware.host_to_device_bytes_per_s).tolist()  # type: ignore[no-any-return]

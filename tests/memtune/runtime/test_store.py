@@ -21,6 +21,7 @@ from memtune.errors import ApplyError
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.tiers import HOST, tier
+from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
 from memtune.search_spaces.offload.states.stronghold import Stronghold
@@ -31,6 +32,7 @@ from memtune.workload import Workload
 
 ONE, TWO = L2L(kind="l2l"), Stronghold(kind="stronghold", window=2)
 CHUNKS = PatrickStar(kind="patrickstar", chunk_bytes=70_000)
+PAGES = AngelPtm(kind="angel_ptm", page_mib=0.02)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -57,6 +59,8 @@ def steps(workload: Workload, tuned: Any, ledger: Ledger, micro_batches: int, co
         pytest.param(ONE, 1, None, marks=pytest.mark.slow),
         pytest.param(TWO, 2, None, marks=pytest.mark.slow),
         (CHUNKS, 2, 2_050_000),
+        (PAGES, 2, 2_050_000),
+        pytest.param(PAGES, 2, 3_000_000, marks=pytest.mark.slow, id="some stay on the device"),
     ],
 )
 def test_peaks_are_the_predicted_ones_and_nothing_is_left(

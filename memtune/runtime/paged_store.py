@@ -1,0 +1,80 @@
+"""Blocks' parameters that come and go in pages, to frames of the device that stay (Angel-PTM)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memtune.chunks import Chunks
+from memtune.pages import Pages
+from memtune.residency import Residency
+from memtune.runtime.chunks import Piece
+from memtune.runtime.context import Context
+from memtune.runtime.host_parameters import HostCopies
+from memtune.runtime.pages import InFrames, in_frames
+from memtune.runtime.store import ParameterStore
+
+
+class PagedStore(ParameterStore):
+    """Makes the blocks' parameters of `context` come and go, page by page; the frames' memory is never given back.
+
+    Args:
+        context: Its model; hooks are put on its blocks and their parameters.
+        residency: Which page is there when.
+        optimizer: Holds the host copies, and updates them at its step.
+        pages: Where the parameters lie.
+        stays: Parameters of blocks that neither come nor go.
+
+    Raises:
+        ApplyError: As `ParameterStore` does.
+    """
+
+    def __init__(
+        self, context: Context, residency: Residency, optimizer: HostCopies, pages: Pages, stays: Collection[nn.Parameter] = ()
+    ) -> None:
+        self._in_frame: dict[int, int] = {}  # the page that came last to each frame
+        modules = [context.model.get_submodule(name) for name in context.blocks]
+        members = [[each for each in module.parameters() if each not in stays] for module in modules]
+        super().__init__(context, residency, optimizer, chunks=pages, early=False, members=members)
+
+    def _put_into(self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages) -> list[list[Piece]]:
+        assert isinstance(chunks, Pages)
+        self._take(in_frames(context, mine, self._hosts, chunks))
+        return []  # none is there, and none is anything by itself
+
+    def _take(self, found: InFrames) -> None:
+        self._in_frames, self._hosts = found, found.hosts
+
+    def double(self) -> dict[nn.Parameter, Tensor]:
+        """Second host memory for the pages, which `swap` changes over: each trained parameter's place there, by its host copy."""
+        self._spare = self._in_frames.twin()
+        return {held: self._spare.hosts[parameter] for parameter, held in self._trained.items()}
+
+    def swap(self) -> None:
+        """From now on pages come from the other memory."""
+        self._there.clear()
+        spare, self._spare = self._spare, self._in_frames
+        self._take(spare)
+
+    @torch.no_grad()
+    def _fetch_units(self, units: Iterable[int]) -> None:
+        missing = [unit for unit in units if unit not in self._there]
+        for page in missing:
+            frame = self._in_frames.pages.frame[page]
+            self._there.discard(self._in_frame.get(frame, page))
+            self._in_frame[frame] = page
+        self._bring_pieces(self._in_frames.pieces(missing))
+        self._there.update(missing)
+
+    def _release(self, units: Any) -> None:
+        self._there.difference_update(list(units))
+
+    def _bring_all(self) -> None:
+        """Nothing: frames are not enough for all pages, and `in_frames` takes back what it did."""
+
+    def _left_bytes(self) -> int:
+        frames = self._in_frames.frames.untyped_storage()._cdata
+        return sum(p.nbytes for p in self._hosts if p.untyped_storage()._cdata != frames)

@@ -1,0 +1,132 @@
+"""How the blocks' parameters are kept in pages (`runtime.pages`): what is planned, rewritten and applied."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from memtune.hardware import Hardware
+from memtune.pages import Pages, paged, timeline
+from memtune.parameters import columns_of
+from memtune.passes.host_optimizer import optimizer_on_host
+from memtune.passes.pieces import in_blocks
+from memtune.passes.stays import cannot_part, updated_first
+from memtune.passes.stream import sizes_in_blocks, stream_parameters
+from memtune.planners.pages import PagePlan, count_pages, in_frames, schedule
+from memtune.program import Kind, Program
+from memtune.residency import Units
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.lock_free import LockFreeOptimizer
+from memtune.runtime.paged_store import PagedStore
+from memtune.search_spaces.offload.states._chunks import beside, no_plan, sizes_of
+from memtune.search_spaces.offload.states._layers import compute_s_of_moments
+from memtune.technique import Plan
+
+
+@functools.lru_cache(maxsize=8)
+def in_pages(program: Program, how: PagePlan) -> Program:
+    """The program with its blocks' parameters in pages that come and go, and its optimizer on the host but for what is cached."""
+    step, ops = program.step, 0
+    block = columns_of(step.parameters).block
+    if how.cached:
+        stays = np.zeros(len(block), bool)
+        stays[in_blocks(step)[: how.cached]] = True
+        step, ops = updated_first(step, stays)
+    step = optimizer_on_host(stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False), stay=ops)
+    return program.with_step(replace(step, parameters=replace(columns_of(step.parameters), block=block)))
+
+
+@functools.lru_cache(maxsize=64)
+def solved(
+    program: Program, hardware: Hardware, budget_bytes: int | None, page_bytes: int, *, scheduled: bool, cache: bool
+) -> PagePlan:
+    """Frames in the room that the budget leaves, what is cached in the rest of it, and which page comes in when."""
+    sizes = sizes_in_blocks(program.step)
+    room = None if budget_bytes is None else max(budget_bytes - max(beside(program)), 0)
+    load_s = page_bytes / hardware.host_to_device_bytes_per_s
+
+    def of(pages: Pages, cached: int = 0) -> PagePlan:
+        if not scheduled:
+            return PagePlan(pages, (0,) * len(pages.uses()), cached)
+        return PagePlan(pages, schedule(pages, compute_s_of_moments(program.step, hardware).tolist(), load_s), cached)
+
+    found = of(in_frames(*sizes, page_bytes, room))
+    if not cache or budget_bytes is None or found.pages.frames < count_pages(*sizes, page_bytes) or cannot_part(program.step):
+        return found
+    cached = _most_cached(program, budget_bytes - in_pages(program, found).step.peak_bytes())
+    while cached > 0:
+        n_bytes, block = sizes[0][cached:], sizes[1][cached:]
+        more = of(paged(n_bytes, block, page_bytes, count_pages(n_bytes, block, page_bytes)), cached)
+        if in_pages(program, more).step.peak_bytes() <= budget_bytes:
+            return more
+        cached //= 2
+    return found
+
+
+def _most_cached(program: Program, spare_bytes: int) -> int:
+    """How many of the blocks' parameters have gradient and optimizer state of `spare_bytes` together, those that are used first.
+
+    Their gradients land last, when most activations are gone, and their pages are those that are waited for.
+    """
+    step, columns = program.step, columns_of(program.step.parameters)
+    state = (step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner >= 0)
+    n_bytes = np.bincount(step.owner[state], step.bytes[state], len(columns.block))
+    n_bytes += np.where(columns.gradient >= 0, step.bytes[columns.gradient], 0)
+    taken = np.cumsum(n_bytes[in_blocks(step)])
+    return min(int(np.searchsorted(taken, spare_bytes, side="right")), len(taken) - 1)
+
+
+def plan_of(found: PagePlan) -> Plan:
+    """As plain data."""
+    cached = {"cached": found.cached} if found.cached else {}
+    pages = found.pages
+    return Plan(decisions={"page_bytes": pages.page_bytes, "frames": pages.frames, "ahead": list(found.ahead), **cached})
+
+
+def planned(sizes: tuple[Units, Units], plan: Plan) -> PagePlan:
+    """What `plan_of` wrote down, for parameters of these sizes.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is damaged, or for other parameters.
+    """
+    found = plan.decisions
+    cached = int(found.get("cached", 0))
+    if not 0 <= cached < len(sizes[0]):
+        raise ValueError(f"{cached} of {len(sizes[0])} parameters stay")
+    pages = paged(sizes[0][cached:], sizes[1][cached:], int(found["page_bytes"]), int(found["frames"]))
+    return PagePlan(pages, tuple(int(each) for each in found["ahead"]), cached)
+
+
+def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | None) -> None:
+    """Move the optimizer to the host, then the blocks' parameters into pages.
+
+    Args:
+        context: Its model and optimizer.
+        kind: Of the technique, for messages.
+        plan: As `plan_of` wrote it.
+        max_staleness: Of lock-free updates; None: at the end of the step, by the user's own optimizer.
+
+    Raises:
+        ApplyError: The plan is none for this model.
+    """
+    try:
+        how = planned(sizes_of(context), plan)
+        residency = timeline(how.pages, how.ahead)
+    except (KeyError, TypeError, ValueError) as wrong:
+        raise no_plan(context, kind, plan) from wrong
+    stays = [p for name in context.blocks for p in context.model.get_submodule(name).parameters()][: how.cached]
+    optimizer = HostOptimizer(context, stays=stays) if max_staleness is None else LockFreeOptimizer(context, max_staleness)
+    store = PagedStore(context, residency, optimizer, how.pages, set(stays))
+    if isinstance(optimizer, LockFreeOptimizer):
+        optimizer.publish_to(store)
+    context.checks["offload.states"] = functools.partial(_check, store, how)
+
+
+def _check(store: PagedStore, how: PagePlan) -> dict[str, Any]:
+    pages = how.pages
+    facts = {"pages": pages.count, "page_bytes": pages.page_bytes, "frames": pages.frames, "cached": how.cached}
+    return store.check() | facts

@@ -1,0 +1,104 @@
+"""Pages of weights that come and go by one schedule of computations and moves (Angel-PTM, Nie et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.chunks import ALIGNMENT
+from memtune.passes.lock_free import swept_beside_the_next_step
+from memtune.passes.stream import sizes_in_blocks
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run
+from memtune.search_spaces.offload.states._pages import apply_pages, in_pages, plan_of, planned, solved
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.units import MIB, format_bytes
+
+
+class AngelPtm(Technique):
+    """Trades pages of weights up the link, beside computation, for the bytes of all blocks' weights but those in frames.
+
+    The blocks' parameters lie in pages of one size on the host, each a list of spans, two parameters on a page at most. The
+    device holds frames for as many pages as the budget leaves beside the fullest moment of the step; a page goes only when
+    another one takes its frame, so a block's weights may be there in part. One schedule places computations and moves before
+    training: pages are taken in the order of need, and each comes in beside the earliest computation that has a free frame and
+    hides it. Gradients leave as they land, so clipping by norm is refused; the user's own optimizer works on the host's pages
+    after backward: the bits of a host optimizer with weights in place. What is in no block, as embeddings, stays on the device,
+    and so do, with their optimizer state, as many parameters as the budget holds beside frames for all pages. With `lock_free` a
+    thread updates when it can and training never waits for it, which is lossy and off by default. Not in it: optimizer pages on
+    SSD, activations in pages, gathers (one rank only), frames whose number changes within a step.
+
+    Distinguishing test: no page holds three parameters and less than a page per parameter is wasted, frames hold some pages of
+    a parameter and not the others; no other placement of moves takes less time (brute force) and just in time takes more; of
+    what is cached nothing crosses the link; and lock-free weights are those of Adam on the gradients in the order of delivery.
+    """
+
+    kind: Literal["angel_ptm"] = "angel_ptm"
+    slot: ClassVar[str] = "offload.states"
+    title: ClassVar[str] = "Pages of weights on one schedule with computation"
+    source: ClassVar[str] = (
+        "Nie et al. 2023, Angel-PTM: A Scalable and Economical Large-scale Pre-training System in Tencent, VLDB 16(12), "
+        "arXiv:2303.02868, sections 4 and 5"
+    )
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+    eager_only: ClassVar[str] = EAGER_ONLY
+
+    page_mib: Annotated[float, Field(ge=0.001, le=64)] = 4.0
+    """Size of a page. A smaller one wastes less and fills gaps between computations better, a larger one makes better use of the
+    link; useful are 1 to 64."""
+    moves: Literal["scheduled", "just_in_time"] = "scheduled"
+    """`just_in_time` brings each page in when the block that uses it is called, and waits."""
+
+    device_cache: bool = True
+    """What the budget leaves when all pages have a frame holds optimizer state of the parameters that are used first, which are
+    updated on the device, by the user's own optimizer; not under `lock_free`."""
+    lock_free: bool = False
+    """The host updates when it can, from the sum of the gradients that have been delivered until then, and training goes on with
+    the newest weights that are ready."""
+    max_staleness: Annotated[int, Field(ge=1, le=64)] = 4
+    """Steps that weights may lack under `lock_free`, before training waits; the paper has no bound."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs blocks that run one after the other and share nothing, on one rank; for lock-free updates, in float32."""
+        return cannot_run(program, target, natively=self.lock_free)
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """How many frames there are, what is cached, and how many pages come in beside each moment's computation."""
+        scheduled, cache = self.moves == "scheduled", self.device_cache and not self.lock_free
+        return plan_of(solved(program, target.hardware, target.budget_bytes, self._page_bytes, scheduled=scheduled, cache=cache))
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Pages that come and go, the optimizer on the host."""
+        found = in_pages(program, planned(sizes_in_blocks(program.step), plan))
+        return found.with_step(swept_beside_the_next_step(found.step)) if self.lock_free else found
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Blocks' weights into pages on the host and frames on the device, hooks that bring them in."""
+        apply_pages(context, self.kind, plan, self.max_staleness if self.lock_free else None)
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """How many frames of which size."""
+        match plan.decisions:
+            case {"page_bytes": int(page_bytes), "frames": int(frames)}:
+                cached = plan.decisions.get("cached", 0)
+                stay = (f"{cached} parameters stay there with their optimizer state",) if cached else ()
+                return (f"{frames} frames of {format_bytes(page_bytes)} on the device", *stay)
+        return ()
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Tier of parameters and optimizer, what moves, and when."""
+        cache = self.device_cache and not self.lock_free
+        how: dict[str, Any] = {"unit": "page", "page_bytes": self._page_bytes, "moves": self.moves, "cache": cache}
+        how |= {"max_staleness": self.max_staleness} if self.lock_free else {}
+        trigger = "lock_free" if self.lock_free else "end_of_step"
+        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": trigger, **how}}
+
+    def exactly(self) -> Exactness:
+        """Lossy where weights may be some steps old."""
+        return Exactness.LOSSY if self.lock_free else Exactness.REORDERED
+
+    @property
+    def _page_bytes(self) -> int:
+        return max(int(self.page_mib * MIB) // ALIGNMENT, 1) * ALIGNMENT
