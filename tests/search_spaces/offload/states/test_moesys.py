@@ -70,6 +70,21 @@ def counted(tuned: Tuned, batches: list[Any]) -> dict[str, int]:
     return {name: found.get(name, 0) for name in LINKS}
 
 
+def own_loop(technique: Moesys | None) -> list[torch.Tensor]:
+    workload, net, optimizer = build(HASHED)
+    if technique is not None:
+        apply(net, optimizer, config_of(HASHED, technique), strict=False)
+    for step in range(4):
+        torch.manual_seed(step)
+        losses = [workload.loss(net, workload.make_batch(2)) for _ in range(2)]
+        for loss in reversed(losses):
+            loss.backward()
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.clone() for value in net.state_dict().values()]
+
+
 class TestMoesys(TechniqueSuite):
     technique = Moesys
     models: ClassVar = {"moe": ZOO["moe"]}
@@ -197,6 +212,18 @@ class TestMoesys(TechniqueSuite):
         got = one_step(workload, net, optimizer, tuned, seed=SEED + 9)
         assert torch.equal(got[0], wanted[0])
         assert all(torch.equal(after[name], value) for name, value in tuned.state_dict()["model"].items())
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("knobs", [{"on_device": 3, "ahead": 0}, {"cache": 1, "ahead": 3}, {"cache": 12, "rule": "belady"},
+                                       {"cache": 2, "rule": "lru", "on_device": 2}])  # fmt: skip
+    def test_no_knob_changes_a_bit(self, knobs: dict[str, Any]) -> None:
+        wanted = without_gradients(train(HASHED, steps=5, micro_batches=3))
+        assert not differences(without_gradients(train(HASHED, FEW.model_copy(update=knobs), steps=5, micro_batches=3)), wanted)
+
+    @pytest.mark.slow
+    def test_a_loop_of_the_users_own_with_two_forwards_at_once_and_a_schedule(self) -> None:
+        """What was missed is made up for with the learning rate of then."""
+        assert all(map(torch.equal, own_loop(FEW), own_loop(None)))
 
     @pytest.mark.slow
     def test_evaluation_between_steps(self) -> None:
