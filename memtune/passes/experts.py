@@ -17,6 +17,7 @@ from memtune.experts import Expert, find_experts, trace
 from memtune.parameters import columns_of
 from memtune.passes.stream import first_ops, stream_parameters
 from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
+from memtune.read_ahead import WRITES
 from memtune.residency import Rule, window
 
 _OPS = (("write_ssd_", Resource.SSD_WRITE), ("from_ssd", Resource.SSD_READ))
@@ -72,8 +73,11 @@ def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How) -> Step:
     edit, mine = Edit(streamed), _parameters(experts)
     state = _on_ssd(edit, streamed, step, mine)
     _not_of_the_optimizer(edit, streamed, step, mine)
-    n_bytes = np.asarray([sum(_piece_bytes(streamed, mine, state)[i] for i in expert.parameters) for expert in experts])
+    pieces = _piece_bytes(streamed, mine, state)
+    n_bytes = np.asarray([sum(pieces[i] for i in expert.parameters) for expert in experts])
     held = min(how.slots, len(experts)) * int(n_bytes.max())
+    if how.slots < len(experts):  # pieces that are being written
+        held += max(int(pieces[list(expert.parameters[-WRITES:])].sum()) for expert in experts)
     nowhere, forever = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32)
     edit.add_storages(np.asarray([held]), producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
     _moves(edit, streamed, experts, how, n_bytes)

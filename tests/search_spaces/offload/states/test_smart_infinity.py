@@ -71,6 +71,20 @@ def clipped(technique: SmartInfinity | OptimizerCpu) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
+def with_gaps(technique: SmartInfinity | OptimizerCpu) -> list[torch.Tensor]:
+    """Weights after five steps in each of which every third parameter has no gradient."""
+    workload, net, optimizer, _ = tuned_with(technique)
+    for step in range(5):
+        torch.manual_seed(step)
+        workload.loss(net, workload.make_batch(2)).backward()
+        for index, parameter in enumerate(net.parameters()):
+            if (index + step) % 3 == 0:
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
 def is_running(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -122,6 +136,11 @@ class TestSmartInfinity(TechniqueSuite):
 
     def test_five_steps_with_accumulation_and_clipping_have_the_bits_of_the_native_update(self) -> None:
         assert all(map(torch.equal, clipped(SMALL), clipped(NATIVE)))
+
+    @pytest.mark.slow
+    def test_parameters_without_a_gradient_are_left_as_they_are(self) -> None:
+        """Whole sub-groups without any are not even read."""
+        assert all(map(torch.equal, with_gaps(SMALL), with_gaps(NATIVE)))
 
     def test_only_gradients_and_weights_pass_between_trainer_and_updaters(self) -> None:
         """The mechanism, by bytes: in a step `zero_infinity` has 24 bytes per parameter of state pass through the trainer's own
