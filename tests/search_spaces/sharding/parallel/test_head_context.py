@@ -39,7 +39,7 @@ from memtune.runtime.head_context import Split
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.parallel.head_context import HeadContext
-from memtune.technique import Target
+from memtune.technique import Plan, Target
 from memtune.testing.training import build
 
 KIND = "head_context"
@@ -96,14 +96,25 @@ def test_settings_that_make_no_groups_are_refused() -> None:
         ({"head_degree": 3}, "head_degree=3 does not divide the 8 ranks"),
         ({"inner_ring": 3}, "inner_ring=3 does not divide a ring of 8 contexts"),
         ({"inner_ring": 8}, "does not divide a ring of 8 contexts into several"),
-        ({"inner_ring": "node"}, "inner_ring=node does not divide"),
         ({"head_degree": 8, "inner_ring": 2}, "a ring of 1 contexts"),
     ):
         assert said in str(HeadContext(**knobs).split(8, 8))
-    on_nodes = [
-        HeadContext(head_degree=2, inner_ring="node", placement=each).split(16, 4) for each in ("head_first", "context_first")
-    ]
-    assert [each.inner for each in on_nodes if isinstance(each, Split)] == [2, 4]
+
+    def inner(placement: str, node: int) -> Any:
+        found = HeadContext.model_validate({"kind": KIND, "head_degree": 2, "inner_ring": "node", "placement": placement})
+        return getattr(found.split(16, node), "inner", None)
+
+    assert [inner("head_first", node) for node in (2, 4, 8, 16)] == [8, 2, 4, 8]
+    assert [inner("context_first", node) for node in (2, 4, 8, 16)] == [2, 4, 8, 8]
+
+
+def test_another_node_size_does_not_make_a_plan_of_another_split() -> None:
+    technique = HeadContext(inner_ring="node")
+    context: Any = type("Eight", (), {"ranks": 8})
+    made = technique.split(8, 4)
+    assert isinstance(made, Split)
+    assert made.inner == 4
+    assert technique._planned(context, Plan(decisions={"split": made.document()})) == made
 
 
 # -- which models may be divided ---------------------------------------------------------------------------------------
