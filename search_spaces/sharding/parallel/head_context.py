@@ -135,7 +135,7 @@ class HeadContext(TakingTurns):
 
     def record(self, target: Target) -> dict[str, Any]:
         """How ranks share a sequence."""
-        return {"parallel.head_context": self._recorded_split(target).document()}
+        return {"parallel.head_context": self._split(target).document()}
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
         """All ranks and sizes of a node, its divisors for heads; placements and inner rings where there are several nodes."""

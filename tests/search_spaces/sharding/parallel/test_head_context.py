@@ -29,18 +29,20 @@ from shared_layers import (
 from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Choice
+from memtune.autotune.cut import CutRecordings
 from memtune.autotune.simulate import simulate
 from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
 from memtune.factors import Contexts, Schedule, by_link
-from memtune.program import Phase, Step
+from memtune.program import Phase, Resource, Step
 from memtune.runtime import nodes, shim
-from memtune.runtime.head_context import Split
+from memtune.runtime.head_context import HEAD_CONTEXT, Split
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.parallel.head_context import HeadContext
-from memtune.technique import Plan, Target
+from memtune.technique import CutRecording, Plan, Target
 from memtune.testing.training import build
+from memtune.workload import Workload
 
 KIND = "head_context"
 CONTEXTS = MODELS / "contexts.py"
@@ -210,6 +212,19 @@ def test_contexts_without_balance_are_recorded_of_the_rank_with_the_most_work() 
         return float(step.op_flops[ops].sum())
 
     assert attention_flops(balance="none") / attention_flops() == pytest.approx(4 / (1 + 3 / 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True])
+def test_each_group_is_recorded_on_its_own_link(first: bool) -> None:
+    workload = Workload.load(UNDRAWN)
+    cut = CutRecordings(workload, rewriter(UNDRAWN).recording, ranks_per_node=2)
+    found = cut(4, HEAD_CONTEXT + Split(2, 2, 2, first, True).name, 4)
+    assert isinstance(found, CutRecording), found
+    step = found.recording.step
+    for name, between in (("all_to_all", first), ("send_next", not first)):
+        links = {int(step.op_resource[op]) for op in range(step.n_ops) if name in step.names[step.op_name[op]]}
+        assert links == {Resource.INTER_LINK if between else Resource.INTRA_LINK}
 
 
 # -- on gloo ranks -----------------------------------------------------------------------------------------------------
