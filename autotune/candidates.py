@@ -266,7 +266,25 @@ class Rewriter:
                 self._memory.use(node)
                 if plan is not NO_PLAN and plan != NO_PLAN:
                     plans[slot] = plan
+        for technique in choice.techniques:
+            if type(technique).finish is not Technique.finish and isinstance(node.result, Program):
+                node = self._memory.use(self._finished(node, technique, plans.get(technique.slot, NO_PLAN), choice))
         return node.result, plans
+
+    def _finished(self, node: Node, technique: Technique, plan: Plan, choice: Choice) -> Node:
+        """The node below `node` in which `technique` has done what comes after all other passes."""
+        known = node.made.setdefault((self._number(technique), "finished"), [])
+        there = next((each.node for each in known if each.plan == plan), None)
+        if there is None:
+            assert isinstance(node.result, Program)
+            result = technique.finish(node.result, plan, self._seen_by(_Watched(choice.chosen), choice))
+            n_rows = 0
+            if isinstance(result, Program):
+                self._check(result)
+                n_rows = sum(each.step.n_ops for each in result.rank_classes)
+            there = self._memory.count(Node(result, n_rows))
+            known.append(Pass({}, there, plan))
+        return there
 
     def _root(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...] = ()) -> Node:
         key = self._number(execution), partitioning
@@ -328,7 +346,10 @@ class Rewriter:
         plan = technique.plan(program, target)
         self.n_passes += 1
         after = technique.rewrite(program, plan, target)
-        if self._validate and after is not program:
-            for each in after.rank_classes:
-                each.step.validate()
+        if after is not program:
+            self._check(after)
         return after, plan
+
+    def _check(self, program: Program) -> None:
+        for each in program.rank_classes if self._validate else ():
+            each.step.validate()

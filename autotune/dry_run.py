@@ -29,6 +29,8 @@ from memtune.workload import Workload
 
 _MICRO_BATCHES = 2
 """Traced at most: every later micro-batch finds what the second one found."""
+_ALL_MICRO_BATCHES = 8
+"""Traced at most where they run in another order than one after the other, so that none finds what the one before it found."""
 _NEEDS_REAL = Reason("the model runs on real tensors only")
 _COMPILED = Reason(
     "under the recorder's dispatch mode Dynamo compiles nothing, so the runtime would run as if it were not compiled; the "
@@ -64,8 +66,7 @@ def dry_run(
     try:
         with fake_ranks(target.ranks):
             session = start_session(workload, rung)
-            count = min(execution.accumulate, _MICRO_BATCHES)
-            trace = traced_under(session, config, execution.micro_batch, micro_batches=count)
+            trace = traced_under(session, config, execution.micro_batch, micro_batches=execution.accumulate)
     except Exception as error:  # of user code, of the runtime or of torch, none of which is made for fake tensors
         return Reason(f"it does not run on fake tensors: {why(error, workload)}")
     if isinstance(trace, Reason):
@@ -124,7 +125,11 @@ def traced_under(session: Session, config: TunedConfig, micro_batch: int, *, mic
         tuned = apply(session.model, session.optimizer, config, strict=False)
     if tuned.model is not session.model:
         return Reason("DistributedDataParallel keeps its buckets out of sight")
-    session = replace(session, sync=tuned._context.sync or session.sync)
+    session = replace(session, sync=tuned._context.sync or session.sync, order=tuned._context.order)
+    if session.order is None:
+        micro_batches = min(micro_batches, _MICRO_BATCHES)
+    elif micro_batches > _ALL_MICRO_BATCHES:
+        return Reason(f"all {micro_batches} micro-batches would run op by op", "the prediction stands without a dry run")
     # The first step makes the optimizer's state; in the second DTensor works out shapes that it has not met.
     for _ in range(2 if dist.is_initialized() else 1):
         session.warm_up(micro_batch)

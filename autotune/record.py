@@ -34,7 +34,7 @@ from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
 from memtune.program import I64, Hints, Kind, Recording, Step, at_micro_batch
 from memtune.runtime.compiled import CompiledModel, Compiling
-from memtune.runtime.loop import SyncContext, accumulate, train_step
+from memtune.runtime.loop import Order, SyncContext, accumulate, train_step
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, mark, tier
 from memtune.runtime.workspace import RealOutputs, WorkspaceTable
@@ -106,6 +106,8 @@ class Session:
     """Where the step is to run: what is recorded for CUDA takes the paths that `translate` can follow."""
     sync: SyncContext = field(default=lambda last: nullcontext())
     """The context in which a micro-batch runs, from whether it is the last; techniques that reduce gradients have one."""
+    order: Order | None = None
+    """In which micro-batches run, where that is not one after the other."""
     fold: OptimizerFold | None = None
     """What pays for the optimizer's step once per sort of parameter; None: every step runs whole."""
     blocks_fold: BlockFold | None = None
@@ -142,9 +144,9 @@ class Session:
         with self.entered():
             batches = [self.batch(size)]
             if self.fold is None:
-                train_step(self.model, self.optimizer, self.workload.loss, batches, CPU, sync=self.sync)
+                train_step(self.model, self.optimizer, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
                 return
-            accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync)
+            accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
             self.fold.first_step()
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -173,7 +175,7 @@ class Session:
             try:
                 with tracer.recording():
                     with calls:
-                        loss = accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync)
+                        loss = accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
                     tracer.note_gradients()
                     seen = fold.gradients()
                     optimizer_mark(tracer)
@@ -195,7 +197,7 @@ class Session:
             calls = CallRecorder(tracer, fuse=self.target == "cuda")
             with tracer.recording():
                 with calls if self.compiled is None else _no_new_graphs():
-                    loss = accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync)
+                    loss = accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
                 tracer.note_gradients()
                 foreach = None
                 if self.target == "cuda":

@@ -262,7 +262,7 @@ def _coarse(program: Program, hardware: Hardware) -> list[_Run]:
     for each, (_, sharing) in zip(program.rank_classes, places(program, hardware), strict=True):
         columns = _columns(each.step, hardware, program.ranks)
         live = _native.live(columns, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
-        runs.append(_Run(each.step, live, _coarse_time(live, program.accumulate, sharing)))
+        runs.append(_Run(each.step, live, _coarse_time(live, program, sharing)))
     return runs
 
 
@@ -276,14 +276,23 @@ def _events(program: Program, hardware: Hardware) -> list[_Run]:
         link_slowdown=hardware.link_slowdown,
         rounding_bytes=hardware.allocation_rounding_bytes,
         small_bytes=_SMALL_BYTES,
+        copies_in_turn=program.copies_in_turn,
     )
     path, by_resource = critical_path(steps, timeline)
     runs = []
     for step, found in zip(steps, timeline.classes, strict=True):
-        at = found.finish_s
+        at = found.finish_s + _waits(program, step, hardware)
         time = _Time(at, at, at, list(found.busy_s), list(found.exposed_s))
         runs.append(_Run(step, found, time, exposed_by_op(step, found.op_exposed_s), path, by_resource))
     return runs
+
+
+def _waits(program: Program, step: Step, hardware: Hardware) -> float:
+    """Seconds that a rank of a pipeline waits for its neighbours in one optimizer step."""
+    if not program.idle:
+        return 0.0
+    body = np.isin(step.op_phase, _REPEATED) & (step.op_resource == Resource.COMPUTE)
+    return program.idle * float(op_costs(step, hardware, ranks=program.ranks).op_s[body].sum())
 
 
 def places(program: Program, hardware: Hardware) -> list[tuple[int, int]]:
@@ -311,14 +320,17 @@ def _communicators(step: Step) -> int:
     return len(set(zip(step.op_group[talk].tolist(), step.op_resource[talk].tolist(), strict=True)))
 
 
-def _coarse_time(live: _native.Live, accumulate: int, sharing: int) -> _Time:
-    """Each section of the step takes as long as its busiest resource, and at most as long as all of them together."""
+def _coarse_time(live: _native.Live, program: Program, sharing: int) -> _Time:
+    """Each section of the step takes as long as its busiest resource, and at most as long as all of them together.
+
+    A pipeline waits besides, while forward and backward would run.
+    """
     compute = Resource.COMPUTE
     total = low = 0.0
     busy, exposed = [0.0] * len(RESOURCES), [0.0] * len(RESOURCES)
     used = {i: row for i, row in enumerate(live.busy_s) if i == compute or any(row)}
     for section in _SECTIONS:
-        times = accumulate if section[0] in _REPEATED else 1
+        times = program.accumulate if section[0] in _REPEATED else 1
         sums = {i: times * sum(row[phase] for phase in section) for i, row in used.items()}
         for copies in {Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST} & sums.keys():
             sums[copies] *= sharing
@@ -327,6 +339,8 @@ def _coarse_time(live: _native.Live, accumulate: int, sharing: int) -> _Time:
         for i, seconds in sums.items():
             busy[i] += seconds
             exposed[i] += seconds if i == compute else max(0.0, seconds - sums[compute])
+        waits = program.idle * sums[compute] if section[0] in _REPEATED else 0.0
+        low, total = low + waits, total + waits
     return _Time(low, low, total, busy, exposed)
 
 

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from memtune.runtime import offload_dir
-from memtune.runtime.disk import Disk, Extent
+from memtune.runtime.disk import Disk
+from memtune.runtime.ssd_file import Extent
 from memtune.units import MIB
 
 FIO_MISSING = "fio is not installed (Debian: apt-get install fio): not compared"

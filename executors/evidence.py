@@ -19,6 +19,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from memtune.runtime.elsewhere import Elsewhere
+
 BUCKETS = 32
 _ROWS = 1 << 16
 """Rows of BUCKETS numbers that are turned into float64 at a time."""
@@ -45,16 +47,23 @@ class GradientRecord(BaseModel):
         return np.frombuffer(base64.b64decode(self.sketch, validate=True), "<f8", BUCKETS)
 
 
-def gradients_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every gradient of `model` with the parameter's name, whole tensors; all ranks call it."""
+def gradients_of(model: nn.Module, elsewhere: Elsewhere | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every gradient of `model` with the parameter's name, whole tensors; all ranks call it.
+
+    Args:
+        model: The trained one.
+        elsewhere: Who holds what this rank does not, under a pipeline.
+    """
     for name, parameter in model.named_parameters():
         if (gradient := parameter.grad) is not None:
+            if elsewhere is not None:
+                gradient = elsewhere.whole(name, gradient)
             yield name.removeprefix("module."), gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def gradient_records(model: nn.Module) -> dict[str, GradientRecord]:
-    """What is kept of every gradient of `model`, by the parameter's name; all ranks call it."""
-    return {name: record_of(gradient) for name, gradient in gradients_of(model)}
+def gradient_records(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[str, GradientRecord]:
+    """What is kept of every gradient of `model`, by the parameter's name; arguments as of `gradients_of`, all ranks call it."""
+    return {name: record_of(gradient) for name, gradient in gradients_of(model, elsewhere)}
 
 
 def sha256_of(gradient: Tensor) -> str:

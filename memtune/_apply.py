@@ -26,7 +26,7 @@ from memtune.runtime.compiled import compile_regions
 from memtune.runtime.context import Context, Snapshot
 from memtune.runtime.export import export
 from memtune.runtime.first_failure import first_failure_is_shown
-from memtune.runtime.loop import LossFunction, train_step
+from memtune.runtime.loop import LossFunction, train_step, update
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.ranks import are_there, require_plain, require_same_config
 from memtune.runtime.state_dict import full_state_dict
@@ -66,8 +66,12 @@ class Tuned:
         context, loss = self._context, self._loss or _models_own_loss
         sync, turns = context.sync or (lambda last: nullcontext()), context.turns
         with first_failure_is_shown(context.ranks):
+            if context.pipeline is not None:
+                mean = context.pipeline(self.model, loss, batches)
+                update(self.optimizer)
+                return mean
             if turns is None:
-                return train_step(self.model, self.optimizer, loss, batches, context.device, sync=sync)
+                return train_step(self.model, self.optimizer, loss, batches, context.device, sync=sync, order=context.order)
             taken = turns.of(batches)
             with turns.own_numbers(context.device):
                 return train_step(self.model, self.optimizer, loss, taken, context.device, sync=sync, upload=turns.upload)
@@ -83,13 +87,18 @@ class Tuned:
             last: Whether `optimizer.step()` comes next.
 
         Raises:
-            ApplyError: Ranks of this config take turns with micro-batches, which only `step` hands round.
+            ApplyError: Ranks of this config take turns with micro-batches, or blocks run all of them, which only `step` can do.
         """
         context = self._context
         if context.turns is not None:
             raise ApplyError(
                 "the ranks of this config take turns with micro-batches.",
                 evidence="Only Tuned.step hands them round.", fix="tuned.step(batches)", code="MT311",
+            )  # fmt: skip
+        if context.order is not None:
+            raise ApplyError(
+                "this config runs each block over all micro-batches before the next one.",
+                evidence="Only Tuned.step has them all.", fix="tuned.step(batches)", code="MT311",
             )  # fmt: skip
         with nullcontext() if context.sync is None else context.sync(last):
             yield

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from memtune import _native
 from memtune.parameters import columns_of
-from memtune.program import F64, FOREVER, I32, I64, U8, Kind, Phase, Resource, Step, Tier
+from memtune.program import F64, FOREVER, I32, I64, READS, U8, Kind, Phase, Resource, Step, Tier
 
 
 class Edit:
@@ -110,23 +110,38 @@ class Edit:
         self.n_storages += count
         return rows
 
-    def add_uses(self, ops: I32, storages: I32, *, mutates: bool = False) -> None:
-        """Op `ops[i]` reads (or with `mutates` also writes) storage `storages[i]`."""
+    def add_uses(self, ops: I32, storages: I32, *, mutates: int = READS) -> None:
+        """Op `ops[i]` uses storage `storages[i]`: READS, WRITES (True) or HANDS_OVER."""
         self._more_uses.append((ops, storages, int(mutates)))
 
-    def add_saves(self, storages: I32, *, before: I32, until: I32, call: I32, asked: I32, turn: I32) -> None:
+    def add_saves(
+        self,
+        storages: I32,
+        *,
+        before: I32,
+        until: I32,
+        call: I32,
+        asked: I32,
+        turn: I32,
+        is_output: U8 | int = 0,
+        used_until: I32 | None = None,
+    ) -> None:
         """Storage `storages[i]` is saved for backward just before op `before[i]` and let go after op `until[i]`.
 
-        Backward asks for it before op `asked[i]` (-1: never), among others asked there in order of `turn[i]`.
+        Backward asks for it before op `asked[i]` (-1: never), among others asked there in order of `turn[i]`. `is_output[i]`: the
+        op just before saved its own output. Its last user in backward is op `used_until[i]`; left out: the one that lets it go.
         """
         self.save_asked = np.concatenate([self.save_asked, asked]).astype(np.int32)
         self.save_turn = np.concatenate([self.save_turn, turn]).astype(np.int32)
         self.save_storage = np.concatenate([self.save_storage, storages]).astype(np.int32)
         self.save_before = np.concatenate([self.save_before, before]).astype(np.int32)
         self.save_until = np.concatenate([self.save_until, until]).astype(np.int32)
-        self.save_used_until = np.concatenate([self.save_used_until, until]).astype(np.int32)
+        self.save_used_until = np.concatenate([self.save_used_until, until if used_until is None else used_until]).astype(
+            np.int32
+        )
         self.save_call = np.concatenate([self.save_call, call]).astype(np.int32)
-        self.save_is_output = np.concatenate([self.save_is_output, np.zeros(len(storages), np.uint8)])
+        output = np.broadcast_to(np.asarray(is_output, np.uint8), len(storages))
+        self.save_is_output = np.concatenate([self.save_is_output, output])
         self._drop_saves = np.concatenate([self._drop_saves, np.zeros(len(storages), bool)])
 
     def copy_ops(

@@ -13,6 +13,10 @@ So a recorder, a dry run and a byte counter see the same operators as the traini
 | `from_ssd(x)` | SSD read | host |
 | `write_ssd_(ssd, x)` | SSD write | – |
 | `host_update_(rule, …, weight, gradient, …)` | host threads | – |
+| `updater_read_(host, weights, moments, link, order)` | SSD read, by an updater process | – |
+| `updater_update_(slot, host, link, order)` | host threads, of an updater process | – |
+| `updater_write_(ssd, host, link, order)` | SSD write, by an updater process | – |
+| `largest_(kept, gradient, count)` | compute | device |
 | `all_gather_into_(out, x, group, ranks)` | link | – |
 | `reduce_scatter_into_(out, x, group, ranks, op)` | link | – |
 | `all_reduce_(x, group, ranks, op)` | link | – |
@@ -37,7 +41,7 @@ from torch import Tensor
 
 from memtune.program import Resource
 from memtune.program import Tier as TierId
-from memtune.runtime import host_update, nodes, quantised, transfer
+from memtune.runtime import host_update, largest, nodes, quantised, transfer, updater_link
 from memtune.runtime.nodes import count_collective
 
 
@@ -59,6 +63,10 @@ SEAM: dict[str, SeamOp] = {
     "memtune.from_ssd.default": SeamOp(Resource.SSD_READ, TierId.HOST),
     "memtune.write_ssd_.default": SeamOp(Resource.SSD_WRITE),
     "memtune.host_update_.default": SeamOp(Resource.HOST_THREADS),
+    "memtune.updater_read_.default": SeamOp(Resource.SSD_READ),
+    "memtune.updater_update_.default": SeamOp(Resource.HOST_THREADS),
+    "memtune.updater_write_.default": SeamOp(Resource.SSD_WRITE),
+    "memtune.largest_.default": SeamOp(Resource.COMPUTE),
     "memtune.all_gather_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.reduce_scatter_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.all_reduce_.default": SeamOp(Resource.INTRA_LINK, collective=True),
@@ -90,6 +98,10 @@ _LIBRARY.define(
     "Tensor(d!)? second, Tensor(e!)? first_scale, Tensor(f!)? second_scale, Tensor(g!)? step, float[] settings, bool maximize, "
     "int seed) -> ()"
 )
+_LIBRARY.define("updater_read_(Tensor(a!) host, Tensor weights, Tensor moments, int link, str order) -> ()")
+_LIBRARY.define("updater_update_(Tensor(a!) slot, Tensor(b!) host, int link, str order) -> ()")
+_LIBRARY.define("updater_write_(Tensor(a!) ssd, Tensor host, int link, str order) -> ()")
+_LIBRARY.define("largest_(Tensor(a!) kept, Tensor gradient, int count) -> (Tensor, Tensor)")
 _LIBRARY.define("all_gather_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
 _LIBRARY.define("reduce_scatter_into_(Tensor(a!) out, Tensor x, str group, int ranks, str op) -> ()")
 _LIBRARY.define("all_reduce_(Tensor(a!) x, str group, int ranks, str op) -> ()")
@@ -251,6 +263,20 @@ def _fake_to_host(x: Tensor) -> Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
 
 
+def _updater_reads(host: Tensor, weights: Tensor, moments: Tensor, link: int, order: str) -> None:
+    transfer.COUNTERS.add("ssd_read", host.nbytes)
+    updater_link.order(link, order)
+
+
+def _updater_updates(slot: Tensor, host: Tensor, link: int, order: str) -> None:
+    updater_link.order(link, order)
+
+
+def _updater_writes(ssd: Tensor, host: Tensor, link: int, order: str) -> None:
+    transfer.COUNTERS.add("ssd_write", host.nbytes)
+    updater_link.order(link, order)
+
+
 def _nothing(*args: object) -> None:
     return None
 
@@ -264,6 +290,10 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("from_ssd", transfer.from_ssd, _key)
     _LIBRARY.impl("write_ssd_", transfer.write_ssd, _key)
     _LIBRARY.impl("host_update_", host_update.update_, _key)
+    _LIBRARY.impl("updater_read_", _updater_reads, _key)
+    _LIBRARY.impl("updater_update_", _updater_updates, _key)
+    _LIBRARY.impl("updater_write_", _updater_writes, _key)
+    _LIBRARY.impl("largest_", largest.largest_, _key)
     for _kernel in (
         _all_gather_into, _reduce_scatter_into, _all_reduce, _all_to_all_into, _send_next_into, _all_gather_positions,
         _reduce_scatter_positions,
@@ -274,9 +304,11 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("memtune::to_device", _fake_to_device, lib=_LIBRARY)
 torch.library.register_fake("memtune::to_host", _fake_to_host, lib=_LIBRARY)
 torch.library.register_fake("memtune::to_ssd", _fake_to_ssd, lib=_LIBRARY)
+torch.library.register_fake("memtune::largest_", largest.fake_largest, lib=_LIBRARY)
 torch.library.register_fake("memtune::from_ssd", _fake_to_host, lib=_LIBRARY)
 for _name in (
-    "copy_to_host_", "copy_to_device_", "write_ssd_", "host_update_", "all_gather_into_", "reduce_scatter_into_", "all_reduce_",
+    "copy_to_host_", "copy_to_device_", "write_ssd_", "host_update_", "updater_read_", "updater_update_", "updater_write_",
+    "all_gather_into_", "reduce_scatter_into_", "all_reduce_",
     "all_to_all_into_", "send_next_into_", "all_gather_positions_", "reduce_scatter_positions_", "quantise_", "dequantise_",
 ):  # fmt: skip
     torch.library.register_fake(f"memtune::{_name}", _nothing, lib=_LIBRARY)

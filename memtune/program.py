@@ -292,11 +292,17 @@ class Program:
     """What was assumed on the way, for people to read."""
     sharers: int = 1
     """Consecutive ranks that work on one micro-batch together; each brings its own, so `accumulate` counts those of all."""
+    copies_in_turn: bool = False
+    """Of the ranks behind one PCIe root one copies at a time in each direction, first come first served."""
+    unrolled: int = 1
+    """Micro-batches that the steps themselves hold, on their way through the stages of a pipeline."""
+    idle: float = 0.0
+    """Seconds that a rank of a pipeline waits for its neighbours, over those in which it runs forward and backward."""
 
     @property
     def samples(self) -> int:
         """Samples of one optimizer step over all ranks."""
-        return self.micro_batch * self.accumulate * self.ranks // self.sharers
+        return self.micro_batch * self.accumulate * self.unrolled * self.ranks // self.sharers
 
     @property
     def ranks(self) -> int:

@@ -20,7 +20,7 @@ from typing import Literal
 
 Rule = Literal["belady", "lru", "lfu"]
 Units = tuple[int, ...]
-_DECAY = 0.9
+DECAY = 0.9
 """By which a count of uses is multiplied in every moment."""
 
 
@@ -122,7 +122,7 @@ class _Seen:
         """The moment is over."""
         for unit in units:
             since = self._moment - self._last.get(unit, self._moment)
-            self._count[unit] = self._count.get(unit, 0.0) * _DECAY**since + 1.0
+            self._count[unit] = self._count.get(unit, 0.0) * DECAY**since + 1.0
             self._last[unit] = self._moment
             self._to_come[unit].pop()
         self._moment += 1
@@ -132,7 +132,7 @@ class _Seen:
             to_come = self._to_come[unit]
             return (-(to_come[-1] if to_come else self._never),)
         last = self._last[unit]
-        return (last,) if rule == "lru" else (self._count[unit] * _DECAY ** (self._moment - last), last)
+        return (last,) if rule == "lru" else (self._count[unit] * DECAY ** (self._moment - last), last)
 
 
 def smallest_window(compute_s: Sequence[float], load_s: Sequence[float]) -> int:

@@ -131,6 +131,9 @@ class Technique(BaseModel):
     eager_only: ClassVar[str] = ""
     """Why it cannot work beside torch.compile (it needs a dispatch mode, or the model's own ops); empty where it can."""
 
+    averages: ClassVar[bool] = False
+    """It averages gradients over all ranks itself, so that `sharding.states: none` is right on several."""
+
     def exactly(self) -> Exactness:
         """The class of exactness with these knobs; `exactness` is that of the defaults."""
         return self.exactness
@@ -145,6 +148,10 @@ class Technique(BaseModel):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """The pass: `program` as it is under this technique."""
+        return program
+
+    def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
+        """What of the pass comes after those of all other slots, on `program` as they left it; or why that cannot be."""
         return program
 
     def env(self) -> dict[str, str]:

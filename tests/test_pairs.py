@@ -32,6 +32,9 @@ KNOBS: dict[str, dict[str, object]] = {
     "planned": {"share": 0.5},
     "checkmate": {"share": 0.5},
     "mics": {"group": 2},
+    "smart_infinity": {"sub_group_mib": 0.1},
+    "tsplit": {"share": 0.5, "parts": 1, "min_bytes": 64},
+    "orchestrated": {"group": 2},
     "lohan": {"min_bytes": 1, "bucket_mib": 0.005},
 } | {kind: {"ratio": 0.5} for kind in ("dtr", "megtaichi", "coop")}
 
@@ -42,6 +45,10 @@ def made(technique: type[Technique]) -> Technique:
     return technique(kind=kind, **mine)
 
 
+SLOW = (
+    "stronghold", "elixir", "lohan", "tsplit", "orchestrated", "smart_infinity", "moesys", "harmony", "mobius", "angel_ptm",
+    "head_context", "pipeline",
+)  # fmt: skip
 TECHNIQUES = [made(each) for each in all_techniques()]
 REAL = [each for each in TECHNIQUES if each.kind != NULL_KINDS[each.slot]]
 PAIRS = [(one, two) for one, two in combinations(REAL, 2) if one.slot != two.slot]
@@ -61,9 +68,7 @@ def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def param(pair: tuple[Technique, ...]) -> object:
     """Two kinds of one mechanism: one of them in the short list."""
-    return pytest.param(
-        pair, id=pair_id(pair), marks=[pytest.mark.slow] if any(p.kind in ("stronghold", "elixir", "lohan") for p in pair) else []
-    )
+    return pytest.param(pair, id=pair_id(pair), marks=[pytest.mark.slow] if any(each.kind in SLOW for each in pair) else [])
 
 
 @pytest.mark.parametrize("pair", [param(each) for each in PAIRS])

@@ -45,6 +45,9 @@ std::size_t queue_of(const Step& step, std::int32_t op) {
   return stream == kComputeStream ? std::size_t{kCompute} : std::size_t{kHostThreads} + stream;
 }
 
+// The rate of a copy that waits for its turn: none, but for what keeps its end finite.
+constexpr double kWaits = 1e-9;
+
 class Machine {
  public:
   Machine(std::span<const Step> steps, std::span<const Place> places, const Rules& rules)
@@ -225,6 +228,10 @@ class Machine {
       set_rate(slots[kCompute], links ? 1 / (1 + rules_.link_slowdown) : 1);
       for (const Resource copy : {kHostToDevice, kDeviceToHost}) {
         if (!slots[copy].runs) continue;
+        if (rules_.copies_in_turn) {
+          set_rate(slots[copy], has_turn(c, copy) ? 1.0 / places_[c].ranks_on_root : kWaits);
+          continue;
+        }
         std::int32_t sharing = 0;
         for (std::size_t other = 0; other < ranks_.size(); ++other) {
           if (places_[other].root == places_[c].root && ranks_[other].slots[copy].runs) sharing += places_[other].ranks_on_root;
@@ -233,6 +240,19 @@ class Machine {
       }
     }
   }
+
+  // Of the classes behind one root the one whose copy began to wait first; of several at once the first one.
+  bool has_turn(std::size_t c, Resource copy) const {
+    const double mine = began(c, copy);
+    for (std::size_t other = 0; other < ranks_.size(); ++other) {
+      if (other == c || places_[other].root != places_[c].root || !ranks_[other].slots[copy].runs) continue;
+      const double theirs = began(other, copy);
+      if (theirs < mine || (theirs == mine && other < c)) return false;
+    }
+    return true;
+  }
+
+  double began(std::size_t c, Resource copy) const { return graph_.tasks[ranks_[c].slots[copy].task].start; }
 
   void set_rate(Slot& slot, double rate) {
     if (!slot.runs || slot.rate == rate) return;

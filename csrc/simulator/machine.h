@@ -16,6 +16,7 @@ struct Rules {
   bool host_computes = true;
   double link_slowdown = 0;  // by how much of its time an op of the compute resource takes longer while a link is busy
   AllocatorRules allocator;
+  bool copies_in_turn = false;  // ranks behind one PCIe root copy one at a time in each direction, first come first served
 };
 
 // Where the ranks of a class stand: how many of them are behind the same PCIe root, and which root that is.
@@ -55,7 +56,8 @@ struct Timeline {
 //   5. its resource is free; of several streams that wait for one, the highest number goes first and is not interrupted;
 //   6. the ops of other classes with its `op_match` have come as far: they hold their resources, start together, and each takes
 //      as long as the slowest of them.
-// Compute is slower while a link of its class is busy; copies between host and device share the PCIe root evenly.
+// Compute is slower while a link of its class is busy; copies between host and device share the PCIe root evenly,
+// or with `copies_in_turn` have it one after the other.
 // Throws std::invalid_argument where ops wait for each other.
 Timeline schedule(std::span<const Step> steps, std::span<const Place> places, const Rules& rules);
 

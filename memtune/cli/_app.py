@@ -44,7 +44,9 @@ Axes = Annotated[str | None, typer.Option(help="Search only these axes: recomput
 Freeze = Annotated[list[str] | None, typer.Option(metavar="AXIS=KIND", help="Do not search this axis; repeatable.")]
 Seed = Annotated[int, typer.Option(help="Of weights, data and sampling.")]
 AllowLossy = Annotated[bool, typer.Option("--allow-lossy", help="Also use techniques that change results.")]
-OffloadDir = Annotated[str | None, typer.Option(metavar="DIR", help="Tensors may go to SSD, into this directory.")]
+OffloadDir = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Tensors may go to SSD, into this directory; several drives as /one:/two.")
+]
 MicroBatch = Annotated[int | None, typer.Option(min=1, help="Instead of the config's.")]
 
 

@@ -121,8 +121,8 @@ def offload_dir(given: dict[str, Any], *, for_trials: bool) -> None:
 
     if given["offload_dir"] is not None:
         os.environ[offload_dir.VARIABLE] = given["offload_dir"]
-    if for_trials and offload_dir.allowed():
-        offload_dir.checked()
+    for each in offload_dir.all_allowed() if for_trials else ():
+        offload_dir.checked(each)
 
 
 def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:

@@ -8,11 +8,16 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memtune.cli._output import emit, results
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from memtune.config import TunedConfig
+    from memtune.executors.base import TrialResult
+    from memtune.technique import Reason
 
 SCHEMA = 1
 
@@ -28,11 +33,12 @@ def trial(given: dict[str, Any]) -> int:
     _options.offload_dir(given, for_trials=True)
 
     from memtune.autotune.trials import run_trial
+    from memtune.technique import Reason
 
-    with results() as stream:
-        result = run_trial(
+    def run(config: TunedConfig) -> TrialResult:
+        return run_trial(
             _options.workload(given["model"]),
-            tuned,
+            config,
             device=device,
             ranks=ranks,
             budget_bytes=_options.memory(given["max_memory"]),
@@ -42,6 +48,17 @@ def trial(given: dict[str, Any]) -> int:
             executor=executor,
             ray_address=given["ray_address"],
         )
+
+    with results() as stream:
+        result = run(tuned)
+        if result.status == "unfit" and not tuned.plan:  # settings alone, and a technique that needs its plan
+            found = _planned(tuned, given, device, ranks)
+            if isinstance(found, Reason):
+                result = result.model_copy(
+                    update={"reason": f"the config does not fit {given['model']}: {found}", "log_tail": ""}
+                )
+            else:
+                result = run(found)
         if given["as_json"]:
             document = result.model_dump(mode="json")
             emit({"schema": SCHEMA, "loss": document.pop("losses"), **document}, stream)
@@ -53,6 +70,25 @@ def trial(given: dict[str, Any]) -> int:
     if result.status != "ok":
         print(f"{result.status}: {result.reason}\n{result.log_tail}".rstrip(), file=sys.stderr)
     return 0 if result.status == "ok" else 1
+
+
+def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int) -> TunedConfig | Reason:
+    """`tuned`, which holds settings alone, with the plans that its techniques make for the workload; or why one does not fit."""
+    from memtune.autotune.options import PlanOptions
+    from memtune.autotune.setup import prepare
+    from memtune.cli import _options
+    from memtune.technique import Reason
+
+    print("the config has no plan: recording one training step to make it", file=sys.stderr)
+    setup = prepare(
+        PlanOptions(
+            workload=given["model"], device=device, ranks=ranks, budget_bytes=_options.memory(given["max_memory"]),
+            config=given["config"], micro_batch=given["micro_batch"],
+        )
+    )  # fmt: skip
+    assert setup.only is not None  # there is a config
+    found = setup.scorer.rewriter.candidate(setup.only)
+    return found if isinstance(found, Reason) else tuned.model_copy(update={"plan": dict(found.plans)})
 
 
 def run(config: Path, command: list[str]) -> int:
@@ -130,7 +166,8 @@ def clean(directory: Path | None, as_json: bool) -> int:
     """`memtune clean`: what was removed, and what it took."""
     from memtune.runtime import offload_dir
 
-    removed = offload_dir.clean(offload_dir.checked(None if directory is None else str(directory)))
+    roots = [str(directory)] if directory is not None else offload_dir.all_allowed() or [None]
+    removed = [left for root in roots for left in offload_dir.clean(offload_dir.checked(root))]
     if as_json:
         emit({"schema": SCHEMA, "removed": [{"path": str(each.path), "bytes": each.n_bytes} for each in removed]})
         return 0

@@ -20,12 +20,13 @@ class Native:
     block: int = 0
 
 
-def optimizer_on_host(step: Step, native: Native | None = None) -> Step:
+def optimizer_on_host(step: Step, native: Native | None = None, stay_down: I32 | None = None) -> Step:
     """`step` with the optimizer's ops on host threads and its state in host memory.
 
     Args:
         step: Any step.
         native: One pass over each parameter in place of the optimizer's ops; narrower parameters have float32 masters.
+        stay_down: Parameters whose weights somebody else brings up when they are used.
     """
     columns = columns_of(step.parameters)
     mine = columns.trainable & (columns.gradient >= 0)
@@ -60,18 +61,23 @@ def optimizer_on_host(step: Step, native: Native | None = None) -> Step:
     edit.let_go_before(gradients[:-1][freed[:-1]], down[1:][freed[:-1]])
     if native is not None:
         _one_pass(edit, step, native, np.flatnonzero(mine), host_weights, host_gradients)
+    goes = np.ones(len(weights), bool) if stay_down is None else ~np.isin(np.flatnonzero(mine), stay_down)
     up = edit.add_ops(
         "memtune.copy_to_device_.default",
-        after=np.full(len(weights), last, np.int32),
+        after=np.full(int(goes.sum()), last, np.int32),
         phase=Phase.OPTIMIZER,
         resource=Resource.HOST_TO_DEVICE,
-        traffic_bytes=sizes,
+        traffic_bytes=sizes[goes],
         stream=1,  # a copy back is complete in stream order
     )
-    edit.add_uses(up, host_weights if native is None else np.where(columns.itemsize[mine] == 4, host_weights, host_gradients))
-    edit.add_uses(up, weights, mutates=True)
-    edit.hold_through(host_gradients, up)
-    edit.hold_to_the_end_of_step(int(up[-1]))
+    held = host_weights if native is None else np.where(columns.itemsize[mine] == 4, host_weights, host_gradients)
+    edit.add_uses(up, held[goes])
+    edit.add_uses(up, weights[goes], mutates=True)
+    edit.hold_through(host_gradients[goes], up)
+    if not goes.all():
+        edit.hold_through(host_gradients[~goes], np.full(int((~goes).sum()), last, np.int32))
+    if len(up):
+        edit.hold_to_the_end_of_step(int(up[-1]))
     on_host(edit, step, optimizer)
     return edit.done()
 

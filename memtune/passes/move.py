@@ -32,7 +32,7 @@ class MoveClaim:
     """Calls whose outputs are claimable, `INPUTS` for what the block was called with; None: everything is."""
 
 
-def move_activations(step: Step, claims: list[MoveClaim], ssd_ahead: int | None = None) -> Step:
+def move_activations(step: Step, claims: list[MoveClaim], ssd_ahead: int | None = None, ahead: int = 0) -> Step:
     """`step` with saved activations of the claimed blocks on the host, or on SSD, between forward and backward, call by call.
 
     Args:
@@ -40,15 +40,16 @@ def move_activations(step: Step, claims: list[MoveClaim], ssd_ahead: int | None 
         claims: At most one per block.
         ssd_ahead: All goes on from the host to SSD, and so many tensors are read before they are asked for; None: the host
             keeps them.
+        ahead: Tensors that come back from the host before backward asks for them; for blocks that do not run again.
     """
     claim_of = {claim.block: claim for claim in claims}
     each = [(call, claim_of[block]) for call, block in enumerate(step.call_block.tolist()) if block in claim_of]
     calls = split_calls(step)
-    new = _move_calls(calls, [replace(claim, block=call) for call, claim in each], _lands_after(step), ssd_ahead)
+    new = _move_calls(calls, [replace(claim, block=call) for call, claim in each], ops_of_landing(step), ssd_ahead, ahead)
     return step if new is calls else join_calls(new, step)
 
 
-def _lands_after(step: Step) -> I32:
+def ops_of_landing(step: Step) -> I32:
     """(calls,) op after which a copy has landed that was started in each call, n_ops for when backward asks (Rule 6).
 
     That is the end of the call that autograd sees next, or of the call itself where its block is the last.
@@ -60,7 +61,7 @@ def _lands_after(step: Step) -> I32:
     return np.where(step.call_block == len(step.blocks) - 1, end, lands).astype(np.int32)
 
 
-def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead: int | None) -> Step:
+def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead: int | None, ahead: int) -> Step:
     """`move_activations`, with blocks that run once."""
     rows = _chosen_rows(step, claims)
     if not len(rows):
@@ -82,7 +83,10 @@ def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead
     host = edit.add_storages(n_bytes, producer=leave, tier=Tier.HOST)
     _hold_sources(edit, step, rows, leave, write, moved, landing)
 
-    ops, read = _come_back(edit, step, storage, block, first, asked, ssd_ahead)
+    if ssd_ahead is None and ahead:
+        ops, read = _come_ahead(edit, step, storage, block, first, asked, ahead)
+    else:
+        ops, read = _come_back(edit, step, storage, block, first, asked, ssd_ahead)
     if ssd_ahead is not None:
         host = _shelve(edit, n_bytes, host, write, asked, ops, read)
     edit.add_uses(ops, host[asked])
@@ -325,6 +329,29 @@ def _come_back(
     read = np.full(len(storage), -1, np.int32)
     read[moving[is_read]] = ops[is_read]
     return ops[~is_read], read[asked]
+
+
+def _come_ahead(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, ahead: int) -> tuple[I32, I32]:
+    """As `_come_back`, by the rule of `runtime.come_ahead`.
+
+    Copies ahead of their use are on a stream of their own, after what has been computed so far.
+    """
+    pairs = reads(np.sort(asked).tolist(), asked.tolist(), ahead)
+    fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
+    asking, early = step.op_block[first[fetched]], fetched != moving
+    ops = edit.add_ops(
+        "memtune.to_device.default",
+        before=first[fetched],
+        phase=Phase.BACKWARD,
+        resource=Resource.HOST_TO_DEVICE,
+        traffic_bytes=step.bytes[storage[moving]],
+        call=np.where(asking >= 0, asking, block[fetched]),
+        stream=np.where(early, 0, 1).astype(np.uint8),
+        prefetch=early.astype(np.uint8),
+    )
+    came = np.full(len(storage), -1, np.int32)
+    came[moving] = ops
+    return came[asked], came[asked][:0]
 
 
 def _shelve(edit: Edit, n_bytes: I64, host: I32, write: I32, asked: I32, back: I32, read: I32) -> I32:

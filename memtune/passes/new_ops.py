@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memtune.edit import Edit
-from memtune.program import Phase
+from memtune.program import HANDS_OVER, READS, WRITES, Phase
 
 
 @dataclass
@@ -19,7 +19,7 @@ class NewOps:
     names: list[int] = field(default_factory=list)
     flops: list[float] = field(default_factory=list)
     traffic: list[int] = field(default_factory=list)
-    uses: list[tuple[int, int, bool]] = field(default_factory=list)
+    uses: list[tuple[int, int, int]] = field(default_factory=list)  # op, storage, how
     made: list[tuple[int, int]] = field(default_factory=list)  # bytes, producer
     held: list[tuple[int, int]] = field(default_factory=list)
     _first_storage: int = 0
@@ -32,15 +32,17 @@ class NewOps:
         """Row of the op that was appended last."""
         return self.first + len(self.names) - 1
 
-    def run(self, name: str, *reads: int, writes: int = -1, like: int = -1, share: float = 1.0) -> int:
+    def run(self, name: str, *reads: int, writes: int = -1, hands_over: int = -1, like: int = -1, share: float = 1.0) -> int:
         """Append an op; `like` an op of the step whose cost it shares. Returns its row."""
         step = self.edit._step
         self.names.append(self.edit.name_id(name))
         self.flops.append(float(step.op_flops[like]) * share if like >= 0 else 0.0)
         self.traffic.append(int(step.op_traffic_bytes[like] * share) if like >= 0 else 0)
-        self.uses += [(self.last, each, False) for each in dict.fromkeys(reads)]
+        self.uses += [(self.last, each, READS) for each in dict.fromkeys(reads)]
         if writes >= 0:
-            self.uses += [(self.last, writes, True)]
+            self.uses += [(self.last, writes, WRITES)]
+        if hands_over >= 0:
+            self.uses += [(self.last, hands_over, HANDS_OVER)]
         return self.last
 
     def makes(self, n_bytes: int) -> int:
@@ -68,11 +70,11 @@ class NewOps:
         if self.made:
             n_bytes, producer = (np.asarray(column) for column in zip(*self.made, strict=True))
             self.edit.add_storages(n_bytes.astype(np.int64), producer=producer.astype(np.int32))
-        for mutates in (False, True):
-            pairs = [(op, storage) for op, storage, writes in self.uses if writes == mutates]
+        for how in (READS, WRITES, HANDS_OVER):
+            pairs = [(op, storage) for op, storage, used in self.uses if used == how]
             if pairs:
                 ops, storages = (np.asarray(column, np.int32) for column in zip(*pairs, strict=True))
-                self.edit.add_uses(ops, storages, mutates=mutates)
+                self.edit.add_uses(ops, storages, mutates=how)
         if self.held:
             storages, ops = (np.asarray(column, np.int32) for column in zip(*self.held, strict=True))
             self.edit.hold_through(storages, ops)

@@ -1,17 +1,20 @@
 """Where blocks hold modules that treat every token alike: what `passes.tiled_region` can run a few tokens at a time.
 
-Such a module reads one tensor, makes one, and consists of products with weights (at least two: an MLP), layer norms and
-element-wise ops, forward and backward each in one piece. Anything that draws random numbers, casts, or mixes rows is left whole.
+Such a module reads one tensor, makes one, and is an MLP or a norm, forward and backward each in one piece. An MLP consists of
+products with weights (at least two), layer norms and element-wise ops; a norm is what `passes.norm_rows` takes for one. Anything
+that draws random numbers or mixes rows is left whole, and so is an MLP that casts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from memtune.program import I32, Kind, Phase, Step
+from memtune.passes.norm_rows import NotAlike, has_norms, norm_rows, uses_of
+from memtune.program import HANDS_OVER, I32, READS, Kind, Phase, Step
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _NORMS = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
@@ -39,24 +42,40 @@ class PositionWise:
     given: int
     """Gradient of `y`."""
     dx: int
-    """Gradient of `x`, as far as it comes through here; -1 where none is wanted."""
+    """Gradient of `x`, as far as it comes through here; -1 where none is wanted. With `residual`, all of it."""
     gradients: tuple[int, ...]
     """Of its parameters."""
     save: int
-    """Save row of `x`."""
+    """Save row of `x`; where the module does not save it, one of `saves` that it can take."""
     saves: tuple[int, ...]
     """Save rows of all that its ops save."""
     inner_bytes: int
-    """Of what it saves but `x`."""
+    """Of what it saves but `x`; less `x` where only its parts save that."""
+    residual: int = -1
+    """Gradient of `x` that comes by other ways (around a norm), added in here; -1 where it is added elsewhere."""
+    join: int = -1
+    """The op that adds `residual` to what the module makes."""
 
 
-class _No(Exception):
-    """It is not such a module."""
+_Rows = Callable[[Step, tuple[int, ...], set[int]], tuple[int, int]]
+"""What a module's forward ops read, and its rows, from the ops and what they make; raises `NotAlike`."""
 
 
 @lru_cache(maxsize=8)
 def position_wise(step: Step) -> tuple[PositionWise, ...]:
-    """The outermost such modules inside the blocks of `step`, in the order of their forwards."""
+    """The outermost MLPs inside the blocks of `step`, in the order of their forwards."""
+    return _outermost(step, _mlp_rows)
+
+
+@lru_cache(maxsize=8)
+def norms(step: Step) -> tuple[PositionWise, ...]:
+    """Norms inside the blocks of `step`, those inside its MLPs as well, that make more than backward needs of them."""
+    if not has_norms(step):
+        return ()
+    return tuple(each for each in _outermost(step, norm_rows) if each.inner_bytes > 0)
+
+
+def _outermost(step: Step, rows_of: _Rows) -> tuple[PositionWise, ...]:
     found: list[PositionWise] = []
     forward = np.flatnonzero((step.op_phase == Phase.FORWARD) & (step.op_block >= 0)).astype(np.int32)
     for call in np.unique(step.op_call[forward]).tolist():
@@ -68,9 +87,9 @@ def position_wise(step: Step) -> tuple[PositionWise, ...]:
             if any(f"{name}.".startswith(f"{other}.") for other in taken):
                 continue
             try:
-                found.append(_found(step, call, name, ops, around))
+                found.append(_found(step, call, name, ops, around, rows_of))
                 taken.append(name)
-            except _No:
+            except NotAlike:
                 continue
     return tuple(sorted(found, key=lambda each: each.forward[0]))
 
@@ -86,34 +105,37 @@ def _modules_in(step: Step, ops: I32, block: str) -> set[str]:
     return names
 
 
-def _found(step: Step, call: int, name: str, block_ops: I32, around: list[int]) -> PositionWise:
+def _found(step: Step, call: int, name: str, block_ops: I32, around: list[int], rows_of: _Rows) -> PositionWise:
     inside = np.zeros(len(step.modules), bool)
     inside[[i for i in around if f"{step.modules[i]}.".startswith(f"{name}.")]] = True
     forward = _in_one_piece(block_ops[inside[step.op_module[block_ops]]])
     backward = _in_one_piece(np.flatnonzero(inside[step.op_module] & (step.op_phase == Phase.BACKWARD)))
     if (step.op_phase[backward[0] : backward[-1] + 1] != Phase.BACKWARD).any() or step.op_rng[list(forward)].any():
-        raise _No
+        raise NotAlike
     made = set(made_by(step, forward))
-    x = _only(_all_alike(step, forward, made))
+    x, rows = rows_of(step, forward, made)
     later, again, after = np.searchsorted(step.use_op, (forward[-1] + 1, backward[0], backward[-1] + 1)).tolist()
     read_later = _among(made, step.use_storage[later:again]) | _among(made, step.use_storage[after:])
     kept = {s for s in made if step.held_until[s] > forward[-1]}
     y = _only(read_later or kept)
     if kept - {y}:
-        raise _No
-    rows = _rows(step, forward, x)
-    given, dx, gradients = _gradients(step, backward, made | {x})
+        raise NotAlike
+    join, residual = _joined(step, backward, made | {x})
+    given, dx, gradients = _gradients(step, backward, made | {x, residual})
     window = (step.save_before > forward[0]) | ((step.save_before == forward[0]) & (step.save_is_output == 0))
     window &= (step.save_before <= forward[-1]) | ((step.save_before == forward[-1] + 1) & (step.save_is_output == 1))
     saves = np.flatnonzero(window & (step.save_call == call))
     mine = saves[step.save_storage[saves] == x]
-    if not len(mine) or not np.isin(np.flatnonzero(step.save_storage == y), saves).all():
-        raise _No
+    if not len(saves) or (residual >= 0 and dx < 0):
+        raise NotAlike
     held = np.unique(step.save_storage[saves])
     inner = int(step.bytes[held[(held != x) & np.isin(held, list(made))]].sum())
+    if not (step.save_storage == x).any():
+        inner -= int(step.bytes[x])
+    save = int(mine[0]) if len(mine) else int(saves[0])
     return PositionWise(
-        name, int(step.op_module[forward[-1]]), call, forward, backward, x, y, rows, given, dx, gradients, int(mine[0]),
-        tuple(saves.tolist()), inner,
+        name, int(step.op_module[forward[-1]]), call, forward, backward, x, y, rows, given, dx, gradients, save,
+        tuple(saves.tolist()), inner, residual, join,
     )  # fmt: skip
 
 
@@ -124,12 +146,6 @@ def made_by(step: Step, ops: tuple[int, ...]) -> list[int]:
     return found
 
 
-def _uses(step: Step, first: int, last: int) -> slice:
-    """Rows of the uses of ops `first` to `last`."""
-    start, stop = np.searchsorted(step.use_op, (first, last + 1)).tolist()
-    return slice(start, stop)
-
-
 def _among(storages: set[int], rows: I32) -> set[int]:
     """Those of `storages` that occur in `rows`."""
     mine = np.asarray(sorted(storages), np.int32)
@@ -138,14 +154,19 @@ def _among(storages: set[int], rows: I32) -> set[int]:
 
 def _in_one_piece(ops: np.ndarray) -> tuple[int, ...]:
     if not len(ops) or int(ops[-1] - ops[0]) + 1 != len(ops):
-        raise _No
+        raise NotAlike
     return tuple(ops.tolist())
 
 
 def _only(storages: set[int]) -> int:
     if len(storages) != 1:
-        raise _No
+        raise NotAlike
     return next(iter(storages))
+
+
+def _mlp_rows(step: Step, ops: tuple[int, ...], made: set[int]) -> tuple[int, int]:
+    x = _only(_all_alike(step, ops, made))
+    return x, _rows(step, ops, x)
 
 
 def _all_alike(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int]:
@@ -154,46 +175,59 @@ def _all_alike(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int]:
     products = 0
     for op in ops:
         name = step.names[step.op_name[op]]
-        used = _uses(step, op, op)
+        used = uses_of(step, op, op)
         reads = set(step.use_storage[used].tolist())
         if name not in _ALIKE or step.use_mutates[used].any():
-            raise _No
+            raise NotAlike
         ranks = sorted(len(step.parameters[step.parameter_of[s]].shape) for s in reads if step.parameter_of[s] >= 0)
         is_product = name in _PRODUCTS
         if (is_product and 2 not in ranks) or (not is_product and set(ranks) - {1}):
-            raise _No  # a product of two activations, or positions added
+            raise NotAlike  # a product of two activations, or positions added
         products += is_product
         inputs |= {s for s in reads - made if step.parameter_of[s] < 0}
     if products < 2:
-        raise _No
+        raise NotAlike
     return inputs
 
 
 def _rows(step: Step, forward: tuple[int, ...], x: int) -> int:
     """Tokens in `x`, from the first product with a weight."""
     for op in forward:
-        weights = [step.parameter_of[s] for s in step.use_storage[_uses(step, op, op)].tolist() if step.parameter_of[s] >= 0]
+        weights = [step.parameter_of[s] for s in step.use_storage[uses_of(step, op, op)].tolist() if step.parameter_of[s] >= 0]
         shapes = [step.parameters[each] for each in weights if len(step.parameters[each].shape) == 2]
         if shapes:
             width = shapes[0].shape[1] * int(step.bytes[shapes[0].storage]) // int(np.prod(shapes[0].shape))
             if int(step.bytes[x]) % width:
-                raise _No
+                raise NotAlike
             return int(step.bytes[x] // width)
-    raise _No
+    raise NotAlike
+
+
+def _joined(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int, int]:
+    """The op of `backward` that adds to another gradient of the input, made outside, and that gradient; (-1, -1) for none."""
+    made = set(made_by(step, backward))
+    found = (-1, -1)
+    for op in backward:
+        if step.names[step.op_name[op]] == "aten.add.Tensor":
+            outside = set(step.use_storage[uses_of(step, op, op)].tolist()) - made - known
+            if outside and found[0] >= 0:
+                raise NotAlike
+            found = (op, _only(outside)) if outside else found
+    return found
 
 
 def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int, int, tuple[int, ...]]:
     """The gradient that backward is given, those of the input and of the parameters."""
     made = set(made_by(step, backward))
-    inside = _uses(step, backward[0], backward[-1])
+    inside = uses_of(step, backward[0], backward[-1])
     read = set(step.use_storage[inside].tolist()) - made - known
     given = _only({s for s in read if step.parameter_of[s] < 0})
-    if step.use_mutates[inside].any():
-        raise _No
+    if not np.isin(step.use_mutates[inside], (READS, HANDS_OVER)).all():
+        raise NotAlike
     landed = _among(made, step.landing) | {s for s in made if step.owner[s] >= 0}
     left = _among(made, step.use_storage[inside.stop :]) | {s for s in made if step.held_until[s] > backward[-1]}
     gradients = tuple(sorted(left & landed, key=lambda s: int(step.producer[s])))
     others = left - landed
     if len(others) > 1:
-        raise _No
+        raise NotAlike
     return given, next(iter(others), -1), gradients

@@ -21,14 +21,19 @@ from memtune.residency import Residency, Units, order_of_use
 
 
 @functools.lru_cache(maxsize=8)
-def not_in_layers(step: Step) -> str:
-    """Why the blocks of `step` cannot be taken one after the other; empty where they can."""
+def not_in_layers(step: Step, landing: bool = True) -> str:
+    """Why the blocks of `step` cannot be taken one after the other; empty where they can.
+
+    Args:
+        step: Any step.
+        landing: Their gradients are to leave as they land.
+    """
     n_blocks, columns = len(step.blocks), columns_of(step.parameters)
     if n_blocks < 2:
         return "no repeated blocks were found, so the order of layers is not known"
     if len(step.call_block) != n_blocks:
         return "a block runs more than once in a forward"
-    moments = _first_ops(step)
+    moments = first_ops(step)
     if (moments < 0).any():
         return f"{step.blocks[int((moments < 0).argmax()) % n_blocks]} has no forward or no backward"
     if (np.diff(moments) <= 0).any() or (step.leave[: n_blocks - 1] >= step.enter[1:n_blocks]).any():
@@ -43,14 +48,16 @@ def not_in_layers(step: Step) -> str:
     outside = (block >= 0) & (step.use_phase < Phase.BOUNDARY) & (step.op_block[step.use_op] != block)
     if outside.any():
         return f"{columns.names[int(parameter[outside.argmax()])]} is used outside of its block"
-    landings = _Landings.of(step)
+    if not landing:
+        return ""
+    landings = Landings.of(step)
     ends = np.append(moments, np.int32(step.n_ops))[landings.moment + 1]
     if ((landings.after >= ends) | (landings.after < moments[landings.moment])).any():
         return "a block's gradient is put in place while another block's backward runs"
     return ""
 
 
-def _first_ops(step: Step) -> I32:
+def first_ops(step: Step) -> I32:
     """(2 · blocks,) the op before which each moment begins, -1 where there is none."""
     n_blocks = len(step.blocks)
     forward, backward = np.full(n_blocks, -1, np.int32), np.full(n_blocks, -1, np.int32)
@@ -64,13 +71,13 @@ def _first_ops(step: Step) -> I32:
 
 def moment_of_ops(step: Step) -> I32:
     """(n,) the moment that each op of forward and backward falls into, -1 before the first one and after backward."""
-    moment = np.searchsorted(_first_ops(step), np.arange(step.n_ops), side="right") - 1
+    moment = np.searchsorted(first_ops(step), np.arange(step.n_ops), side="right") - 1
     found: I32 = np.where(step.op_phase < Phase.BOUNDARY, moment, -1).astype(np.int32)
     return found
 
 
 @dataclass(frozen=True, eq=False)
-class _Landings:
+class Landings:
     """Gradients of the blocks' parameters as autograd puts them in place, one row each."""
 
     parameter: I32
@@ -82,7 +89,8 @@ class _Landings:
     moment: I32
 
     @classmethod
-    def of(cls, step: Step) -> _Landings:
+    def of(cls, step: Step) -> Landings:
+        """Those of `step`."""
         columns, raw = columns_of(step.parameters), raw_gradients(step)
         parameter_of = np.full(step.n_storages, -1, np.int32)
         mine = np.flatnonzero((columns.gradient >= 0) & (columns.block >= 0) & (raw >= 0)).astype(np.int32)
@@ -97,6 +105,11 @@ class _Landings:
         sums = np.where(summed, gradient, -1).astype(np.int32)
         return cls(*(column[order] for column in (parameter, raw[parameter], sums, after, moment.astype(np.int32))))
 
+    @classmethod
+    def none(cls) -> Landings:
+        """No gradient leaves as it lands."""
+        return cls(*[np.empty(0, np.int32)] * 5)
+
 
 def adding(step: Step) -> I32:
     """(m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
@@ -108,7 +121,7 @@ def adding(step: Step) -> I32:
 
 def sizes_in_blocks(step: Step) -> tuple[Units, Units]:
     """What each parameter of a block takes in a chunk, in the order of use, and its block."""
-    columns, mine = columns_of(step.parameters), _in_blocks(step)
+    columns, mine = columns_of(step.parameters), in_blocks(step)
     n_bytes = (columns.numel * columns.itemsize)[mine]
     return tuple(aligned(each) for each in n_bytes.tolist()), tuple(columns.block[mine].tolist())
 
@@ -127,7 +140,7 @@ def bytes_beside_chunks(step: Step) -> Units:
     return tuple(most.tolist())
 
 
-def _in_blocks(step: Step) -> I32:
+def in_blocks(step: Step) -> I32:
     """Parameters of blocks, in the order in which the blocks are used."""
     block = columns_of(step.parameters).block
     mine = np.flatnonzero(block >= 0)
@@ -135,7 +148,7 @@ def _in_blocks(step: Step) -> I32:
     return found
 
 
-class _Pieces(NamedTuple):
+class Pieces(NamedTuple):
     """Memory that comes and goes."""
 
     of_parameter: I32
@@ -148,8 +161,9 @@ class _Pieces(NamedTuple):
     """The units that each moment uses."""
 
     @classmethod
-    def of(cls, step: Step, chunks: Chunks | None) -> _Pieces:
-        columns, mine = columns_of(step.parameters), _in_blocks(step)
+    def of(cls, step: Step, chunks: Chunks | None) -> Pieces:
+        """The chunks, or where there are none each parameter of a block."""
+        columns, mine = columns_of(step.parameters), in_blocks(step)
         of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
         if chunks is not None:
             of_parameter[mine] = chunks.chunk
@@ -157,9 +171,15 @@ class _Pieces(NamedTuple):
             n_bytes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
             nobody, of_unit = np.full(chunks.count, -1, np.int32), tuple((i,) for i in range(chunks.count))
             return cls(of_parameter, n_bytes, each, nobody, of_unit, chunks.uses())
+        return cls.of_parameters(step, mine)
+
+    @classmethod
+    def of_parameters(cls, step: Step, mine: I32) -> Pieces:
+        """Each of the parameters `mine`, which are in the order of use, is a piece of its block."""
+        columns = columns_of(step.parameters)
+        of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
         of_parameter[mine] = np.arange(len(mine), dtype=np.int32)
-        rows = np.split(np.arange(len(mine)), np.flatnonzero(np.diff(columns.block[mine])) + 1)
-        of_unit = tuple(tuple(part.tolist()) for part in rows)
+        of_unit = tuple(tuple(np.flatnonzero(columns.block[mine] == block).tolist()) for block in range(len(step.blocks)))
         used = tuple((unit,) for unit in order_of_use(len(step.blocks)))
         n_bytes = (columns.numel * columns.itemsize)[mine]
         return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used)
@@ -174,11 +194,11 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | None = 
         chunks: Where the parameters lie; none: each block is a unit.
         early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
     """
-    columns, pieces = columns_of(step.parameters), _Pieces.of(step, chunks)
-    edit, landings = Edit(step), _Landings.of(step)
+    columns, pieces = columns_of(step.parameters), Pieces.of(step, chunks)
+    edit, landings = Edit(step), Landings.of(step)
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
-    begins = np.append(_first_ops(step), np.int32(end + 1)).astype(np.int32)
-    mine, count = _in_blocks(step), len(pieces.n_bytes)
+    begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
+    mine, count = in_blocks(step), len(pieces.n_bytes)
     nowhere, forever = np.full(count, -1, np.int32), np.full(count, FOREVER, np.int32)
     hosts = edit.add_storages(
         pieces.n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=pieces.owner
@@ -189,12 +209,12 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | None = 
     turns = [
         turn
         for moment in range(len(begins))
-        for turn in _turns(step, pieces, residency, landings, last_of.get(moment - 1, -1), moment, early)
+        for turn in turns_of(step, pieces, residency, landings, last_of.get(moment - 1, -1), moment, early)
     ]
-    rows = _insert(edit, step, pieces, turns, begins)
-    starts = _starts(turns, rows, begins)
+    rows = insert(edit, step, pieces, turns, begins)
+    starts = starts_of(turns, rows, begins)
     _let_go(edit, landings, down, starts)
-    _stay(edit, step, pieces, residency, turns, rows, starts[_DROP])
+    stay(edit, step, pieces, residency, turns, rows, starts[_DROP])
     _use_hosts(edit, landings, down, hosts, turns, rows)
     host_of = hosts[pieces.of_parameter[:-1]]
     if early:
@@ -237,8 +257,8 @@ class _Down(NamedTuple):
     adds: I32
 
 
-def _turns(
-    step: Step, pieces: _Pieces, residency: Residency, landings: _Landings, last: int, moment: int, early: bool
+def turns_of(
+    step: Step, pieces: Pieces, residency: Residency, landings: Landings, last: int, moment: int, early: bool
 ) -> list[_Turn]:
     """What runs when `moment` begins, in the order of the rules of `runtime.store`; `last`: row that landed last before it."""
     turns = [_Turn(_ADD, last, moment)] if last >= 0 and landings.sums[last] >= 0 else []
@@ -259,7 +279,7 @@ def _parameters_by_block(step: Step) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(np.flatnonzero(block == i).tolist()) for i in range(len(step.blocks)))
 
 
-def _gradients_down(edit: Edit, step: Step, landings: _Landings) -> _Down:
+def _gradients_down(edit: Edit, step: Step, landings: Landings) -> _Down:
     """Each gradient's copy starts as it lands, after the one before it has been added to the sums of earlier micro-batches."""
     count = len(landings.after)
     with_add = np.zeros(count, bool)
@@ -296,14 +316,14 @@ def _gradients_down(edit: Edit, step: Step, landings: _Landings) -> _Down:
     return _Down(copies, hosts, adds)
 
 
-def _insert(edit: Edit, step: Step, pieces: _Pieces, turns: list[_Turn], begins: I32) -> I32:
+def insert(edit: Edit, step: Step, pieces: Pieces, turns: list[_Turn], begins: I32) -> I32:
     """The ops of all moments; returns their rows."""
     what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
     moves, updates = (what == _COPY) | (what == _AHEAD), what == _UPDATE
     traffic = np.zeros(len(turns), np.int64)
     traffic[moves] = pieces.n_bytes[row[moves]]
-    traffic[updates] = _update_bytes(step)[row[updates]]
+    traffic[updates] = native_update_bytes(step)[row[updates]]
     uses = order_of_use(len(step.blocks))
     call = np.asarray([*uses, -1], np.int32)[moment]
     backward = (moment >= len(step.blocks)) & (what != _UPDATE)
@@ -320,15 +340,15 @@ def _insert(edit: Edit, step: Step, pieces: _Pieces, turns: list[_Turn], begins:
     )
 
 
-def _update_bytes(step: Step) -> I64:
+def native_update_bytes(step: Step) -> I64:
     """(parameters,) what one native pass over each moves: gradient and weight, moments there and back."""
-    columns, state = columns_of(step.parameters), _state(step)
+    columns, state = columns_of(step.parameters), whole_state(step)
     moments = np.bincount(step.owner[state], step.bytes[state], len(columns.numel)).astype(np.int64)
     return 12 * columns.numel + 2 * moments
 
 
 @functools.lru_cache(maxsize=8)
-def _state(step: Step) -> I32:
+def whole_state(step: Step) -> I32:
     """State storages as large as their parameter; the others count steps."""
     columns = columns_of(step.parameters)
     state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner >= 0)).astype(np.int32)
@@ -337,7 +357,7 @@ def _state(step: Step) -> I32:
     return whole
 
 
-def _starts(turns: list[_Turn], rows: I32, begins: I32) -> tuple[I32, I32]:
+def starts_of(turns: list[_Turn], rows: I32, begins: I32) -> tuple[I32, I32]:
     """(moments,) the op before which each moment lets go of the gradient on its way, and of parameters."""
     land, drop = begins.copy(), begins.copy()
     for turn, row in zip(reversed(turns), reversed(rows.tolist()), strict=True):
@@ -347,7 +367,7 @@ def _starts(turns: list[_Turn], rows: I32, begins: I32) -> tuple[I32, I32]:
     return land, drop
 
 
-def _let_go(edit: Edit, landings: _Landings, down: _Down, starts: tuple[I32, I32]) -> None:
+def _let_go(edit: Edit, landings: Landings, down: _Down, starts: tuple[I32, I32]) -> None:
     """A gradient on its way is let go when the next one lands, or when the next moment begins."""
     gone = starts[_LAND][landings.moment + 1]
     same = landings.moment[1:] == landings.moment[:-1]
@@ -358,7 +378,7 @@ def _let_go(edit: Edit, landings: _Landings, down: _Down, starts: tuple[I32, I32
     edit.let_go_before(landings.raw, gone)
 
 
-def _stay(edit: Edit, step: Step, pieces: _Pieces, residency: Residency, turns: list[_Turn], rows: I32, drop: I32) -> None:
+def stay(edit: Edit, step: Step, pieces: Pieces, residency: Residency, turns: list[_Turn], rows: I32, drop: I32) -> None:
     """Each load makes storages that the blocks' ops use from then on, until the moment that drops it."""
     n_blocks, count = len(step.blocks), len(pieces.n_bytes)
     allocated = [(turn.row, turn.moment, row) for turn, row in zip(turns, rows.tolist(), strict=True) if turn.what == _ALLOCATE]
@@ -382,7 +402,7 @@ def _stay(edit: Edit, step: Step, pieces: _Pieces, residency: Residency, turns: 
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
 
 
-def _use_hosts(edit: Edit, landings: _Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
+def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
     """What is brought in is read on the host, where the last gradient of a moment is added."""
     what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
     trailing = what == _ADD
@@ -393,13 +413,13 @@ def _use_hosts(edit: Edit, landings: _Landings, down: _Down, hosts: I32, turns: 
     edit.held_until[landings.sums[landings.sums >= 0]] = -1
 
 
-def _left_to_the_optimizer(edit: Edit, step: Step, landings: _Landings, down: _Down, hosts: I32) -> None:
+def _left_to_the_optimizer(edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32) -> None:
     """Its ops work on the host's weights and gradients, which are let go when it is through."""
     columns = columns_of(step.parameters)
     gradient = np.where(landings.sums >= 0, landings.sums, down.hosts).astype(np.int32)
     moved = np.arange(step.n_storages, dtype=np.int32)
     moved[columns.gradient[landings.parameter]] = gradient
-    mine = _in_blocks(step)
+    mine = in_blocks(step)
     moved[columns.storage[mine]] = hosts[mine]
     inside = step.use_phase == Phase.OPTIMIZER
     edit.use_storage = np.where(inside, moved[step.use_storage], edit.use_storage).astype(np.int32)
@@ -407,7 +427,7 @@ def _left_to_the_optimizer(edit: Edit, step: Step, landings: _Landings, down: _D
     edit.hold_through(gradient, np.full(len(gradient), last, np.int32))
 
 
-def _update(edit: Edit, step: Step, landings: _Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
+def _update(edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
     """Each block's update reads its gradients and holds them all until its last one."""
     what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
     updates = what == _UPDATE
@@ -419,6 +439,6 @@ def _update(edit: Edit, step: Step, landings: _Landings, down: _Down, hosts: I32
     last = np.full(int(moment.max()) + 1, -1, np.int32)
     last[moment[updates]] = rows[updates]
     edit.hold_through(gradient, last[landings.moment + 1])
-    state = _state(step)
+    state = whole_state(step)
     state = state[update_of[step.owner[state]] >= 0]
     edit.add_uses(update_of[step.owner[state]], state, mutates=True)

@@ -14,13 +14,14 @@ Rule 6. A copy to the host holds its source until the next copy is started, the 
         of the last region ends, or backward fetches, whichever comes first: one tensor at most is on its way, and when it is
         freed does not depend on timing. Calls under `no_grad`, or in a checkpoint of the model's own, do not count.
 Rule 7. What goes on to SSD is written from host memory from then on; `runtime.shelf` has the rules of that.
+Rule 8. What backward asks for comes back then, or ahead of that; `runtime.come_ahead` has the rule.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,11 +33,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.calls import INPUTS, Call
 from memtune.errors import ApplyError
+from memtune.runtime.autocast import autocast_now
 from memtune.runtime.changed_buffers import changed_buffers, copied_buffers, only_written
+from memtune.runtime.come_ahead import Ahead
 from memtune.runtime.exchanges import refused_in
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
-from memtune.runtime.look import Look, Trail, difference
+from memtune.runtime.look import Look, Trail, difference, is_close, magnitude
 from memtune.runtime.moved import Entry, Moved, View, id_of, is_written_part
 from memtune.runtime.own_checkpoint import autograd_sees
 from memtune.runtime.random_state import RandomState
@@ -90,6 +93,7 @@ class ActivationTable:
         self.regions = [Region(name, model.get_submodule(name), index) for index, name in enumerate(regions)]
         self.traffic = Traffic()
         self.shelf = Shelf(0)
+        self.ahead = Ahead(0)
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._on_the_way: tuple[Entry, int] | None = None
         self._call = 0  # calls of regions that began so far; what is on the way was started in one of them
@@ -193,6 +197,8 @@ class ActivationTable:
             entry.leave(tensor)
             self._on_the_way = (entry, self._call)
             self._entries[key] = entry
+            if not entry.goes_on:
+                self.ahead.left(entry)
         return entry
 
     def lasts(self, tensor: Tensor) -> bool:
@@ -210,6 +216,10 @@ class ActivationTable:
     def take(self, entry: Entry) -> None:
         """Rule 7: read `entry` from SSD."""
         self.shelf.take(entry)
+
+    def bring(self, entry: Entry) -> None:
+        """Rule 8: backward asks for `entry`."""
+        self.ahead.bring(entry)
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Rule 6 at the end of the call `number`, of `region`."""
@@ -237,7 +247,8 @@ class _Frame:
     def __init__(self, table: ActivationTable, region: Region, forward: Any, args: Any, kwargs: Any) -> None:
         self.table, self.region, self._forward = table, region, forward
         self._args: Any = (args, kwargs)
-        self.fixed = {id_of(t) for t in [*region.module.parameters(), *region.module.buffers()]}
+        fixed = (*region.module.named_parameters(), *region.module.named_buffers())
+        self.fixed = {id_of(tensor): name for name, tensor in fixed}
         self.inputs = {id_of(t): t for t in tree_leaves(self._args) if _is_plain(t)}
         self.kept: dict[Call, Kept] = {}
         self.left_out = LeftOut()
@@ -246,12 +257,14 @@ class _Frame:
         self._budget = [0, 0]
         self._decided: dict[int, Entry] = {}
         self.count = 0
-        self._trail, self.looks = Trail(), list[Look]()
+        self._trail, self.looks = Trail(self.fixed), list[Look]()
         """Of each tensor that is recomputed."""
+        self.magnitudes: list[Tensor | None] = []
+        """Of the same, in the region's first run alone."""
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
         self._random = RandomState.capture(region.module) if region.recompute else None
-        self._autocast = _autocast_state() if region.recompute else []
+        self._autocast = autocast_now() if region.recompute else []
         self._back: dict[int, Tensor] = {}
         self._changed_buffers: list[str] = []
         self._before: dict[str, Tensor] = {}
@@ -322,7 +335,10 @@ class _Frame:
     def pack(self, tensor: Tensor) -> Tensor | Moved | _Number:
         """What autograd is given in place of `tensor`, by Rules 1 to 3."""
         key = id_of(tensor)
-        if key in self.fixed or not _is_plain(tensor):
+        if key in self.fixed:
+            self._trail.passes(key)
+            return tensor
+        if not _is_plain(tensor):
             return tensor
         if not self.region.recompute or key in self.inputs:
             return _apart(self.claim(tensor))
@@ -333,6 +349,8 @@ class _Frame:
             return _apart(self.claim(tensor))
         self.wanted.add(self.count)
         self.looks.append(self._trail.look(tensor))
+        if not self.region.watched:
+            self.magnitudes.append(magnitude(tensor))
         self.count += 1
         return _Number(self, self.count - 1)
 
@@ -414,12 +432,15 @@ class _Replay:
     """Collects what the second run saves; stops it when all is there."""
 
     def __init__(self, frame: _Frame, inputs: set[int]) -> None:
-        self._frame, self._inputs, self.count, self._trail = frame, inputs, 0, Trail()
+        self._frame, self._inputs, self.count, self._trail = frame, inputs, 0, Trail(frame.fixed)
         self.enough = max(frame.wanted) + 1
 
     def pack(self, tensor: Tensor) -> int:
         key = id_of(tensor)
-        if key in self._frame.fixed or key in self._inputs or not _is_plain(tensor) or self._frame.is_kept(tensor):
+        if key in self._frame.fixed:
+            self._trail.passes(key)
+            return -1
+        if key in self._inputs or not _is_plain(tensor) or self._frame.is_kept(tensor):
             return -1
         self._compare(tensor)
         self._frame.keep_back(self.count, tensor.detach())
@@ -437,6 +458,14 @@ class _Replay:
                 f"{self._frame.region.name} did something else when it was run again: {is_now or 'nothing'} where the first "
                 f"run had {was or 'nothing'}.",
                 evidence=f"Saved tensor {self.count} was {before.dtype} {list(before.size)} and is {now.dtype} {list(now.size)}.",
+                fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
+                code="MT307",
+            )
+        if self._frame.magnitudes and not is_close(self._frame.magnitudes[self.count], magnitude(tensor)):
+            made_by = ", ".join(each.name for each in reversed(now.made_by)) or "the same ops"
+            raise ApplyError(
+                f"{self._frame.region.name} made other values when it was run again, in {made_by}.",
+                evidence=f"Saved tensor {self.count}, {now.dtype} {list(now.size)}, has another norm.",
                 fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
                 code="MT307",
             )
@@ -485,15 +514,3 @@ def _as_input(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
     return value
-
-
-def _autocast_state() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Context makers that bring autocast back to what it is now."""
-
-    def maker(device: str) -> Callable[[], AbstractContextManager[Any]]:
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        cache = torch.is_autocast_cache_enabled()
-        return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
-
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return [maker(device) for device in devices]

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.state_dict import Held, held_parameters
 from memtune.runtime.tree import local
 
+T = TypeVar("T")
 Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a whole tensor."""
 _STATE, _GROUPS = "optim.state.", "optim.param_groups."
@@ -51,7 +52,7 @@ def sharded_state_dict(context: Context) -> dict[str, Any]:
     plain = context.optimizer.state_dict()
     state = {held[i].name: {what: held[i].divided(value) for what, value in of.items()} for i, of in plain["state"].items()}
     groups = [{**group, "params": [held[i].name for i in group["params"]]} for group in plain["param_groups"]]
-    return {"model": model, "optim": {"state": state, "param_groups": groups}}
+    return {"model": _here(context, model), "optim": {"state": _here(context, state), "param_groups": groups}}
 
 
 def save(context: Context, folder: str | PathLike[str]) -> None:
@@ -78,7 +79,7 @@ def load(context: Context, folder: str | PathLike[str]) -> None:
     described = _describe(folder)
     model, held = _model(context), _named(context)
     forms = {key: (tuple(m.size), m.properties.dtype) for key, m in described.items() if isinstance(m, TensorStorageMetadata)}
-    _require_fit(model, held, {key: forms.get(key, ((), None)) for key in described})
+    _require_fit(context, model, held, {key: forms.get(key, ((), None)) for key in described})
     groups = [dict.fromkeys(keys) for keys in _options(described)]
     tensors = {key: torch.empty(*forms[key][:1], dtype=forms[key][1]) for key in forms if key.startswith(_GROUPS)}
     for key, value in tensors.items():
@@ -86,8 +87,10 @@ def load(context: Context, folder: str | PathLike[str]) -> None:
         groups[int(index)][option] = value
     _read(folder, {"optim": {"param_groups": groups}})
     _require_groups(context, held, groups)
-    state = _empty_state(held, {key: form for key, form in forms.items() if key.startswith(_STATE)})
-    wanted: dict[str, Any] = {"model": model}
+    states = {key.removeprefix(_STATE).rpartition("."): form for key, form in forms.items() if key.startswith(_STATE)}
+    mine = _here(context, {each.name: each for each in held})
+    state = _empty_state(mine, {(name, what): form for (name, _, what), form in states.items() if name in mine})
+    wanted: dict[str, Any] = {"model": _here(context, model)}
     if state:
         wanted["optim"] = {"state": state}
     _read(folder, wanted)
@@ -111,16 +114,18 @@ def load_full_state_dict(context: Context, state_dict: Mapping[str, Any]) -> Non
         for what, value in of.items()
     }
     described = {f"model.{name}": value for name, value in whole.items()} | values
-    _require_fit(model, held, {key: _form(value) for key, value in described.items()})
+    _require_fit(context, model, held, {key: _form(value) for key, value in described.items()})
     groups = [{**group, "params": [name_of.get(index, "") for index in group["params"]]} for group in optimizer["param_groups"]]
     _require_groups(context, held, groups)
     state: dict[str, dict[str, Any]] = {}
-    by_name = {each.name: each for each in held}
+    by_name = _here(context, {each.name: each for each in held})
     for key, value in values.items():
         name, _, what = key.removeprefix(_STATE).rpartition(".")
+        if name not in by_name:
+            continue
         state.setdefault(name, {})[what] = _cut_for(by_name[name], value)
     with torch.no_grad():
-        for name, value in model.items():
+        for name, value in _here(context, model).items():
             if isinstance(value, Tensor):
                 local(value).copy_(_part(whole[name], value))
             else:
@@ -138,6 +143,12 @@ def _model(context: Context) -> dict[str, Any]:
     return state
 
 
+def _here(context: Context, entries: dict[str, T]) -> dict[str, T]:
+    """Of `entries` by name of a weight or buffer, those that this rank holds itself or a part of."""
+    elsewhere = context.elsewhere
+    return entries if elsewhere is None else {name: entry for name, entry in entries.items() if name not in elsewhere.absent}
+
+
 def _named(context: Context) -> list[Held]:
     held = held_parameters(context)
     nameless = [each.held for each in held if not each.name]
@@ -153,15 +164,23 @@ def _form(value: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), None)
 
 
-def _require_fit(model: Mapping[str, Any], held: list[Held], found: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
+def _require_fit(
+    context: Context, model: Mapping[str, Any], held: list[Held], found: Mapping[str, tuple[tuple[int, ...], Any]]
+) -> None:
     """Rule 3: `found` by key of rule 1, with shapes."""
+    elsewhere = context.elsewhere
+    shapes = {
+        name: tuple(value.shape if elsewhere is None else elsewhere.shape(name, value))
+        for name, value in model.items()
+        if isinstance(value, Tensor)
+    }
     there = {key.removeprefix("model."): form for key, form in found.items() if key.startswith("model.")}
     problems = [f"{name} is missing" for name in model if name not in there]
     problems += [f"{name} is not in the model" for name in there if name not in model]
     problems += [
-        f"{name} has shape {tuple(value.shape)} here and {there[name][0]} there"
-        for name, value in model.items()
-        if name in there and isinstance(value, Tensor) and tuple(value.shape) != there[name][0]
+        f"{name} has shape {shape} here and {there[name][0]} there"
+        for name, shape in shapes.items()
+        if name in there and shape != there[name][0]
     ]
     names = {each.name for each in held}
     states = {key.removeprefix(_STATE).rpartition(".")[0] for key in found if key.startswith(_STATE)}
@@ -191,15 +210,14 @@ def _refuse(problems: list[str]) -> None:
 # -- tensors to read into --------------------------------------------------------------------------------------------------
 
 
-def _empty_state(held: list[Held], forms: Mapping[str, Form]) -> dict[str, dict[str, Tensor]]:
+def _empty_state(held: Mapping[str, Held], forms: Mapping[tuple[str, str], Form]) -> dict[str, dict[str, Tensor]]:
+    """Tensors by parameter and what they are of it, to read the state of these parameters into."""
     state: dict[str, dict[str, Tensor]] = {}
-    by_name = {each.name: each for each in held}
-    for key, (shape, dtype) in forms.items():
-        name, _, what = key.removeprefix(_STATE).rpartition(".")
-        layout = by_name[name].layout
+    for (name, what), (shape, dtype) in forms.items():
+        layout = held[name].layout
         if shape and shape == tuple(layout.shape):
             rows = torch.empty_like(local(layout.detach()), dtype=dtype)
-            value = by_name[name].part(rows) if isinstance(layout, DTensor) else rows
+            value = held[name].part(rows) if isinstance(layout, DTensor) else rows
         else:
             value = torch.empty(shape, dtype=dtype)
         state.setdefault(name, {})[what] = value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.compiled import CompiledModel
+from memtune.runtime.loop import LossFunction, Order
 from memtune.runtime.turns import Turns
+
+if TYPE_CHECKING:
+    from memtune.runtime.elsewhere import Elsewhere
 
 Check = Callable[[], dict[str, Any]]
 
@@ -31,7 +35,10 @@ class Context:
         activations: The table of claims on the blocks' activations.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
+        order: Runs micro-batches in another order than one after the other; only `Tuned.step` has them all.
         turns: Hands micro-batches round among ranks that work on one at a time; set by techniques that cut layers.
+        pipeline: Runs forward and backward of a step's micro-batches in place of the loop; set where ranks have other blocks.
+        elsewhere: What of the model only other ranks hold.
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
         compiled: What runs through torch.compile, if anything does.
@@ -49,7 +56,10 @@ class Context:
     activations: ActivationTable
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
+    order: Order | None = None
     turns: Turns | None = None
+    pipeline: Callable[[nn.Module, LossFunction, Iterable[Any]], Tensor] | None = None
+    elsewhere: Elsewhere | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)

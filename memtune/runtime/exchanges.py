@@ -6,13 +6,16 @@ anything is exchanged twice.
 Rule 1. The first run of a block passes a dispatch mode, which sees every op by which ranks exchange data.
 Rule 2. After that a mode would cost time at every op. So a kernel in front of the operators of `c10d` looks from then on, which
         costs nothing but some 20 µs per collective. It is in place from the first recomputed block on, where ranks are several.
+        Functional collectives that autograd knows reach `c10d` from below it, unseen: they have one in front of their own. A
+        torch that cannot hand out the kernel that is there keeps the mode.
 Rule 3. What runs below autograd is not the user's: the seam's collectives are made for being run again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -23,7 +26,8 @@ import torch.distributed as dist
 from memtune.errors import ApplyError
 from memtune.runtime.watching import WatchingMode
 
-NAMESPACES = ("c10d", "_c10d_functional")
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
+NAMESPACES = ("c10d", *_FUNCTIONAL)
 """Of ops by which ranks exchange data; the seam's own are made for being run again."""
 
 
@@ -33,6 +37,7 @@ class _Inside(threading.local):
 
 
 _inside = _Inside()
+_GET_KERNEL: Callable[[Any, str], Any] | None = getattr(torch.library, "get_kernel", None)
 
 
 class _NoExchange(WatchingMode):
@@ -58,23 +63,33 @@ def _refused_in(name: str, first: bool) -> Iterator[None]:
     _kernels()
     before, _inside.block = _inside.block, name
     try:
-        with _NoExchange() if first else nullcontext():  # type: ignore[no-untyped-call]
+        with _NoExchange() if first or _GET_KERNEL is None else nullcontext():  # type: ignore[no-untyped-call]
             yield
     finally:
         _inside.block = before
 
 
 @cache
-def _kernels() -> torch.library.Library:
+def _kernels() -> tuple[torch.library.Library, ...]:
     """Rule 2: in place for as long as the process lives."""
-    library = torch.library.Library("c10d", "IMPL")
+    libraries = {name: torch.library.Library(name, "IMPL") for name in NAMESPACES}
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, op = name.partition("::")
         if namespace == "c10d":
-            op, _, overload = op.partition(".")
-            found = getattr(getattr(torch.ops.c10d, op), overload or "default")
-            library.impl(name.partition("::")[2], partial(_looked_at, found), "Autograd")
-    return library
+            libraries[namespace].impl(op, partial(_looked_at, _overload(namespace, op)), "Autograd")
+        elif namespace in _FUNCTIONAL and _GET_KERNEL is not None:
+            if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"):
+                found = _overload(namespace, op)
+                looked_at = partial(_looked_at_above, found, _GET_KERNEL(found, "AutogradCPU"))
+                with warnings.catch_warnings():  # that the kernel which was there is overridden
+                    warnings.simplefilter("ignore", UserWarning)
+                    libraries[namespace].impl(op, looked_at, "Autograd", with_keyset=True, allow_override=True)
+    return (*libraries.values(),)
+
+
+def _overload(namespace: str, op: str) -> Any:
+    name, _, overload = op.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
 def _looked_at(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +97,13 @@ def _looked_at(op: Any, *args: Any, **kwargs: Any) -> Any:
         raise _twice(op)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args, **kwargs)
+
+
+def _looked_at_above(op: Any, kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Autograd's own `kernel` of `op`, unless it would run twice."""
+    if _inside.block:
+        raise _twice(op)
+    return kernel.call_boxed(keys, *args, **kwargs)
 
 
 def _twice(op: Any) -> ApplyError:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime.context import Context
-from memtune.runtime.state_dict import whole
+from memtune.runtime.state_dict import whole_in
 
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -38,7 +38,7 @@ def export(context: Context, file: str | PathLike[str]) -> None:
     """
     tensors = {name: value for name, value in context.model.state_dict().items() if isinstance(value, Tensor)}
     several = context.ranks > 1
-    failure = _write(tensors, Path(file)) if context.rank == 0 else _take_part(tensors)
+    failure = _write(context, tensors, Path(file)) if context.rank == 0 else _take_part(context, tensors)
     told: list[Any] = [failure]
     if several:
         dist.broadcast_object_list(told)
@@ -48,38 +48,39 @@ def export(context: Context, file: str | PathLike[str]) -> None:
         )
 
 
-def _take_part(tensors: dict[str, Tensor]) -> str:
-    for value in tensors.values():
-        whole(value)
+def _take_part(context: Context, tensors: dict[str, Tensor]) -> str:
+    for name, value in tensors.items():
+        whole_in(context, name, value)
     return ""
 
 
-def _write(tensors: dict[str, Tensor], file: Path) -> str:
+def _write(context: Context, tensors: dict[str, Tensor], file: Path) -> str:
     """What went wrong, if anything did; the other ranks' tensors are gathered all the same."""
     failure, partial = "", file.with_name(f"{file.name}.partial")
-    remaining = iter(tensors.values())
+    remaining = iter(tensors.items())
     try:
         with partial.open("wb") as out:
-            out.write(_header(tensors))
-            for value in remaining:
-                full = whole(value).detach().cpu().contiguous()
+            out.write(_header(context, tensors))
+            for name, value in remaining:
+                full = whole_in(context, name, value).detach().cpu().contiguous()
                 out.write(full.reshape(-1).view(torch.uint8).numpy().data)
         os.replace(partial, file)
     except (OSError, KeyError) as error:
         failure = f"a tensor of type {error}, which the format does not know" if isinstance(error, KeyError) else str(error)
-        for value in remaining:
-            whole(value)
+        for name, value in remaining:
+            whole_in(context, name, value)
         with suppress(OSError):
             partial.unlink()
     return failure
 
 
-def _header(tensors: dict[str, Tensor]) -> bytes:
+def _header(context: Context, tensors: dict[str, Tensor]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, value in tensors.items():
-        end = at + value.numel() * value.element_size()
-        header[name] = {"dtype": _TYPES[value.dtype], "shape": list(value.shape), "data_offsets": [at, end]}
+        shape = value.shape if context.elsewhere is None else context.elsewhere.shape(name, value)
+        end = at + shape.numel() * value.element_size()
+        header[name] = {"dtype": _TYPES[value.dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

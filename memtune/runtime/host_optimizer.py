@@ -228,7 +228,8 @@ class HostOptimizer:
         """The device's weights are others, and so is the state, wherever it was read into."""
         with torch.no_grad():
             for parameter, host in self._pairs:
-                host.copy_(to_host_now(local(parameter)))
+                if parameter not in self._comes_and_goes:  # what does has been copied, and is not there any more
+                    host.copy_(to_host_now(local(parameter)))
         for state in self._optimizer.state.values():
             state.update({name: state_to_host(value) for name, value in state.items()})
 

@@ -199,6 +199,10 @@ class NativeUpdate:
             seed,
         )
 
+    def numbers(self, group: dict[str, Any], steps: int) -> dict[str, Any]:
+        """What `_native.OptimizerNumbers` takes for the update that makes a parameter's `steps`-th step."""
+        return {**_NUMBERS[self.rule](float(steps), *self._settings(group)), "sign": -1.0 if group.get("maximize") else 1.0}
+
     def moment_names(self, group: dict[str, Any]) -> list[str]:
         """Names of the state that is as large as the parameter."""
         if self.rule == "sgd" and group["momentum"] == 0:

@@ -1,18 +1,26 @@
 """What a saved tensor looks like: two runs of the same code save tensors that look the same, made by the same ops.
 
 A `Trail` is told of the tensors one after the other and reads off autograd's graph what ran since: the nodes behind a tensor that
-are younger than the run and behind none before it. So an op between two saved tensors is seen although it saves nothing itself.
+are younger than the run and behind none before it. So an op between two saved tensors is seen although it saves nothing itself,
+and with each op the module's own parameters that it took and the numbers that autograd wrote down of it (a dim, a power). What
+autograd writes nowhere is not seen: the number in `x + 2`, a bias without a gradient. So the first time a `magnitude` of
+the values is compared as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memtune.runtime.moved import id_of
 
 _LEAF = "torch::autograd::AccumulateGrad"
 """Its number is none of the order; what a region is called with is one in the second run."""
@@ -21,28 +29,62 @@ _CAST = "ToCopyBackward0"
 _NOT_THE_USERS = ("torch.", "memtune.")
 """Functions in Python of these packages may be in one run only: FSDP2 has some."""
 
+_MAY_BE_NUMBERS = frozenset(f"_raw_saved_{name}" for name in ("other", "self", "exponent"))
+
+
+class Made(NamedTuple):
+    """One autograd node."""
+
+    name: str
+    parameters: tuple[str, ...]
+    """Of the module, that the op was given."""
+    numbers: tuple[Any, ...]
+    """What autograd wrote down of the op besides tensors."""
+
+
+_NOTHING = Made("", (), ())
+
+
+_SAMPLED = 1024
+"""Values of a tensor whose magnitude is taken."""
+_CLOSE = 0.02
+"""Magnitudes that differ by less are those of kernels that add up in another order each time."""
+
 
 class Look(NamedTuple):
     """What a saved tensor is known by in both runs."""
 
-    made_by: tuple[str, ...]
-    """Names of the autograd nodes that led to it since the tensor before, the last one first."""
+    made_by: tuple[Made, ...]
+    """The autograd nodes that led to it since the tensor before, the last one first."""
+    passed: tuple[str, ...]
+    """The module's parameters and buffers that autograd saved since the tensor before."""
     size: torch.Size
     dtype: torch.dtype
 
 
 class Trail:
-    """Looks at the saved tensors of one run, in order."""
+    """Looks at the saved tensors of one run, in order.
 
-    def __init__(self) -> None:
+    Args:
+        fixed: Names of the module's parameters and buffers by `id_of`.
+    """
+
+    def __init__(self, fixed: Mapping[int, str]) -> None:
         self._start = _now()
+        self._fixed = fixed
         self._seen: set[int] = set()
+        self._passed: list[str] = []
+
+    def passes(self, key: int) -> None:
+        """Autograd saves a parameter or buffer."""
+        self._passed.append(self._fixed[key])
 
     def look(self, tensor: Tensor) -> Look:
         """What `tensor`, the next one, is known by."""
-        return Look(tuple(self._new(tensor.grad_fn)), tensor.shape, tensor.dtype)
+        passed, self._passed = tuple(self._passed), []
+        return Look(tuple(self._new(tensor.grad_fn)), passed, tensor.shape, tensor.dtype)
 
-    def _new(self, node: Any) -> Iterator[str]:
+    def _new(self, node: Any) -> Iterator[Made]:
         waiting = [node]
         while waiting:
             node = waiting.pop()
@@ -52,15 +94,87 @@ class Trail:
             if number < self._start or number in self._seen or name == _LEAF:
                 continue
             self._seen.add(number)
+            following = [each for each, _ in node.next_functions]
             if name != _CAST and not _is_ours(node):
-                yield name
-            waiting += [each for each, _ in node.next_functions]
+                yield Made(name, tuple(self._parameters(following)), _numbers(node))
+            waiting += following
+
+    def _parameters(self, nodes: list[Any]) -> Iterator[str]:
+        """Names of the parameters among `nodes`, behind a cast as well: which may be older than the run."""
+        for node in nodes:
+            while node is not None and node.name() == _CAST:
+                node = node.next_functions[0][0]
+            if node is not None and node.name() == _LEAF:
+                found = self._fixed.get(id_of(node.variable))
+                if found is not None:
+                    yield found
 
 
 def difference(before: Look, now: Look) -> tuple[str, str]:
     """The first op that differs: as it was and as it is, '' where there was none, or none differs."""
-    pairs = zip_longest(reversed(before.made_by), reversed(now.made_by), fillvalue="")
-    return next(((one, two) for one, two in pairs if one != two), ("", ""))
+    pairs = zip_longest(reversed(before.made_by), reversed(now.made_by), fillvalue=_NOTHING)
+    one, two = next(((one, two) for one, two in pairs if one != two), (_NOTHING, _NOTHING))
+    if one.name != two.name:
+        return one.name, two.name
+    if one.parameters != two.parameters:
+        return _of(one.name, one.parameters), _of(two.name, two.parameters)
+    if one.numbers != two.numbers:
+        return _of(one.name, map(str, one.numbers)), _of(two.name, map(str, two.numbers))
+    return _of("an op", before.passed), _of("an op", now.passed)
+
+
+def magnitude(tensor: Tensor) -> Tensor | None:
+    """The norm of some values of `tensor`, which an op was given; None where there are none to look at (fake, gaps).
+
+    What an op saves of its own making (an attention's padded log-sum-exp) may have unwritten memory in it.
+    """
+    if type(tensor) is not Tensor or tensor.grad_fn is None or not tensor.numel():
+        return None
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return None
+    step = -(-tensor.numel() // _SAMPLED)
+    with torch.no_grad(), _disable_current_modes():  # none of the model's ops, to those who count or replace them
+        some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,))
+        norm: Tensor = torch.linalg.vector_norm(some.float())
+        return norm
+
+
+def is_close(before: Tensor | None, now: Tensor | None) -> bool:
+    """Two magnitudes are of the same values, up to the order in which kernels add; what is no number is not told apart."""
+    if before is None or now is None:
+        return True
+    with _disable_current_modes():
+        one, two = float(before), float(now)
+    return not (math.isfinite(one) and math.isfinite(two)) or abs(one - two) <= _CLOSE * max(one, two)
+
+
+def _of(name: str, what: Any) -> str:
+    return f"{name} of {', '.join(filter(None, what)) or 'none'}"
+
+
+def _numbers(node: Any) -> tuple[Any, ...]:
+    kind: type = type(node)
+    plain, tensors = _written_down(kind)
+    return (*(getattr(node, name) for name in plain), *(_python_number(getattr(node, name)) for name in tensors))
+
+
+@cache
+def _written_down(node: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Attributes of a node that hold no tensor, and those that hold one, packed: asking otherwise would unpack it."""
+    names = dir(node)
+    plain = tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
+    return plain, tuple(name for name in names if name in _MAY_BE_NUMBERS)
+
+
+def _python_number(saved: Any) -> str:
+    """The 2 of `x * 2`, which autograd saves as a tensor and shows to no hook; '' for all else."""
+    if getattr(saved, "unpack_hook", _NOTHING) is not None:  # torch before 2.13 may not tell
+        return ""
+    data = saved.data
+    if type(data) is not Tensor or data.dim() or data.device.type != "cpu":
+        return ""
+    with _disable_current_modes():  # no op of the model's, to those who count or replace them
+        return repr(data.item())
 
 
 def _is_ours(node: Any) -> bool:

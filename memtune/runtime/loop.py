@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,22 @@ from memtune.batches import map_tensors
 LossFunction = Callable[[nn.Module, Any], Tensor]
 SyncContext = Callable[[bool], AbstractContextManager[Any]]
 Upload = Callable[[Any, torch.device], Any]
+
+
+class Order(Protocol):
+    """Runs micro-batches in another order than one after the other (`runtime.order`)."""
+
+    def accumulate(
+        self,
+        model: nn.Module,
+        loss_function: LossFunction,
+        batches: Sequence[Any],
+        device: torch.device,
+        *,
+        sync: SyncContext,
+        upload: Upload,
+    ) -> Tensor:
+        """As the function `accumulate`."""
 
 
 def upload(batch: Any, device: torch.device) -> Any:
@@ -31,6 +47,9 @@ def accumulate(
     *,
     sync: SyncContext = lambda last: nullcontext(),
     upload: Upload = upload,
+    order: Order | None = None,
+    among: range | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     """Forward and backward over all micro-batches; leaves the mean gradient in the parameters.
 
@@ -41,14 +60,18 @@ def accumulate(
         device: Where the model computes.
         sync: From "is this the last micro-batch?" to the context in which it runs (DDP's `no_sync`).
         upload: Moves a micro-batch to `device`.
+        order: Runs them in another order than one after the other.
+        among: Which of `batches` are run here; None: all.
+        total: Sum of the losses of those before.
 
     Returns:
         The mean loss, detached.
     """
-    total: Tensor | None = None
-    for index, batch in enumerate(batches):
+    if order is not None:
+        return order.accumulate(model, loss_function, batches, device, sync=sync, upload=upload)
+    for index in range(len(batches)) if among is None else among:
         with sync(index == len(batches) - 1):
-            here = upload(batch, device)
+            here = upload(batches[index], device)
             loss = loss_function(model, here)
             if len(batches) > 1:
                 loss = loss / len(batches)
@@ -69,9 +92,15 @@ def train_step(
     *,
     sync: SyncContext = lambda last: nullcontext(),
     upload: Upload = upload,
+    order: Order | None = None,
 ) -> Tensor:
     """One optimizer step over `batches`; returns the mean loss, detached."""
-    loss = accumulate(model, loss_function, list(batches), device, sync=sync, upload=upload)
+    loss = accumulate(model, loss_function, list(batches), device, sync=sync, upload=upload, order=order)
+    update(optimizer)
+    return loss
+
+
+def update(optimizer: Optimizer) -> None:
+    """What a step ends with."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss

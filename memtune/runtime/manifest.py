@@ -25,7 +25,7 @@ from torch import Tensor
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime import offload_dir
-from memtune.runtime.disk import Extent
+from memtune.runtime.ssd_file import Extent
 
 SCHEMA: Final = 1
 

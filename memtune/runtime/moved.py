@@ -22,6 +22,9 @@ class Moves(Protocol):
     def take(self, entry: Entry) -> None:
         """Read `entry` from SSD into host memory."""
 
+    def bring(self, entry: Entry) -> None:
+        """See to it that `entry`, which backward asks for, comes back."""
+
 
 class Entry:
     """One storage that autograd saved: on the device, on its way, on the host, on SSD, or back.
@@ -38,9 +41,10 @@ class Entry:
         self._source: Tensor | None = None
         self._host: Tensor | None = None
         self._ssd: Tensor | None = None
-        self._device = tensor.device
+        self.device = tensor.device
         self._storage = weakref.ref(tensor.untyped_storage())  # addresses are used again, storages are not
         self._back: Tensor | None = None
+        self._asked = False
 
     @property
     def goes_on(self) -> bool:
@@ -76,14 +80,20 @@ class Entry:
 
     def fetch(self, like: View) -> Tensor:
         """The tensor on the device again; the storage comes back once and is shared by all that look into it."""
-        if self._back is None:
+        if not self._asked:
+            self._asked = True
             self._moves.land()
-            if self._ssd is not None:
-                self._moves.take(self)
-            assert self._host is not None
-            self._back = torch.ops.memtune.to_device(self._host, self._device)
-            self._host = self._ssd = None
+            self._moves.bring(self)
+        assert self._back is not None
         return like.of(self._back)
+
+    def come_back(self) -> None:
+        """Copy it to the device, asked for or ahead of that."""
+        if self._ssd is not None:
+            self._moves.take(self)
+        assert self._host is not None
+        self._back = torch.ops.memtune.to_device(self._host, self.device)
+        self._host = self._ssd = None
 
     def __del__(self) -> None:
         if self._ssd is not None and self._host is not None:

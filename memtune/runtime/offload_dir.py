@@ -1,8 +1,9 @@
 """Where tensors may go on SSD: the directory that the user allows, and a locked folder in it for every process that uses it.
 
 The directory is given by `MEMTUNE_OFFLOAD_DIR` (`--offload-dir` sets it), never by a config, which may come from a stranger: no
-key of a config names a path, so none leads out of it. A folder's owner holds a lock that the kernel lets go when the process
-ends, however it ends, so what a dead run left is known for certain and removed by `clean` or by the next run in the same place.
+key of a config names a path, so none leads out of it. Several, on drives of their own, are given as a list (`/one:/two`). A
+folder's owner holds a lock that the kernel lets go when the process ends, however it ends, so what a dead run left is known for
+certain and removed by `clean` or by the next run in the same place.
 """
 
 from __future__ import annotations
@@ -35,8 +36,13 @@ MANIFEST: Final = "manifest-"
 
 
 def allowed() -> str:
-    """The directory that the user allows, empty where none was given; looks at nothing but the environment."""
-    return os.environ.get(VARIABLE, "")
+    """The directory that the user allows, the first of several, empty where none was; looks at nothing but the environment."""
+    return next(iter(all_allowed()), "")
+
+
+def all_allowed() -> tuple[str, ...]:
+    """All of them: the user may give several drives, as a list with colons, to techniques that use more than one."""
+    return tuple(each for each in os.environ.get(VARIABLE, "").split(os.pathsep) if each)
 
 
 def checked(root: str | None = None) -> Path:

@@ -21,6 +21,7 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.runtime import disk, offload_dir, transfer
 from memtune.runtime.context import Context
 from memtune.runtime.manifest import DeadRun, Manifest, dead_runs, forget
+from memtune.runtime.ssd_file import TENSORS, Extent
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.tree import local
@@ -110,7 +111,7 @@ class LastStep:
     def _take_up(self, run: DeadRun, manifest: Manifest) -> None:
         buffers = {name: local(value).clone() for name, value in self._buffers()}
         self._context.undo.callback(self._back, buffers | _random(self._context))
-        file = os.open(run.path / disk.TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = os.open(run.path / TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             for piece, extent, counter in zip(self._pieces, manifest.pieces, manifest.counters, strict=True):
                 self._take_up_piece(piece, extent, counter, file)
@@ -121,7 +122,7 @@ class LastStep:
         disk.current().flush()
         self._manifest().write(disk.folder().path)
 
-    def _take_up_piece(self, piece: Piece, extent: disk.Extent, counter: float | None, file: int) -> None:
+    def _take_up_piece(self, piece: Piece, extent: Extent, counter: float | None, file: int) -> None:
         with tier(HOST):
             host = torch.empty_like(piece.ssd)
         disk.current().read(extent, host, file=file).result()

@@ -13,6 +13,7 @@ Rule 3. When `step` returns, everything is written: a state dict, which reads th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from types import MethodType
 from typing import Any
 
@@ -42,13 +43,22 @@ class SsdOptimizer:
         master: bfloat16 parameters have float32 masters.
         ahead: Pieces that are read ahead.
         keep: Every complete step is kept (`runtime.resume`), and the newest one that was kept is taken up.
+        chosen: What is moved; the optimizer's own step goes on for all else. None: everything, and there is no own step.
 
     Raises:
         ApplyError: The optimizer or a parameter's type is none that the native update knows.
         EnvironmentFault: There is no room on SSD; says for which parameter.
     """
 
-    def __init__(self, context: Context, *, master: bool, ahead: int, keep: bool = False) -> None:
+    def __init__(
+        self,
+        context: Context,
+        *,
+        master: bool,
+        ahead: int,
+        keep: bool = False,
+        chosen: Collection[nn.Parameter] | None = None,
+    ) -> None:
         self._optimizer, self._ahead, self._master, self._keep = context.optimizer, ahead, master, keep
         self._native = NativeUpdate(context.optimizer, "float32")
         names = {parameter: name for name, parameter in context.model.named_parameters()}
@@ -57,9 +67,10 @@ class SsdOptimizer:
         self._pieces: list[Piece] = []
         self._writing: deque[tuple[Tensor, Tensor]] = deque()  # (on SSD, on the host)
         for group in self._optimizer.param_groups:
-            moved = [self._move(each, group, names.get(each, "a parameter")) for each in group["params"]]
-            group["params"] = [piece.held for piece in moved]
-            self._pieces += moved
+            mine = [each for each in group["params"] if chosen is None or each in chosen]
+            moved = {each: self._move(each, group, names.get(each, "a parameter")) for each in mine}
+            group["params"] = [moved[each].held if each in moved else each for each in group["params"]]
+            self._pieces += moved.values()
         context.represented.update({piece.device: piece.held for piece in self._pieces})
         context.reloaded.append(self._reload)
         self._last: LastStep | None = None
@@ -67,8 +78,9 @@ class SsdOptimizer:
             self._last = LastStep(context, self._pieces)
             context.resumed_steps = self._last.resume()
             context.finish = self._last.finish
-        step = MethodType(Optimizer.profile_hook_step(self._step()), self._optimizer)
-        self._optimizer.step = step  # type: ignore[method-assign]
+        if chosen is None:
+            step = MethodType(Optimizer.profile_hook_step(self._step()), self._optimizer)
+            self._optimizer.step = step  # type: ignore[method-assign]
 
     def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
         weight = master_of(to_host_now(local(parameter)), self._master)

@@ -69,14 +69,23 @@ def full_state_dict(context: Context) -> dict[str, Any]:
     On several ranks all must call it: sharded tensors are gathered.
     """
     # The model first: FSDP2 then divides what a forward has left gathered.
-    model = {name: whole(value) for name, value in context.model.state_dict().items()}
+    elsewhere = context.elsewhere
+    model = {name: whole_in(context, name, value) for name, value in context.model.state_dict().items()}
     plain = context.optimizer.state_dict()
     held = held_parameters(context)
+    if elsewhere is not None:
+        found = {index: elsewhere.states(each.name, plain["state"].get(index, {})) for index, each in enumerate(held)}
+        return {"model": model, "optimizer": {**plain, "state": {index: state for index, state in found.items() if state}}}
     plain["state"] = {
         index: {name: whole(held[index].divided(value)) for name, value in state.items()}
         for index, state in plain["state"].items()
     }
     return {"model": model, "optimizer": plain}
+
+
+def whole_in(context: Context, name: str, value: Any) -> Any:
+    """An entry of the model's state dict, whole: gathered from all its ranks, or sent by the one that holds it."""
+    return whole(value) if context.elsewhere is None else context.elsewhere.whole(name, value)
 
 
 def whole(value: Any) -> Any:

@@ -19,29 +19,25 @@ Rule 6. What is not there when it is asked for comes in late: a loop that uses b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
-import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.chunks import Chunks
 from memtune.errors import ApplyError
 from memtune.residency import Residency
 from memtune.runtime import transfer
-from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import HostOptimizer, add_gradient, before_step, to_host_now
-from memtune.runtime.replaced_forward import ReplacedForward
-from memtune.runtime.tiers import HOST, mark
+from memtune.runtime.host_optimizer import before_step
+from memtune.runtime.host_parameters import HostCopies, HostParameters
 
 
-class ParameterStore:
+class ParameterStore(HostParameters):
     """Makes the blocks' parameters of `context` come and go.
 
     Args:
@@ -50,60 +46,47 @@ class ParameterStore:
         optimizer: Holds the host copies, and updates them.
         chunks: Where the blocks' parameters lie; none: each block is a unit.
         early: Blocks are updated in backward, natively.
+        only: As in `HostParameters`.
+        landing: As there.
+        copy: As there.
+        members: As there.
 
     Raises:
-        ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
+        ApplyError: A block's parameter is used outside of it, or gradients leave and nothing outside of the blocks is trained.
     """
 
     def __init__(
         self,
         context: Context,
         residency: Residency,
-        optimizer: HostOptimizer,
+        optimizer: HostCopies,
         *,
         chunks: Chunks | None = None,
         early: bool = True,
+        only: Container[int] | None = None,
+        landing: bool = True,
+        copy: Callable[[Tensor, Tensor], None] | None = None,
+        members: list[list[nn.Parameter]] | None = None,
     ) -> None:
-        self._residency, self._optimizer, self._device = residency, optimizer, context.device
-        blocks = [context.model.get_submodule(name) for name in context.blocks]
-        _refuse_schedules(context.model)
-        self._blocks = [list(block.parameters()) for block in blocks]
-        mine = [parameter for block in self._blocks for parameter in block]
-        self._outside = _outside(context.model, mine)
-        self._hosts = {p: context.represented[p].detach() if p in context.represented else _copy_of(p) for p in mine}
-        self._trained = {p: context.represented[p] for p in mine if p in context.represented}
-        optimizer.leave_down(mine)
-        if chunks is None:
-            self._units = [[Piece(parameter, self._hosts[parameter]) for parameter in block] for block in self._blocks]
-        else:
-            self._units = [[piece] for piece in in_chunks(context, mine, self._hosts, chunks)]
-        self._of_block = [(index,) for index in range(len(blocks))] if chunks is None else chunks.of_block
-        self._there: set[int] = set(range(len(self._units)))
+        super().__init__(context, optimizer, chunks, only=only, landing=landing, copy=copy, members=members)
+        self._residency = residency
         self._moment = self._end = len(residency.drops) - 1
-        self._on_the_way: tuple[nn.Parameter, Tensor, Tensor] | None = None
         self._is_last = False
         self._queued = False
-        self._versions: dict[nn.Parameter, int] = {}
-        self.loaded_bytes = 0
-        context.undo.callback(self._bring_all)
-        for index, block in enumerate(blocks):
-            self._watch(context, index, block)
+        for index in range(len(self._modules)):
+            self._watch(context, index)
         if early:
             context.sync = self.sync
         before_step(context.optimizer, self._step_begins)
         self._release(range(len(self._units)))
 
-    def _watch(self, context: Context, index: int, block: nn.Module) -> None:
+    def _watch(self, context: Context, index: int) -> None:
+        block = self._modules[index]
         block.register_forward_pre_hook(
             lambda module, args: self._begin(index) if torch.is_grad_enabled() else self._fetch_block(index)
         )
         block.register_forward_hook(lambda module, args, output: self._returned(index, output))
-        for parameter in self._blocks[index]:
-            if parameter.requires_grad:
-                context.undo.callback(parameter.register_post_accumulate_grad_hook(self._landed).remove)
-        block.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
-        block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch_block(index))
-        block.register_load_state_dict_post_hook(lambda module, _: self._loaded(index))
+        self._watch_block(context, index)
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -134,7 +117,7 @@ class ParameterStore:
     def _backward_ends(self) -> None:
         self._queued = False
         self._begin(self._end)
-        self._versions = {p: p.grad._version for p in self._outside if p.grad is not None}
+        self._note_versions()
 
     def _begin(self, moment: int) -> None:
         """Rules 1 and 2."""
@@ -153,80 +136,7 @@ class ParameterStore:
         if self._is_last and blocks <= before < self._end:
             self._optimizer.update(self._blocks[self._end - 1 - before])
 
-    def _fetch_block(self, block: int) -> None:
-        for index in self._of_block[block]:
-            self._fetch(index)
-
-    @torch.no_grad()
-    def _fetch(self, index: int) -> None:
-        if index in self._there:
-            return
-        self._there.add(index)
-        for there, host in self._units[index]:
-            there.untyped_storage().resize_(host.nbytes)
-            with _unsafe_preserve_version_counter(there):  # Rule 3
-                torch.ops.memtune.copy_to_device_(there.detach(), host)
-            self.loaded_bytes += host.nbytes
-
-    def _release(self, units: Any) -> None:
-        for index in list(units):
-            if index in self._there:
-                self._there.discard(index)
-                for there, _ in self._units[index]:
-                    there.untyped_storage().resize_(0)
-
-    def _bring_all(self) -> None:
-        for index, pieces in enumerate(self._units):
-            if any(there.untyped_storage().nbytes() == 0 for there, _ in pieces):
-                self._there.discard(index)
-            self._fetch(index)
-
-    # -- gradients -------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _landed(self, parameter: Tensor) -> None:
-        """Rule 4."""
-        assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
-        self._arrive()
-        source, parameter.grad = parameter.grad, None
-        host = torch.ops.memtune.to_host(source)
-        mark(host, HOST)
-        self._on_the_way = parameter, source, host
-
-    @torch.no_grad()
-    def _arrive(self) -> None:
-        if self._on_the_way is None:
-            return
-        (parameter, source, host), self._on_the_way = self._on_the_way, None
-        transfer.finish(host)
-        del source
-        add_gradient(self._trained[parameter], host)
-
-    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """All are let go before the weights change, and gradients must be those that backward left."""
-        self._release(range(len(self._units)))
-        changed = [p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version]
-        self._versions = {}
-        if changed:
-            raise ApplyError(
-                f"{len(changed)} gradients were changed between backward and the optimizer's step, as clipping by norm does.",
-                evidence="Gradients of the blocks have left the device by then, so their part of the norm is missing.",
-                fix="offload: {states: {kind: optimizer_cpu}}, or no clipping", code="MT364",
-            )  # fmt: skip
-
-    # -- checkpoints and proof -------------------------------------------------------------------------------------------
-
-    def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if prefix + name in state:
-                state[prefix + name] = self._hosts[parameter]
-
-    @torch.no_grad()
-    def _loaded(self, index: int) -> None:
-        for parameter in self._blocks[index]:
-            self._hosts[parameter].copy_(parameter)
-        self._release(self._of_block[index])
+    # -- proof -----------------------------------------------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
         """Where the blocks' parameters are.
@@ -234,49 +144,8 @@ class ParameterStore:
         Raises:
             ApplyError: Some are on the device between two steps.
         """
-        left = sum(there.untyped_storage().nbytes() for unit in self._units for there, _ in unit)
+        left = self._left_bytes()
         if left and self._moment == self._end:
             raise ApplyError(f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309")
         facts = self._optimizer.check()
-        return facts | {"blocks_on_host": len(self._blocks), "loaded_bytes": self.loaded_bytes}
-
-
-def _refuse_schedules(model: nn.Module) -> None:
-    owner = getattr(vars(model).get("forward"), "__self__", None)
-    if isinstance(owner, ReplacedForward):
-        raise ApplyError(
-            "A schedule takes the place of the model's code, so its blocks are not called and cannot come and go.",
-            fix="recompute: {kind: full}", code="MT364",
-        )  # fmt: skip
-
-
-def _outside(model: nn.Module, mine: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Trained parameters that stay on the device.
-
-    Raises:
-        ApplyError: There are none, or a block's parameter is used elsewhere as well.
-    """
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    inside = {id(parameter) for parameter in mine}
-    if len(inside) != len(mine) or any(owners[id(parameter)] > 1 for parameter in mine):
-        raise ApplyError(
-            "A parameter of a block is shared with another module, so it cannot come and go with its block.",
-            fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
-        )  # fmt: skip
-    outside = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
-    if not outside:
-        raise ApplyError(
-            "Nothing outside of the blocks is trained, so clipping by norm could not be noticed.",
-            fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
-        )  # fmt: skip
-    return outside
-
-
-def _copy_of(parameter: nn.Parameter) -> Tensor:
-    host = to_host_now(parameter)
-    mark(host, HOST)
-    return host
+        return facts | {"blocks_on_host": sum(map(bool, self._units)), "loaded_bytes": self.loaded_bytes}

@@ -1,60 +1,89 @@
 """Modules that treat every token alike, run over parts of the tokens: what is inside them never exists for all tokens at once.
 
+Either every part runs again in backward (the rules below), or it keeps a graph of its own (`runtime.kept_parts`).
+
 Rule 1. Forward runs part after part without a graph and saves the input alone. Backward runs each part's forward once more with
         a graph and goes back through it at once, so that the inner tensors of one part are there and no others.
 Rule 2. Parameters go in as arguments and their gradients come out summed: whoever watches gradients (FSDP2, DDP, hooks) sees one
         of each, whole, as from the plain module.
 Rule 3. Only the forward changes; without gradients, or with other arguments than one tensor, the module is what it was.
+Rule 4. Before its first run in parts a module is given two tokens together and apart; one that mixes them is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.kept_parts import KeptParts
 
 
 @dataclass
 class _How:
     """How one module runs. Legend: N = tokens, D = width of the input, E = of the output."""
 
+    name: str
     forward: Callable[[Tensor], Tensor]
     chunks: int
+    again: bool
+    """Parts run again in backward, or keep their graphs."""
     runs: int = 0
+    looked: bool = False
+    anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
 
     def part(self, rows: Tensor, dims: int) -> Tensor:
         """The module over some rows (n, D), which it is given with as many dims as it is used to; (n, E)."""
         out = self.forward(rows[(None,) * (dims - 2)])
         return out.reshape(-1, out.shape[-1])
 
+    def look(self, x: Tensor) -> None:
+        """Rule 4, for `x` (…, D); nothing on fake tensors, whose values nobody knows."""
+        self.looked = True
+        if isinstance(x, FakeTensor):
+            return
+        with torch.no_grad(), _disable_current_modes():  # none of the model's ops, to those who count or replace them
+            two = x.detach().reshape(-1, x.shape[-1])[:2]
+            together, apart = self.part(two, x.dim()), torch.cat([self.part(each[None], x.dim()) for each in two])
+        if not torch.allclose(together.float(), apart.float(), rtol=0.05, atol=0.01 * float(apart.abs().max()), equal_nan=True):
+            raise ApplyError(
+                f"{self.name} does not treat every token alike, so it cannot run over parts of them.",
+                evidence="It makes something else of two tokens together than of each alone.",
+                fix="split: {kind: none}, or mlp: 1 and norm: 1",
+                code="MT335",
+            )
 
-def install_tiled_modules(context: Context, names: list[str] | None, *, chunks: int) -> None:
-    """Make the modules `names` of the model in `context` run over parts of their tokens; the audit asks whether they did.
+
+def install_tiled_modules(context: Context, chunks: Mapping[str, int] | None, *, check: str, again: bool = True) -> None:
+    """Make modules of the model in `context` run over parts of their tokens; the audit asks whether they did.
 
     Args:
         context: Whose model is changed.
-        names: Of modules that treat every token alike and are called with one tensor (…, D).
-        chunks: Into how many parts the tokens are cut.
+        chunks: Name → into how many parts the tokens are cut, of modules that treat every token alike and are called with one
+            tensor (…, D).
+        check: The audit's name for it.
+        again: Parts run again in backward; else they keep their graphs, and what these save is the blocks' to move.
 
     Raises:
         ApplyError: There is no list of names, or the model has no such module.
     """
-    if names is None:
+    if chunks is None:
         raise ApplyError(
-            "MLPs in parts need a plan of which modules they are.",
-            fix="memtune search  writes it with the config; or mlp: 1",
+            f"{'norms' if check == 'split.norms' else 'MLPs'} in parts need a plan of which modules they are.",
+            fix=f"memtune search  writes it with the config; or {'norm' if check == 'split.norms' else 'mlp'}: 1",
             code="MT316",
         )
     installed: list[tuple[str, nn.Module, _How]] = []
-    for name in names:
+    for name, parts in chunks.items():
         try:
             module = context.model.get_submodule(name)
         except AttributeError as error:
@@ -63,10 +92,10 @@ def install_tiled_modules(context: Context, names: list[str] | None, *, chunks: 
                 fix="memtune search  makes a plan for this model; or split: {kind: none}",
                 code="MT335",
             ) from error
-        how = _How(module.forward, chunks)
+        how = _How(name, module.forward, parts, again)
         module.forward = partial(_forward, module, how)
         installed.append((name, module, how))
-    context.checks["split.modules"] = lambda: _check(installed)
+    context.checks[check] = lambda: _check(installed)
 
 
 def _check(installed: list[tuple[str, nn.Module, _How]]) -> dict[str, Any]:
@@ -83,8 +112,11 @@ def _forward(module: nn.Module, how: _How, *args: Any, **kwargs: Any) -> Any:
         return how.forward(*args, **kwargs)
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return how.forward(*args, **kwargs)
+    if not how.looked:
+        how.look(x)
     how.runs += 1
-    return _Parts.apply(x, how, *parameters)  # type: ignore[no-untyped-call]
+    in_parts = _Parts if how.again else KeptParts
+    return in_parts.apply(x, how, *parameters)  # type: ignore[no-untyped-call]
 
 
 class _Parts(torch.autograd.Function):

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime import disk
+from memtune.runtime.ssd_file import Ticket
 from memtune.runtime.tiers import HOST, tier
 
 
@@ -47,7 +48,7 @@ _pool: ThreadPoolExecutor | None = None
 _side_streams: dict[int, torch.cuda.Stream] = {}
 _upload_streams: dict[int, torch.cuda.Stream] = {}
 # What is under way, by address of the host storage: the thread's future on CPU, the stream's event on CUDA, a read from SSD.
-_pending: dict[int, Future[None] | torch.cuda.Event | disk.Ticket] = {}
+_pending: dict[int, Future[None] | torch.cuda.Event | Ticket] = {}
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -95,7 +96,7 @@ def _copy(host: Tensor, x: Tensor) -> None:
 def wait(host: Tensor) -> None:
     """Return once the copy into `host` is complete (CPU), or make the current stream wait for it (CUDA)."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
-    if isinstance(pending, Future | disk.Ticket):
+    if isinstance(pending, Future | Ticket):
         pending.result()
     elif pending is not None:
         pending.wait()
@@ -104,7 +105,7 @@ def wait(host: Tensor) -> None:
 def finish(host: Tensor) -> None:
     """Return once the copy into `host` is complete for the host as well: host code may read it."""
     pending = _pending.pop(host.untyped_storage()._cdata, None)
-    if isinstance(pending, Future | disk.Ticket):
+    if isinstance(pending, Future | Ticket):
         pending.result()
     elif pending is not None:
         pending.synchronize()

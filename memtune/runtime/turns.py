@@ -7,7 +7,7 @@ divides the same samples, and a loader that gives every rank other samples stays
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,5 +98,7 @@ class Turns:
     @contextmanager
     def own_numbers(self, device: torch.device) -> Iterator[None]:
         """Inside, draws follow the turns; after it, this rank's own numbers go on where they were."""
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with ExitStack() as numbers:
+            with tier(HOST):  # the state of the generator is no tensor of the device's
+                numbers.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
             yield

@@ -209,8 +209,10 @@ def _skipped_copy(technique: type[Technique]) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
+    from memtune.runtime.experts import ExpertStore
     from memtune.runtime.host_optimizer import HostOptimizer
     from memtune.runtime.ssd_optimizer import SsdOptimizer
+    from memtune.runtime.updaters import Updaters
 
     original = HostOptimizer._weights_up
 
@@ -226,8 +228,24 @@ def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
         if seed == 0:
             local(piece.device).copy_(before)
 
-    on_ssd = SsdOptimizer._update
-    with patch.object(HostOptimizer, "_weights_up", up), patch.object(SsdOptimizer, "_update", stays):
+    def one_stays(self: Any, domain: int, *args: Any) -> None:
+        before = self._parameters[0].device.detach().clone()
+        from_updater(self, domain, *args)
+        self._parameters[0].device.detach().copy_(before)
+
+    def others_stay(self: Any, expert: int) -> None:
+        bring(self, expert)
+        if expert:
+            self._held_by.pieces[expert][0].device.data.zero_()
+
+    on_ssd, from_updater, bring = SsdOptimizer._update, Updaters._up, ExpertStore._bring
+    patches = (
+        patch.object(HostOptimizer, "_weights_up", up),
+        patch.object(SsdOptimizer, "_update", stays),
+        patch.object(Updaters, "_up", one_stays),
+        patch.object(ExpertStore, "_bring", others_stay),
+    )
+    with patches[0], patches[1], patches[2], patches[3]:
         yield
 
 
@@ -235,6 +253,8 @@ def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
 def _gradient_stays(technique: type[Technique]) -> Iterator[None]:
     from memtune.runtime.host_optimizer import HostOptimizer
     from memtune.runtime.ssd_optimizer import SsdOptimizer
+    from memtune.runtime.store import ParameterStore
+    from memtune.runtime.updaters import Updaters
 
     kept: list[Any] = []
     original = HostOptimizer._arrived
@@ -247,8 +267,22 @@ def _gradient_stays(technique: type[Technique]) -> Iterator[None]:
         kept.append(piece.device.grad)
         on_ssd(self, piece, host, seed)
 
-    on_ssd = SsdOptimizer._update
-    with patch.object(HostOptimizer, "_arrived", arrived), patch.object(SsdOptimizer, "_update", update):
+    def down(self: Any, *args: Any) -> None:
+        kept.extend(each.device.grad for each in self._parameters)
+        to_updater(self, *args)
+
+    def land(self: Any, parameter: Any) -> None:
+        kept.append(parameter.grad)
+        landed(self, parameter)
+
+    on_ssd, to_updater, landed = SsdOptimizer._update, Updaters._down, ParameterStore._landed
+    patches = (
+        patch.object(HostOptimizer, "_arrived", arrived),
+        patch.object(SsdOptimizer, "_update", update),
+        patch.object(Updaters, "_down", down),
+        patch.object(ParameterStore, "_landed", land),
+    )
+    with patches[0], patches[1], patches[2], patches[3]:
         yield
 
 

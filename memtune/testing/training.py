@@ -117,7 +117,8 @@ def one_step(
         batches = [workload.make_batch(size) for _ in range(micro_batches)]
     runner = model if tuned is None else tuned.model
     sync = None if tuned is None else tuned._context.sync
-    loss = accumulate(runner, workload.loss, batches, CPU, sync=sync or (lambda last: nullcontext()))
+    order = None if tuned is None else tuned._context.order
+    loss = accumulate(runner, workload.loss, batches, CPU, sync=sync or (lambda last: nullcontext()), order=order)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -66,9 +66,9 @@ def within(program: Program, budget: Budget, target: Target) -> Solution:
     )
 
 
-def later_techniques(target: Target) -> tuple[Technique, ...]:
-    """What `target` has chosen of techniques whose passes come after recompute and change something."""
-    return tuple(target.chosen[slot] for slot in _later_slots() if slot in target.chosen and _acts(target.chosen[slot]))
+def later_techniques(target: Target, after: str = "recompute") -> tuple[Technique, ...]:
+    """What `target` has chosen of techniques whose passes come after the slot `after` and change something."""
+    return tuple(target.chosen[slot] for slot in _later_slots(after) if slot in target.chosen and _acts(target.chosen[slot]))
 
 
 def after_later(program: Program, later: tuple[Technique, ...], target: Target) -> Program:
@@ -80,10 +80,10 @@ def after_later(program: Program, later: tuple[Technique, ...], target: Target) 
     return program
 
 
-def _later_slots() -> tuple[str, ...]:
-    """Slots whose passes come after recompute and change a program's bytes."""
-    after = PASS_ORDER[PASS_ORDER.index("recompute") + 1 :]
-    return tuple(slot for slot in after if slot != "allocator")
+def _later_slots(after: str) -> tuple[str, ...]:
+    """Slots whose passes come after the slot `after` and change a program's bytes."""
+    later = PASS_ORDER[PASS_ORDER.index(after) + 1 :]
+    return tuple(slot for slot in later if slot != "allocator")
 
 
 def _acts(technique: Technique) -> bool:

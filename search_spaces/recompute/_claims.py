@@ -67,6 +67,6 @@ def _no_plan(evidence: str) -> ApplyError:
     return ApplyError(
         "this recompute technique needs a plan of what each block keeps.",
         evidence=f"{evidence[0].upper()}{evidence[1:]}.",
-        fix="memtune search  writes it with the config; or choose recompute: {kind: selective}",
+        fix="memtune search  or  memtune trial --config  makes one and says the least budget; or recompute: {kind: selective}",
         code="MT316",
     )

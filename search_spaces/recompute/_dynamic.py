@@ -177,7 +177,7 @@ class _Dynamic(Technique):
             raise ApplyError(
                 f"recompute: {{kind: {self.kind}}} needs its plan, a schedule.",
                 evidence="The config has none, or it is damaged.",
-                fix="memtune search  writes it with the config; or choose recompute: {kind: selective}",
+                fix="memtune search  or  memtune trial --config  makes it and says the least budget; or choose kind: selective",
                 code="MT317",
             ) from error
 

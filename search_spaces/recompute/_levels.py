@@ -288,16 +288,20 @@ def _in_order(step: Step, order: I32) -> bool:
 
 def moments(step: Step, order: I32, hardware: Hardware) -> Moments:
     """Most live bytes in each window of `step`, whose blocks run in `order`."""
-    live, n_blocks = live_bytes(step, hardware), len(order)
+    most, n_blocks = np.maximum.reduceat(live_bytes(step, hardware), windows(step, order)), len(order)
+    return Moments(most[:n_blocks], int(most[n_blocks]), most[n_blocks + 1 : -1][::-1], int(most[-1]))
+
+
+def windows(step: Step, order: I32) -> I32:
+    """(2 · blocks + 2,) first op of each window that the blocks cut `step` into; they run in `order`."""
     forward, backward = (ends[order] for ends in _ends(step))
     begins = np.flatnonzero((step.op_phase == Phase.BACKWARD) | (step.op_phase == Phase.RECOMPUTE))
     inside = begins[step.op_block[begins] >= 0]
     last_forward = int(forward.max(initial=0))
     start = int(inside[0]) if len(inside) else last_forward + 1
     edges = np.concatenate([forward + 1, [start], backward[::-1] + 1])  # first op of the next window
-    starts = np.minimum(np.maximum.accumulate(np.concatenate([[0], edges])), step.n_ops - 1)
-    most = np.maximum.reduceat(live, starts)
-    return Moments(most[:n_blocks], int(most[n_blocks]), most[n_blocks + 1 : -1][::-1], int(most[-1]))
+    found: I32 = np.minimum(np.maximum.accumulate(np.concatenate([[0], edges])), step.n_ops - 1).astype(np.int32)
+    return found
 
 
 def held_bytes(step: Step, order: I32, hardware: Hardware) -> I64:

@@ -129,7 +129,7 @@ def explained_schedule(plan: Plan) -> tuple[str, ...]:
     return (f"peak {peak} by a schedule of {runs} ops for a budget of {budget}; {plain} without it; costs {again} a micro-batch",)
 
 
-_SEARCH = "memtune search  writes it with the config; or choose recompute: {kind: full}"
+_SEARCH = "memtune search  or  memtune trial --config  makes one and says the least budget; or recompute: {kind: full}"
 
 
 def _schedule(plan: Plan, made_by: str = "planned") -> Schedule:

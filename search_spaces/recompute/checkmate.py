@@ -133,7 +133,7 @@ class Checkmate(Technique):
         return schedule_for(step, target.hardware, budget, self.share or 0.0, self.nodes, exact_s)
 
 
-_SEARCH = "memtune search  writes it with the config; or choose recompute: {kind: full}"
+_SEARCH = "memtune search  or  memtune trial --config  makes one and says the least budget; or recompute: {kind: full}"
 
 
 def _schedule(plan: Plan) -> Schedule:

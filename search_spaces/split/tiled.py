@@ -1,4 +1,4 @@
-"""Head and cross-entropy, and MLPs, over parts of the tokens: logits and inner activations of all never exist at once."""
+"""Head and cross-entropy, MLPs and norms over parts of the tokens: logits and inner activations of all never exist at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from memtune.passes.loss_pattern import LossPattern, loss_pattern
-from memtune.passes.position_wise import position_wise
+from memtune.passes.position_wise import PositionWise, norms, position_wise
 from memtune.passes.tiled_loss import tile_loss
 from memtune.passes.tiled_region import tile_regions
 from memtune.program import Program, Step
@@ -18,7 +18,7 @@ from memtune.runtime.tiled_region import install_tiled_modules
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 _WORTH = 0.05
-"""Logits, or what MLPs save, that take less of the step's peak than this are left whole."""
+"""Logits, or what MLPs or norms save, that take less of the step's peak than this are left whole."""
 _KEEPS_PRODUCTS = {"activations.recompute": {"every": 1, "keep": "matmul_and_attention"}}
 """What `selective` stands for: by name it would keep the products of all parts, which are what the parts are to save."""
 
@@ -31,7 +31,8 @@ class Tiled(Technique):
     `F.cross_entropy` are followed; whatever else reads the logits gets them whole, as the plain model makes them.
 
     `mlp` does the same to modules in blocks that treat every token alike (Linear, activation, Linear, with norms inside): they
-    save their input alone, and each part's forward runs again just before its backward.
+    save their input alone, and each part's forward runs again just before its backward. `norm` does it to norms: in plain ops,
+    or in float32 over bfloat16 inputs, they save up to three tensors as large as their input; fused, nothing worth cutting.
 
     Reordered: a weight's gradient is the sum of n parts, each rounded once, and the mean's 1/N is put on after the sum and not
     before. Both differ from the plain gradient by at most (n + 2)·eps·Σ|part| beside what the plain sum itself rounds.
@@ -41,7 +42,7 @@ class Tiled(Technique):
 
     kind: Literal["tiled"] = "tiled"
     slot: ClassVar[str] = "split"
-    title: ClassVar[str] = "Logits and loss, and MLPs, in parts"
+    title: ClassVar[str] = "Logits and loss, MLPs and norms in parts"
     source: ClassVar[str] = "Nie et al. 2022, TSPLIT, ICDE 22; Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, tiling"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = "compiled graphs make the logits themselves"
@@ -51,30 +52,48 @@ class Tiled(Technique):
     mlp: Annotated[int, Field(ge=1, le=1024)] = 1
     """Parts of the tokens in every MLP of the blocks, with the norms inside it; each part runs again in backward. 1 leaves them
     whole."""
+    norm: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Parts of the tokens in every norm of the blocks that saves more than its input, but those that `mlp` cuts. 1 leaves them
+    whole."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs one cross-entropy over a linear head that nobody else reads, and logits that matter; for `mlp`, MLPs that do."""
+        """Needs one cross-entropy over a linear head that nobody else reads, and logits that matter; MLPs and norms that do."""
         if target.compiled:
             return Reason(self.eager_only, "execution.compile: false")
-        if self.chunks == self.mlp == 1:
+        if self.chunks == self.mlp == self.norm == 1:
             return Reason("nothing is cut", "split: {kind: none}")
         reason = None if self.mlp == 1 else self._mlp_fits(program.step, target)
+        if reason is None and self.norm > 1:
+            reason = self._norm_fits(program.step)
         return reason if reason is not None or self.chunks == 1 else self._loss_fits(program.step)
 
     def _mlp_fits(self, step: Step, target: Target) -> Reason | None:
         regions = position_wise(step)
         if not regions:
             return Reason("no module in the blocks is an MLP that treats every token alike", "mlp: 1")
-        rows = min(region.rows for region in regions)
-        if rows < self.mlp:
-            return Reason(f"there are {rows} tokens, fewer than {self.mlp} parts", "fewer parts")
-        share = sum(region.inner_bytes for region in regions) / max(step.peak_bytes(), 1)
-        if share < _WORTH:
-            return Reason(f"what the MLPs save is {share:.1%} of the peak", "mlp: 1")
+        reason = _too_little(step, regions, self.mlp, "MLPs", "mlp: 1")
+        if reason is not None:
+            return reason
         recompute = target.chosen.get("recompute")
         if recompute is not None and recompute.record(target) == _KEEPS_PRODUCTS:
             return Reason("recompute keeps what the parts of the MLPs make", "recompute: {kind: full}")
         return None
+
+    def _norm_fits(self, step: Step) -> Reason | None:
+        regions = self._norms(step)
+        if not regions:
+            return Reason("no norm in the blocks saves more than its input, as fused ones do not", "norm: 1")
+        return _too_little(step, regions, self.norm, "norms", "norm: 1")
+
+    def _norms(self, step: Step) -> tuple[PositionWise, ...]:
+        """The norms that are cut: all but those inside an MLP that is."""
+        inside = {f"{region.module}." for region in position_wise(step)} if self.mlp > 1 else set()
+        return tuple(each for each in norms(step) if not any(each.module.startswith(name) for name in inside))
+
+    def _regions(self, step: Step) -> tuple[tuple[PositionWise, int], ...]:
+        """What is cut in the blocks, and into how many parts."""
+        mlps = position_wise(step) if self.mlp > 1 else ()
+        return (*((each, self.mlp) for each in mlps), *((each, self.norm) for each in self._norms(step) if self.norm > 1))
 
     def _loss_fits(self, step: Step) -> Reason | None:
         pattern = loss_pattern(step)
@@ -98,29 +117,47 @@ class Tiled(Technique):
             decisions = {"head": pattern.head, "weight": weight}
         if self.mlp > 1:
             decisions["mlps"] = [region.module for region in position_wise(program.step)]
+        if self.norm > 1:
+            decisions["norms"] = [region.module for region in self._norms(program.step)]
         return Plan(decisions=decisions)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Head, loss and their gradients part by part in forward; backward scales the gradients. MLPs part by part in both."""
-        step = program.step if self.mlp == 1 else tile_regions(program.step, position_wise(program.step), self.mlp)
+        """Head, loss and their gradients part by part in forward, backward scales them; MLPs and norms part by part in both."""
+        regions = self._regions(program.step)
+        step = tile_regions(program.step, regions) if regions else program.step
         return program.with_step(step if self.chunks == 1 else tile_loss(_pattern(step), self.chunks))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Make the head return logits that are computed where they are read, and the MLPs run over parts of the tokens."""
+        """Make the head return logits that are computed where they are read, and MLPs and norms run over parts of the tokens."""
         decided = plan.decisions
         if self.chunks > 1:
             install_lazy_head(context, decided.get("head"), chunks=self.chunks, weight=decided.get("weight"))
         if self.mlp > 1:
-            install_tiled_modules(context, decided.get("mlps"), chunks=self.mlp)
+            _install(context, decided.get("mlps"), self.mlp, "split.modules")
+        if self.norm > 1:
+            _install(context, decided.get("norms"), self.norm, "split.norms")
 
     def record(self, target: Target) -> dict[str, Any]:
         """What is cut, and into how many parts."""
-        parts = {"split.logits": self.chunks, "split.mlp": self.mlp}
+        parts = {"split.logits": self.chunks, "split.mlp": self.mlp, "split.norm": self.norm}
         return {name: {"chunks": chunks} for name, chunks in parts.items() if chunks > 1}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Few parts, and many where the logits still set the peak; MLPs beside them or alone."""
-        return {"chunks": (8, 32, 1), "mlp": (1, 8)}
+        """Few parts, and many where the logits still set the peak; MLPs and norms beside them or alone."""
+        return {"chunks": (8, 32, 1), "mlp": (1, 8), "norm": (1, 8)}
+
+
+def _install(context: Context, names: list[str] | None, parts: int, check: str) -> None:
+    install_tiled_modules(context, None if names is None else dict.fromkeys(names, parts), check=check)
+
+
+def _too_little(step: Step, regions: tuple[PositionWise, ...], parts: int, what: str, fix: str) -> Reason | None:
+    """Why `regions` are not worth cutting into so many parts, or cannot be."""
+    rows = min(region.rows for region in regions)
+    if rows < parts:
+        return Reason(f"there are {rows} tokens, fewer than {parts} parts", "fewer parts")
+    share = sum(region.inner_bytes for region in regions) / max(step.peak_bytes(), 1)
+    return Reason(f"what the {what} save is {share:.1%} of the peak", fix) if share < _WORTH else None
 
 
 def _pattern(step: Step) -> LossPattern:

@@ -178,6 +178,23 @@ def test_two_devices_on_one_root_take_twice_the_time() -> None:
     assert Case([one, chain((TO_HOST, 4))]).run().step_s == 4  # the other direction
 
 
+def test_copies_in_turn_have_the_root_to_themselves() -> None:
+    """First come first served: one is through in its own time, the other as late as when they share."""
+    one, two = chain((TO_HOST, 4)), chain((TO_HOST, 4), (TO_HOST, 2))
+
+    def finishes(*classes: Ranks, roots: tuple[int, int] = (0, 0), in_turn: bool = True) -> list[float]:
+        columns = [columns_of(each.step, each.op_s, each.issue_s) for each in classes]
+        places = [(root, 1) for root in roots]
+        found = _native.schedule(columns, places, 1, host_computes=False, copies_in_turn=in_turn)
+        return [each.finish_s for each in found.classes]
+
+    assert finishes(one, one, in_turn=False) == pytest.approx([8, 8])
+    assert finishes(one, one) == pytest.approx([4, 8])
+    assert finishes(two, one) == pytest.approx([10, 8])  # its second copy comes last
+    assert finishes(one, one, roots=(0, 1)) == pytest.approx([4, 4])
+    assert finishes(one, chain((TO_DEVICE, 4))) == pytest.approx([4, 4])  # the other direction
+
+
 def test_compute_is_slower_beside_a_collective() -> None:
     found = Case([chain((LINK, 4), (COMPUTE, 4))], slowdown=1).run()
     assert found.step_s == 6  # 2 of its 4 s done after 4 s, the rest at full speed

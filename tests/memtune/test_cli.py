@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -317,3 +318,18 @@ def test_verbose_shows_the_traceback_too(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(folder)
     assert cli.run(["-v", "config", "check", "nope.yaml"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_trial_of_settings_alone_makes_the_plan_or_says_the_least_budget(tmp_path: Path) -> None:
+    gpt = ROOT / "tests" / "zoo" / "gpt.py"
+    for kind, knob, said in (
+        ("planned", "budget_bytes: 1000000", r"no plan stays within 967 KiB .*: the smallest needs \d"),
+        ("planned", "share: 0.3", ""),
+    ):
+        settings = f"{{execution: {{micro_batch: 2}}, recompute: {{kind: {kind}, {knob}}}}}"
+        (tmp_path / "c.yaml").write_text(f"memtune: 1\nsettings: {settings}\n")
+        done = memtune(tmp_path, "trial", str(gpt), "--config", "c.yaml", "--device", "cpu")
+        assert done.returncode == (1 if said else 0), done.stderr
+        assert re.search(said, done.stderr), done.stderr
+        assert "Traceback" not in done.stderr

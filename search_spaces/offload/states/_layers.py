@@ -16,10 +16,10 @@ _OTHER = "offload: {states: {kind: optimizer_cpu}}"
 _SCHEDULED = ("a frozen schedule", "a schedule")
 
 
-def cannot_run(program: Program, target: Target, *, natively: bool = True) -> Reason | None:
-    """Why blocks' parameters cannot come and go in `program`, updated `natively` or by the user's own optimizer."""
+def cannot_run(program: Program, target: Target, *, natively: bool = True, alone: bool = True) -> Reason | None:
+    """Why blocks' parameters cannot come and go in `program`, updated `natively` or by the user's own optimizer, on one rank."""
     step = program.step
-    if program.ranks > 1 or target.ranks > 1:
+    if alone and (program.ranks > 1 or target.ranks > 1):
         return Reason("parameters that come and go are for one rank", "sharding: {states: {kind: fsdp}}")
     if target.compiled:
         return Reason(EAGER_ONLY, "execution.compile: false")

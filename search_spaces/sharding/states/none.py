@@ -18,10 +18,12 @@ class Alone(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """One rank, or several whose samples are not divided because the model itself is cut over them."""
-        parallel = target.chosen.get("sharding.parallel")
-        if target.ranks == 1 or (parallel is not None and parallel.kind != "none"):  # which averages what it leaves to average
+        """One rank, or several whose gradients another technique brings together, as one that cuts the model over them does."""
+        if target.ranks == 1:
             return None
+        parallel, states = target.chosen.get("sharding.parallel"), target.chosen.get("offload.states")
+        if (parallel is not None and parallel.kind != "none") or (states is not None and states.averages):
+            return None  # it averages what there is to average
         return Reason(f"{target.ranks} ranks would each train a model of their own", "choose ddp, zero1 or fsdp")
 
     def record(self, target: Target) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtune.errors import EnvironmentFault
-from memtune.runtime.disk import ALIGN, Disk, _Free
+from memtune.runtime.disk import Disk
+from memtune.runtime.ssd_file import ALIGN, _Free
 from memtune.runtime.tiers import tier_of
 
 

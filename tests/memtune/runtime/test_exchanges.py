@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 
 from memtune import apply
 from memtune.errors import ApplyError
@@ -105,6 +106,60 @@ def test_one_that_begins_later_is_refused_where_it_is_called_in_either_run() -> 
         for found in run_ranks(trained_later, 2, since):
             assert [each[:2] for each in found] == [(step, "MT306")] * len(REFUSED)
             assert all("c10d.allreduce_.default runs inside" in text for _, _, text in found)
+
+
+FUNCTIONAL = {
+    "all_reduce": lambda t: functional.all_reduce(t, "sum", dist.group.WORLD),
+    "all_gather_into_tensor": lambda t: functional.all_gather_tensor(t, 0, dist.group.WORLD),
+    "reduce_scatter_tensor": lambda t: functional.reduce_scatter_tensor(t, "sum", 0, dist.group.WORLD),
+    "all_to_all_single": lambda t: functional.all_to_all_single_autograd(t, None, None, dist.group.WORLD),
+    "broadcast": lambda t: functional.broadcast(t, 0, dist.group.WORLD),
+}
+
+
+class LaterFunctional(Later):
+    """As `Later`, with a collective that returns its result, and with a history where `grad`."""
+
+    def __init__(self, since: int, what: str, grad: bool) -> None:
+        super().__init__(since)
+        self.what, self.grad = what, grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        y = self.layer(self.norm(x)).exp()
+        if self.runs >= self.since:
+            y = y * FUNCTIONAL[self.what](y if self.grad else y.detach()).mean()
+        return x + y.sin()
+
+
+def trained_functional() -> list[tuple[int, str]]:
+    """On a rank, of each collective: steps before the error, and its text; then that one outside of blocks keeps its gradient."""
+    found = []
+    for what in FUNCTIONAL:
+        for grad in (False, True):
+            model: Any = nn.Sequential(*(LaterFunctional(3, what, grad) for _ in range(2)))
+            optimizer = torch.optim.SGD(model.parameters())
+            model, optimizer = apply(model, optimizer, {"settings": {"recompute": {"kind": "full"}}}, strict=False)
+            steps = 0
+            try:
+                for _ in range(2):
+                    model(torch.randn(4, 8)).sum().backward()
+                    steps += 1
+            except ApplyError as error:
+                found.append((steps, str(error)))
+            dist.barrier()
+    x = torch.ones(4, requires_grad=True)
+    FUNCTIONAL["all_to_all_single"](x * 3).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0] * 4
+    return found
+
+
+def test_functional_ones_that_begin_later_are_refused_too() -> None:
+    for found in run_ranks(trained_functional, 2):
+        assert [steps for steps, _ in found] == [1] * 2 * len(FUNCTIONAL)
+        for (_, text), what in zip(found, [each for each in FUNCTIONAL for _ in range(2)], strict=True):
+            assert f"{what}{'_' if what == 'broadcast' else ''}.default runs inside 0" in text
 
 
 @pytest.mark.parametrize("kind", REFUSED)

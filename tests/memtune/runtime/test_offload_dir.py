@@ -12,7 +12,7 @@ import pytest
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime import offload_dir
-from memtune.runtime.offload_dir import RunFolder, checked, clean, orphans
+from memtune.runtime.offload_dir import VARIABLE, RunFolder, all_allowed, allowed, checked, clean, orphans
 
 
 def refusal(root: str | None = None) -> str:
@@ -98,3 +98,10 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_uses_is_not(tmp
     (left,) = clean(tmp_path)
     assert left.n_bytes >= 10000
     assert [each.name for each in tmp_path.iterdir()] == ["memtune-run-link"]
+
+
+def test_several_drives_are_a_list_of_which_one_drive_users_take_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, found in (("", ()), ("/one", ("/one",)), ("/one:/two:", ("/one", "/two"))):
+        monkeypatch.setenv(VARIABLE, text)
+        assert all_allowed() == found
+        assert allowed() == (found[0] if found else "")

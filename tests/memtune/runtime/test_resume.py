@@ -19,6 +19,7 @@ import memtune
 from memtune.errors import EnvironmentFault
 from memtune.runtime import disk, offload_dir
 from memtune.runtime.manifest import Manifest
+from memtune.runtime.ssd_file import TENSORS
 
 FRESH = multiprocessing.get_context("forkserver")
 STEPS = 3
@@ -151,7 +152,7 @@ def test_a_damaged_piece_is_an_error_and_the_model_stays_as_it_was(tmp_path: Pat
     folder = kept(tmp_path, monkeypatch)
     manifest = max((Manifest.read(each) for each in folder.glob("manifest-*")), key=lambda each: each.step if each else 0)
     assert manifest is not None
-    with open(folder / disk.TENSORS, "r+b") as file:
+    with open(folder / TENSORS, "r+b") as file:
         file.seek(manifest.pieces[-1].offset)
         (right,) = file.read(1)
         file.seek(manifest.pieces[-1].offset)

@@ -16,7 +16,7 @@ from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.dry_run import dry_run
 from memtune.errors import ApplyError
 from memtune.passes.loss_pattern import loss_pattern
-from memtune.passes.position_wise import position_wise
+from memtune.passes.position_wise import norms, position_wise
 from memtune.program import Kind, Step
 from memtune.search_spaces.recompute.balanced import Balanced
 from memtune.search_spaces.recompute.full import Full
@@ -33,7 +33,7 @@ MODELS = Path(__file__).parent / "models"
 LARGE, CAPPED, SHIFTED, NO_HEAD, OWN_HEAD, WIDE = (
     MODELS / f"{name}.py" for name in ("large_vocabulary", "capped_autocast", "shifted", "no_head", "own_head", "wide_mlp")
 )
-BOTH = MODELS / "wide_both.py"
+BOTH, NORMS = MODELS / "wide_both.py", MODELS / "plain_norms.py"
 
 
 class TestTiled(TechniqueSuite):
@@ -88,6 +88,42 @@ class TestTiled(TechniqueSuite):
         inner = sum(region.inner_bytes for region in position_wise(before))
         assert before.saved_bytes() - after.saved_bytes() >= inner
         assert after.peak_bytes() < before.peak_bytes() - inner // 2
+
+    def test_norms_in_parts_save_their_input_alone(self) -> None:
+        mine, before = Tiled(chunks=1, norm=5), rewritten(NORMS)
+        cut = norms(before)
+        assert [each.module for each in cut] == [f"layers.{i}.norm" for i in (0, 1, 3)]  # the fused one holds nothing to cut
+        after, x_bytes = rewritten(NORMS, mine), int(before.bytes[cut[0].x])
+        assert before.saved_bytes() - after.saved_bytes() == sum(each.inner_bytes for each in cut) >= 3 * 2 * x_bytes
+        assert after.peak_bytes() < before.peak_bytes() - x_bytes
+        assert not drift(NORMS, mine)
+        wanted = train(NORMS, steps=1)
+        assert not differences(train(NORMS, mine, steps=1), wanted, tolerance=2**-8 * (5 + 2))
+        assert not differences(train(NORMS, mine, Full(), steps=1), train(NORMS, mine, steps=1))
+
+    def test_reasons_of_norms(self) -> None:
+        gpt = plain_program(ZOO["gpt"])
+        assert "no norm in the blocks" in str(Tiled(chunks=1, norm=4).fits(gpt, target_of()))
+        assert "fewer than" in str(Tiled(chunks=1, norm=1000).fits(plain_program(NORMS), target_of()))
+
+    @pytest.mark.slow
+    def test_norms_beside_mlps(self) -> None:
+        llama = ZOO["hf_llama"]
+        assert len(norms(plain_program(llama).step)) == 2 * len(position_wise(plain_program(llama).step)) == 6
+        assert not drift(llama, Tiled(chunks=1, mlp=3, norm=4), Full())
+
+    def test_a_norm_that_mixes_tokens_is_an_error_before_it_runs_in_parts(self) -> None:
+        workload, model, optimizer = build(NORMS)
+        plain_mean = model.layers[0].norm.forward
+
+        def mixing(x: torch.Tensor) -> torch.Tensor:
+            return plain_mean(x) - x.mean(-2, keepdim=True)
+
+        model.layers[0].norm.forward = mixing
+        config = config_of(NORMS, Tiled(chunks=1, norm=5))
+        tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+        with pytest.raises(ApplyError, match=r"layers\.0\.norm does not treat every token alike"):
+            tuned.step([workload.make_batch(2)])
 
     def test_logits_and_mlps_together(self) -> None:
         assert not drift(BOTH, Tiled(chunks=4, mlp=3))

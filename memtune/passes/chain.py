@@ -1,0 +1,92 @@
+"""Whether the blocks of a recorded step are a chain, as `runtime.chain` sees it in a live model (Rules 1 to 3 there)."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from memtune.parameters import columns_of
+from memtune.passes.layer_major import parts_of
+from memtune.passes.stream import not_in_layers
+from memtune.program import WRITES, Kind, Phase, Step
+
+_ATTENTION = "scaled_dot_product"
+"""In the names of ops that may draw, and do not without dropout; a live model is looked at before it trains."""
+
+
+@functools.lru_cache(maxsize=8)
+def not_a_chain(step: Step) -> str:
+    """Why the blocks of `step` cannot each run over all micro-batches before the next one; empty where they can."""
+    if why := not_in_layers(step):
+        return why
+    return _changes(step) or _between(step) or _beside(step) or _twice(step)
+
+
+def _module(step: Step, op: int) -> str:
+    return step.modules[step.op_module[op]] or "the model"
+
+
+def _changes(step: Step) -> str:
+    """Rule 3."""
+    names = np.asarray([_ATTENTION not in name for name in step.names], bool)
+    draws = np.flatnonzero((step.op_rng == 1) & (step.op_phase < Phase.BOUNDARY) & names[step.op_name])
+    if len(draws):
+        return f"{_module(step, int(draws[0]))} draws random numbers, and their order would be another"
+    writes = (step.use_mutates == WRITES) & (step.producer[step.use_storage] < 0) & (step.use_phase < Phase.BOUNDARY)
+    writes &= step.kind[step.use_storage] == Kind.BUFFER
+    if writes.any():
+        return f"forward of {_module(step, int(step.use_op[writes.argmax()]))} changes a buffer, and blocks run forward twice"
+    return ""
+
+
+def _between(step: Step) -> str:
+    """Rule 1: nothing runs between blocks, and only the next one uses what a block makes."""
+    parts, n_blocks = parts_of(step), len(step.blocks)
+    inside = np.concatenate(parts.forward)
+    strays = inside[step.op_block[inside] < 0]
+    if len(strays):
+        return f"{step.names[step.op_name[strays[0]]]} of {_module(step, int(strays[0]))} runs between the blocks"
+    forward = step.use_phase == Phase.FORWARD
+    producer = step.producer[step.use_storage]
+    made_in = np.where(producer >= 0, parts.region[producer], n_blocks)
+    made_in = np.where((producer >= 0) & (step.op_phase[producer] == Phase.FORWARD), made_in, n_blocks)
+    used_in = parts.region[step.use_op]
+    wrong = forward & (made_in >= 0) & (made_in < n_blocks) & (used_in != made_in) & (used_in != made_in + 1)
+    given = np.zeros((n_blocks, step.n_storages), bool)
+    given[step.input_call, step.input_storage] = True
+    into = forward & (used_in >= 0) & (used_in < n_blocks) & (made_in < used_in) & (producer >= 0)
+    wrong |= into & ~given[np.clip(used_in, 0, n_blocks - 1), step.use_storage]
+    if wrong.any():
+        op = int(step.use_op[wrong.argmax()])
+        return f"{_module(step, op)} uses what was made before it and not given to its block"
+    return ""
+
+
+def _beside(step: Step) -> str:
+    """Rule 2, as far as a step shows it: something is given to the first block alone."""
+    given = [set(step.input_storage[step.input_call == i].tolist()) for i in (0, 1)]
+    parts = parts_of(step)
+    if len(parts.back_before) and not given[0] - given[1]:
+        return f"{step.blocks[1]} is given all that {step.blocks[0]} is"
+    return ""
+
+
+def _twice(step: Step) -> str:
+    """What comes before the blocks and what comes after them have no gradient in common."""
+    parts, columns = parts_of(step), columns_of(step.parameters)
+    before, after = np.zeros(step.n_ops, bool), np.zeros(step.n_ops, bool)
+    before[parts.before] = after[parts.after] = True
+    uses = [np.unique(step.use_storage[mine[step.use_op]]) for mine in (before, after)]
+    shared = np.intersect1d(uses[0], uses[1])
+    tied = columns.trainable & np.isin(columns.storage, shared)
+    if tied.any():
+        name = columns.names[int(tied.argmax())]
+        return f"{name} is used before and after the blocks, so its gradient's sum would have another order"
+    inside = np.zeros(step.n_ops, bool)
+    inside[parts.back_before] = True
+    producer = step.producer[step.use_storage]
+    skips = inside[step.use_op] & (producer >= 0) & np.isin(producer, parts.back_after)
+    if skips.any():
+        return "what comes after the blocks uses what was made before them"
+    return ""

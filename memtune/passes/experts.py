@@ -1,0 +1,142 @@
+"""The pass of `runtime.experts`: experts on SSD, those of the current blocks on the device, a cache in host memory between.
+
+Which experts a batch uses is not known before it runs. Predicted is the step that uses them all: no other needs more memory or
+moves more bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.edit import Edit
+from memtune.experts import Expert, find_experts, trace
+from memtune.parameters import columns_of
+from memtune.passes.stream import first_ops, stream_parameters
+from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
+from memtune.residency import Rule, window
+
+_OPS = (("write_ssd_", Resource.SSD_WRITE), ("from_ssd", Resource.SSD_READ))
+
+
+@dataclass(frozen=True)
+class How:
+    """The knobs of `runtime.experts`."""
+
+    slots: int
+    rule: Rule
+    ahead: int
+    on_device: int
+
+
+@functools.lru_cache(maxsize=32)
+def _found(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], blocks: tuple[int, ...]) -> tuple[Expert, ...]:
+    return find_experts(names, shapes, blocks)
+
+
+def experts_in(step: Step) -> tuple[Expert, ...]:
+    """The experts that are trained; indices are into `step.parameters`."""
+    columns = columns_of(step.parameters)
+    if not any("expert" in name for name in columns.names):
+        return ()
+    found = _found(columns.names, columns.shapes, tuple(columns.block.tolist()))
+    return tuple(each for each in found if all(columns.gradient[index] >= 0 for index in each.parameters))
+
+
+def only_experts(step: Step, experts: tuple[Expert, ...]) -> Step:
+    """`step` as if its blocks had no other parameters: what comes and goes by the rules of `passes.stream`."""
+    columns = columns_of(step.parameters)
+    block = np.full(len(columns.block), -1, np.int32)
+    mine = _parameters(experts)
+    block[mine] = columns.block[mine]
+    return replace(step, parameters=replace(columns, block=block))
+
+
+def _parameters(experts: tuple[Expert, ...]) -> npt.NDArray[np.intp]:
+    return np.asarray(sorted(index for expert in experts for index in expert.parameters), np.intp)
+
+
+def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How) -> Step:
+    """`step` with its experts on SSD.
+
+    Args:
+        step: One of which `passes.stream.not_in_layers` has nothing to say about `only_experts`.
+        experts: Of the step.
+        how: What is kept where.
+    """
+    blocks, before = len(step.blocks), columns_of(step.parameters)
+    streamed = stream_parameters(only_experts(step, experts), window(blocks, min(how.on_device, blocks)))
+    edit, mine = Edit(streamed), _parameters(experts)
+    state = _on_ssd(edit, streamed, step, mine)
+    _not_of_the_optimizer(edit, streamed, step, mine)
+    n_bytes = np.asarray([sum(_piece_bytes(streamed, mine, state)[i] for i in expert.parameters) for expert in experts])
+    held = min(how.slots, len(experts)) * int(n_bytes.max())
+    nowhere, forever = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32)
+    edit.add_storages(np.asarray([held]), producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
+    _moves(edit, streamed, experts, how, n_bytes)
+    edit.parameters = replace(columns_of(streamed.parameters), block=before.block)
+    return edit.done()
+
+
+def _counters(step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+    """(m,) what counts the steps of `mine`: nothing says whose a counter is, but there is one for each parameter, in order."""
+    there = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.owner < 0))
+    given = np.flatnonzero(columns_of(plain.parameters).gradient >= 0)
+    found = np.zeros(step.n_storages, bool)
+    if len(there) == len(given):
+        found[there[np.searchsorted(given, mine)]] = True
+    return found
+
+
+def _on_ssd(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> I32:
+    """Weights and moments of the parameters `mine` to SSD, what counts steps to the host; returns the moments."""
+    columns = columns_of(step.parameters)
+    theirs = (step.producer < 0) & np.isin(step.owner, mine)
+    weights = theirs & (step.kind == Kind.PARAMETER) & (step.tier == Tier.HOST)
+    state = theirs & (step.kind == Kind.OPTIMIZER)
+    size = np.zeros(step.n_storages, np.int64)
+    size[theirs] = (columns.numel * columns.itemsize)[step.owner[theirs]]
+    moments = state & (step.bytes == size)
+    state |= _counters(step, plain, mine)
+    edit.tier = np.where(weights | moments, np.uint8(Tier.SSD), np.where(state, np.uint8(Tier.HOST), step.tier)).astype(np.uint8)
+    return np.flatnonzero(moments).astype(np.int32)
+
+
+def _not_of_the_optimizer(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> None:
+    """Its own ops no longer touch what belongs to experts."""
+    columns = columns_of(plain.parameters)
+    theirs = np.isin(step.owner, mine)
+    theirs[columns.storage[mine]] = True
+    edit.drop_uses((step.use_phase == Phase.OPTIMIZER) & theirs[step.use_storage])
+
+
+def _piece_bytes(step: Step, mine: npt.NDArray[np.intp], moments: I32) -> npt.NDArray[np.int64]:
+    columns = columns_of(step.parameters)
+    found = np.bincount(step.owner[moments], step.bytes[moments], len(columns.numel)).astype(np.int64)
+    found[mine] += (columns.numel * columns.itemsize)[mine]
+    return found
+
+
+def _moves(edit: Edit, step: Step, experts: tuple[Expert, ...], how: How, n_bytes: npt.NDArray[np.int64]) -> None:
+    """Reads and writes of a steady step, before the first op of each moment."""
+    end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]) + 1
+    begins = np.append(first_ops(step), np.int32(end))
+    moved = trace([each.block for each in experts], len(step.blocks), how.slots, how.rule, how.ahead, how.on_device)
+    turns = [(kind, expert, moment) for moment, each in enumerate(moved) for kind in (0, 1) for expert in each[kind]]
+    if not turns:
+        return
+    kind, expert, moment = np.asarray(turns, np.int32).T
+    phase = np.where(
+        moment < len(step.blocks), Phase.FORWARD, np.where(moment == len(begins) - 1, Phase.BOUNDARY, Phase.BACKWARD)
+    )
+    names = np.asarray([edit.name_id(f"memtune.{name}.default") for name, _ in _OPS], np.int32)
+    edit.add_ops(
+        names[kind],
+        before=begins[moment].astype(np.int32),
+        phase=phase.astype(np.uint8),
+        resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
+        traffic_bytes=n_bytes[expert],
+    )

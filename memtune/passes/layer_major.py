@@ -1,0 +1,348 @@
+"""The pass of `runtime.order` and `runtime.pack_store`: each pack of blocks over all micro-batches before the next one.
+
+The step at hand is that of one micro-batch; what comes out has the ops of all of them in their new order. So the step is written
+anew, from front to back: ranges of rows of the old one, once per micro-batch and for forward packs once more, with storages of
+their own. What is outside of the blocks is left to `passes.host_optimizer`, which runs next.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from memtune.packs import Packs, Span
+from memtune.passes.pack_states import Gradients, Weights, first_adds
+from memtune.passes.replay import Mask, NewOp, Replay, Rows, Turn, settle
+from memtune.program import I32, Kind, Phase, Resource, Step, Tier
+
+Where = Literal["device", "host"]
+_LEAVE = NewOp("memtune.to_host.default", Phase.FORWARD, Resource.DEVICE_TO_HOST, prefetch=1)
+_BACK = NewOp("memtune.to_device.default", Phase.FORWARD, Resource.HOST_TO_DEVICE, stream=1)
+_SCALE = NewOp("aten.div.Tensor", Phase.FORWARD, Resource.COMPUTE)
+_SCALE_BACK = NewOp("aten.div.Tensor", Phase.BACKWARD, Resource.COMPUTE)
+_SUM = NewOp("aten.add.Tensor", Phase.FORWARD, Resource.COMPUTE)
+_BEFORE = -1
+_EMPTY = np.empty(0, np.int32)
+
+
+class Parts:
+    """Where the rows of a step belong: before the blocks, to a block, after them; forward and back."""
+
+    def __init__(self, step: Step) -> None:
+        n_blocks, after = len(step.blocks), int(step.leave[len(step.blocks) - 1])
+        body = np.flatnonzero(step.op_phase < Phase.BOUNDARY)
+        forward, backward = (body[(step.op_phase[body] == Phase.FORWARD) == is_forward] for is_forward in (True, False))
+        enter = step.enter[:n_blocks].tolist()
+        block = step.op_block[backward]
+        first = [int(backward[block == i][0]) for i in range(n_blocks)]
+        end = int(backward[block == 0][-1]) + 1
+        self.before, self.after = forward[forward < enter[0]], forward[forward > after]
+        self.back_after, self.back_before = backward[backward < first[-1]], backward[backward >= end]
+        self.forward = [_within(forward, begin, stop) for begin, stop in pairwise([*enter, after + 1])]
+        self.backward = [_within(backward, begin, stop) for begin, stop in zip(first, [end, *first[:-1]], strict=True)]
+        self.tail = np.flatnonzero(step.op_phase >= Phase.BOUNDARY)
+        self.is_scaled = len(self.after) > 0 and "ones_like" in step.names[step.op_name[self.after[-1]]]
+        self.region = np.full(step.n_ops, n_blocks, np.int32)
+        self.region[self.before] = _BEFORE
+        for index, rows in enumerate(self.forward):
+            self.region[rows] = index
+
+    def forward_of(self, pack: Span) -> Rows:
+        """Rows of forward of a pack."""
+        return np.concatenate(self.forward[pack[0] : pack[1]])
+
+    def backward_of(self, pack: Span) -> Rows:
+        """Rows of backward of a pack."""
+        return np.concatenate(self.backward[pack[0] : pack[1]][::-1])
+
+
+def _within(rows: Rows, begin: int, end: int) -> Rows:
+    return rows[(rows >= begin) & (rows < end)]
+
+
+parts_of = functools.lru_cache(maxsize=8)(Parts)
+
+
+class _Boundaries:
+    """What packs start from (Rule 2 of `runtime.order`)."""
+
+    def __init__(self, new: Replay, step: Step, to_host: bool) -> None:
+        self._new, self._step, self._to_host = new, step, to_host
+        given = [np.unique(step.input_storage[step.input_call == i]) for i in range(len(step.blocks))]
+        given = [each[step.producer[each] >= 0] for each in given]
+        later = np.unique(np.concatenate(given[1:]))
+        self.shared = np.intersect1d(given[0], later)
+        self._of = [np.setdiff1d(each, self.shared) for each in given]
+        self._hosts: dict[tuple[int, int], list[int]] = {}
+        self._leaving = -1
+
+    def keep(self, block: int, index: int, made: I32) -> None:
+        """What `block` starts from is kept."""
+        if not self._to_host:
+            return
+        hosts = self._hosts[block, index] = []
+        for storage in self._of[block].tolist():
+            self.arrive()
+            n_bytes, self._leaving = int(self._step.bytes[storage]), int(made[storage])
+            hosts.append(
+                self._new.new_op(_LEAVE, n_bytes, reads=(self._leaving,), makes=(n_bytes, Tier.HOST, Kind.TEMPORARY, -1))
+            )
+
+    def arrive(self) -> None:
+        """What is on its way to the host is let go on the device."""
+        if self._leaving >= 0:
+            self._new.hold(self._leaving, self._new.n_ops - 1)
+            self._leaving = -1
+
+    def start(self, block: int, index: int, made: I32) -> None:
+        """What `block` starts from is on the device."""
+        if not self._to_host:
+            return
+        for storage, host in zip(self._of[block].tolist(), self._hosts[block, index], strict=True):
+            n_bytes = int(self._step.bytes[storage])
+            made[storage] = self._new.new_op(_BACK, n_bytes, reads=(host,), makes=(n_bytes, Tier.DEVICE, Kind.TEMPORARY, -1))
+
+    def started(self, block: int, made: I32, at: int) -> None:
+        """`block` has returned with op `at`: nobody but autograd holds what it started from."""
+        self._new.hold(made[self._of[block]], at)
+
+
+def layer_major(step: Step, packs: Packs, micro_batches: int, boundaries: Where = "device", ranks: int = 1) -> Step:
+    """All micro-batches of a step in layer-major order, with the blocks' parameters on the host.
+
+    Args:
+        step: That of one micro-batch, or where there are several that of a later one (`edit.accumulate_gradients`); one that
+            `not_a_chain` has nothing to say about.
+        packs: Which blocks run together.
+        micro_batches: In one step.
+        boundaries: Where what packs start from is kept.
+        ranks: That do the same, and average their gradients.
+    """
+    return _Writer(step, packs, micro_batches, boundaries, ranks).done()
+
+
+class _Writer:
+    """Follows `runtime.order.LayerMajor`, method by method."""
+
+    def __init__(self, step: Step, packs: Packs, micro_batches: int, boundaries: Where, ranks: int) -> None:
+        self._step, self._packs, self._count = step, packs, micro_batches
+        self._parts, self._new = parts_of(step), Replay(step)
+        self._weights, self._gradients = Weights(self._new, step), Gradients(self._new, step, ranks)
+        self._boundaries = _Boundaries(self._new, step, boundaries == "host")
+        # By micro-batch: numbers of what forward packs made, and of all else; where forward ran; what the turn made, and its end.
+        self._forward_made, self._made = (self._table(step.n_storages) for _ in range(2))
+        self._first_run, self._turns = self._table(step.n_ops), [Turn() for _ in range(micro_batches)]
+        self._turn_ends = [(0, 0)] * micro_batches
+        region = np.append(self._parts.region, np.int32(len(step.blocks)))
+        self._made_in = region[step.producer]  # its last entry serves -1
+        self._saved_in = region[step.save_before - step.save_is_output]
+        self._nothing: Mask = np.zeros(step.n_storages, bool)
+        self._ignore = self._gradients.storages.copy()
+        self._total = -1
+        self._other_batches()
+        if micro_batches > 1 and self._parts.is_scaled:
+            self._ignore[list(self._loss_and_seed())] = True
+
+    def _other_batches(self) -> None:
+        """Micro-batches wait in host memory; the step at hand has one."""
+        step, before = self._step, self._parts.before
+        loads = before[step.op_resource[before] == Resource.HOST_TO_DEVICE]
+        batch = np.unique(step.use_storage[np.isin(step.use_op, loads)])
+        batch = batch[(step.producer[batch] < 0) & (step.tier[batch] == Tier.HOST)]
+        for _ in range(1, self._count):
+            self._new.add_storages(step.bytes[batch], Tier.HOST, step.kind[batch], -1, -1, step.held_until[batch])
+
+    def _table(self, width: int) -> list[I32]:
+        return [np.full(width, -1, np.int32) for _ in range(self._count)]
+
+    def done(self) -> Step:
+        """The new step."""
+        new, tail, last = self._new, Turn(), self._made[-1]
+        for group in self._packs.groups(self._count):
+            self._group(group)
+        self._gradients.average_outside()
+        self._gradients.put_into(last)
+        new.run(tail, self._parts.tail, last, last, self._nothing)
+        settle(new, tail, (_EMPTY, _EMPTY), self._step.n_ops, new.n_ops - 1, ignore=self._nothing)
+        self._gradients.hold_outside(self._parts.tail, tail.positions[0])
+        if self._total >= 0:
+            new.hold(self._total, new.n_ops - 1)
+        return new.done(*self._gradients.columns())
+
+    def _group(self, group: range) -> None:
+        packs, total = self._packs, self._total
+        if packs.forward:
+            for index in group:
+                self._before_blocks(index)
+        for number, pack in enumerate(packs.uses):
+            ahead = packs.uses[number + 1] if packs.prefetch and number + 1 < len(packs.uses) else None
+            turn = len(packs.forward)
+            self._weights.begin(pack, ahead, Phase.FORWARD if number <= turn else Phase.BACKWARD)
+            for index in group:
+                if number < turn:
+                    self._forward(pack, index)
+                elif number == turn:
+                    self._turn(index, group)
+                else:
+                    self._backward(pack, index, group)
+            self._boundaries.arrive()
+            self._gradients.arrive()
+            self._weights.end(pack)
+            if number >= turn and group.stop == self._count:
+                self._gradients.update(pack, self._weights.hosts)
+        for index in group:
+            self._back_to_the_start(index, group)
+        if total >= 0:
+            self._new.hold(total, self._new.n_ops - 1)
+
+    # -- what runs of a micro-batch ----------------------------------------------------------------------------------------
+
+    def _before_blocks(self, index: int) -> None:
+        self._forward_rows(self._parts.before, index)
+        self._boundaries.keep(0, index, self._forward_made[index])
+
+    def _forward(self, pack: Span, index: int) -> None:
+        made, starts = self._forward_made[index], [first for first, _ in self._packs.backward]
+        for first, last in pairwise([pack[0], *(each for each in starts if pack[0] < each < pack[1]), pack[1]]):
+            self._boundaries.start(first, index, made)
+            begun = self._new.n_ops
+            self._forward_rows(self._parts.forward_of((first, last)), index)
+            self._boundaries.started(first, made, begun + len(self._parts.forward[first]) - 1)
+            self._boundaries.keep(last, index, made)
+
+    def _forward_rows(self, rows: Rows, index: int) -> None:
+        """Rows of forward of which nothing is saved."""
+        turn, made = Turn(), self._forward_made[index]
+        self._new.run(turn, rows, made, made, self._nothing)
+        self._first_run[index][rows] = turn.positions[0]
+        settle(self._new, turn, (_EMPTY, _EMPTY), int(rows[-1]), self._new.n_ops - 1, ignore=self._ignore)
+
+    def _turn(self, index: int, group: range) -> None:
+        parts, turn, (first, last) = self._parts, self._turns[index], self._packs.turn
+        made, kept, elsewhere = self._made[index], self._forward_made[index], self._elsewhere(self._packs.turn)
+        self._new.run(turn, parts.before, made, kept, elsewhere, again=self._first_run[index])
+        if first:
+            before = self._new.n_ops
+            self._boundaries.start(first, index, kept)
+            if self._new.n_ops > before:  # the user's code still holds what the first block is given
+                self._boundaries.started(0, made, self._new.n_ops - 1)
+        begun = self._new.n_ops
+        self._new.run(turn, parts.forward_of((first, last)), made, kept, elsewhere)
+        if first:
+            self._boundaries.started(first, kept, begun + len(parts.forward[first]) - 1)
+        seed = self._loss(turn, index, elsewhere)
+        rows = np.concatenate([parts.back_after, parts.backward_of((first, last)), *([] if first else [parts.back_before])])
+        self._back(turn, rows, index, group, elsewhere)
+        self._new.hold(seed, self._new.n_ops - 1)
+        self._add_losses(index)
+        self._turn_ends[index] = int(rows[-1]), self._new.n_ops - 1
+
+    def _loss_and_seed(self) -> tuple[int, int]:
+        """Storages of the loss and of the gradient that backward starts from."""
+        row = self._parts.after[-1]
+        step = self._step
+        return int(step.use_storage[step.use_op == row][0]), int(np.flatnonzero(step.producer == row)[0])
+
+    def _loss(self, turn: Turn, index: int, elsewhere: Mask) -> list[int]:
+        """What comes after the blocks; with several micro-batches the loss and its gradient are divided by their number.
+
+        Returns:
+            What backward holds to its end beyond that.
+        """
+        rows, made, kept = self._parts.after, self._made[index], self._forward_made[index]
+        if self._count == 1 or not self._parts.is_scaled:
+            self._new.run(turn, rows, made, kept, elsewhere)
+            return []
+        self._new.run(turn, rows[:-1], made, kept, elsewhere)
+        loss, seed = self._loss_and_seed()
+        for op, storage, row in ((_SCALE, loss, None), (_SCALE_BACK, seed, rows[-1:])):
+            if row is not None:
+                self._new.run(turn, row, made, kept, elsewhere)
+            n_bytes, before = int(self._step.bytes[storage]), int(made[storage])
+            made[storage] = self._new.new_op(op, 2 * n_bytes, reads=(before,), makes=(n_bytes, Tier.DEVICE, Kind.TEMPORARY, -1))
+        return [before]
+
+    def _add_losses(self, index: int) -> None:
+        if not self._parts.is_scaled:
+            return
+        loss, _ = self._loss_and_seed()
+        mine, n_bytes = int(self._made[index][loss]), int(self._step.bytes[loss])
+        if self._total < 0:
+            self._total = mine
+            return
+        self._new.hold(self._total, self._new.n_ops)
+        self._total = self._new.new_op(
+            _SUM, 3 * n_bytes, reads=(self._total, mine), makes=(n_bytes, Tier.DEVICE, Kind.TEMPORARY, -1)
+        )
+
+    def _backward(self, pack: Span, index: int, group: range) -> None:
+        turn, made, kept = Turn(), self._made[index], self._forward_made[index]
+        elsewhere, forward = self._elsewhere(pack), self._parts.forward_of(pack)
+        self._boundaries.start(pack[0], index, kept)
+        begun = self._new.n_ops
+        self._new.run(turn, forward, made, kept, elsewhere, again=self._first_run[index])
+        self._boundaries.started(pack[0], kept, begun + len(self._parts.forward[pack[0]]) - 1)
+        returned = self._new.n_ops - 1
+        self._back(turn, self._parts.backward_of(pack), index, group, elsewhere)
+        saved = self._saved((self._saved_in >= pack[0]) & (self._saved_in < pack[1]), index, elsewhere)
+        settle(self._new, turn, saved, int(forward[-1]), returned, ignore=self._ignore)
+
+    def _back_to_the_start(self, index: int, group: range) -> None:
+        first, turn = self._packs.turn[0], self._turns[index]
+        elsewhere = self._elsewhere(self._packs.turn)
+        if first:
+            self._new.hold(self._forward_made[index][self._boundaries.shared], self._new.n_ops - 1)
+            self._back(turn, self._parts.back_before, index, group, elsewhere)
+        saved = self._saved((self._saved_in == _BEFORE) | (self._saved_in >= first), index, elsewhere)
+        settle(self._new, turn, saved, *self._turn_ends[index], ignore=self._ignore)
+
+    # -- what these have in common -----------------------------------------------------------------------------------------
+
+    def _elsewhere(self, pack: Span) -> Mask:
+        """(m,) what a forward pack made and `pack` does not make again; the turn makes again what comes before the blocks."""
+        before = self._packs.turn[0] > pack[0]
+        others = (self._made_in >= 0) & (self._made_in < len(self._step.blocks))
+        others &= (self._made_in < pack[0]) | (self._made_in >= pack[1])
+        found: Mask = others | ((self._made_in == _BEFORE) & before)
+        return found
+
+    def _saved(self, rows: Mask, index: int, elsewhere: Mask) -> tuple[I32, I32]:
+        """Numbers of what autograd saved in these rows of the saves, and when it lets go."""
+        step = self._step
+        numbers = self._new.number(step.save_storage[rows], self._made[index], self._forward_made[index], elsewhere)
+        return numbers, step.save_until[rows]
+
+    def _back(self, turn: Turn, rows: Rows, index: int, group: range, elsewhere: Mask) -> None:
+        """Rows of backward; gradients of blocks leave as they land in the last micro-batch of a group."""
+        gradients, made, kept = self._gradients, self._made[index], self._forward_made[index]
+        given = self._given(rows, made)
+        landing = gradients.landing_in(rows)
+        rows = rows[~np.isin(rows, first_adds(gradients, self._packs, index, group))]
+        done = 0
+        for parameter in landing:
+            outside = gradients.is_outside(parameter)
+            leaves = not outside and index == group[-1]
+            begins = index == 0 if outside else index == group[0]
+            if leaves or begins:
+                end = int(np.searchsorted(rows, gradients.row_of(parameter), side="right"))
+                self._new.run(turn, rows[done:end], made, kept, elsewhere)
+                done = max(done, end)
+            if begins:
+                gradients.begins(parameter, made)
+            if leaves:
+                gradients.leaves(parameter)
+        self._new.run(turn, rows[done:], made, kept, elsewhere)
+        self._new.hold(given, self._new.n_ops - 1)
+
+    def _given(self, rows: Rows, made: I32) -> I32:
+        """Numbers of the gradients that `rows` start from, which other rows of backward made: whoever calls holds them."""
+        step, inside = self._step, np.zeros(self._step.n_ops + 1, bool)
+        inside[rows] = True
+        used = step.use_storage[inside[step.use_op]]
+        producer = step.producer[used]
+        from_others = (producer >= 0) & ~inside[producer] & (step.op_phase[producer] == Phase.BACKWARD)
+        numbers: I32 = made[np.unique(used[from_others & ~self._ignore[used]])]
+        return numbers

@@ -1,0 +1,182 @@
+"""Weights and gradients of blocks under `passes.layer_major`, as `runtime.pack_store` treats them (Rules 1 to 3 there)."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from memtune.packs import Packs, Span
+from memtune.parameters import columns_of
+from memtune.passes.replay import Mask, NewOp, Replay, Rows
+from memtune.passes.shares import raw_gradients
+from memtune.passes.stream import adding, native_update_bytes, whole_state
+from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
+
+_ALLOCATE = {phase: NewOp("memtune.allocate", phase, Resource.NOTHING) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+_IN = {phase: NewOp("memtune.copy_to_device_.default", phase, Resource.HOST_TO_DEVICE, stream=1) for phase in _ALLOCATE}
+_AHEAD = {phase: NewOp("memtune.copy_to_device_.default", phase, Resource.HOST_TO_DEVICE, prefetch=1) for phase in _ALLOCATE}
+_DOWN = NewOp("memtune.to_host.default", Phase.BACKWARD, Resource.DEVICE_TO_HOST, prefetch=1)
+_ADD = NewOp("aten.add_.Tensor", Phase.BACKWARD, Resource.HOST_THREADS)
+_UPDATE = NewOp("memtune.host_update_.default", Phase.BOUNDARY, Resource.HOST_THREADS)
+
+
+@functools.lru_cache(maxsize=8)
+def parameters_by_block(step: Step) -> tuple[tuple[int, ...], ...]:
+    """Rows of each block's parameters."""
+    block = columns_of(step.parameters).block
+    return tuple(tuple(np.flatnonzero(block == i).tolist()) for i in range(len(step.blocks)))
+
+
+class Weights:
+    """The blocks' parameters on the host, and on the device from `begin` to `end`."""
+
+    def __init__(self, new: Replay, step: Step) -> None:
+        self._new, self._columns, self._by_block = new, columns_of(step.parameters), parameters_by_block(step)
+        self._n_bytes = self._columns.numel * self._columns.itemsize
+        mine = np.asarray([row for block in self._by_block for row in block], np.int32)
+        self.hosts = np.full(len(self._columns.numel), -1, np.int32)
+        self.hosts[mine] = new.add_storages(self._n_bytes[mine], Tier.HOST, Kind.PARAMETER, -1, mine, FOREVER)
+        new.empty(self._columns.storage[mine])
+        self._there: dict[int, list[int]] = {}
+
+    def begin(self, pack: Span, ahead: Span | None, phase: Phase) -> None:
+        """Rule 1."""
+        for blocks, copy in ((pack, _IN[phase]), (ahead or (0, 0), _AHEAD[phase])):
+            for block in range(*blocks):
+                if block not in self._there:
+                    self._there[block] = [self._comes(row, copy, phase) for row in self._by_block[block]]
+
+    def _comes(self, row: int, copy: NewOp, phase: Phase) -> int:
+        new, n_bytes = self._new, int(self._n_bytes[row])
+        block = int(self._columns.block[row])
+        number = new.new_op(_ALLOCATE[phase], makes=(n_bytes, Tier.DEVICE, Kind.COMMUNICATION, row), call=block)
+        new.new_op(copy, n_bytes, reads=(int(self.hosts[row]),), writes=(number,), call=block)
+        new.here[self._columns.storage[row]] = number
+        return number
+
+    def end(self, pack: Span) -> None:
+        """Rule 1."""
+        for block in range(*pack):
+            self._new.hold(self._there.pop(block), self._new.n_ops - 1)
+
+
+class Gradients:
+    """Gradients of all parameters; those of blocks are sent down when their pack's last micro-batch makes them."""
+
+    def __init__(self, new: Replay, step: Step, ranks: int) -> None:
+        columns, count = columns_of(step.parameters), len(step.parameters)
+        self._new, self._step, self._columns = new, step, columns
+        self._average = (
+            NewOp("memtune.all_reduce_.default", Phase.BACKWARD, Resource.INTRA_LINK, group=ranks) if ranks > 1 else None
+        )
+        self._raw, gradient = raw_gradients(step), columns.gradient
+        made = np.flatnonzero(self._raw >= 0)
+        summed = made[step.producer[gradient[made]] < 0]
+        self.adds = np.full(count, -1, np.int32)
+        """(parameters,) the op that adds to the sum of earlier micro-batches, -1 for none."""
+        self.adds[summed] = adding(step)[gradient[summed]]
+        self._lands = np.full(count, -1, np.int32)
+        self._lands[made] = np.where(self.adds[made] >= 0, self.adds[made], step.ready_after[self._raw[made]])
+        new.empty(gradient[summed])
+        rank = np.full(step.n_storages, step.n_storages, np.int64)
+        rank[step.landing] = np.arange(len(step.landing))
+        self._order = made[np.lexsort((rank[gradient[made]], self._lands[made]))]
+        self.storages: Mask = np.zeros(step.n_storages, bool)
+        """(m,) gradients and what is added to them."""
+        self.storages[self._raw[made]] = self.storages[gradient[made]] = True
+        self._sum = np.full(count, -1, np.int32)
+        self._down = np.full(count, -1, np.int32)
+        self._on_the_way = -1
+        self._arriving = -1
+        self._native_bytes, self._state = native_update_bytes(step), whole_state(step)
+
+    def landing_in(self, rows: Rows) -> list[int]:
+        """Parameters whose gradients land in `rows`, in that order."""
+        inside = np.zeros(self._step.n_ops + 1, bool)
+        inside[rows] = True
+        return [int(row) for row in self._order if inside[self._lands[row]]]
+
+    def row_of(self, parameter: int) -> int:
+        """The op after which its gradient has landed."""
+        return int(self._lands[parameter])
+
+    def is_outside(self, parameter: int) -> bool:
+        """Whether it belongs to no block."""
+        return bool(self._columns.block[parameter] < 0)
+
+    def begins(self, parameter: int, made: I32) -> None:
+        """The first micro-batch's gradient becomes the sum."""
+        self._sum[parameter] = number = made[self._raw[parameter]]
+        self._new.remake(int(number), Kind.GRADIENT)
+        gradient = self._columns.gradient[parameter]
+        if self._step.producer[gradient] < 0:
+            self._new.here[gradient] = number
+
+    def leaves(self, parameter: int) -> None:
+        """Rules 2 and 4."""
+        n_bytes, number = int(self._step.bytes[self._raw[parameter]]), int(self._sum[parameter])
+        if self._average is not None:
+            self._new.new_op(self._average, n_bytes, writes=(number,))
+        self.arrive()
+        block = int(self._columns.block[parameter])
+        host = self._new.new_op(_DOWN, n_bytes, reads=(number,), makes=(n_bytes, Tier.HOST, Kind.GRADIENT, parameter), call=block)
+        self._on_the_way, self._arriving = parameter, host
+
+    def arrive(self) -> None:
+        """What is on its way has arrived, and joins the sum of the groups before it."""
+        if self._on_the_way < 0:
+            return
+        row, self._on_the_way = self._on_the_way, -1
+        self._new.hold(self._sum[row], self._new.n_ops - 1)
+        if self._down[row] < 0:
+            self._down[row] = self._arriving
+        else:
+            n_bytes = int(self._step.bytes[self._raw[row]])
+            self._new.new_op(_ADD, 3 * n_bytes, reads=(self._arriving,), writes=(int(self._down[row]),))
+
+    def update(self, pack: Span, hosts: I32) -> None:
+        """Rule 3."""
+        rows = sorted(row for block in range(*pack) for row in parameters_by_block(self._step)[block] if self._down[row] >= 0)
+        owner = self._step.owner[self._state]
+        for row in rows:
+            state = self._new.here[self._state[owner == row]].tolist()
+            self._new.new_op(
+                _UPDATE, int(self._native_bytes[row]), reads=(int(self._down[row]),), writes=(int(hosts[row]), *state)
+            )
+        self._new.hold(self._down[rows], self._new.n_ops - 1)
+
+    def average_outside(self) -> None:
+        """Rule 4, of what is in no block."""
+        if self._average is None:
+            return
+        for row in np.flatnonzero((self._sum >= 0) & (self._columns.block < 0)).tolist():
+            self._new.new_op(self._average, int(self._step.bytes[self._raw[row]]), writes=(int(self._sum[row]),))
+
+    def put_into(self, made: I32) -> None:
+        """What the optimizer's ops read in the place of what one micro-batch made."""
+        known = self._sum >= 0
+        made[self._columns.gradient[known]] = self._sum[known]
+        made[self._raw[known]] = self._sum[known]
+
+    def hold_outside(self, rows: Rows, positions: I32) -> None:
+        """Those of no block stay to where the optimizer's rows let go of them."""
+        mine = np.flatnonzero((self._sum >= 0) & (self._columns.block < 0))
+        held = self._step.held_until[self._columns.gradient[mine]]
+        until = positions[np.maximum(np.searchsorted(rows, held, side="right") - 1, 0)]
+        self._new.hold(self._sum[mine], np.where(held == FOREVER, FOREVER, until))
+
+    def columns(self) -> tuple[I32, I32]:
+        """(parameters,) each one's gradient, -1 for those that are used by now; and these in the order of landing."""
+        outside = self._columns.block < 0
+        gradient = np.where(outside, self._sum, -1).astype(np.int32)
+        landing = np.asarray([gradient[row] for row in self._order if gradient[row] >= 0], np.int32)
+        return gradient, landing
+
+
+def first_adds(gradients: Gradients, packs: Packs, index: int, group: range) -> I32:
+    """Ops that add to sums of earlier micro-batches, which are not there yet in micro-batch `index` of `group`."""
+    outside = np.asarray([gradients.is_outside(row) for row in range(len(gradients.adds))], bool)
+    first = np.where(outside, index == 0, index == group[0])
+    found: I32 = gradients.adds[first & (gradients.adds >= 0)]
+    return found

@@ -1,0 +1,49 @@
+"""Saved activations that come back from the host before backward asks for them, beside compute.
+
+A tensor that is asked for tops up what has come ahead to `count` tensors, taking those that left last and still live: backward
+asks in about the opposite order. None of it depends on timing, so the pass `passes.move` says at which op each tensor comes back.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from memtune.runtime import transfer
+from memtune.runtime.moved import Entry
+
+
+class Ahead:
+    """Follows the rule above for the entries of one activation table.
+
+    Args:
+        count: How many tensors come back before backward asks for them.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._gone: list[weakref.ref[Entry]] = []  # in the order in which they left
+        self._came: list[weakref.ref[Entry]] = []
+
+    def left(self, entry: Entry) -> None:
+        """`entry` is on its way to the host, where it stays."""
+        if self.count:
+            self._gone = [each for each in self._gone if each() is not None]
+            self._gone.append(weakref.ref(entry))
+
+    def bring(self, entry: Entry) -> None:
+        """Backward asks for `entry`: it comes back, unless it has, and others with it."""
+        mine = weakref.ref(entry)  # equal to other references to the same living entry
+        self._came = [each for each in self._came if each() is not None]
+        if mine in self._came:
+            self._came.remove(mine)
+            transfer.caught_up(entry.device)
+        else:
+            if mine in self._gone:
+                self._gone.remove(mine)
+            entry.come_back()
+        while self._gone and len(self._came) < self.count:
+            last = self._gone.pop()
+            if (found := last()) is not None:
+                with transfer.ahead(found.device):
+                    found.come_back()
+                self._came.append(last)

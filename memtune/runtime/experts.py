@@ -1,0 +1,332 @@
+"""Experts and their optimizer state on SSD, a cache of them in host memory, those of the current block on the device.
+
+Everything else of the model stays where it is, and the user's own optimizer updates it. Six rules on top of those of
+`runtime.store`, whose units are the blocks' experts here (SE-MoE, Shen et al. 2022, section 3.1: sparse parameters):
+
+Rule 1. An expert that is called with no row is *not used*: it runs on weights that take no memory, since none is read. Only
+        experts that are used ever come to the host or the device, and only their state is read and written.
+Rule 2. When a block's moment begins, the experts that its last forward used (in backward: that any forward since the step used)
+        come to the device; one that turns out to be used besides comes when it is called. Experts of the `ahead` moments after
+        it are read from SSD meanwhile, by the same guess.
+Rule 3. Host memory holds `slots` experts, each with weights and moments. Where there is no room one goes by the rule of
+        `experts.HostCache`, and is written before if it has changed.
+Rule 4. What dense Adam does to an expert that got a gradient of zeros is done too, but late: before the expert is used next, or
+        asked for by a state dict, every step that it missed is made up for, with that step's settings. So lazy updates have the
+        bits of dense ones, and cost no bytes. Where autograd gives no gradient at all, an optimizer does nothing, as here.
+Rule 5. Gradients leave as they land, and wait on the host. In the last micro-batch of `Tuned.step` a block's experts are updated
+        when its backward is over, in any other loop all are in `optimizer.step()`.
+Rule 6. What is asked for comes: a guess that is wrong costs bytes, not bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_leaves
+
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.experts import Expert, HostCache, find_experts, moments_of, read_ahead
+from memtune.residency import Residency, Rule
+from memtune.runtime import transfer
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import before_step, to_host_now
+from memtune.runtime.ssd_optimizer import SsdOptimizer
+from memtune.runtime.store import ParameterStore
+from memtune.runtime.tiers import HOST, tier
+
+
+def experts_of(context: Context) -> tuple[Expert, ...]:
+    """The experts of a live model; indices are into `model.parameters()`."""
+    block_of = {id(p): i for i, name in enumerate(context.blocks) for p in context.model.get_submodule(name).parameters()}
+    named = list(context.model.named_parameters())
+    shapes = [tuple(parameter.shape) for _, parameter in named]
+    return find_experts([name for name, _ in named], shapes, [block_of.get(id(parameter), -1) for _, parameter in named])
+
+
+class ExpertOptimizer(SsdOptimizer):
+    """Moves the weights and state of experts to SSD, and updates them natively; the optimizer's own step does the rest.
+
+    Args:
+        context: Its model and optimizer; the optimizer is rebound in place.
+        experts: Of the model.
+        slots: Experts that host memory holds.
+        rule: Which one goes where there is no room.
+        on_device: Blocks whose experts are on the device at once.
+
+    Raises:
+        ApplyError: The optimizer or a parameter's type is none that the native update knows.
+        EnvironmentFault: There is no room on SSD; says for which parameter.
+    """
+
+    def __init__(self, context: Context, experts: Sequence[Expert], slots: int, rule: Rule, on_device: int) -> None:
+        parameters = list(context.model.parameters())
+        mine = {parameters[index] for expert in experts for index in expert.parameters}
+        super().__init__(context, master=False, ahead=0, chosen=mine)
+        piece_of = {piece.device: piece for piece in self._pieces}
+        self.pieces = [[piece_of[parameters[i]] for i in each.parameters if parameters[i] in piece_of] for each in experts]
+        self.expert_of = {piece.device: expert for expert, pieces in enumerate(self.pieces) for piece in pieces}
+        self._seeds = {piece.device: seed for seed, piece in enumerate(self._pieces)}
+        self._cache = HostCache(slots, rule, [each.block for each in experts], moments_of(len(context.blocks), on_device))
+        self.slots = slots
+        self._there: dict[int, list[Tensor]] = {}
+        self._dirty: set[int] = set()
+        self._zero: set[nn.Parameter] = set()
+        self._missed: dict[nn.Parameter, list[dict[str, Any]]] = {}
+        self.moment = 0
+        self.made_up = 0
+        before_step(self._optimizer, lambda *_: self._update_rest())
+        self._optimizer.register_state_dict_pre_hook(lambda _: self.flush())
+
+    # -- host memory -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def read(self, expert: int) -> None:
+        """Start reading it, where it is not there (Rule 3)."""
+        comes, gone = self._cache.take(expert, self.moment)
+        if gone is not None:
+            self._leaves(gone)
+        if comes:
+            self._there[expert] = [torch.ops.memtune.from_ssd(piece.ssd) for piece in self.pieces[expert]]
+
+    def _leaves(self, expert: int) -> None:
+        hosts = self._there.pop(expert)
+        self._write_back(expert, hosts)
+        for host in hosts:
+            transfer.abandon(host)
+
+    def _write_back(self, expert: int, hosts: list[Tensor]) -> None:
+        if expert in self._dirty:
+            self._dirty.discard(expert)
+            for piece, host in zip(self.pieces[expert], hosts, strict=True):
+                self._write(piece, host)
+
+    @torch.no_grad()
+    def host(self, expert: int) -> list[Tensor]:
+        """Weights and moments of its parameters in host memory, as after the last step (Rule 4)."""
+        self.read(expert)
+        self._cache.use(expert)
+        hosts = self._there[expert]
+        for piece, host in zip(self.pieces[expert], hosts, strict=True):
+            transfer.finish(host)
+            for group in self._missed.pop(piece.device, ()):
+                self._dirty.add(expert)
+                self.made_up += 1
+                with tier(HOST):
+                    zeros = torch.zeros(piece.held.shape)
+                self._on_host(replace(piece, group=group), host, zeros, self._seeds[piece.device])
+        return hosts
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Everything is on SSD as after the last step."""
+        missed = {self.expert_of[parameter] for parameter in self._missed}
+        for expert in sorted(missed):
+            self.host(expert)
+        for expert, hosts in self._there.items():
+            self._write_back(expert, hosts)
+        while self._writing:
+            transfer.written(self._writing.popleft()[0])
+
+    @torch.no_grad()
+    def set_weights(self, expert: int) -> None:
+        """They are what the device has now."""
+        for piece, host in zip(self.pieces[expert], self.host(expert), strict=True):
+            piece.parts(host)[0].copy_(to_host_now(piece.device))
+        self._dirty.add(expert)
+
+    @torch.no_grad()
+    def _reload(self) -> None:
+        """State that was read is not on SSD yet; weights have been set block by block."""
+        for expert, pieces in enumerate(self.pieces):
+            for piece, host in zip(pieces, self.host(expert), strict=True):
+                self._adopt(piece, self._optimizer.state[piece.held], piece.parts(host)[1:])
+            self._dirty.add(expert)
+        self.flush()
+
+    # -- updates -----------------------------------------------------------------------------------------------------------
+
+    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
+        """They are nowhere but here."""
+
+    def got_zeros(self, parameter: nn.Parameter) -> None:
+        """Its gradient would be zeros in this micro-batch."""
+        self._zero.add(parameter)
+
+    @torch.no_grad()
+    def update(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Update those of these that have a gradient."""
+        given = dict.fromkeys(self.expert_of[each] for each in parameters)
+        for expert in given:
+            if all(piece.held.grad is None for piece in self.pieces[expert]):
+                continue
+            self._dirty.add(expert)
+            for piece, host in zip(self.pieces[expert], self.host(expert), strict=True):
+                gradient, piece.held.grad = piece.held.grad, None
+                if gradient is not None:
+                    self._zero.discard(piece.device)
+                    self._on_host(piece, host, gradient, self._seeds[piece.device])
+
+    def _update_rest(self) -> None:
+        """Rules 4 and 5: those that have not been updated in backward, and those that got zeros alone."""
+        self.update(self.expert_of)
+        settings: dict[int, dict[str, Any]] = {}
+        for parameter in self._zero:
+            group = next(piece.group for piece in self.pieces[self.expert_of[parameter]] if piece.device is parameter)
+            now = settings.setdefault(id(group), {name: value for name, value in group.items() if name != "params"})
+            self._missed.setdefault(parameter, []).append(now)
+        self._zero.clear()
+
+    def check(self) -> dict[str, Any]:
+        """Bytes on SSD and of the cache, and updates that were made up for.
+
+        Raises:
+            ApplyError: Some state is elsewhere.
+        """
+        cached = sum(host.nbytes for hosts in self._there.values() for host in hosts)
+        return {**super().check(), "cached_bytes": cached, "made_up": self.made_up}
+
+
+class ExpertStore(ParameterStore):
+    """Makes the experts of `context`'s model come and go.
+
+    Args:
+        context: Its model.
+        experts: Of the model.
+        residency: Which blocks' experts are on the device when.
+        optimizer: Holds them.
+        ahead: Moments by which they are read from SSD ahead.
+
+    Raises:
+        ApplyError: An expert's parameter is used outside of its block, or nothing but experts is trained.
+    """
+
+    def __init__(
+        self, context: Context, experts: Sequence[Expert], residency: Residency, optimizer: ExpertOptimizer, ahead: int
+    ) -> None:
+        blocks = range(len(context.blocks))
+        self._experts, self._held_by, self._ahead = experts, optimizer, ahead
+        self._members = [[i for i, expert in enumerate(experts) if expert.block == block] for block in blocks]
+        self._on_device = set(range(len(experts)))
+        self._last: list[set[int]] = [set() for _ in blocks]
+        self._used: list[set[int]] = [set() for _ in blocks]
+        members = [[piece.device for i in mine for piece in optimizer.pieces[i]] for mine in self._members]
+        super().__init__(context, residency, optimizer, members=members)
+        for index, expert in enumerate(experts):
+            module = context.model.get_submodule(expert.name)
+            vars(module)["forward"] = self._forward_of(index, module, module.forward)
+
+    # -- calls -------------------------------------------------------------------------------------------------------------
+
+    def _forward_of(self, index: int, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        block = self._experts[index].block
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            if given and not any(each.numel() for each in given):
+                with _reparametrize_module(module, self._without_memory(module)):
+                    found = own(*args, **kwargs)
+                if not any(each.numel() for each in tree_leaves(found) if isinstance(each, Tensor)):
+                    return found
+            self._last[block].add(index)
+            self._used[block].add(index)
+            self._bring(index)
+            return own(*args, **kwargs)
+
+        return forward
+
+    def _without_memory(self, module: nn.Module) -> dict[str, Tensor]:
+        """Weights of one number each, for a call that reads none; they tell when autograd has a gradient for them (Rule 4)."""
+        found = {}
+        for name, parameter in module.named_parameters():
+            one = torch.zeros((), dtype=parameter.dtype, device=parameter.device, requires_grad=parameter.requires_grad)
+            if parameter.requires_grad and torch.is_grad_enabled():
+                one.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._held_by.got_zeros(parameter))
+            found[name] = one.expand(parameter.shape)
+        return found
+
+    # -- moments -----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, moment: int) -> None:
+        if moment == self._moment:
+            return
+        self._held_by.moment = moment
+        super()._begin(moment)
+        last, used = ([sorted(each) for each in which] for which in (self._last, self._used))
+        for expert in read_ahead(moment, self._ahead, self._held_by.slots, last, used):  # Rule 2
+            self._held_by.read(expert)
+        if moment < len(self._blocks):
+            self._last[moment] = set()
+
+    def _fetch(self, index: int) -> None:
+        if index not in self._there:
+            self._there.add(index)
+            for expert in sorted(self._last[index] if self._moment < len(self._blocks) else self._used[index]):
+                self._bring(expert)
+
+    def _fetch_whole(self, block: int) -> None:
+        self._there.add(block)
+        for expert in self._members[block]:
+            self._bring(expert)
+
+    @torch.no_grad()
+    def _bring(self, expert: int) -> None:
+        if expert in self._on_device:
+            return
+        self._on_device.add(expert)
+        self._there.add(self._experts[expert].block)
+        for piece, host in zip(self._held_by.pieces[expert], self._held_by.host(expert), strict=True):
+            there, weight = piece.device, piece.parts(host)[0].detach()
+            there.untyped_storage().resize_(weight.nbytes)
+            with _unsafe_preserve_version_counter(there):
+                torch.ops.memtune.copy_to_device_(there.detach(), weight)
+            self.loaded_bytes += weight.nbytes
+
+    def _release(self, units: Any) -> None:
+        for index in list(units):
+            self._there.discard(index)
+            for expert in self._members[index]:
+                if expert in self._on_device:
+                    self._on_device.discard(expert)
+                    for piece in self._held_by.pieces[expert]:
+                        piece.device.untyped_storage().resize_(0)
+
+    def _bring_all(self) -> None:
+        for expert, pieces in enumerate(self._held_by.pieces):
+            if any(piece.device.untyped_storage().nbytes() == 0 for piece in pieces):
+                self._on_device.discard(expert)
+            self._bring(expert)
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        super()._step_begins(optimizer, args, kwargs)
+        for used in self._used:
+            used.clear()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """As copies: whoever loads a state dict may write into the tensors of this one."""
+        self._held_by.flush()
+        super()._into_state_dict(module, state, prefix, metadata)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state and parameter in self._hosts:
+                with tier(HOST):
+                    state[prefix + name] = state[prefix + name].clone()
+
+    def _loaded(self, index: int) -> None:
+        for expert in self._members[index]:
+            self._held_by.set_weights(expert)
+        self._release([index])
+
+    def check(self) -> dict[str, Any]:
+        """Where the experts are.
+
+        Raises:
+            ApplyError: Some are on the device between two steps, or some state is elsewhere.
+        """
+        return super().check() | {"experts": len(self._experts)}

@@ -1,0 +1,229 @@
+"""Blocks' parameters on the host: brought in, let go, and their gradients sent down. Who does so when is a subclass's business.
+
+Memory is given back and taken anew in place, see Rule 3 of `runtime.store`. A unit is what comes and goes: a block, or a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.chunks import Chunks
+from memtune.errors import ApplyError
+from memtune.runtime import transfer
+from memtune.runtime.chunks import Piece, in_chunks
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import add_gradient, to_host_now
+from memtune.runtime.replaced_forward import ReplacedForward
+from memtune.runtime.tiers import HOST, mark
+from memtune.runtime.weak_hook import weakly
+
+
+class HostCopies(Protocol):
+    """What holds the host copies of parameters that come and go, and updates them."""
+
+    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Somebody else brings these up when they are used, and their gradients down."""
+
+    def update(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Update these now, from the gradients of what the optimizer holds in their place, which are let go."""
+
+    def check(self) -> dict[str, Any]:
+        """Facts for the audit."""
+
+
+class HostParameters:
+    """The parameters of the blocks of `context` with a copy of each in host memory; all are on the device at first.
+
+    Args:
+        context: Its model.
+        optimizer: Holds the host copies, and updates them.
+        chunks: Where the blocks' parameters lie; none: each block is a unit.
+        only: Blocks whose parameters come and go; those of others stay. None: all.
+        landing: Gradients leave as they land. Else they are another mechanism's, and the optimizer's step takes them down.
+        copy: How a parameter's values come in from the host.
+        members: Of each block, what comes and goes; none: all its parameters.
+
+    Raises:
+        ApplyError: A block's parameter is used outside of it, or gradients leave and nothing outside of the blocks is trained.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        optimizer: HostCopies,
+        chunks: Chunks | None = None,
+        *,
+        only: Container[int] | None = None,
+        landing: bool = True,
+        copy: Callable[[Tensor, Tensor], None] | None = None,
+        members: list[list[nn.Parameter]] | None = None,
+    ) -> None:
+        self._optimizer, self._device = optimizer, context.device
+        self._modules = [context.model.get_submodule(name) for name in context.blocks]
+        _refuse_schedules(context.model)
+        self._blocks = [list(block.parameters()) for block in self._modules] if members is None else members
+        mine = [parameter for block in self._blocks for parameter in block]
+        self._landing, self._copy = landing, copy or _copied
+        self._outside = _outside(context.model, mine, landing)
+        self._hosts = {p: context.represented[p].detach() if p in context.represented else _copy_of(p) for p in mine}
+        self._trained = {p: context.represented[p] for p in mine if p in context.represented}
+        goes = [block if only is None or index in only else [] for index, block in enumerate(self._blocks)]
+        optimizer.leave_down(parameter for block in goes for parameter in block)
+        if chunks is None:
+            self._units = [[Piece(parameter, self._hosts[parameter]) for parameter in block] for block in goes]
+        else:
+            self._units = [[piece] for piece in in_chunks(context, mine, self._hosts, chunks)]
+        self._of_block = [(index,) for index in range(len(self._blocks))] if chunks is None else chunks.of_block
+        self._there: set[int] = set(range(len(self._units)))
+        self._on_the_way: tuple[nn.Parameter, Tensor, Tensor] | None = None
+        self._versions: dict[nn.Parameter, int] = {}
+        self.loaded_bytes = 0
+        context.undo.callback(self._bring_all)
+
+    def _watch_block(self, context: Context, index: int) -> None:
+        """Gradients of the block land here, and checkpoints find its weights."""
+        block = self._modules[index]
+        for parameter in self._blocks[index]:
+            if parameter.requires_grad and self._landing:
+                context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)
+        block.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
+        block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch_whole(index))
+        block.register_load_state_dict_post_hook(lambda module, _: self._loaded(index))
+
+    def _fetch_block(self, block: int) -> None:
+        for index in self._of_block[block]:
+            self._fetch(index)
+
+    def _fetch_whole(self, block: int) -> None:
+        """All of it, since new values are loaded."""
+        self._fetch_block(block)
+
+    @torch.no_grad()
+    def _fetch(self, index: int) -> None:
+        if index in self._there:
+            return
+        self._there.add(index)
+        for there, host in self._units[index]:
+            there.untyped_storage().resize_(host.nbytes)
+            with _unsafe_preserve_version_counter(there):  # Rule 3
+                self._copy(there.detach(), host)
+            self.loaded_bytes += host.nbytes
+
+    def _release(self, units: Any) -> None:
+        for index in list(units):
+            if index in self._there:
+                self._there.discard(index)
+                for there, _ in self._units[index]:
+                    there.untyped_storage().resize_(0)
+
+    def _bring_all(self) -> None:
+        for index, pieces in enumerate(self._units):
+            if any(there.untyped_storage().nbytes() == 0 for there, _ in pieces):
+                self._there.discard(index)
+            self._fetch(index)
+
+    # -- gradients -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _landed(self, parameter: Tensor) -> None:
+        """Rule 4."""
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        self._arrive()
+        source, parameter.grad = parameter.grad, None
+        host = torch.ops.memtune.to_host(source)
+        mark(host, HOST)
+        self._on_the_way = parameter, source, host
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        if self._on_the_way is None:
+            return
+        (parameter, source, host), self._on_the_way = self._on_the_way, None
+        transfer.finish(host)
+        del source
+        add_gradient(self._trained[parameter], host)
+
+    def _note_versions(self) -> None:
+        """Backward has ended: gradients that are changed from here on are noticed."""
+        self._versions = {p: p.grad._version for p in self._outside if p.grad is not None and self._landing}
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """All are let go before the weights change, and gradients must be those that backward left."""
+        self._release(range(len(self._units)))
+        changed = [p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version]
+        self._versions = {}
+        if changed:
+            raise ApplyError(
+                f"{len(changed)} gradients were changed between backward and the optimizer's step, as clipping by norm does.",
+                evidence="Gradients of the blocks have left the device by then, so their part of the norm is missing.",
+                fix="offload: {states: {kind: optimizer_cpu}}, or no clipping", code="MT364",
+            )  # fmt: skip
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state and parameter in self._hosts:
+                state[prefix + name] = self._hosts[parameter]
+
+    @torch.no_grad()
+    def _loaded(self, index: int) -> None:
+        for parameter in self._blocks[index]:
+            self._hosts[parameter].copy_(parameter)
+        self._release(self._of_block[index])
+
+    def _left_bytes(self) -> int:
+        """Bytes of the blocks' parameters that are on the device."""
+        return sum(there.untyped_storage().nbytes() for unit in self._units for there, _ in unit)
+
+
+def _refuse_schedules(model: nn.Module) -> None:
+    owner = getattr(vars(model).get("forward"), "__self__", None)
+    if isinstance(owner, ReplacedForward):
+        raise ApplyError(
+            "A schedule takes the place of the model's code, so its blocks are not called and cannot come and go.",
+            fix="recompute: {kind: full}", code="MT364",
+        )  # fmt: skip
+
+
+def _copied(there: Tensor, host: Tensor) -> None:
+    torch.ops.memtune.copy_to_device_(there, host)
+
+
+def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[nn.Parameter]:
+    """Trained parameters that stay on the device.
+
+    Raises:
+        ApplyError: A block's parameter is used elsewhere as well, or with gradients that leave there are none.
+    """
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    inside = {id(parameter) for parameter in mine}
+    if len(inside) != len(mine) or any(owners[id(parameter)] > 1 for parameter in mine):
+        raise ApplyError(
+            "A parameter of a block is shared with another module, so it cannot come and go with its block.",
+            fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
+        )  # fmt: skip
+    outside = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
+    if landing and not outside:
+        raise ApplyError(
+            "Nothing outside of the blocks is trained, so clipping by norm could not be noticed.",
+            fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
+        )  # fmt: skip
+    return outside
+
+
+def _copy_of(parameter: nn.Parameter) -> Tensor:
+    host = to_host_now(parameter)
+    mark(host, HOST)
+    return host

@@ -1,0 +1,129 @@
+"""Parameters of the blocks on the host, on the device pack by pack; gradients leave once, updates follow at once.
+
+Five rules, which the pass `passes.layer_major` follows op by op:
+
+Rule 1. `begin` brings in what of a pack is not there, then, where asked to, the pack that is used next; `end` lets go of a pack.
+Rule 2. A pack's gradients are summed on the device. In the last micro-batch of the pack their copies to the host start as they
+        land; the device lets go of one when the next one lands, or when the pack ends.
+Rule 3. A pack that ends with its last micro-batch's backward is updated on the host, beside what runs next (just-in-time update).
+Rule 4. With several ranks, each of which has all weights, a gradient is averaged before it leaves.
+Rule 5. Outside of a step (evaluation, generation) each block comes in when it is called and goes when it returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from memtune.errors import ApplyError
+from memtune.packs import Span
+from memtune.runtime import transfer
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import HostOptimizer, before_step
+from memtune.runtime.host_parameters import HostParameters
+
+
+class PackStore(HostParameters):
+    """Makes the blocks' parameters of `context` come and go as it is told.
+
+    Args:
+        context: Its model; hooks are put on its blocks and their parameters.
+        optimizer: Holds the host copies, and updates them.
+
+    Raises:
+        ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
+    """
+
+    def __init__(self, context: Context, optimizer: HostOptimizer) -> None:
+        super().__init__(context, optimizer)
+        self._updates = optimizer
+        self._group = dist.group.WORLD if context.ranks > 1 else None
+        self.is_stepping = False
+        """Inside a step: packs are brought in and let go by `begin` and `end` alone."""
+        self.is_last = False
+        """In the last micro-batch of a pack: gradients leave as they land."""
+        for index, block in enumerate(self._modules):
+            self._call_alone(index, block)
+            self._watch_block(context, index)
+        before_step(context.optimizer, self._step_begins)
+        self._release(range(len(self._units)))
+
+    def _call_alone(self, index: int, block: nn.Module) -> None:
+        """Rule 5."""
+
+        def called(module: nn.Module, args: Any) -> None:
+            if not self.is_stepping:
+                if torch.is_grad_enabled():
+                    raise ApplyError(
+                        "This config runs each block over all micro-batches before the next one.",
+                        evidence="Only Tuned.step has them all.", fix="tuned.step(batches)", code="MT311",
+                    )  # fmt: skip
+                self._fetch_block(index)
+
+        def returned(module: nn.Module, args: Any, output: Any) -> None:
+            if not self.is_stepping:
+                self._release(self._of_block[index])
+
+        block.register_forward_pre_hook(called)
+        block.register_forward_hook(returned)
+
+    def begin(self, pack: Span, ahead: Span | None) -> None:
+        """Rule 1."""
+        transfer.caught_up(self._device)
+        for index in range(*pack):
+            self._fetch_block(index)
+        if ahead is not None:
+            with transfer.ahead(self._device):
+                for index in range(*ahead):
+                    self._fetch_block(index)
+
+    def end(self, pack: Span, *, update: bool) -> None:
+        """Rules 1 to 3."""
+        self._arrive()
+        self._release(range(*pack))
+        if update:
+            self._updates.update([each for index in range(*pack) for each in self._blocks[index]], at_once=False)
+
+    def fetch_one(self, index: int) -> None:
+        """Bring in one block, outside of any pack."""
+        self._fetch_block(index)
+
+    def release_one(self, index: int) -> None:
+        """Let go of one block, outside of any pack."""
+        self._release(self._of_block[index])
+
+    def step_ends(self) -> None:
+        """Forward and backward of all micro-batches are over; what is in no block is averaged."""
+        for parameter in self._outside:
+            if parameter.grad is not None:
+                self._average(parameter)
+        self._note_versions()
+
+    def abandon(self) -> None:
+        """A step ended in an error: nothing stays on the device."""
+        self._on_the_way = None
+        self._release(range(len(self._units)))
+
+    def _landed(self, parameter: Tensor) -> None:
+        if self.is_last:
+            self._average(parameter)
+            super()._landed(parameter)
+
+    @torch.no_grad()
+    def _average(self, parameter: Tensor) -> None:
+        if self._group is not None:
+            assert parameter.grad is not None
+            torch.ops.memtune.all_reduce_(parameter.grad, self._group.group_name, self._group.size(), "avg")
+
+    def check(self) -> dict[str, Any]:
+        """Where the blocks' parameters are.
+
+        Raises:
+            ApplyError: Some are on the device between two steps.
+        """
+        if left := self._left_bytes():
+            raise ApplyError(f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309")
+        return self._optimizer.check() | {"blocks_on_host": len(self._blocks), "loaded_bytes": self.loaded_bytes}

@@ -1,0 +1,292 @@
+"""A model's blocks over a chain of ranks: each runs a part of them, and what passes from block to block passes between ranks.
+
+Five rules:
+
+1. The user's code runs as it is written, on every rank, with that rank's micro-batch data. Blocks of earlier stages hand on a
+   tensor that is not there (`runtime.stage`), the stage's first block gets what the rank before has sent, and its last block
+   ends the run. So masks and rotary tables, which no weight goes into, are there on every stage, and the loss is the last one's.
+2. A rank holds the weights of its stages. In the place of each of the others is a parameter of one value, so that parameter
+   groups, their order and the numbering of an optimizer's state are the plain model's.
+3. The schedule, the sends and the receives are torch.distributed.pipelining's, on buffers that live as long as they are used.
+   Each micro-batch's loss is divided as in plain accumulation and gradients add up in the order of the micro-batches.
+4. Each rank brings its own micro-batches (`runtime.turns`), and all of a pipeline's ranks work on them together.
+5. After the last backward a weight that first and last stage both use has the sum of their gradients; pipelines beside each
+   other average theirs; and the parameter in the place of an absent one gets a gradient of the norm of the real one, so that a
+   norm over all parameters (p = 2), and clipping by it, is the whole model's on every rank.
+
+Source: Huang et al. 2019, GPipe; Narayanan et al. 2021, Efficient Large-Scale Language Model Training, section 2.2 (1F1B,
+interleaved).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from memtune.batches import tensors_of
+from memtune.errors import ApplyError, MemtuneError
+from memtune.runtime.activations import ActivationTable
+from memtune.runtime.context import Context
+from memtune.runtime.elsewhere import Elsewhere, keep_own
+from memtune.runtime.loop import LossFunction
+from memtune.runtime.ranks import require_ranks
+from memtune.runtime.sharding import meshes
+from memtune.runtime.stage import Run, Stage, StageModule, become_pieces
+from memtune.runtime.turns import Turns
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which stage has what; stage s runs on rank s % degree of a pipeline."""
+
+    stages: tuple[tuple[str, ...], ...]
+    """Names of each stage's blocks, in the order in which they run."""
+    first: frozenset[str]
+    """Parameters outside of the blocks that run before them, by their plain names."""
+    last: frozenset[str]
+    """The same of those that run after them; a tied weight is in both."""
+    degree: int
+    schedule: str
+
+    @property
+    def blocks(self) -> list[str]:
+        """All blocks."""
+        return [name for stage in self.stages for name in stage]
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of a pipeline that has the last stage."""
+        return (len(self.stages) - 1) % self.degree
+
+    def owners(self, name: str) -> list[int]:
+        """The stages that hold the parameter or buffer `name`, the one that answers for it first."""
+        for index, stage in enumerate(self.stages):
+            if any(name.startswith(f"{block}.") for block in stage):
+                return [index]
+        found = [0] if name in self.first else []
+        return [*found, len(self.stages) - 1] if name in self.last else found or [0]
+
+
+class Pipeline:
+    """One rank's part of a pipeline.
+
+    Args:
+        context: The model and optimizer, changed already.
+        layout: Which stage has what.
+        group: The ranks of this pipeline.
+        copies: The ranks of other pipelines that hold the same stages; None where there is one pipeline.
+        tied: The ranks of the first and the last stage; None where they share nothing, or this rank is neither.
+    """
+
+    def __init__(
+        self, context: Context, layout: Layout, group: dist.ProcessGroup,
+        copies: dist.ProcessGroup | None, tied: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        self._context, self._layout, self._group, self._copies, self._tied = context, layout, group, copies, tied
+        self.turns = Turns(group)
+        self.run = Run(len(layout.blocks))
+        """What the blocks ask what to do."""
+        self._made_for: Any = None
+        self._owners = {name: layout.owners(name) for name, _ in context.model.named_parameters()}
+        self.sent_bytes = 0
+
+    def __call__(self, model: nn.Module, loss_function: LossFunction, batches: Iterable[Any]) -> Tensor:
+        """Forward and backward over the micro-batches of all ranks of the pipeline; leaves the mean gradient.
+
+        Returns:
+            The mean loss over all micro-batches of all pipelines, equal on every rank, detached.
+
+        Raises:
+            ApplyError: Ranks bring different numbers of micro-batches, or ones of different shapes; or there are too few.
+        """
+        turns = self.turns.of(batches)
+        with self.turns.own_numbers(self._context.device):
+            here: list[Any] = [self.turns.upload(turn, self._context.device) for turn in turns]
+            losses: list[Tensor] = []
+            schedule, stages = self._schedule(model, loss_function, here)
+            for stage in stages:
+                stage.begin(model, loss_function, here, [turn.seed for turn in turns])
+            try:
+                schedule.step(target=torch.zeros(len(turns)), losses=losses, return_outputs=False)
+            except RuntimeError as error:  # torch wraps whatever a stage raises
+                raise _own_error(error) or error from None
+            finally:
+                for stage in stages:
+                    stage.end()
+        with torch.no_grad():
+            self._finish_gradients()
+            return self._total([loss.detach() for loss in losses])
+
+    def _schedule(self, model: nn.Module, loss_function: LossFunction, batches: Sequence[Any]) -> tuple[Any, list[StageModule]]:
+        """Torch's schedule for `batches`, and what it calls here; kept until a step has others."""
+        forms = [[(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch)] for batch in batches]
+        if any(form != forms[0] for form in forms):
+            raise ApplyError(
+                "the micro-batches of a step have different shapes.", evidence=f"Among them {forms[0]} and {forms[-1]}.",
+                fix="micro-batches of one shape: stages receive into memory that is made before", code="MT396",
+            )  # fmt: skip
+        if self._made_for != (len(batches), forms[0]):
+            self._made = self._make(self.run.probe(model, loss_function, batches[0]), len(batches))
+            self._made_for = len(batches), forms[0]
+        return self._made
+
+    def _make(self, like: Tensor, count: int) -> tuple[Any, list[StageModule]]:
+        layout, rank = self._layout, self._group.rank()
+        n_stages = len(layout.stages)
+        stages, modules, first = list[Stage](), list[StageModule](), 0
+        for index, blocks in enumerate(layout.stages):
+            if index % layout.degree == rank:
+                lets_go = index + layout.degree >= n_stages
+                module = StageModule(self.run, first, first + len(blocks) - 1, index, n_stages, lets_go)
+                device, group = self._context.device, self._group
+                modules.append(module)
+                stages.append(Stage(module, index, n_stages, device, like, like, group=group, count=self._sent))
+            first += len(blocks)
+        try:
+            return scheduled(layout.schedule, stages, count), modules
+        except ValueError as error:
+            raise ApplyError(
+                f"{count} micro-batches of the {layout.degree} ranks of a pipeline cannot be scheduled as {layout.schedule}.",
+                evidence=str(error), fix="more micro-batches per step (execution.accumulate)", code="MT396",
+            ) from None  # fmt: skip
+
+    def _sent(self, n_bytes: int) -> None:
+        self.sent_bytes += n_bytes
+
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        """The sum of the last stage's losses, in the order of the micro-batches, on every rank."""
+        total, last = sum(losses[1:], losses[0]) if losses else torch.zeros(()), self._layout.last_rank
+        total = total.to(self._context.device, torch.float64)  # other stages do not know its type
+        dist.broadcast(total, group=self._group, group_src=last)
+        if self._copies is not None:
+            torch.ops.memtune.all_reduce_(total, self._copies.group_name, self._copies.size(), "avg")
+        return total.to(torch.get_default_dtype())
+
+    def _finish_gradients(self) -> None:
+        """Rule 5."""
+        held = self._context.elsewhere
+        assert held is not None
+        own = [(name, p) for name, p in self._context.model.named_parameters() if name not in held.absent and p.requires_grad]
+        for name, parameter in own:
+            if self._tied is not None and len(self._owners[name]) > 1:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                torch.ops.memtune.all_reduce_(gradient, self._tied.group_name, 2, "sum")
+                parameter.grad = gradient
+            if self._copies is not None and parameter.grad is not None:
+                torch.ops.memtune.all_reduce_(parameter.grad, self._copies.group_name, self._copies.size(), "avg")
+        self._share_norms(held)
+
+    def _share_norms(self, held: Elsewhere) -> None:
+        trained = [(name, p) for name, p in self._context.model.named_parameters() if p.requires_grad]
+        mine = [i for i, (name, p) in enumerate(trained) if p.grad is not None and held.answers(name)]
+        norms = torch.zeros(2, len(trained), device=self._context.device)
+        if mine:
+            norms[0, mine] = torch.stack([norm.float() for norm in torch._foreach_norm([_grad(trained[i][1]) for i in mine])])
+            norms[1, mine] = 1
+        torch.ops.memtune.all_reduce_(norms, self._group.group_name, self._group.size(), "sum")
+        there = norms[1].tolist()
+        for index, (name, parameter) in enumerate(trained):
+            if name in held.absent:
+                norm = norms[0, index].to(parameter.dtype).reshape(parameter.shape)
+                parameter.grad = norm.clone() if there[index] else None
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def scheduled(kind: str, stages: Sequence[Any], count: int) -> Any:
+    """Torch's schedule of this kind; the loss is what the last stage returns."""
+    options: dict[str, Any] = {"loss_fn": _itself, "scale_grads": False}
+    if kind == "interleaved_1f1b":
+        return ScheduleInterleaved1F1B(list(stages), count, **options)
+    single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
+    return single(stages[0], count, **options)
+
+
+def _itself(output: Tensor, target: Tensor) -> Tensor:
+    return output
+
+
+def _own_error(error: BaseException) -> MemtuneError | None:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, MemtuneError):
+        cause = cause.__cause__
+    return cause
+
+
+def pipe(context: Context, layout: Layout) -> None:
+    """Leave this rank's stages in the model of `context`, and have `Tuned.step` run the schedule.
+
+    Args:
+        context: Changed in place; its `blocks` are those of this rank from here on.
+        layout: Which stage has what.
+
+    Raises:
+        ApplyError: There is no process group, the degree does not divide it, the ranks' weights differ, or the layout is not
+            one of this model.
+    """
+    require_ranks(context, "a pipeline")
+    _require_layout(context, layout)
+    mesh = meshes(context.device.type, layout.degree)
+    copies, group = mesh[0], mesh[1].get_group()
+    mine = [index for index in range(len(layout.stages)) if index % layout.degree == group.rank()]
+    tied = _tied_group(context, layout)
+    everything = {name: layout.owners(name) for name in context.model.state_dict(keep_vars=True)}
+    before = dict(context.model.named_parameters())
+    keep_own(context, everything, mine, layout.degree, group)
+    pipeline = Pipeline(context, layout, group, None if copies is None else copies.get_group(), tied)
+    become_pieces(context, layout.blocks, pipeline.run, layout.first, before)
+    context.blocks = [name for index in mine for name in layout.stages[index]]
+    context.activations = ActivationTable(context.model, context.blocks)
+    context.pipeline, context.turns = pipeline, pipeline.turns
+    context.checks["sharding.parallel"] = lambda: _check(context, layout, mine)
+
+
+def _require_layout(context: Context, layout: Layout) -> None:
+    if layout.degree < 2 or context.ranks % layout.degree:
+        raise ApplyError(
+            f"{context.ranks} ranks cannot be put into equal pipelines of {layout.degree}.",
+            fix="a degree that divides the number of ranks", code="MT321",
+        )  # fmt: skip
+    outside = {n for n, _ in context.model.named_parameters() if not any(n.startswith(f"{b}.") for b in layout.blocks)}
+    strange = sorted((set(layout.blocks) ^ set(context.blocks)) | ((layout.first | layout.last) - outside))
+    if strange or len(layout.stages) % layout.degree:
+        odd = f"{strange[0]} is not among its blocks and weights on both sides." if strange else "Its stages do not divide."
+        raise ApplyError(
+            "the plan of sharding.parallel: {kind: pipeline} was made for another model.",
+            evidence=odd, fix="search again", code="MT393",
+        )  # fmt: skip
+
+
+def _tied_group(context: Context, layout: Layout) -> dist.ProcessGroup | None:
+    """The ranks of the first and last stage of this pipeline, if they share a weight; all ranks make all such groups."""
+    if not layout.first & layout.last:
+        return None
+    found = None
+    for start in range(0, context.ranks, layout.degree):
+        ends = [start, start + layout.last_rank]
+        made = dist.new_group(ends)
+        if context.rank in ends:
+            found = made
+    return found
+
+
+def _check(context: Context, layout: Layout, mine: Sequence[int]) -> dict[str, Any]:
+    held, pipeline = context.elsewhere, context.pipeline
+    own = [name for index in mine for name in layout.stages[index]]
+    if held is None or not isinstance(pipeline, Pipeline) or context.blocks != own:
+        raise ApplyError("the stages of this rank are not those of the plan.", code="MT392")
+    parameters = dict(context.model.named_parameters())
+    large = [name for name in held.absent if name in parameters and parameters[name].numel() > 1]
+    if large:
+        raise ApplyError("weights of other stages are still here.", evidence=f"First: {large[0]}.", code="MT392")
+    own_bytes = sum(p.nbytes for name, p in parameters.items() if name not in held.absent)
+    return {"degree": layout.degree, "stages": len(layout.stages), "blocks": len(own), "own_bytes": own_bytes}

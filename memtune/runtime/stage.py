@@ -1,0 +1,307 @@
+"""One stage of a pipeline: which of the model's blocks run in it, and how the user's code runs past the others.
+
+Weights that other stages hold are fake tensors while the code before the blocks runs, so what it computes from them has a shape
+and a type and no memory. A block of an earlier stage returns such a tensor as it is; the stage's first block is called with what
+was received in its place. The last block of a stage that is not the last ends the user's code with `_Done`, which no
+`except Exception` catches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+
+from memtune.batches import map_tensors, tensors_of
+from memtune.errors import ApplyError
+from memtune.runtime.context import Context
+from memtune.runtime.loop import LossFunction
+from memtune.runtime.nodes import count_collective
+
+_PIECE = "_memtune_piece"
+
+
+class _Done(BaseException):
+    """The stage's last block has returned."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+class Run:
+    """What a model's blocks are to do at the moment.
+
+    Args:
+        count: Blocks of the model.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._active: tuple[int, int] | None = None
+        self._given: Tensor | None = None
+        self._probing = False
+        self._absent: list[tuple[dict[str, Any], str, Tensor]] = []
+        """Where weights that the code before the blocks uses are held, and the fake ones."""
+
+    def without(self, module: nn.Module, name: str, like: Tensor, mode: FakeTensorMode) -> None:
+        """The parameter `name` of `module` is a fake one while the code before the blocks runs on a later stage."""
+        with mode:
+            fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        self._absent.append((module._parameters, name, fake))
+
+    def probe(self, model: nn.Module, loss_function: LossFunction, batch: Any) -> Tensor:
+        """A tensor without memory like the one that the first block is given for `batch`."""
+        with torch.no_grad(), self._entered(0, 0, None, absent=True):
+            self._probing = True
+            try:
+                loss_function(model, batch)
+            except _Done as done:
+                passed: Tensor = done.output
+                return torch.empty(passed.shape, dtype=passed.dtype, device="meta", requires_grad=True)
+            finally:
+                self._probing = False
+        raise ApplyError("the loss was computed without a call of the model's first block.", code="MT395")
+
+    def of(self, first: int, last: int, given: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
+        """What blocks `first` to `last` make of `given` (None: the model's own input) in `call`, or the loss."""
+        with self._entered(first, last, given, absent=given is not None):
+            try:
+                return call()
+            except _Done as done:
+                output = done.output
+        if not isinstance(output, Tensor):
+            raise ApplyError(
+                f"block {last} returns a {type(output).__name__}, which cannot be sent to the next stage.",
+                fix="parallel: {kind: none}, or blocks that return one tensor", code="MT395",
+            )  # fmt: skip
+        return output.contiguous()
+
+    @contextmanager
+    def _entered(self, first: int, last: int, given: Tensor | None, *, absent: bool) -> Iterator[None]:
+        self._active, self._given = (first, last), given
+        self._real = [(held, name, held[name]) for held, name, _ in self._absent] if absent else []
+        for held, name, fake in self._absent if absent else []:
+            held[name] = fake
+        try:
+            yield
+        finally:
+            self._here_again()
+            self._active = self._given = None
+
+    def _here_again(self) -> None:
+        """Each weight that is held here is itself from the stage's first block on: the head may share one with an embedding."""
+        for held, name, real in self._real:
+            held[name] = real
+        self._real = []
+
+    def require_step(self) -> tuple[int, int]:
+        """The first and the last block that are to run.
+
+        Raises:
+            ApplyError: The model was called by a loop of the user's own.
+        """
+        if self._active is None:
+            raise ApplyError(
+                "the model of a pipeline was called outside of Tuned.step.",
+                evidence="Each rank has some of the blocks; one micro-batch at a time cannot be pipelined.",
+                fix="tuned.step(batches), with all micro-batches of the step", code="MT311",
+            )  # fmt: skip
+        return self._active
+
+    def require_step_before(self, model: nn.Module, args: Any) -> None:
+        """A hook that ends a call of the whole model before the weights of other stages are missed."""
+        self.require_step()
+
+    def called(self, index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """Block `index` is called by the user's code."""
+        first, last = self.require_step()
+        if self._probing:
+            raise _Done(_chain(index, args, kwargs))
+        if index < first:
+            return _chain(index, args, kwargs)
+        if index == first and self._given is not None:
+            args, kwargs = self._with_given(index, args, kwargs)
+        output = call(*args, **kwargs)
+        if index == last and last + 1 < self._count:
+            raise _Done(output)
+        return output
+
+    def _with_given(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        given, passed = self._given, _chain(index, args, kwargs)
+        assert given is not None
+        self._given = None
+        self._here_again()
+        if passed.shape != given.shape or passed.dtype != given.dtype:
+            raise ApplyError(
+                f"block {index} is given {tuple(given.shape)} of {given.dtype}, where the first one is given "
+                f"{tuple(passed.shape)} of {passed.dtype}.",
+                fix="parallel: {kind: none}; stages pass on one tensor of one shape", code="MT395",
+            )  # fmt: skip
+        found: tuple[Any, Any] = map_tensors((args, kwargs), lambda tensor: given if tensor is passed else tensor)
+        return found
+
+
+def _chain(index: int, args: Any, kwargs: Any) -> Tensor:
+    """The one tensor that passes from block to block, among what a block is given."""
+    tensors = tensors_of((args, kwargs))
+    fake = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+    found = {id(tensor): tensor for tensor in fake or tensors}
+    if len(found) != 1:
+        raise ApplyError(
+            f"block {index} is given {len(found)} tensors that earlier stages compute, and one can be sent.",
+            fix="parallel: {kind: none}", code="MT395",
+        )  # fmt: skip
+    return next(iter(found.values()))
+
+
+class _Piece:
+    """Put in front of a block's class; outside of its hooks and of what recompute and offload put around its forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run, index = vars(self)[_PIECE]
+        return run.called(index, args, kwargs, super().__call__)  # type: ignore[misc]
+
+
+def become_pieces(context: Context, blocks: Sequence[str], run: Run, first: frozenset[str], before: Mapping[str, Tensor]) -> None:
+    """Have the blocks of the model ask `run`, and tell it where the weights `first` are held that the code before them uses.
+
+    Args:
+        context: Its model is changed.
+        blocks: All blocks, in the order in which they run.
+        run: Whom they ask.
+        first: Plain names.
+        before: The weights as they were before any was taken away.
+    """
+    for index, name in enumerate(blocks):
+        block = context.model.get_submodule(name)
+        vars(block)[_PIECE] = run, index
+        block.__class__ = type(type(block).__name__, (_Piece, type(block)), {})
+    handle = context.model.register_forward_pre_hook(run.require_step_before)
+    context.undo.callback(handle.remove)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    wanted = {id(context.model.get_parameter(name)): before[name] for name in first}
+    inside = tuple(f"{name}." for name in blocks)
+    for path, module in context.model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in wanted and not f"{path}.".startswith(inside):
+                run.without(module, name, wanted[id(parameter)], mode)
+
+
+class StageModule(nn.Module):
+    """What torch's schedule calls for a stage: the user's loss function, past the blocks of other stages.
+
+    Args:
+        run: What the blocks ask.
+        first: Its first block, by its place among all.
+        last: Its last block.
+        index: The stage.
+        count: Stages.
+        lets_go: No other stage of this rank needs a micro-batch after this one's forward.
+    """
+
+    def __init__(self, run: Run, first: int, last: int, index: int, count: int, lets_go: bool) -> None:
+        super().__init__()
+        self._run, self._first, self._last = run, first, last
+        self._index, self._is_last, self._lets_go = index, index == count - 1, lets_go
+        self._now: tuple[nn.Module, LossFunction, list[Any], list[int]] | None = None
+
+    def begin(self, model: nn.Module, loss_function: LossFunction, batches: list[Any], seeds: list[int]) -> None:
+        """A step begins; `batches` are shared by the stages of a rank."""
+        self._now = model, loss_function, batches, seeds
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._now = None
+
+    def forward(self, given: Tensor | None, micro_batch: int) -> Tensor:
+        """The stage's output of a micro-batch, or its share of the mean loss."""
+        assert self._now is not None
+        model, loss_function, batches, seeds = self._now
+        torch.manual_seed(seeds[micro_batch] + self._index)
+        output = self._run.of(self._first, self._last, given, lambda: loss_function(model, batches[micro_batch]))
+        if self._lets_go:
+            batches[micro_batch] = None
+        return output / len(batches) if self._is_last and len(batches) > 1 else output
+
+
+class Stage(PipelineStage):
+    """torch's stage, with buffers that are made when something is received into them and let go when it has been used.
+
+    Args:
+        submodule: The stage's module.
+        stage_index: Its place among the stages.
+        num_stages: Stages.
+        device: Where it computes.
+        input_args: Like what it is given.
+        output_args: Like what it passes on.
+        group: The ranks of the pipeline.
+        count: Told the bytes of each message that is sent.
+    """
+
+    def __init__(
+        self, submodule: StageModule, stage_index: int, num_stages: int, device: torch.device,
+        input_args: Tensor, output_args: Tensor, *, group: dist.ProcessGroup, count: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        super().__init__(submodule, stage_index, num_stages, device, input_args, output_args, group=group)
+        self._like, self._count, self._members = input_args, count, group
+        self._posted: set[int] = set()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of what the micro-batch is given, into new memory."""
+        if not self.is_first:
+            self._room(self.args_recv_info, fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of the gradient of the stage's output, into new memory."""
+        if not self.is_last:
+            self._room(self.grad_recv_info, bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of the stage's output."""
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of the gradient of what the stage was given."""
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Forward of a micro-batch; what was received is held by it alone, until its backward."""
+        del args, kwargs  # nothing is handed in: stages look up their micro-batch
+        given = None if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)[0]
+        output = self.submod(given, fwd_chunk_id)
+        self.fwd_cache[fwd_chunk_id] = (output,), [] if given is None else [given]
+        self._let_go(self.args_recv_info, fwd_chunk_id)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Backward of a micro-batch."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if not self.is_last:
+            self._let_go(self.grad_recv_info, bwd_chunk_id)
+
+    def _room(self, infos: Mapping[int, Sequence[Any]], chunk: int) -> None:
+        for index, (info,) in infos.items():  # the first time torch has made room for all of them
+            if info.buffer is not None and index not in self._posted:
+                info.buffer = None
+        self._posted.add(chunk)
+        infos[chunk][0].buffer = torch.empty(self._like.shape, dtype=self._like.dtype, device=self.device)
+
+    def _let_go(self, infos: Mapping[int, Sequence[Any]], chunk: int) -> None:
+        if chunk in infos and infos[chunk] and not infos[chunk][0].is_root_arg:
+            infos[chunk][0].buffer = None
+            self._posted.discard(chunk)
+
+    def _counted(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        for send in sends:
+            self._count(send.tensor.nbytes)
+            count_collective(self._members, send.tensor.nbytes)
+        return sends

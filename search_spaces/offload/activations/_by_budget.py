@@ -1,0 +1,235 @@
+"""Plans of TSPLIT for one program and budget: the planner's choice, what it becomes in the program, and whether that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from memtune.calls import INPUTS, Call, by_name, from_names
+from memtune.errors import ApplyError
+from memtune.hardware import Hardware
+from memtune.passes.move import MoveClaim, move_activations
+from memtune.passes.position_wise import PositionWise, position_wise
+from memtune.passes.split_region import split_regions
+from memtune.planners.tsplit import Found, Problem, solve
+from memtune.program import I64, Program, RankClass, Step
+from memtune.search_spaces.offload.activations._micro_tensors import Decisions, Split, calls_in_parts, decisions
+from memtune.search_spaces.recompute._budget import after_later
+from memtune.search_spaces.recompute._levels import live_bytes, windows
+from memtune.technique import Plan, Target, Technique
+
+_TRIES = 6
+"""Plans that are rewritten in search of one whose true peak is within the budget."""
+_MOST_PARTS, _MOST_AHEAD = 16, 16
+
+
+@dataclass(frozen=True)
+class How:
+    """What the planner may do."""
+
+    parts: tuple[int, ...]
+    min_bytes: int
+    ahead: int
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A plan, and what the program needs under it."""
+
+    plan: Plan
+    peak_bytes: int
+    """Of the whole program after every later pass."""
+    plain_bytes: int
+    budget_bytes: int
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the budget is met."""
+        return self.peak_bytes <= self.budget_bytes
+
+
+@lru_cache(maxsize=64)
+def solved(
+    step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
+    budget_bytes: int | None, share: float | None, how: How,
+) -> Solved:  # fmt: skip
+    """The plan for a budget in bytes, or for a share of the way from the smallest peak to the plain one; `fits` and `plan` ask.
+
+    The planner prices moments, the passes have the last word: where the rewritten program, after every later pass, is above the
+    budget, the planner is given as much less. What nothing meets with tensors that come back ahead, it tries without.
+    """
+    program = Program((RankClass(ranks, step),), micro_batch, accumulate)
+    run = _Run(step, later, hardware, program, how)
+    plain = run.plain_bytes
+    if budget_bytes is None:
+        least = min((each.solved(0) for each in run.and_without_ahead()), key=lambda each: each.peak_bytes)
+        budget_bytes = least.peak_bytes + round((plain - least.peak_bytes) * (share or 0.0))
+        if not share:
+            return replace(least, budget_bytes=budget_bytes)
+    if plain <= budget_bytes:
+        return Solved(Plan(decisions=Decided([frozenset()] * len(step.blocks), {}, 0).to_plain()), plain, plain, budget_bytes)
+    best = None
+    for each in run.and_without_ahead():
+        found = replace(_in_budget(each, budget_bytes), budget_bytes=budget_bytes)
+        if best is None or found.peak_bytes < best.peak_bytes:
+            best = found
+        if best.is_within:
+            break
+    assert best is not None
+    return best
+
+
+def _in_budget(run: _Run, budget_bytes: int) -> Solved:
+    """The plan whose true peak is within the budget, or the smallest one."""
+    aim = budget_bytes
+    for _ in range(_TRIES):
+        found = run.solved(aim)
+        if found.peak_bytes <= budget_bytes:
+            return found
+        aim -= found.peak_bytes - budget_bytes
+    return run.solved(0)
+
+
+class _Run:
+    """One step under one set of later techniques."""
+
+    def __init__(
+        self,
+        step: Step,
+        later: tuple[Technique, ...],
+        hardware: Hardware,
+        program: Program,
+        how: How,
+    ) -> None:
+        self.step, self.hardware, self._later, self._program, self._how = step, hardware, later, program, how
+        self._target = Target(hardware, program.ranks, None, {each.slot: each for each in later})
+        self._after_plain = self._after(step)
+        self.plain_bytes = int(live_bytes(self._after_plain, hardware).max(initial=0))
+
+    def and_without_ahead(self) -> Iterator[_Run]:
+        """This one, then one whose tensors come back when they are asked for."""
+        yield self
+        if self._how.ahead:
+            yield _Run(self.step, self._later, self.hardware, self._program, replace(self._how, ahead=0))
+
+    @cached_property
+    def _decisions(self) -> Decisions:
+        how = self._how
+        return decisions(self.step, self.hardware, self._program.ranks, how.min_bytes, how.parts, ahead=how.ahead > 0)
+
+    @cached_property
+    def _problem(self) -> Problem:
+        return self._decisions.problem(self._timeline())
+
+    def peak_bytes(self, step: Step) -> int:
+        """Of `step` after every later pass."""
+        return int(live_bytes(self._after(step), self.hardware).max(initial=0))
+
+    def solved(self, aim_bytes: int) -> Solved:
+        """What the planner finds for a budget, and its true peak."""
+        found = solve(self._problem, aim_bytes)
+        chosen = Decided(*_chosen(self.step, self._decisions, found), self._how.ahead)
+        new = rewritten(self.step, chosen, self._how.min_bytes)
+        peak = self.peak_bytes(new)
+        told = {"peak_bytes": peak, "plain_bytes": self.plain_bytes, "moved_bytes": _moved_bytes(new)}
+        plan = Plan(decisions={**chosen.to_plain(), "told": {**told, "added_s": round(found.added_s, 9)}})
+        return Solved(plan, peak, self.plain_bytes, aim_bytes)
+
+    def _after(self, step: Step) -> Step:
+        return after_later(self._program.with_step(step), self._later, self._target).step
+
+    def _timeline(self) -> I64:
+        """(n,) live bytes, in every window between blocks as much more as later passes make its most."""
+        live, after = live_bytes(self.step, self.hardware), self._after_plain
+        if after is self.step:
+            return live
+        order = np.arange(len(self.step.blocks), dtype=np.int32)
+        mine, theirs = windows(self.step, order), windows(after, order)
+        more = np.maximum.reduceat(live_bytes(after, self.hardware), theirs) - np.maximum.reduceat(live, mine)
+        found: I64 = live + np.repeat(more, np.diff(np.append(mine, self.step.n_ops)))
+        return found
+
+
+def _moved_bytes(step: Step) -> int:
+    copies = np.asarray([name == "memtune.to_host.default" for name in step.names], bool)[step.op_name]
+    return int(step.op_traffic_bytes[copies].sum())
+
+
+def _chosen(step: Step, made: Decisions, found: Found) -> tuple[list[frozenset[Call]], dict[str, int]]:
+    """Calls that move, by block, and modules that are split, from the planner's choice."""
+    taken = [(each, number) for each, number in zip(made.of, found.choice, strict=True) if number]
+    split = [(each.region, each.parts[number - 1]) for each, number in taken if isinstance(each, Split)]
+    calls: list[frozenset[Call]] = []
+    for block in range(len(step.blocks)):
+        mine = {region.forward[0]: (region, parts) for region, parts in split if step.op_block[region.forward[0]] == block}
+        ops = {each.op for each, _ in taken if not isinstance(each, Split) and each.block == block}
+        for region, _ in mine.values():
+            ops |= set(region.forward) & _saving(step, region)
+        address = calls_in_parts(step, block, mine) if ops else {}
+        calls.append(frozenset().union(*(frozenset([INPUTS]) if op < 0 else address[op] for op in ops)))
+    return calls, {region.module: parts for region, parts in split}
+
+
+def _saving(step: Step, region: PositionWise) -> set[int]:
+    """Ops whose outputs the module saves."""
+    return set(step.producer[step.save_storage[list(region.saves)]].tolist())
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a plan says."""
+
+    moved: list[frozenset[Call]]
+    """Calls whose saved outputs move, by block."""
+    split: dict[str, int]
+    """Module → into how many parts."""
+    ahead: int
+    """Tensors that come back before they are asked for."""
+
+    def to_plain(self) -> dict[str, object]:
+        """As plain data; blocks that are alike share an entry."""
+        different = list(dict.fromkeys(self.moved))
+        blocks = [different.index(each) for each in self.moved]
+        return {"moved": [by_name(each) for each in different], "blocks": blocks, "split": self.split, "ahead": self.ahead}
+
+    @classmethod
+    def of(cls, plan: Plan, blocks: int) -> Decided:
+        """What `plan` says of a model of `blocks` blocks.
+
+        Raises:
+            ApplyError: The plan is missing, malformed, or for another number of blocks.
+        """
+        told = plan.decisions
+        try:
+            different = [from_names(each) for each in told["moved"]]
+            moved = [different[i] for i in told["blocks"]]
+            split = {str(name): int(parts) for name, parts in told["split"].items()}
+            ahead = int(told["ahead"])
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise _no_plan("The config has none, or it is damaged.") from error
+        if len(moved) != blocks:
+            raise _no_plan(f"The config's is for {len(moved)} blocks, the model has {blocks}.")
+        if any(not 1 < parts <= _MOST_PARTS for parts in split.values()) or not 0 <= ahead <= _MOST_AHEAD:
+            raise _no_plan(f"It splits modules into {sorted(set(split.values()))} parts, of which {ahead} tensors come ahead.")
+        return cls(moved, split, ahead)
+
+
+def rewritten(step: Step, decided: Decided, min_bytes: int) -> Step:
+    """`step` with modules in parts, copies out after each save, and copies back."""
+    if decided.split:
+        regions = [each for each in position_wise(step) if each.module in decided.split]
+        step = split_regions(step, regions, [decided.split[each.module] for each in regions])
+    claims = [MoveClaim(i, 1.0, min_bytes, calls) for i, calls in enumerate(decided.moved) if calls]
+    return move_activations(step, claims, ahead=decided.ahead)
+
+
+def _no_plan(evidence: str) -> ApplyError:
+    return ApplyError(
+        "offload.activations: {kind: tsplit} needs a plan of which tensors move.",
+        evidence=evidence,
+        fix="memtune search  writes it with the config; or choose copy_out",
+        code="MT316",
+    )

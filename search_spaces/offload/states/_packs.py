@@ -1,0 +1,129 @@
+"""What techniques share that run packs of blocks over all micro-batches (`runtime.order`): what fits, pass, how it is applied."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memtune.errors import ApplyError
+from memtune.packs import Packs
+from memtune.parameters import columns_of
+from memtune.passes.chain import not_a_chain
+from memtune.passes.host_optimizer import Native, optimizer_on_host
+from memtune.passes.layer_major import Where, layer_major
+from memtune.program import Kind, Program, Step
+from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.order import LayerMajor
+from memtune.runtime.pack_store import PackStore
+from memtune.runtime.ranks import require_ranks
+from memtune.search_spaces.offload.states._layers import cannot_run
+from memtune.technique import Plan, Reason, Target
+
+_ALONE = {
+    "recompute": "each pack runs forward again as a whole",
+    "offload.activations": "what a pack saves is used at once",
+    "split": "the model's own code runs once more up to the first block",
+}
+_OF_RANKS = dict.fromkeys(("sharding.states", "sharding.parallel"), "packs average their gradients themselves")
+
+
+def not_in_packs(program: Program, target: Target, *, alone: bool = True) -> Reason | None:
+    """Why the blocks of `program` cannot be run pack by pack over all micro-batches, `alone` or with ranks that do the same."""
+    for slot, why in (_ALONE if alone or target.ranks == 1 else _ALONE | _OF_RANKS).items():
+        technique = target.chosen.get(slot)
+        if technique is not None and technique.kind != "none":
+            return Reason(why, f"{slot}: {{kind: none}}")
+    if (reason := cannot_run(program, target, alone=alone)) is not None:
+        return reason
+    if (why := not_a_chain(program.step)) != "":
+        return Reason(why, "offload: {states: {kind: stronghold}}")
+    return None
+
+
+class BlockBytes(NamedTuple):
+    """What each block needs, and what is there beside them."""
+
+    weights: tuple[int, ...]
+    gradients: tuple[int, ...]
+    saved: tuple[int, ...]
+    """By one micro-batch, for its backward."""
+    boundary: int
+    """The largest of what a block starts from, in one micro-batch."""
+    beside: int
+    """All else that is there at the peak of a plain step: an upper bound."""
+
+
+@functools.lru_cache(maxsize=32)
+def block_bytes(step: Step) -> BlockBytes:
+    """Sizes of the blocks of `step`."""
+    columns, n_blocks = columns_of(step.parameters), len(step.blocks)
+    n_bytes, inside = columns.numel * columns.itemsize, columns.block >= 0
+    weights = np.bincount(columns.block[inside], n_bytes[inside], n_blocks).astype(np.int64)
+    trained = inside & (columns.gradient >= 0)
+    gradients = np.bincount(columns.block[trained], n_bytes[trained], n_blocks).astype(np.int64)
+    given = [step.input_storage[step.input_call == i] for i in range(n_blocks)]
+    boundary = max(int(step.bytes[each[step.producer[each] >= 0]].sum()) for each in given)
+    saved = tuple(step.saved_bytes(i) for i in range(n_blocks))
+    state = int(step.bytes[(step.kind == Kind.OPTIMIZER) & (step.tier == 0)].sum())
+    beside = step.peak_bytes() - int(weights.sum() + gradients.sum()) - sum(saved) - state
+    return BlockBytes(tuple(weights.tolist()), tuple(gradients.tolist()), saved, boundary, max(beside, 0))
+
+
+@functools.lru_cache(maxsize=4)
+def in_packs(program: Program, packs: Packs, boundaries: Where) -> Program:
+    """The program of a whole step in layer-major order: all its micro-batches are in one body."""
+    step = layer_major(program.step, packs, program.accumulate, boundaries, program.ranks)
+    whole = program.micro_batch * program.accumulate
+    return program.with_step(optimizer_on_host(step, Native()), micro_batch=whole, accumulate=1)
+
+
+def apply_packs(context: Context, packs: Packs, boundaries: Where, kind: str) -> None:
+    """Move the optimizer and the blocks' parameters to the host, and have `Tuned.step` run pack by pack.
+
+    Raises:
+        ApplyError: The ranks' weights differ, or what `runtime.order` and `runtime.pack_store` raise.
+    """
+    if context.ranks > 1:
+        require_ranks(context, kind)
+    store = PackStore(context, HostOptimizer(context, "native"))
+    order = LayerMajor(context, store, packs, boundaries)
+    context.order = order
+    context.checks["offload.states"] = lambda: store.check() | order.check()
+
+
+def planned_packs(plan: Plan, context: Context, kind: str, **settings: Any) -> Packs:
+    """The packs that `plan` names.
+
+    Raises:
+        ApplyError: There is no plan, or it was made for another number of blocks.
+    """
+    try:
+        packs = packs_of(plan.decisions, **settings)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ApplyError(
+            f"{kind} has no packs for {len(context.blocks)} blocks.",
+            evidence=f"The plan says {plan.decisions or 'nothing'}: {error}.",
+            fix="memtune plan --out tuned.yaml, which decides which blocks run together", code="MT364",
+        ) from None  # fmt: skip
+    if packs.blocks != len(context.blocks):
+        raise ApplyError(
+            f"{kind} has no packs for {len(context.blocks)} blocks.", evidence=f"The plan was made for {packs.blocks}.",
+            fix="memtune plan --out tuned.yaml, which decides which blocks run together", code="MT364",
+        )  # fmt: skip
+    return packs
+
+
+def packs_of(decisions: Mapping[str, Any], **settings: Any) -> Packs:
+    """The packs in the decisions of a plan.
+
+    Raises:
+        KeyError: There are none.
+        TypeError: They are no spans.
+        ValueError: They are not those of one chain.
+    """
+    forward, backward = (tuple((int(first), int(last)) for first, last in decisions[name]) for name in ("forward", "backward"))
+    return Packs(forward, backward, **settings)

@@ -1,0 +1,152 @@
+"""Packs of layers over all micro-batches, swapped in and out once each, updated at once (Harmony, Li et al. 2022)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.packs import Packs, Span
+from memtune.planners.packs import balanced, greedy
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY
+from memtune.search_spaces.offload.states._packs import (
+    apply_packs,
+    block_bytes,
+    in_packs,
+    not_in_packs,
+    packs_of,
+    planned_packs,
+)
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.units import format_bytes
+
+_TRIES = 3
+"""Whole rewrites of a plan: what the sum of sizes promises is confirmed by the pass."""
+Packing = Literal["greedy", "balanced"]
+
+
+class Harmony(Technique):
+    """Trades one more forward and what packs start from, of all micro-batches, for the blocks' weights, gradients and state.
+
+    Blocks are joined to packs. A pack's weights come in once for the forward of all micro-batches and once for their backward
+    (input-batch grouping), its gradients are summed on the device, leave once, and the host updates them at once (just-in-time
+    update). Backward runs a pack forward again from what it started from; the last pack, whose backward follows its forward, does
+    not, and stays. So a step moves 3|W| - |W of the last pack|, whatever the number of micro-batches, where layers that come
+    and go for each of m micro-batches move 3m|W|. With `group` that is paid per group of micro-batches, and what waits for
+    backward shrinks to one group's. Micro-batches keep their size: the paper's unequal sizes of forward and backward would
+    split and join the user's samples.
+
+    On several ranks each has its own micro-batches and all weights on its host (Harmony-DP): a gradient is averaged before it
+    leaves the device, and each rank moves its 3|W|. Such a config is written by hand, with `sharding: {states: {kind: none}}`.
+
+    Distinguishing test: bytes on the link do not grow with the number of micro-batches, and each pack is updated before the
+    pack before it runs backward.
+    """
+
+    kind: Literal["harmony"] = "harmony"
+    slot: ClassVar[str] = "offload.states"
+    title: ClassVar[str] = "Packs of layers over all micro-batches"
+    source: ClassVar[str] = "Li et al. 2022, Harmony: Overcoming the Hurdles of GPU Memory Capacity, VLDB"
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+    eager_only: ClassVar[str] = EAGER_ONLY
+    averages: ClassVar[bool] = True
+
+    packing: Packing = "balanced"
+    """`balanced`: packs as even in bytes as can be; `greedy`: filled from the last block on."""
+    backward: Annotated[int, Field(ge=1)] | None = None
+    """Most blocks of a pack of backward; none given: as many as the budget holds."""
+    forward: Annotated[int, Field(ge=1)] | None = None
+    """Most blocks of a pack of forward, which saves nothing and may be larger; none given: those of backward."""
+    group: Annotated[int, Field(ge=1)] | None = None
+    """Micro-batches that a pack runs before it is let go; none given: all of a step."""
+    boundaries: Literal["device", "host"] = "device"
+    """Where what packs start from waits for backward."""
+    prefetch: bool = False
+    """The next pack comes in while one computes (double buffering), for the bytes of both."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs blocks that are a chain without random numbers and statistics, in float32; ranks must not divide or replicate."""
+        return not_in_packs(program, target, alone=False)
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """Which blocks are in which pack."""
+        packs = _planned(self, program, target.budget_bytes)
+        return Plan(decisions={**packs.document(), "swapped_bytes": _swapped(program, packs)})
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """All micro-batches, pack by pack."""
+        return in_packs(program, packs_of(plan.decisions, **self._settings()), self.boundaries)
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Weights and optimizer to the host; `Tuned.step` runs packs."""
+        apply_packs(context, planned_packs(plan, context, self.kind, **self._settings()), self.boundaries, self.kind)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"prefetch": self.prefetch, "group": self.group or 0}
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """How many packs there are, and what they move."""
+        backward, swapped = plan.decisions.get("backward"), plan.decisions.get("swapped_bytes")
+        if not backward or not isinstance(swapped, int):
+            return ()
+        widest = max(last - first for first, last in backward)
+        return (f"{len(backward)} packs of up to {widest} blocks over all micro-batches, {format_bytes(swapped)} moved per step",)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Tier of parameters and optimizer, when packs are updated, and how packs are made."""
+        knobs = dict(self.knobs())
+        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "in_backward", "packs": knobs}}
+
+
+def _swapped(program: Program, packs: Packs) -> int:
+    """Bytes of weights in and gradients out in one step: 3|W| less the turn's, which stay between forward and backward."""
+    weights, gradients = block_bytes(program.step)[:2]
+    groups = len(packs.groups(program.accumulate))
+    return groups * (2 * sum(weights) - sum(weights[slice(*packs.turn)]) + sum(gradients))
+
+
+@functools.lru_cache(maxsize=64)
+def _planned(technique: Harmony, program: Program, budget_bytes: int | None) -> Packs:
+    """The fewest packs whose step stays within the budget, or those whose step needs least; the pass confirms it."""
+    blocks = len(program.step.blocks)
+    widths = [technique.backward] if technique.backward else list(range(blocks, 0, -1))
+    found = {_packed(technique, program, min(width, blocks)): None for width in widths}
+    needs = {packs: _needed(technique, program, packs) for packs in found}
+    if len(needs) == 1 or budget_bytes is None:
+        return min(needs, key=lambda packs: (needs[packs], len(packs.backward)))
+    likely = [packs for packs in needs if needs[packs] <= budget_bytes] or [min(needs, key=lambda packs: needs[packs])]
+    for packs in likely[:_TRIES]:
+        if in_packs(program, packs, technique.boundaries).step.peak_bytes() <= budget_bytes:
+            return packs
+    return min(needs, key=lambda packs: (needs[packs], len(packs.backward)))
+
+
+def _packed(technique: Harmony, program: Program, width: int) -> Packs:
+    """Packs of backward of about `width` blocks, and those of forward before the last of them."""
+    sizes = block_bytes(program.step)
+    need = [sum(each) for each in zip(sizes.weights, sizes.gradients, sizes.saved, strict=True)]
+    if technique.packing == "balanced":
+        backward = balanced(need, -(-len(need) // width))
+    else:
+        backward = greedy(need, max(sum(need[i : i + width]) for i in range(len(need) - width + 1)))
+    forward: tuple[Span, ...] = backward[:-1]
+    if technique.forward and forward:
+        forward = greedy([1] * backward[-1][0], technique.forward)
+    return Packs(forward, backward, technique.prefetch, technique.group or 0)
+
+
+def _needed(technique: Harmony, program: Program, packs: Packs) -> int:
+    """About the bytes of the device at the peak: the largest pack, what comes in beside it, and what waits for backward."""
+    sizes = block_bytes(program.step)
+    waiting = sizes.boundary * len(packs.groups(program.accumulate)[0]) * (len(packs.backward) - 1)
+    waiting = waiting if technique.boundaries == "device" else 0
+    most = 0
+    for number, (pack, following) in enumerate(zip(packs.uses, [*packs.uses[1:], (0, 0)], strict=True)):
+        need = sum(sizes.weights[slice(*pack)]) + (sum(sizes.weights[slice(*following)]) if packs.prefetch else 0)
+        if number >= len(packs.forward):
+            need += sum(sizes.gradients[slice(*pack)]) + sum(sizes.saved[slice(*pack)])
+        most = max(most, need)
+    return most + waiting + sizes.beside

@@ -1,0 +1,132 @@
+"""Stages over all micro-batches, the next one coming in while one computes (Mobius, Feng et al. 2023), on one device."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from memtune.hardware import Hardware
+from memtune.op_costs import op_costs
+from memtune.packs import Packs, Span, spans
+from memtune.passes.layer_major import parts_of
+from memtune.planners.stages_in_turn import StageCosts, fastest_stages
+from memtune.program import Program
+from memtune.runtime.context import Context
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY
+from memtune.search_spaces.offload.states._packs import (
+    apply_packs,
+    block_bytes,
+    in_packs,
+    not_in_packs,
+    packs_of,
+    planned_packs,
+)
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.units import format_bytes
+
+_TRIES = 3
+"""Partitions whose peak is looked at in the pass; each leaves as much room more as the one before it was over the budget."""
+
+
+class Mobius(Technique):
+    """Trades one more forward for the blocks' weights, gradients and state, and hides the weights' way behind compute.
+
+    Blocks are joined to stages, more than there are devices: here one device, which takes them in turn. All micro-batches of a
+    stage run before the next one; meanwhile the next one's weights come in, forward and back, so two stages' weights are on the
+    device. What stages start from waits on the host. Backward runs a stage forward again; its gradients leave once and the host
+    updates it at once. A step moves the weights twice, but for the last stage's, which stay between forward and backward, and
+    the gradients once: 2|W| - |W of the last stage| + |gradients|. The planner finds the partition of smallest step time under
+    which a stage, what comes in, its gradients and its activations stay within the budget; it is exact. Stages on several
+    devices, and their placing under root complexes, are not part of this version.
+
+    Distinguishing test: weights of every stage but the first come in while another computes, and the partition is the fastest
+    of all (brute force).
+    """
+
+    kind: Literal["mobius"] = "mobius"
+    slot: ClassVar[str] = "offload.states"
+    title: ClassVar[str] = "Stages in turn, the next one prefetched"
+    source: ClassVar[str] = "Feng et al. 2023, Mobius: Fine Tuning Large-Scale Models on Commodity GPU Servers, ASPLOS 23"
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+    eager_only: ClassVar[str] = EAGER_ONLY
+
+    stages: Annotated[int, Field(ge=1)] | None = None
+    """Number of stages; none given: solved for."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs blocks that are a chain without random numbers and statistics, on one rank, in float32, and enough of them."""
+        if (reason := not_in_packs(program, target)) is not None:
+            return reason
+        if self.stages is not None and self.stages > len(program.step.blocks):
+            return Reason(f"the model has {len(program.step.blocks)} blocks only", "fewer stages, or none to have them solved")
+        return None
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """Which blocks are in which stage."""
+        packs = _solved(program, target.hardware, target.budget_bytes, self.stages)
+        return Plan(decisions={**packs.document(), "stages": len(packs.backward), "moved_bytes": _moved(program, packs)})
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """All micro-batches, stage by stage."""
+        return in_packs(program, packs_of(plan.decisions, prefetch=True), "host")
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Weights and optimizer to the host; `Tuned.step` runs stages."""
+        apply_packs(context, planned_packs(plan, context, self.kind, prefetch=True), "host", self.kind)
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """How many stages there are, and what they move."""
+        stages, moved = plan.decisions.get("stages"), plan.decisions.get("moved_bytes")
+        if not isinstance(stages, int) or not isinstance(moved, int):
+            return ()
+        return (f"{stages} stages over all micro-batches, {format_bytes(moved)} of weights and gradients moved per step",)
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Tier of parameters and optimizer, when stages are updated, and how many there are."""
+        settings = {"stages": self.stages or "solved", "boundaries": "host", "prefetch": True}
+        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "in_backward", "packs": settings}}
+
+
+def _moved(program: Program, packs: Packs) -> int:
+    """Bytes of weights in and gradients out in one step."""
+    weights, gradients = block_bytes(program.step)[:2]
+    return 2 * sum(weights) - sum(weights[slice(*packs.turn)]) + sum(gradients)
+
+
+@functools.lru_cache(maxsize=64)
+def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, count: int | None) -> Packs:
+    """The fastest stages that the budget holds, as the pass confirms; else single blocks, which need least."""
+    costs, beside = _costs(program, hardware), block_bytes(program.step).beside
+    smallest = spans([1] * len(costs.weights))
+    if budget_bytes is None:
+        return _in_turn(fastest_stages(costs, count=count) or smallest)
+    room = float(budget_bytes - beside)
+    for _ in range(_TRIES):
+        found = fastest_stages(costs, room, count)
+        if found is None:
+            break
+        over = in_packs(program, _in_turn(found), "host").step.peak_bytes() - budget_bytes
+        if over <= 0:
+            return _in_turn(found)
+        room -= over
+    return _in_turn(smallest if count is None else fastest_stages(costs, math.inf, count) or smallest)
+
+
+def _in_turn(stages: tuple[Span, ...]) -> Packs:
+    return Packs(stages[:-1], stages, prefetch=True)
+
+
+@functools.lru_cache(maxsize=32)
+def _costs(program: Program, hardware: Hardware) -> StageCosts:
+    """What each block takes and needs, over all micro-batches of a step."""
+    step, sizes = program.step, block_bytes(program.step)
+    seconds, parts = op_costs(step, hardware).op_s, parts_of(step)
+    forward, backward = (
+        [program.accumulate * float(np.sum(seconds[rows])) for rows in blocks] for blocks in (parts.forward, parts.backward)
+    )
+    load = [n_bytes / hardware.host_to_device_bytes_per_s for n_bytes in sizes.weights]
+    return StageCosts(forward, backward, load, sizes.weights, sizes.gradients, sizes.saved)

@@ -1,0 +1,86 @@
+"""Experts and their optimizer state on SSD behind a cache in host memory (SE-MoE / MoESys, Shen et al. 2022)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.errors import ApplyError
+from memtune.passes.experts import How, experts_in, experts_on_ssd, only_experts
+from memtune.program import Program
+from memtune.residency import Rule, window
+from memtune.runtime import offload_dir
+from memtune.runtime.context import Context
+from memtune.runtime.experts import ExpertOptimizer, ExpertStore, experts_of
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run
+from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
+
+
+class Moesys(Technique):
+    """Trades reads and writes of the experts that a step uses for the bytes of all experts, their gradients and their state.
+
+    Dense parameters stay on the device with the user's own optimizer. Experts lie on SSD with their moments; host memory caches
+    as many as `cache`, the device has those of `on_device` blocks. Experts of blocks to come are read from SSD and copied up
+    ahead, by what the last batch used; an expert that no row is sent to is not moved at all. What a dense optimizer would do to
+    it meanwhile (its moments decay, its weights go on) is made up for before it is used next, so results are those of dense
+    updates to the bit: AdamW's as torch's fused kernel computes it. A cache pays where few experts get most rows; with many rows
+    for each, all are used in every step. The paper's other direction of prefetch, gathers of dense parameters over ranks, is
+    FSDP's own; here is one rank. Clipping by norm is noticed and refused: experts' gradients have left.
+
+    Distinguishing test: bytes read and written are those of the experts that were used and not in the cache, none of the others';
+    with the cache off, or without the replay of missed updates, bytes or bits differ.
+    """
+
+    kind: Literal["moesys"] = "moesys"
+    slot: ClassVar[str] = "offload.states"
+    title: ClassVar[str] = "Experts and their optimizer state on SSD, cached in host memory"
+    source: ClassVar[str] = (
+        "Shen et al. 2022, SE-MoE: A Scalable and Efficient Mixture-of-Experts Distributed Training and Inference System, "
+        "arXiv:2205.10034, section 3.1"
+    )
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+    eager_only: ClassVar[str] = EAGER_ONLY
+
+    cache: Annotated[int, Field(ge=1, le=1 << 20)] = 64
+    """Experts that host memory holds, each with its moments."""
+    rule: Rule = "lfu"
+    """Which expert goes where there is no room: used least often lately (`lfu`, what is long ago counts less), used longest ago
+    (`lru`), or used again last of all by the order of blocks (`belady`)."""
+    ahead: Annotated[int, Field(ge=0, le=64)] = 2
+    """Blocks whose experts are read from SSD ahead."""
+    on_device: Annotated[int, Field(ge=1, le=64)] = 2
+    """Blocks whose experts are on the device: with 2 those of the next one come up while the current one computes."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs experts, a drive, and blocks that run one after the other on one rank, in float32."""
+        if target.compiled:
+            return Reason(EAGER_ONLY, "execution.compile: false")
+        if not (experts := experts_in(program.step)):
+            return Reason("the model has no experts: modules of a block, in a list whose name says so, all with equal parameters")
+        if (reason := no_directory(target)) is not None:
+            return reason
+        return cannot_run(program.with_step(only_experts(program.step, experts)), target)
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """Experts to SSD, through the cache to the device and back, in a step that uses them all."""
+        step = program.step
+        how = How(self.cache, self.rule, self.ahead, self.on_device)
+        return program.with_step(experts_on_ssd(step, experts_in(step), how))
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Experts to SSD, hooks that bring them in."""
+        offload_dir.checked()
+        experts, blocks = experts_of(context), len(context.blocks)
+        if not experts:
+            raise ApplyError(
+                "The model has no experts.", fix="offload: {states: {kind: zero_infinity}}", code="MT381"
+            )  # fmt: skip
+        optimizer = ExpertOptimizer(context, experts, self.cache, self.rule, self.on_device)
+        store = ExpertStore(context, experts, window(blocks, min(self.on_device, blocks)), optimizer, self.ahead)
+        context.checks["offload.states"] = store.check
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Tier of experts and of all else, and what is kept where."""
+        how = {"cache": self.cache, "rule": self.rule, "ahead": self.ahead, "on_device": self.on_device}
+        return {"states.offload": {"experts": "ssd", "optimizer": "device", "trigger": "in_backward", **how}}

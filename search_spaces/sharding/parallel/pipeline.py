@@ -1,0 +1,217 @@
+"""Blocks in stages, one after the other on several ranks, with micro-batches on their way through them (pipeline parallelism)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from memtune.edit import accumulate_gradients
+from memtune.errors import ApplyError
+from memtune.op_costs import op_costs
+from memtune.parameters import columns_of
+from memtune.passes.pipeline import Piped, pipelined
+from memtune.passes.stages import Chain, chain_of
+from memtune.pipeline_order import idle_share
+from memtune.planners.stages import balanced
+from memtune.program import Program, RankClass, Resource, Step
+from memtune.runtime.context import Context
+from memtune.search_spaces.sharding.parallel._layers import needs_plan, of_another
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.units import format_bytes
+
+if TYPE_CHECKING:
+    from memtune.runtime.pipeline import Layout
+
+_ALONE = ("sharding.states", "sharding.communication", "offload.states", "split", "execution.order")
+_BESIDE = {"recompute": ("none", "full", "selective"), "offload.activations": ("none", "copy_out")}
+"""What else may be done to the blocks: what is decided block by block, without a plan for the whole model's memory."""
+
+
+class Pipeline(Technique):
+    """Trades ranks that wait while the first and the last micro-batches pass for one message of activations per stage boundary.
+
+    A rank holds the weights, gradients and optimizer state of its stages alone: 1/degree of the model's with equal stages. The
+    embedding and all else before the blocks is the first stage's, what follows them and the loss the last one's. What crosses a
+    boundary is one block's output forwards and its gradient backwards, once per micro-batch. Stage s of S holds the activations
+    of at most S - s micro-batches (1F1B); of all of them under `gpipe`.
+
+    Each rank brings its own micro-batches and all ranks of a pipeline work on them together, so m = degree · accumulate are on
+    their way, and a rank waits (degree - 1) / (v · m) of the time that it works, v stages on each rank.
+
+    Reordered: a micro-batch's gradients are the plain ones to the bit and are added in the plain order; a weight that the first
+    and the last stage both use gets its two parts added up at the end, and pipelines beside each other average their sums. Random
+    numbers are drawn by stage.
+
+    Distinguishing test: each rank sends boundaries · m · bytes of a block's output, and holds no weight of another stage.
+    """
+
+    kind: Literal["pipeline"] = "pipeline"
+    slot: ClassVar[str] = "sharding.parallel"
+    title: ClassVar[str] = "Blocks in stages on several ranks"
+    source: ClassVar[str] = "Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Huang et al. 2019, GPipe, arXiv:1811.06965"
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+    eager_only: ClassVar[str] = "compiled models train on one rank so far"
+
+    degree: Annotated[int, Field(ge=2)] | None = None
+    """Ranks of a pipeline, all of them by default; a divisor of the ranks."""
+    schedule: Literal["1f1b", "interleaved_1f1b", "gpipe"] = "1f1b"
+    """One forward, one backward; the same with several stages on each rank; or all forwards first."""
+    stages_per_rank: Annotated[int, Field(ge=2)] = 2
+    """Of `interleaved_1f1b`; the others have one."""
+
+    def _count(self, ranks: int) -> int:
+        return (self.degree or ranks) * (self.stages_per_rank if self.schedule == "interleaved_1f1b" else 1)
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Needs two ranks, a degree that divides them, blocks in a chain with enough cuts, and nothing that moves state."""
+        degree = self.degree or target.ranks
+        if target.ranks < 2:
+            return Reason("there is only one rank to put a stage on", "--gpus or --workers 2 and more")
+        if target.ranks % degree:
+            return Reason(f"degree={degree} does not divide the {target.ranks} ranks", "a divisor of the ranks")
+        if target.cut is None:
+            return Reason("stages are looked at when the slot is asked for", "--axes sharding.parallel")
+        for slot in _ALONE:
+            other = target.chosen.get(slot)
+            if other is not None and other.kind not in ("none", "program"):
+                return Reason(f"{slot}: {other.kind} does not work on the stages of a pipeline", f"{slot}: {{kind: none}}")
+        for slot, kinds in _BESIDE.items():
+            other = target.chosen.get(slot)
+            if other is not None and other.kind not in kinds:
+                return Reason(f"{slot}: {other.kind} is planned for a rank that has all blocks", f"{slot}: {{kind: {kinds[1]}}}")
+        if target.compiled:
+            return Reason("compiled models train on one rank so far", "execution.compile: false")
+        return self._uncut(program.step, self._count(target.ranks))
+
+    def _uncut(self, step: Step, count: int) -> Reason | None:
+        """Why the blocks of `step` cannot be put into `count` stages."""
+        chain = chain_of(step)
+        if isinstance(chain, str):
+            return Reason(f"the blocks are no chain: {chain}", "parallel: {kind: none}")
+        if len(step.blocks) < count:
+            return Reason(f"{len(step.blocks)} blocks are fewer than {count} stages", "a smaller degree")
+        if len(chain.cuts) < count - 1:
+            text = f"the blocks can be cut in {len(chain.cuts)} places for {count} stages"
+            return Reason(f"{text}: {chain.obstacle}", "a smaller degree, or parallel: {kind: none}")
+        return None
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """Which blocks each stage has: the slowest as fast as can be, then the fullest as empty."""
+        step, degree = program.step, self.degree or target.ranks
+        chain = chain_of(step)
+        assert isinstance(chain, Chain), "fits refuses others"
+        count = self._count(target.ranks)
+        seconds, n_bytes = _costs(step, chain, target, count, program.accumulate * degree)
+        starts = balanced(seconds, n_bytes, chain.cuts, count)
+        assert starts is not None, "fits refuses too few cuts"
+        ends = (*starts[1:], len(step.blocks))
+        stages = [list(step.blocks[first:end]) for first, end in zip(starts, ends, strict=True)]
+        first, last = list(chain.first), list(chain.last)
+        return Plan(decisions={
+            "degree": degree, "stages": stages, "first": first, "last": last, "passed_bytes": chain.passed_bytes,
+        })  # fmt: skip
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """The step of a later micro-batch, of which each pipeline has those of all its ranks; `finish` puts it into stages."""
+        degree = self.degree or target.ranks
+        step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
+        ranks = (RankClass(program.ranks, step),)
+        return Program(ranks, program.micro_batch, program.accumulate * degree, program.notes, sharers=degree)
+
+    def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
+        """The step of each rank of a pipeline, all micro-batches in it; the fullest one first."""
+        degree, node = self.degree or target.ranks, target.hardware.local_ranks(target.ranks)
+        blocks = {name: index for index, name in enumerate(program.step.blocks)}
+        starts = tuple(blocks[stage[0]] for stage in plan.decisions["stages"])
+        link = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
+        between = Resource.INTER_LINK if degree % node == 0 else Resource.INTRA_LINK
+        count, copies = program.accumulate, target.ranks // degree
+        how = Piped(starts, degree, self.schedule, count, copies, link, between)
+        try:
+            steps = sorted(pipelined(program.step, how), key=Step.peak_bytes, reverse=True)
+        except ValueError as error:
+            return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
+        return Program(
+            tuple(RankClass(copies, step) for step in steps), program.micro_batch, 1, program.notes, sharers=degree,
+            unrolled=count, idle=idle_share(degree, how.stages_per_rank, count),
+        )  # fmt: skip
+
+    def apply(self, context: Context, plan: Plan) -> None:
+        """Keep this rank's stages, as the plan has them."""
+        from memtune.runtime.pipeline import pipe  # a second and a half to import, which no search needs
+
+        pipe(context, _layout(self, context, plan))
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """How many blocks each stage has, and what passes between them."""
+        stages, passed = plan.decisions.get("stages"), plan.decisions.get("passed_bytes")
+        if not stages or not passed:
+            return ()
+        sizes = ", ".join(str(len(stage)) for stage in stages)
+        return (
+            f"{len(stages)} stages of {sizes} blocks on {plan.decisions.get('degree')} ranks",
+            f"{format_bytes(passed)} pass from stage to stage for each micro-batch, and as much back",
+            "each rank brings its own micro-batches, and tuned.step runs them all",
+        )
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """How many stages on how many ranks, and in which order they run."""
+        degree = self.degree or target.ranks
+        stages = self._count(target.ranks) // degree
+        return {"parallel.pipeline": {"degree": degree, "schedule": self.schedule, "stages_per_rank": stages}}
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """One stage on each rank or two; `gpipe` takes as long as `1f1b` and holds more."""
+        return {"schedule": ("1f1b", "interleaved_1f1b")}
+
+    def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
+        """All ranks, and the sizes of a node, a part of it or several."""
+        return {"degree": (None, *target.group_sizes()), **self.choices()}
+
+
+def _costs(step: Step, chain: Chain, target: Target, count: int, micro_batches: int) -> tuple[Any, Any]:
+    """(blocks,) seconds of forward and backward, (stages, blocks) bytes of weights and what autograd holds of them."""
+    n_blocks = len(step.blocks)
+    op_s = op_costs(step, target.hardware, ranks=target.ranks).op_s
+    mine = chain.place >= 0
+    at = np.clip((chain.place[mine] - 1) // 2, 0, n_blocks - 1)
+    seconds = np.bincount(at, op_s[mine], n_blocks)
+    columns, held = columns_of(step.parameters), np.zeros(n_blocks)
+    first, last = (np.isin(columns.names, names) for names in (chain.first, chain.last))
+    for rows, block in ((columns.block >= 0, columns.block), (first, 0), (last & ~first, n_blocks - 1)):
+        np.add.at(held, np.broadcast_to(block, len(columns))[rows], _state_bytes(step)[rows])
+    saved = np.array([step.saved_bytes(block) for block in range(n_blocks)], np.float64)
+    on_the_way = np.minimum(np.arange(count, 0, -1), micro_batches)
+    return seconds, held + on_the_way[:, None] * saved
+
+
+def _state_bytes(step: Step) -> Any:
+    """(parameters,) bytes of each weight, its gradient and its optimizer state."""
+    columns = columns_of(step.parameters)
+    found = step.bytes[columns.storage].astype(np.float64)
+    found += np.where(columns.trainable, found, 0.0)
+    state = (step.owner >= 0) & (step.producer < 0) & (step.kind == 2)
+    np.add.at(found, step.owner[state], step.bytes[state])
+    return found
+
+
+def _layout(technique: Pipeline, context: Context, plan: Plan) -> Layout:
+    """What `plan` says, checked.
+
+    Raises:
+        ApplyError: There is no plan, or it was made for another degree or model.
+    """
+    from memtune.runtime.pipeline import Layout
+
+    degree, found = technique.degree or context.ranks, plan.decisions
+    stages, first, last = found.get("stages"), found.get("first"), found.get("last")
+    if not (isinstance(stages, list) and stages and isinstance(first, list) and isinstance(last, list)):
+        raise needs_plan("pipeline", "Whether the code between the blocks allows it is seen by recording a step.")
+    if found.get("degree") != degree or len(stages) != technique._count(context.ranks):
+        raise of_another("pipeline", f"It is for {len(stages)} stages on {found.get('degree')} ranks.")
+    names = [*first, *last, *(name for stage in stages for name in (stage if isinstance(stage, list) else [None]))]
+    if not all(stages) or not all(isinstance(name, str) for name in names):
+        raise ApplyError("the plan of sharding.parallel: {kind: pipeline} is damaged.", fix="search again", code="MT393")
+    return Layout(tuple(map(tuple, stages)), frozenset(first), frozenset(last), degree, technique.schedule)

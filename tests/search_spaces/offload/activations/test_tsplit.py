@@ -1,0 +1,181 @@
+"""TSPLIT: as few tensors leave as the budget asks for, each by its own action, large ones part by part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from gloo import run_ranks
+from sharded_suite import peaks
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.dry_run import dry_run
+from memtune.errors import ApplyError
+from memtune.program import Resource, Step
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.tiers import HOST, tier
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.offload.activations.tsplit import TSplit
+from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.selective import Selective
+from memtune.technique import Target, Technique
+from memtune.testing import TechniqueSuite, differences, drift, rewritten, train
+from memtune.testing.drift import compare, plain_program, recording_of, target_of
+from memtune.testing.training import build, config_of, settings_of
+from memtune.workload import Workload
+
+WIDE = Path(__file__).parents[2] / "split" / "models" / "wide_mlp.py"
+WHOLE = TSplit(share=0.0, parts=1, min_bytes=64)
+PARTS = TSplit(share=0.0, parts=4, min_bytes=64)
+
+
+def down_bytes(step: Step) -> int:
+    return int(step.op_traffic_bytes[step.op_resource == Resource.DEVICE_TO_HOST].sum())
+
+
+class TestTSplit(TechniqueSuite):
+    technique = TSplit
+    models: ClassVar = {"wide": WIDE, "gpt": ZOO["gpt"], "cnn_bn": ZOO["cnn_bn"], "tied": ZOO["tied"]}
+    variants = (WHOLE, PARTS, TSplit(share=0.5, parts=8, min_bytes=1024))
+    quick = ("wide",)
+    tolerance = 1e-5  # sums of four to eight parts in float32, over three steps
+
+    @classmethod
+    def default(cls) -> Technique:
+        return PARTS
+
+    def test_each_tensor_has_its_own_action(self) -> None:
+        """One action for all, `copy_out`, at the smallest ratio that meets the same budget, moves more."""
+        program, mine = plain_program(WIDE), TSplit(share=0.5, parts=1, min_bytes=64)
+        found = rewritten(WIDE, mine)
+        alike = [rewritten(WIDE, CopyOut(ratio=each / 20, min_bytes=64)) for each in range(1, 21)]
+        smallest = min(down_bytes(each) for each in alike if each.peak_bytes() <= found.peak_bytes())
+        assert 0 < down_bytes(found) < smallest
+        told = mine.plan(program, target_of(mine)).decisions["told"]
+        assert told["moved_bytes"] == down_bytes(found)
+
+    def test_large_tensors_leave_in_parts(self) -> None:
+        """With whole tensors only, the smallest budget that parts reach cannot be met; no op runs twice for it."""
+        program, step = plain_program(WIDE), rewritten(WIDE, PARTS)
+        budget = PARTS.plan(program, target_of(PARTS)).decisions["told"]["peak_bytes"]
+        assert step.peak_bytes() <= budget < rewritten(WIDE, WHOLE).peak_bytes() * 0.95
+        whole = TSplit(budget_bytes=budget, spare=0.0, parts=1, min_bytes=64)
+        assert "no plan stays within" in str(whole.fits(program, target_of(whole)))
+        assert TSplit(budget_bytes=budget, spare=0.0, parts=4, min_bytes=64).fits(program, target_of()) is None
+        assert step.op_flops.sum() == pytest.approx(program.step.op_flops.sum(), rel=1e-6)
+
+    @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+    @pytest.mark.parametrize("parts", [1, 8])
+    def test_never_above_the_budget_and_a_larger_one_moves_less(self, share: float, parts: int) -> None:
+        program = plain_program(WIDE)
+        low, high = rewritten(WIDE, PARTS if parts > 1 else WHOLE).peak_bytes(), program.step.peak_bytes()
+        budget = int(low + share * (high - low))
+        mine = TSplit(budget_bytes=budget, spare=0.0, parts=parts, min_bytes=64)
+        assert mine.fits(program, target_of(mine)) is None
+        step = rewritten(WIDE, mine)
+        assert step.peak_bytes() <= budget
+        assert down_bytes(step) <= down_bytes(rewritten(WIDE, PARTS if parts > 1 else WHOLE))
+
+    @pytest.mark.parametrize("recompute", [Full(), Selective()], ids=lambda each: each.kind)
+    def test_beside_recompute_what_is_kept_moves_and_nothing_is_split(self, recompute: Technique) -> None:
+        assert drift(WIDE, recompute, PARTS) == ""
+        assert not differences(train(WIDE, recompute, PARTS, steps=1), train(WIDE, recompute, steps=1))
+
+    def test_plans_for_what_sharding_leaves_to_the_byte(self) -> None:
+        target = Target(hardware.detect("cpu"), 2)
+        rewriter = Rewriter(recording_of(WIDE), target)
+        sharded = {"execution": {"micro_batch": 2}, "sharding": {"states": {"kind": "fsdp"}}}
+        before = rewriter.candidate(Choice.from_document(sharded))
+        assert isinstance(before, Candidate)
+        budget = int(before.program.step.peak_bytes() * 0.85)
+        mine = {"kind": "tsplit", "budget_bytes": budget, "spare": 0.0, "min_bytes": 64}
+        after = rewriter.candidate(Choice.from_document({**sharded, "offload": {"activations": mine}}))
+        assert isinstance(after, Candidate), after
+        assert after.program.step.peak_bytes() <= budget
+        step = dry_run(Workload.load(WIDE), after, target)
+        assert isinstance(step, Step), step
+        assert compare(after.program.step, step) == ""
+
+    def test_reasons(self) -> None:
+        program, cnn = plain_program(WIDE), plain_program(ZOO["cnn_bn"])
+        assert "no budget" in str(TSplit().fits(program, target_of()))
+        assert "both say" in str(TSplit(share=0.5, budget_bytes=1).fits(program, target_of()))
+        assert "as it is" in str(TSplit(budget_bytes=1 << 40).fits(program, target_of()))
+        reason = str(TSplit(budget_bytes=1).fits(cnn, target_of()))
+        assert "nothing can be split" in reason
+        assert "batch_norm" in reason
+
+    @pytest.mark.parametrize("plan", [{}, {"moved": [{}], "blocks": [0], "split": {}, "ahead": 1}, {"moved": 3}])
+    def test_a_plan_for_this_model_is_needed(self, plan: dict[str, object]) -> None:
+        _, model, optimizer = build(WIDE)
+        settings = settings_of(TSplit(share=0.0))
+        with pytest.raises(ApplyError) as caught:
+            apply(model, optimizer, {"settings": settings, "plan": {"offload.activations": {"decisions": plan}}}, strict=False)
+        assert caught.value.code == "MT316"
+        assert "forward" not in vars(model.layers[0])
+
+
+def within(path: str, config: dict[str, Any] | None, budget_bytes: int) -> list[float] | str:
+    """Losses of five steps on a device of `budget_bytes` besides what is there before; or that it is out of memory."""
+    ledger = Ledger.open("cpu")
+    empty = ledger.live_bytes()
+    ledger.close()
+    with Ledger.open("cpu", budget_bytes=empty + budget_bytes):
+        workload, model, optimizer = build(Path(path))
+        tuned = apply(model, optimizer, config or {"settings": {}}, loss=workload.loss, strict=False)
+        losses = []
+        try:
+            for step in range(5):
+                torch.manual_seed(step)
+                with tier(HOST):
+                    batches = [workload.make_batch(2)]
+                losses.append(float(tuned.step(batches)))
+        except torch.OutOfMemoryError:
+            return "out of memory"
+        return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mine", [WHOLE, PARTS], ids=["whole", "parts"])
+def test_real_steps_peak_where_predicted_and_train_where_the_plain_model_does_not(mine: TSplit) -> None:
+    config, wanted = config_of(WIDE, mine), rewritten(WIDE, mine).peak_bytes()
+    ((_, measured),) = run_ranks(peaks, 0, str(WIDE), {"": config["settings"]}, 1, {"": config["plan"]})[0].values()
+    assert all(wanted * 0.98 <= each <= wanted * 1.02 for each in measured), (measured, wanted)
+    room = int(wanted * 1.02)
+    (plain,), (tuned,), (roomy,) = (
+        run_ranks(within, 0, str(WIDE), *each) for each in ((None, room), (config, room), (None, 1 << 30))
+    )
+    assert plain == "out of memory"
+    assert tuned == (roomy if mine is WHOLE else pytest.approx(roomy, rel=1e-5))
+
+
+def weights(path: str, tuned: bool) -> dict[str, Any]:
+    """Weights after a step over this rank's sample of a batch under FSDP2; over the whole batch without ranks."""
+    workload, model, _ = build(Path(path))
+    torch.manual_seed(3)
+    inputs, targets = workload.make_batch(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config: dict[str, Any] = config_of(Path(path), PARTS) if tuned else {"settings": {}}
+    if torch.distributed.is_initialized():
+        config["settings"]["sharding"] = {"states": {"kind": "fsdp"}}
+        mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
+        inputs, targets = inputs[mine], targets[mine]
+    found = apply(model, optimizer, config, loss=workload.loss, strict=False)
+    found.step([(inputs, targets)])
+    audit = found.audit()
+    return {"weights": found.state_dict()["model"], "split": audit.get("offload.activations"), "moved": audit["activations"]}
+
+
+@pytest.mark.slow
+def test_two_sharded_ranks_train_as_the_plain_model() -> None:
+    wanted = weights(str(WIDE), False)["weights"]
+    for rank in run_ranks(weights, 2, str(WIDE), True):
+        assert rank["split"]["modules"] == rank["split"]["runs_in_parts"] > 0
+        assert rank["moved"]["moved_bytes"] > 0
+        for name, weight in wanted.items():
+            assert float((rank["weights"][name] - weight).abs().max()) <= 1e-5 * max(1.0, float(weight.abs().max()))

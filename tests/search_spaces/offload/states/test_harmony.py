@@ -1,0 +1,199 @@
+"""Packs over all micro-batches: what crosses the link, when each pack is updated, and who is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gloo import run_ranks
+from layers_suite import block_bytes, total
+from packs_suite import CHAIN, PacksSuite, config, drifts, planned, trained
+from zoo_paths import ZOO
+
+from memtune._apply import Tuned, apply
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.dry_run import dry_run
+from memtune.config import TunedConfig
+from memtune.program import Phase, Resource, Step
+from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces import find
+from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.offload.states.harmony import Harmony
+from memtune.search_spaces.offload.states.l2l import L2L
+from memtune.testing import rewritten
+from memtune.testing.drift import compare, plain_program, recording_of, target_of
+from memtune.testing.training import build
+from memtune.workload import Workload
+
+PAIRS = Harmony(kind="harmony", backward=2)
+UNEVEN = Harmony(kind="harmony", backward=2, forward=3, packing="greedy", boundaries="host", prefetch=True)
+GROUPS = Harmony(kind="harmony", backward=2, group=2)
+
+
+def weights_up(technique: Any, micro_batches: int) -> int:
+    """Bytes of blocks' weights that come in, in a whole step."""
+    step = planned(technique, micro_batches).program.step
+    copies = step.op_name == step.names.index("memtune.copy_to_device_.default")
+    return int(step.op_traffic_bytes[copies & (step.op_phase != Phase.OPTIMIZER)].sum())
+
+
+class TestHarmony(PacksSuite):
+    technique = Harmony
+    variants = (PAIRS, UNEVEN)
+
+    def test_bytes_are_the_formula_whatever_the_number_of_micro_batches(self) -> None:
+        """The mechanism: 3|W| - |W of the last pack|. Layers that come and go for each micro-batch move more with each."""
+        sizes = block_bytes(rewritten(CHAIN))
+        outside = sum(p.shape[0] * int(np.prod(p.shape[1:])) * 4 for p in rewritten(CHAIN).parameters if p.block < 0)
+        for micro_batches in (1, 2, 4):
+            plan = planned(PAIRS, micro_batches)
+            assert weights_up(PAIRS, micro_batches) == 2 * sum(sizes) - sum(sizes[-2:])
+            assert total(plan.program.step, Resource.DEVICE_TO_HOST) == sum(sizes) + outside
+            assert plan.plans["offload.states"].decisions["swapped_bytes"] == 3 * sum(sizes) - sum(sizes[-2:])
+        in_turn = L2L(kind="l2l")
+        step, plain = rewritten(CHAIN, in_turn), rewritten(CHAIN)
+        each = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) - outside
+        assert 4 * each > 3 * weights_up(PAIRS, 4)
+
+    def test_counted_bytes_of_training_are_the_plan_s(self) -> None:
+        """What the links counted in a live step, boundaries and batches too."""
+        for technique in (PAIRS, UNEVEN):
+            step = planned(technique, 3).program.step
+            workload, model, optimizer = build(CHAIN)
+            tuned = apply(model, optimizer, config(technique, 3), loss=workload.loss)
+            for _ in range(2):
+                COUNTERS.take()
+                tuned.step([workload.make_batch(2) for _ in range(3)])
+            counted = COUNTERS.take()
+            assert counted["host_to_device"] == total(step, Resource.HOST_TO_DEVICE)
+            assert counted["device_to_host"] == total(step, Resource.DEVICE_TO_HOST)
+
+    @pytest.mark.parametrize(
+        "technique",
+        [UNEVEN, *(pytest.param(each, marks=pytest.mark.slow) for each in (PAIRS, GROUPS))],
+        ids=["uneven", "pairs", "groups"],
+    )
+    def test_the_pass_is_the_runtime_s_step_with_several_micro_batches(self, technique: Harmony) -> None:
+        """Ops, and bytes of every tier at every op."""
+        assert not drifts(technique, 3)
+
+    @pytest.mark.slow
+    def test_groups_have_the_bits_and_pay_per_group(self) -> None:
+        from packs_suite import in_place
+
+        from memtune.testing import differences
+
+        assert not differences(trained(GROUPS, 3), in_place(3))
+        assert weights_up(GROUPS, 3) == weights_up(GROUPS, 4) == 2 * weights_up(PAIRS, 4)
+        peaks = [planned(each, 4).program.step.peak_bytes() for each in (PAIRS, GROUPS)]
+        assert peaks[1] < peaks[0]
+
+    def test_each_pack_is_updated_before_the_one_before_it_runs_backward(self) -> None:
+        """The mechanism: just in time."""
+        step = planned(PAIRS, 2).program.step
+        updates = np.flatnonzero(step.op_name == step.names.index("memtune.host_update_.default"))
+        updates = updates[step.op_phase[updates] == Phase.BOUNDARY]
+        backward = np.flatnonzero((step.op_phase == Phase.BACKWARD) & (step.op_resource == Resource.COMPUTE))
+        for pack, blocks in enumerate(((0, 1), (2, 3))):
+            computes = backward[np.isin(step.op_block[backward], blocks)]
+            assert (updates < computes[0]).sum() == len(updates) * (2 - pack) // 3
+
+    def test_micro_batches_run_pack_by_pack(self) -> None:
+        """The mechanism: event order of a live step."""
+        workload, model, optimizer = build(CHAIN)
+        tuned = apply(model, optimizer, config(PAIRS, 2), loss=workload.loss)
+        tuned.step([workload.make_batch(2) for _ in range(2)])
+        ran = tuned._context.order.order  # type: ignore[union-attr]
+        assert [(what, pack) for what, pack, _ in ran[::2]] == [
+            ("forward", (0, 2)), ("forward", (2, 4)), ("turn", (4, 6)), ("backward", (2, 4)), ("backward", (0, 2)),
+        ]  # fmt: skip
+        assert [index for _, _, index in ran] == [0, 1] * 5
+
+    def test_fewest_packs_that_the_budget_holds(self) -> None:
+        free = Harmony(kind="harmony")
+        plain = planned(Harmony(kind="harmony", backward=6), 3).program.step.peak_bytes()
+        assert len(planned(free, 3, plain).plans["offload.states"].decisions["backward"]) == 1
+        two = planned(Harmony(kind="harmony", backward=3), 3).program.step.peak_bytes()
+        fitting = planned(free, 3, two)
+        assert len(fitting.plans["offload.states"].decisions["backward"]) <= 3
+        assert fitting.program.step.peak_bytes() <= two < plain
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        block = tuned._context.model.get_submodule(tuned._context.blocks[0])
+        vars(block).pop("forward")
+        return True
+
+
+RANKS = 2
+
+
+def with_ranks(technique: Harmony, micro_batches: int) -> Candidate:
+    target = replace(target_of(technique), ranks=RANKS)
+    choice = Choice.of(Execution(micro_batch=2, accumulate=micro_batches), {technique.slot: technique})
+    candidate = Rewriter(recording_of(CHAIN), target).candidate(choice)
+    assert isinstance(candidate, Candidate), candidate
+    return candidate
+
+
+def on_this_rank(document: dict[str, Any], micro_batches: int) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Weights after three steps on this rank's share of the samples, and the bytes of the last step."""
+    workload, model, _ = build(CHAIN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # AdamW makes updates of what is zero but for rounding
+    tuned = apply(model, optimizer, document, loss=workload.loss)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    torch.manual_seed(5)
+    for _ in range(3):
+        batches = [workload.make_batch(2) for _ in range(micro_batches * ranks)]
+        COUNTERS.take()
+        tuned.step(batches[rank * micro_batches : (rank + 1) * micro_batches])
+    return dict(tuned.state_dict()["model"]), COUNTERS.take()
+
+
+@pytest.mark.slow
+def test_ranks_average_before_gradients_leave() -> None:
+    """Harmony-DP: the weights of one rank that takes all micro-batches, the same on all ranks; each moves its 3|W|."""
+    candidate = with_ranks(PAIRS, 2)
+    config_of_ranks = TunedConfig(settings=candidate.choice, plan=dict(candidate.plans)).document()
+    (weights, counted), (others, counted_there) = run_ranks(on_this_rank, RANKS, config_of_ranks, 2)
+    alone, _ = on_this_rank(config(PAIRS, 4).document(), 4)
+    for name, value in weights.items():
+        assert torch.equal(value, others[name]), name
+        assert torch.allclose(value, alone[name], rtol=0, atol=1e-6), name
+    step = candidate.program.step
+    for link, resource in (("host_to_device", Resource.HOST_TO_DEVICE), ("device_to_host", Resource.DEVICE_TO_HOST)):
+        assert counted[link] == counted_there[link] == total(step, resource)
+    assert total(step, Resource.INTRA_LINK) == sum(4 * int(np.prod(p.shape)) for p in step.parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", [PAIRS, GROUPS], ids=["pairs", "groups"])
+def test_the_pass_is_a_rank_s_step(technique: Harmony) -> None:
+    candidate = with_ranks(technique, 3)
+    real = dry_run(Workload.load(CHAIN), candidate, replace(target_of(technique), ranks=RANKS))
+    assert isinstance(real, Step)
+    assert not compare(candidate.program.step, real)
+
+
+def test_ranks_that_are_divided_already_are_refused() -> None:
+    fsdp = find("sharding.states", "fsdp")(kind="fsdp")
+    target = replace(target_of(PAIRS, fsdp), ranks=RANKS)
+    assert "average their gradients" in str(PAIRS.fits(plain_program(CHAIN), target))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("tied", "before and after the blocks"),
+        *(
+            pytest.param(model, why, marks=pytest.mark.slow)
+            for model, why in (("gpt", "random numbers"), ("cnn_bn", "changes a buffer"), ("lora", "outside of the"))
+        ),
+    ],
+)
+def test_what_is_no_chain_is_refused_by_name(model: str, why: str) -> None:
+    """By `fits` from the recording."""
+    assert why in str(PAIRS.fits(plain_program(ZOO[model]), target_of(PAIRS)))

@@ -1,0 +1,94 @@
+"""Stages in turn on one device: what comes in when, what crosses the link, and the solved partition."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from layers_suite import block_bytes, total
+from packs_suite import CHAIN, PacksSuite, drifts, planned
+
+from memtune._apply import Tuned, apply
+from memtune.errors import ApplyError
+from memtune.program import Phase, Resource, Step
+from memtune.search_spaces.offload.states.harmony import Harmony
+from memtune.search_spaces.offload.states.mobius import Mobius
+from memtune.testing import rewritten
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, settings_of
+
+THREE = Mobius(kind="mobius", stages=3)
+DEFAULT = Mobius(kind="mobius")
+
+
+def loads(step: Step) -> np.ndarray[Any, Any]:
+    """Ops that bring weights of blocks in."""
+    copies = step.op_name == step.names.index("memtune.copy_to_device_.default")
+    return np.flatnonzero(copies & (step.op_phase != Phase.OPTIMIZER))
+
+
+class TestMobius(PacksSuite):
+    technique = Mobius
+    variants = (THREE, DEFAULT)
+
+    def test_bytes_are_twice_the_weights_and_the_gradients_once(self) -> None:
+        """The mechanism: 2|W| - |W of the last stage| + |gradients|, whatever the number of micro-batches."""
+        sizes = block_bytes(rewritten(CHAIN))
+        for micro_batches in (1, 4):
+            plan = planned(THREE, micro_batches)
+            step, stages = plan.program.step, plan.plans["offload.states"].decisions["backward"]
+            stay = sum(sizes[slice(*stages[-1])])
+            assert int(step.op_traffic_bytes[loads(step)].sum()) == 2 * sum(sizes) - stay
+            assert plan.plans["offload.states"].decisions["moved_bytes"] == 3 * sum(sizes) - stay
+        boundaries = 2 * 16 * 32 * 4 * 4 * len(stages)
+        outside = sum(4 * int(np.prod(p.shape)) for p in rewritten(CHAIN).parameters if p.block < 0)
+        assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes) + outside + boundaries
+
+    def test_the_next_stage_comes_in_while_one_computes(self) -> None:
+        """The mechanism: but for the first stage nothing that is loaded is waited for at once; packs without prefetch wait."""
+        step, plan = planned(THREE, 2).program.step, planned(THREE, 2).plans["offload.states"].decisions
+        first = plan["backward"][0]
+        ahead = step.op_prefetch[loads(step)] == 1
+        block = step.op_block[loads(step)]
+        forward = step.op_phase[loads(step)] == Phase.FORWARD
+        assert (ahead == ~(forward & (block >= first[0]) & (block < first[1]))).all()
+        waits = planned(Harmony(kind="harmony", backward=2), 2).program.step
+        assert not (waits.op_prefetch[loads(waits)] == 1).any()
+
+    def test_two_stages_are_there_at_once(self) -> None:
+        """The mechanism: memory for the stage that computes and the one that comes in, no more."""
+        step = planned(THREE, 2).program.step
+        sizes = block_bytes(rewritten(CHAIN))
+        stages = [sum(sizes[slice(*each)]) for each in planned(THREE, 2).plans["offload.states"].decisions["backward"]]
+        there = replace(step, tier=np.where(step.kind == 7, step.tier, 2).astype(np.uint8))
+        assert there.peak_bytes() == max(one + other for one, other in itertools.pairwise(stages))
+
+    def test_stages_follow_from_budget_and_link(self) -> None:
+        """Without a budget the fewest bytes on a slow link are one stage; a budget below that asks for more, and is kept."""
+        program, target = plain_program(CHAIN), target_of(DEFAULT)
+        slow = replace(target, hardware=replace(target.hardware, host_to_device_bytes_per_s=1.0))
+        assert DEFAULT.plan(program, slow).decisions["stages"] == 1
+        whole = DEFAULT.rewrite(program, DEFAULT.plan(program, slow), slow).step.peak_bytes()
+        less = replace(slow, budget_bytes=whole * 2 // 3)
+        plan = DEFAULT.plan(program, less)
+        assert plan.decisions["stages"] > 1
+        assert DEFAULT.rewrite(program, plan, less).step.peak_bytes() <= whole * 2 // 3
+        assert DEFAULT.plan(program, replace(slow, budget_bytes=1)).decisions["stages"] == 6
+
+    @pytest.mark.slow
+    def test_the_pass_is_the_runtime_s_step_with_several_micro_batches(self) -> None:
+        assert not drifts(THREE, 3)
+
+    def test_what_it_cannot_do_is_refused(self) -> None:
+        assert "6 blocks only" in str(Mobius(kind="mobius", stages=9).fits(plain_program(CHAIN), target_of(DEFAULT)))
+        _, model, optimizer = build(CHAIN)
+        with pytest.raises(ApplyError, match="no packs for 6 blocks"):
+            apply(model, optimizer, {"settings": settings_of(DEFAULT)}, strict=False)
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        block = tuned._context.model.get_submodule(tuned._context.blocks[0])
+        vars(block).pop("forward")
+        return True

@@ -1,0 +1,144 @@
+"""Orchestrated swaps: ranks of one link swap other blocks or in turn, and train as replicas whose optimizer is on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from gloo import run_ranks
+from layers_suite import block_bytes
+from sharded_suite import ShardedSuite
+from sharding_program import program
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune._apply import Tuned, apply
+from memtune.errors import ApplyError
+from memtune.parameters import columns_of
+from memtune.program import Phase, Resource, Step
+from memtune.residency import order_of_use
+from memtune.runtime.orchestrated import place_of, swapped_blocks
+from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
+from memtune.search_spaces.offload.states.orchestrated import TensorMovement
+from memtune.search_spaces.sharding.states.ddp import Ddp
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
+from memtune.technique import Target, Technique
+from memtune.testing.training import build, settings_of
+
+PAIR = TensorMovement(group=2)
+TOKEN = TensorMovement(mode="token", group=2, slot_mib=1)
+
+
+class TestOrchestrated(ShardedSuite):
+    technique = TensorMovement
+    variants = (PAIR, TOKEN)
+    beside: ClassVar = (Ddp(),)
+
+    @classmethod
+    def default(cls) -> Technique:
+        return PAIR
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        for name in tuned._context.blocks:
+            for parameter in tuned._context.model.get_submodule(name).parameters():
+                parameter.untyped_storage().resize_(parameter.nbytes)
+        return True
+
+
+def chosen(mine: TensorMovement, ranks: int, **changes: Any) -> Target:
+    machine = replace(hardware.find("a100-80g"), **changes)
+    return Target(machine, ranks, chosen={"sharding.states": Ddp(), mine.slot: mine})
+
+
+def loaded(step: Step) -> list[tuple[int, int]]:
+    """(moment, block) of every block whose weights come in."""
+    copies = np.flatnonzero((step.op_resource == Resource.HOST_TO_DEVICE) & (step.op_call >= 0))
+    written = np.isin(step.use_op, copies) & (step.use_mutates == 1)
+    block = columns_of(step.parameters).block[step.owner[step.use_storage[written]]]
+    uses = order_of_use(len(step.blocks))
+    half = len(step.blocks) * (step.op_phase[step.use_op[written]] > Phase.FORWARD)
+    moment = [uses.index(int(call), int(first)) for call, first in zip(step.op_call[step.use_op[written]], half, strict=True)]
+    return sorted(set(zip(moment, block.tolist(), strict=True)))
+
+
+@pytest.mark.parametrize("group", [2, 3, 4])
+@pytest.mark.parametrize("blocks", [4, 12, 13])
+def test_masks_are_disjoint_and_equal(group: int, blocks: int) -> None:
+    """Every block is swapped by one rank of a group, each rank swaps as many, one more where they do not divide the blocks."""
+    masks = [swapped_blocks(blocks, group, place_of(rank, 8, group)) for rank in range(group)]
+    assert sorted(block for mask in masks for block in mask) == list(range(blocks))
+    sizes = [len(mask) for mask in masks]
+    assert sizes[0] == blocks // group <= max(sizes) <= sizes[0] + 1
+
+
+def test_groups_do_not_cross_nodes() -> None:
+    assert [place_of(rank, 4, 2) for rank in range(8)] == [0, 1] * 4
+    assert [place_of(rank, 3, 2) for rank in range(6)] == [0, 1, 0] * 2
+
+
+def test_ranks_of_a_link_bring_in_other_blocks_in_every_moment() -> None:
+    whole, machine = program(ranks=2), chosen(PAIR, 2)
+    plan = PAIR.plan(whole, machine)
+    one, other = (loaded(each.step) for each in PAIR.rewrite(whole, plan, machine).rank_classes)
+    assert {block for _, block in one} | {block for _, block in other} == {0, 1, 2, 3}
+    assert not {block for _, block in one} & {block for _, block in other}
+    alike = TensorMovement(mode="none", group=2)
+    (same,) = alike.rewrite(whole, alike.plan(whole, chosen(alike, 2)), chosen(alike, 2)).rank_classes
+    assert same.count == 2
+    assert len(loaded(same.step)) == len(one) == len(other)
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+def test_each_swapped_block_comes_in_for_both_passes_or_stays_at_the_turn(stride: int) -> None:
+    """Bytes up: the weights of the swapped blocks once a pass, the last block's once in all; nothing of the others."""
+    mine = TensorMovement(group=2, stride=stride, window=1)
+    whole, machine = program(ranks=2), chosen(mine, 2)
+    for place, each in enumerate(mine.rewrite(whole, mine.plan(whole, machine), machine).rank_classes):
+        blocks = swapped_blocks(4, stride, place)
+        sizes = block_bytes(whole.step)
+        ups = (each.step.op_resource == Resource.HOST_TO_DEVICE) & (each.step.op_call >= 0)
+        assert int(each.step.op_traffic_bytes[ups].sum()) == sum(sizes[b] * (1 if b == 3 else 2) for b in blocks)
+
+
+def test_reasons() -> None:
+    whole = program(ranks=2)
+    assert "one rank" in str(PAIR.fits(program(), chosen(PAIR, 1)))
+    assert "of its own" in str(TensorMovement().fits(whole, chosen(TensorMovement(), 2, gpus_per_pcie_root=1)))
+    assert TensorMovement().fits(whole, chosen(TensorMovement(), 2, gpus_per_pcie_root=2)) is None
+    sharded = Target(hardware.detect("cpu"), 2, chosen={"sharding.states": Fsdp()})
+    assert "for replicas" in str(PAIR.fits(whole, sharded))
+    assert "the same blocks" in str(TensorMovement(group=4, stride=2).fits(program(ranks=4), chosen(PAIR, 4)))
+    assert "4 blocks only" in str(TensorMovement(group=2, stride=5).fits(whole, chosen(PAIR, 2)))
+    assert "4 blocks only" in str(TensorMovement(group=2, window=5).fits(whole, chosen(PAIR, 2)))
+
+
+def test_alone_and_without_replicas_it_is_refused() -> None:
+    workload, model, optimizer = build(ZOO["gpt"])
+    assert workload is not None
+    with pytest.raises(ApplyError, match="for replicas") as caught:
+        apply(model, optimizer, {"settings": settings_of(PAIR)}, strict=False)
+    assert caught.value.code == "MT364"
+
+
+def trained(mine: TensorMovement | None) -> dict[str, Any]:
+    """Weights after three steps of this rank's own batches on replicas, and what the audit says."""
+    workload, model, optimizer = build(ZOO["gpt"])
+    settings = settings_of(Ddp(), OptimizerCpu() if mine is None else mine)
+    tuned = apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
+    torch.manual_seed(torch.distributed.get_rank())
+    for _ in range(3):
+        tuned.step([workload.make_batch(2) for _ in range(2)])
+    return {"weights": tuned.state_dict()["model"], "audit": tuned.audit()["offload.states"]}
+
+
+@pytest.mark.parametrize("mine", [PAIR, pytest.param(TOKEN, marks=pytest.mark.slow)], ids=lambda each: each.mode)
+def test_has_the_bits_of_replicas_whose_optimizer_is_on_the_host(mine: TensorMovement) -> None:
+    found, wanted = run_ranks(trained, 2, mine), run_ranks(trained, 2, None)
+    blocks = [rank["audit"]["swapped_blocks"] for rank in found]
+    assert blocks == ([[1, 3], [0, 2]] if mine.mode == "disjoint" else [[1, 3], [1, 3]])
+    assert all(("turns" in rank["audit"]) == (mine.mode == "token") for rank in found)
+    for one, other in zip(found, wanted, strict=True):
+        assert all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())

@@ -1,0 +1,347 @@
+"""Pipelines: which models can be cut into stages, what a rank holds and sends, and that gloo ranks train as one does."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from safetensors.torch import load_file
+from sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
+from shared_layers import MODELS, SEPARATE, SIZE, STEPS, assert_trained_as_one, refusal, rewriter, settings
+from torch import nn
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice
+from memtune.autotune.simulate import simulate
+from memtune.errors import ApplyError
+from memtune.program import Phase, Step
+from memtune.runtime import shim
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.loop import train_step
+from memtune.runtime.tiers import HOST, tier
+from memtune.search_spaces.sharding.parallel.pipeline import Pipeline
+from memtune.technique import Target
+from memtune.testing.training import build
+
+KIND = "pipeline"
+CHAIN = MODELS / "chain.py"
+PASSED = SIZE * 8 * 16 * 4
+"""Bytes of a block's output in `CHAIN`."""
+
+
+def candidate(path: Path, ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any) -> Candidate:
+    found = rewriter(path, ranks).candidate(Choice.from_document({**settings(KIND, **knobs), **(beside or {})}))
+    assert isinstance(found, Candidate), found
+    return found
+
+
+def document(path: Path, ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
+    plans = candidate(path, ranks, beside, **knobs).plans
+    chosen = {**settings(KIND, **knobs), **(beside or {})}
+    return {"settings": chosen, "plan": {slot: plan.decisions for slot, plan in plans.items()}}
+
+
+# -- which models can be cut into stages -------------------------------------------------------------------------------
+
+
+def written(folder: Path, forward: str, more: str = "", given: str = "x") -> Path:
+    file = folder / "model.py"
+    file.write_text(f"""
+import torch
+from torch import nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+    def forward(self, {given}):
+        return self.b(self.a(x).relu()){more}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.h, self.last = nn.Linear(4, 4), nn.ModuleList(Block() for _ in range(4)), nn.Linear(4, 1)
+    def forward(self, x):
+        x = self.first(x)
+{forward}
+        return self.last(x)
+def model():
+    return Net()
+def batch(size):
+    return torch.ones(size, 4)
+def loss(model, batch):
+    return model(batch).mean()
+""")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("forward", "more", "given", "reason"),
+    [
+        ("        for h in self.h: x = x + h(x)", "", "x", "aten.add.Tensor runs between h.0 and h.1"),
+        ("        y = x\n        for h in self.h: x = h(x, y)", " + y", "x, y", "in h.1 reads what was computed before h.0"),
+        ("        for h in [*self.h, *self.h]: x = h(x)", "", "x", "do not run once each"),
+    ],
+)
+def test_blocks_that_are_no_chain_are_refused(tmp_path: Path, forward: str, more: str, given: str, reason: str) -> None:
+    assert reason in refusal(KIND, written(tmp_path, forward, more, given))
+
+
+def test_refusals_name_what_is_in_the_way() -> None:
+    assert "2 blocks are fewer than 4 stages" in refusal(KIND, schedule="interleaved_1f1b")
+    assert "sharding.states: fsdp does not work" in refusal(
+        KIND, beside={"sharding": {"parallel": {"kind": KIND}, "states": {"kind": "fsdp"}}}
+    )
+    assert "recompute: dtr is planned for a rank that has all blocks" in refusal(KIND, beside={"recompute": {"kind": "dtr"}})
+    assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
+    program, here = candidate(SEPARATE).program, hardware.detect("cpu")
+    assert "only one rank" in str(Pipeline().fits(program, Target(here, 1)))
+    assert "when the slot is asked for" in str(Pipeline().fits(program, Target(here, 2)))
+
+
+def test_configs_without_a_plan_of_this_model_are_refused() -> None:
+    """Checked before anything is changed, so no ranks are needed to see it."""
+    good = document(SEPARATE)
+    for plan in ({}, {"sharding.parallel": {**good["plan"]["sharding.parallel"], "degree": 4}}):
+        workload, model, optimizer = build(SEPARATE)
+        with pytest.raises(ApplyError, match="plan"):
+            apply(model, optimizer, {**good, "plan": plan}, loss=workload.loss, strict=False)
+
+
+# -- what the pass says ------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(step: Step) -> int:
+    name = step.names.index("c10d.send.default")
+    return int(step.op_traffic_bytes[step.op_name == name].sum())
+
+
+def test_stages_share_the_model_and_send_what_the_formula_says() -> None:
+    """Each stage sends a block's output or its gradient to each neighbour that it has, once per micro-batch."""
+    program = candidate(CHAIN, 4, accumulate=2).program
+    assert (program.unrolled, program.sharers, program.samples) == (8, 4, 4 * 2 * SIZE)
+    steps = [each.step for each in program.rank_classes]
+    assert sorted(sent_bytes(step) for step in steps) == [8 * PASSED, 8 * PASSED, 16 * PASSED, 16 * PASSED]
+    plain = rewriter(CHAIN, 4).recording.at(SIZE)
+    names = [p.name for step in steps for p in step.parameters]
+    assert sorted(names) == sorted(p.name for p in plain.parameters)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        whole = plain.op_flops[plain.op_phase == phase].sum()
+        assert sum(s.op_flops[s.op_phase == phase].sum() for s in steps) == pytest.approx(
+            8 * whole, rel=1e-3
+        )  # masks are made on each
+
+
+def test_a_pipeline_waits_as_the_formula_says() -> None:
+    """With equal stages and links that cost nothing, m + p - 1 forwards and backwards pass in a step."""
+    program = candidate(CHAIN, 4, accumulate=2).program
+    free = replace(hardware.detect("cpu"), intra_link_bytes_per_s=1e18, intra_link_latency_s=0.0)
+    coarse = simulate(program, free)
+    body = coarse.busy_s["compute"]
+    assert coarse.step_s == pytest.approx(body * (1 + 3 / 8), rel=0.15)  # the optimizer does not wait
+    events = simulate(program, free, level="events").step_s
+    assert events == pytest.approx(coarse.step_s, rel=0.05)
+
+
+# -- on gloo ranks -----------------------------------------------------------------------------------------------------
+
+
+def trained(path: Path, ranks: int, config: dict[str, Any] | None, clip: bool, accumulate: int) -> dict[str, Any]:
+    """Five steps; each rank brings its own samples, and the plain run (one rank) all of them in the order of turns."""
+    workload, model, optimizer = build(path)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False) if config else None
+    rank = dist.get_rank() if config else 0
+    losses, norms = [], []
+    if clip:
+        optimizer.register_step_pre_hook(lambda *_: norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        batches = [workload.make_batch(SIZE) for _ in range(ranks * accumulate)]
+        if tuned is not None:
+            losses.append(float(tuned.step(batches[rank * accumulate :][:accumulate])))
+        else:
+            turns = [batches[each * accumulate + n] for n in range(accumulate) for each in range(ranks)]
+            losses.append(float(train_step(model, optimizer, workload.loss, turns, torch.device("cpu"))))
+    state = tuned.state_dict() if tuned is not None else {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    audit = tuned.audit() if tuned is not None else {}
+    return {"losses": losses, "norms": norms, "model": state["model"], "optimizer": state["optimizer"]["state"], "audit": audit}
+
+
+def measured(path: Path, config: dict[str, Any]) -> tuple[int, int]:
+    """The larger ledger peak of two steps after the first two, 0 without a ledger; and the bytes sent in a step."""
+    gc.collect()
+    ledger = Ledger.open("cpu") if shim.available() is None else None
+    empty = ledger.live_bytes() if ledger else 0
+    workload, model, optimizer = build(path)
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+    peak = 0
+    for step in range(4):
+        with tier(HOST):
+            batches = [workload.make_batch(SIZE) for _ in range(config["settings"]["execution"]["accumulate"])]
+        if ledger:
+            ledger.reset_peak()
+        before = tuned._context.pipeline.sent_bytes  # type: ignore[union-attr]
+        tuned.step(batches)
+        sent = tuned._context.pipeline.sent_bytes - before  # type: ignore[union-attr]
+        if ledger and step > 1:
+            peak = max(peak, ledger.peak_allocated_bytes() - empty)
+    return peak, sent
+
+
+Found = tuple[tuple[int, int], dict[str, Any]]
+
+
+def measured_and_trained(path: Path, ranks: int, config: dict[str, Any], clip: bool, accumulate: int) -> Found:
+    return measured(path, config), trained(path, ranks, config, clip, accumulate)
+
+
+def all_of_it(path: Path, config: dict[str, Any], folder: str) -> tuple[Found, list[str], dict[str, Any]]:
+    return measured_and_trained(path, 2, config, True, 2), refused(path, config), portable(path, folder, config)
+
+
+def assert_as_predicted(found: list[Found], made: Candidate) -> None:
+    classes = [each.step for each in made.program.rank_classes for _ in range(each.count)]
+    assert sorted(sent for (_, sent), _ in found) == sorted(sent_bytes(step) for step in classes)
+    if shim.available() is not None:
+        return
+    for peak, step in zip(
+        sorted(peak for (peak, _), _ in found), sorted(classes, key=Step.peak_bytes), strict=True
+    ):  # fmt: skip
+        assert abs(peak - step.peak_bytes()) <= 0.02 * peak, (peak, step.peak_bytes())
+
+
+def refused(path: Path, config: dict[str, Any]) -> list[str]:
+    """What own loops, and micro-batches of several shapes, are told."""
+    workload, model, optimizer = build(path)
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+    said = []
+    for attempt in (
+        lambda: workload.loss(model, workload.make_batch(SIZE)),
+        lambda: tuned.micro_batch(last=True).__enter__(),
+        lambda: tuned.step([workload.make_batch(SIZE), workload.make_batch(SIZE + 1)]),
+    ):
+        with pytest.raises(ApplyError) as error:
+            attempt()
+        said.append(str(error.value))
+    return said
+
+
+def portable(path: Path, folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A step, a checkpoint, an export; then a load from the checkpoint into another model, and a state dict into a third."""
+    workload, model, optimizer = build(path)
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+    torch.manual_seed(dist.get_rank())
+    tuned.step([workload.make_batch(SIZE)])
+    tuned.save(folder)
+    tuned.export(f"{folder}/weights.safetensors")
+    state = tuned.state_dict()
+    again = []
+    for load in (lambda each: each.load(folder), lambda each: each.load_state_dict(state)):
+        _, other, of_other = build(path)
+        torch.nn.init.zeros_(next(other.parameters()))
+        for parameter in other.parameters():
+            dist.broadcast(parameter.detach(), 0)
+        loaded = apply(other, of_other, config, loss=workload.loss, strict=False)
+        load(loaded)
+        again.append(loaded.state_dict())
+    return {"state": state, "again": again}
+
+
+def test_two_ranks_with_a_tied_head_train_as_one_as_predicted_and_save(tmp_path: Path) -> None:
+    """With clipping; checkpoints and exports are in plain names, loops of one's own are refused."""
+    ranks = run_ranks(all_of_it, 2, SEPARATE, document(SEPARATE, accumulate=2), str(tmp_path))
+    found: list[Found] = [each for each, _, _ in ranks]
+    assert_as_predicted(found, candidate(SEPARATE, accumulate=2))
+    assert_trained_as_one([run for _, run in found], trained(SEPARATE, 2, None, True, 2))
+    assert [run["audit"]["sharding.parallel"]["blocks"] for _, run in found] == [1, 1]
+    own_loop, micro_batch, shapes = ranks[0][1]
+    assert "was called outside of Tuned.step" in own_loop
+    assert "Only Tuned.step" in micro_batch
+    assert "have different shapes" in shapes
+    assert_portable([each for _, _, each in ranks], tmp_path)
+
+
+def assert_portable(found: list[dict[str, Any]], folder: Path) -> None:
+    _, model, optimizer = build(SEPARATE)
+    for run in found:
+        shapes = {name: value.shape for name, value in run["state"]["model"].items()}
+        assert shapes == {name: value.shape for name, value in model.state_dict().items()}
+        for again in run["again"]:
+            torch.testing.assert_close(again["model"], run["state"]["model"], rtol=0, atol=0)
+            torch.testing.assert_close(again["optimizer"]["state"], run["state"]["optimizer"]["state"], rtol=0, atol=0)
+    optimizer.load_state_dict(found[0]["state"]["optimizer"])
+    exported = load_file(folder / "weights.safetensors")
+    torch.testing.assert_close(exported, dict(found[0]["state"]["model"]), rtol=0, atol=0)
+
+
+def check(
+    path: Path, ranks: int, clip: bool = True, accumulate: int = 2, beside: dict[str, Any] | None = None, **knobs: Any
+) -> list[Found]:
+    """Trained as one rank does, peaks within 2 %, bytes as the formula says."""
+    config = document(path, ranks, beside, accumulate=accumulate, **knobs)
+    found: list[Found] = run_ranks(measured_and_trained, ranks, path, ranks, config, clip, accumulate, deadline_s=200)
+    assert_as_predicted(found, candidate(path, ranks, beside, accumulate=accumulate, **knobs))
+    wanted = trained(path, ranks, None, clip, accumulate)
+    assert_trained_as_one([run for _, run in found], wanted, atol=2e-6)
+    assert all(run["losses"] == found[0][1]["losses"] for _, run in found)
+    return found
+
+
+@pytest.mark.slow
+def test_without_clipping_a_chain_has_the_bits_of_one_rank() -> None:
+    """Nothing is tied and no other pipeline is beside: the order of every sum is the plain one."""
+    found = check(CHAIN, 2, clip=False)
+    wanted = trained(CHAIN, 2, None, False, 2)
+    for _, run in found:
+        assert run["losses"] == wanted["losses"]
+        assert all(torch.equal(run["model"][name], weight) for name, weight in wanted["model"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "gpipe"])
+def test_two_ranks_train_as_one_as_predicted(schedule: str, accumulate: int) -> None:
+    check(CHAIN, 2, accumulate=accumulate, schedule=schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"degree": 2}, {"schedule": "interleaved_1f1b"}, {"degree": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 4}],
+    ids=str,
+)
+def test_four_ranks_train_as_one_as_predicted(knobs: dict[str, Any], clip: bool) -> None:
+    check(CHAIN, 4, clip=clip, **knobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [CHAIN, SEPARATE], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"recompute": {"kind": "full"}},
+        {"recompute": {"kind": "selective"}},
+        {"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}},
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_beside_what_claims_activations(path: Path, beside: dict[str, Any]) -> None:
+    check(path, 2, beside=beside)
+
+
+@pytest.mark.slow
+class TestPipeline(ShardedSuite):
+    technique = Pipeline
+    models: ClassVar[dict[str, Path]] = {"separate": SEPARATE}
+    variants = (Pipeline(),)
+    accumulate, peak_rel, briefly = 2, 0.02, False
+    not_shown = NOT_AT_THE_PEAK
