@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -39,7 +40,7 @@ class HeadContext(TakingTurns):
     placement: Literal["head_first", "context_first"] = "head_first"
     """Which ranks are neighbours: those that exchange heads, or those that pass keys and values on."""
     inner_ring: Annotated[int, Field(ge=2)] | Literal["node"] | None = None
-    """Contexts of an inner ring, round which blocks go on their way to the next one; `node`: those of a node; None: one ring."""
+    """Contexts of an inner ring, round which blocks go on their way to the next one; `node`: those of one; None: one ring."""
     balance: Literal["zigzag", "none"] = "zigzag"
     """Contexts have a piece from the front and one from the back: causal attention is equal work; or they follow one another."""
 
@@ -52,14 +53,18 @@ class HeadContext(TakingTurns):
             )
         contexts = degree // self.head_degree
         context_first = self.placement == "context_first" and self.head_degree > 1 and contexts > 1
-        of_node = min(node, contexts) if context_first else node // self.head_degree
-        inner = of_node if self.inner_ring == "node" else self.inner_ring or contexts
+        zigzag = self.balance == "zigzag" and contexts > 1
+        if self.inner_ring == "node":
+            inner = min(node, contexts) if context_first else node // self.head_degree
+            inner = inner if inner > 1 and contexts % inner == 0 else contexts
+            return Split(self.head_degree, contexts, inner, context_first, zigzag)
+        inner = self.inner_ring or contexts
         if self.inner_ring is not None and (not 1 < inner < contexts or contexts % inner):
             return Reason(
                 f"inner_ring={self.inner_ring} does not divide a ring of {contexts} contexts into several",
                 "a proper divisor of degree / head_degree",
             )
-        return Split(self.head_degree, contexts, inner, context_first, self.balance == "zigzag" and contexts > 1)
+        return Split(self.head_degree, contexts, inner, context_first, zigzag)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """As of others that share layers; needs a head degree and inner rings that divide their groups, heads and positions."""
@@ -70,12 +75,21 @@ class HeadContext(TakingTurns):
 
     def asked(self, target: Target) -> str:
         """The split, by name."""
-        return HEAD_CONTEXT + self._split(target).name
+        return HEAD_CONTEXT + self._recorded_split(target).name
 
     def _split(self, target: Target) -> Split:
         split = self.split(target.ranks, target.hardware.local_ranks(target.ranks))
         assert isinstance(split, Split), "fits refuses what cannot be divided"
         return split
+
+    def _recorded_split(self, target: Target) -> Split:
+        """Placements are one where all ranks of a group share a node."""
+        split, node = self._split(target), target.hardware.local_ranks(target.ranks)
+        return replace(split, context_first=split.context_first and split.ranks > node)
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """The split, as the recording has shown that it may be."""
+        return Plan(decisions={**self._recorded(target).decisions, "split": self._split(target).document()})
 
     def summed(self, program: Program, plan: Plan) -> frozenset[str]:
         """Trainable parameters of the blocks."""
@@ -93,8 +107,9 @@ class HeadContext(TakingTurns):
         except (KeyError, TypeError):
             evidence = "Whether the blocks may work on a share of the positions is seen by recording a step."
             raise needs_plan(self.kind, evidence) from None
-        here = self if self.inner_ring != "node" else self.model_copy(update={"inner_ring": planned.inner})
-        wanted = here.split(context.ranks, context.ranks)
+        wanted = self.split(context.ranks, context.ranks)
+        if self.inner_ring == "node" and isinstance(wanted, Split):
+            wanted = replace(wanted, inner=planned.inner)  # as many as the planned node's
         if planned != wanted:
             said = (
                 wanted.text
@@ -130,5 +145,5 @@ class HeadContext(TakingTurns):
             **super().choices_on(target),
             "head_degree": tuple(each for each in range(1, node + 1) if node % each == 0),
             "placement": ("head_first", "context_first") if several else ("head_first",),
-            "inner_ring": (None, "node") if several else (None,),
+            "inner_ring": ("node",) if several else (None,),
         }

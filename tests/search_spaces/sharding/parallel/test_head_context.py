@@ -29,18 +29,20 @@ from shared_layers import (
 from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Choice
+from memtune.autotune.cut import CutRecordings
 from memtune.autotune.simulate import simulate
 from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
 from memtune.factors import Contexts, Schedule, by_link
-from memtune.program import Phase, Step
+from memtune.program import Phase, Resource, Step
 from memtune.runtime import nodes, shim
-from memtune.runtime.head_context import Split
+from memtune.runtime.head_context import HEAD_CONTEXT, Split
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.parallel.head_context import HeadContext
-from memtune.technique import Target
+from memtune.technique import CutRecording, Plan, Target
 from memtune.testing.training import build
+from memtune.workload import Workload
 
 KIND = "head_context"
 CONTEXTS = MODELS / "contexts.py"
@@ -96,14 +98,25 @@ def test_settings_that_make_no_groups_are_refused() -> None:
         ({"head_degree": 3}, "head_degree=3 does not divide the 8 ranks"),
         ({"inner_ring": 3}, "inner_ring=3 does not divide a ring of 8 contexts"),
         ({"inner_ring": 8}, "does not divide a ring of 8 contexts into several"),
-        ({"inner_ring": "node"}, "inner_ring=node does not divide"),
         ({"head_degree": 8, "inner_ring": 2}, "a ring of 1 contexts"),
     ):
         assert said in str(HeadContext(**knobs).split(8, 8))
-    on_nodes = [
-        HeadContext(head_degree=2, inner_ring="node", placement=each).split(16, 4) for each in ("head_first", "context_first")
-    ]
-    assert [each.inner for each in on_nodes if isinstance(each, Split)] == [2, 4]
+
+    def inner(placement: str, node: int) -> Any:
+        found = HeadContext.model_validate({"kind": KIND, "head_degree": 2, "inner_ring": "node", "placement": placement})
+        return getattr(found.split(16, node), "inner", None)
+
+    assert [inner("head_first", node) for node in (2, 4, 8, 16)] == [8, 2, 4, 8]
+    assert [inner("context_first", node) for node in (2, 4, 8, 16)] == [2, 4, 8, 8]
+
+
+def test_another_node_size_does_not_make_a_plan_of_another_split() -> None:
+    technique = HeadContext(inner_ring="node")
+    context: Any = type("Eight", (), {"ranks": 8})
+    made = technique.split(8, 4)
+    assert isinstance(made, Split)
+    assert made.inner == 4
+    assert technique._planned(context, Plan(decisions={"split": made.document()})) == made
 
 
 # -- which models may be divided ---------------------------------------------------------------------------------------
@@ -199,6 +212,19 @@ def test_contexts_without_balance_are_recorded_of_the_rank_with_the_most_work() 
         return float(step.op_flops[ops].sum())
 
     assert attention_flops(balance="none") / attention_flops() == pytest.approx(4 / (1 + 3 / 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True])
+def test_each_group_is_recorded_on_its_own_link(first: bool) -> None:
+    workload = Workload.load(UNDRAWN)
+    cut = CutRecordings(workload, rewriter(UNDRAWN).recording, ranks_per_node=2)
+    found = cut(4, HEAD_CONTEXT + Split(2, 2, 2, first, True).name, 4)
+    assert isinstance(found, CutRecording), found
+    step = found.recording.step
+    for name, between in (("all_to_all", first), ("send_next", not first)):
+        links = {int(step.op_resource[op]) for op in range(step.n_ops) if name in step.names[step.op_name[op]]}
+        assert links == {Resource.INTER_LINK if between else Resource.INTRA_LINK}
 
 
 # -- on gloo ranks -----------------------------------------------------------------------------------------------------
