@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +32,17 @@ from memtune.technique import Target
 from memtune.testing.training import build
 
 KIND = "pipeline"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As on the ranks: products are summed up in another order on several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 CHAIN = MODELS / "chain.py"
 PASSED = SIZE * 8 * 16 * 4
 """Bytes of a block's output in `CHAIN`."""
@@ -208,14 +220,17 @@ def all_of_it(path: Path, config: dict[str, Any], folder: str) -> tuple[Found, l
 
 
 def assert_as_predicted(found: list[Found], made: Candidate) -> None:
-    classes = [each.step for each in made.program.rank_classes for _ in range(each.count)]
-    assert sorted(sent for (_, sent), _ in found) == sorted(sent_bytes(step) for step in classes)
+    """The fullest rank's peak is predicted within 2 %, as is that of each rank whose step was written down."""
+    program = made.program
+    steps, times = [each.step for each in program.rank_classes], program.accumulate
+    sent = sorted(n_bytes for (_, n_bytes), _ in found)
+    assert sent == sorted(times * sent_bytes(each.step) for each in program.rank_classes for _ in range(each.count))
     if shim.available() is not None:
         return
-    for peak, step in zip(
-        sorted(peak for (peak, _), _ in found), sorted(classes, key=Step.peak_bytes), strict=True
-    ):  # fmt: skip
-        assert abs(peak - step.peak_bytes()) <= 0.02 * peak, (peak, step.peak_bytes())
+    peaks = sorted(peak for (peak, _), _ in found)
+    assert peaks[-1] == pytest.approx(steps[0].peak_bytes(), rel=0.02)
+    for step in steps:
+        assert any(peak == pytest.approx(step.peak_bytes(), rel=0.02) for peak in peaks), (step.peak_bytes(), peaks)
 
 
 def refused(path: Path, config: dict[str, Any]) -> list[str]:
