@@ -24,8 +24,8 @@ from memtune.units import format_bytes
 if TYPE_CHECKING:
     from memtune.runtime.pipeline import Layout
 
-_ALONE = ("sharding.states", "sharding.communication", "offload.states", "split", "execution.order")
-_BESIDE = {"recompute": ("none", "full", "selective"), "offload.activations": ("none", "copy_out")}
+_ALONE = ("sharding.states", "sharding.communication", "offload.states", "offload.activations", "split", "execution.order")
+_BESIDE = ("none", "full", "selective")
 """What else may be done to the blocks: what is decided block by block, without a plan for the whole model's memory."""
 
 
@@ -77,10 +77,9 @@ class Pipeline(Technique):
             other = target.chosen.get(slot)
             if other is not None and other.kind not in ("none", "program"):
                 return Reason(f"{slot}: {other.kind} does not work on the stages of a pipeline", f"{slot}: {{kind: none}}")
-        for slot, kinds in _BESIDE.items():
-            other = target.chosen.get(slot)
-            if other is not None and other.kind not in kinds:
-                return Reason(f"{slot}: {other.kind} is planned for a rank that has all blocks", f"{slot}: {{kind: {kinds[1]}}}")
+        recompute = target.chosen.get("recompute")
+        if recompute is not None and recompute.kind not in _BESIDE:
+            return Reason(f"recompute: {recompute.kind} is planned for a rank that has all blocks", "recompute: {kind: full}")
         if target.compiled:
             return Reason("compiled models train on one rank so far", "execution.compile: false")
         return self._uncut(program.step, self._count(target.ranks))
