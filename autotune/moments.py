@@ -45,25 +45,25 @@ def moments(rewriter: Rewriter, candidate: Candidate) -> tuple[Moment, ...]:
     """First step, steady step, resume, evaluation and checkpoint of `candidate`.
 
     A resumed run has the optimizer's state before its first forward, so its first step is a steady one. An evaluation runs one
-    micro-batch without gradients; a checkpoint is `Tuned.state_dict()`, which makes whole what is divided, on every rank.
+    micro-batch without gradients; a checkpoint is `Tuned.state_dict()`, which makes whole what is divided, on every rank. Under a
+    pipeline there is no evaluation, which would be a call of the model outside of `Tuned.step`.
     """
     program, target = candidate.program, replace(rewriter.target, chosen=candidate.choice.chosen)
     shard = _factors(candidate.choice, target)
     whole = checkpoint(
-        program.step,
+        _with_all_stages(rewriter, candidate),
         parameters=shard.get("parameters", 1),
         optimizer=shard.get("optimizer", 1),
         stages_messages=target.device == "cpu",
         uploads=target.device != "cpu",
     )
     steady = _moment("steady_step", program.step, program, target)
-    return (
-        _moment("first_step", first_step(program.step), program, target),
-        steady,
-        replace(steady, name="resume"),
-        _moment("evaluation", evaluation(_without_recompute(rewriter, candidate).step), program, target),
-        _moment("checkpoint", whole, program, target),
-    )
+    always = (_moment("first_step", first_step(program.step), program, target), steady, replace(steady, name="resume"))
+    at_end = _moment("checkpoint", whole, program, target)
+    if program.unrolled > 1:
+        return (*always, at_end)
+    evaluated = _moment("evaluation", evaluation(_without_recompute(rewriter, candidate).step), program, target)
+    return (*always, evaluated, at_end)
 
 
 def largest_batch(
@@ -103,6 +103,12 @@ def largest_batch(
 def _moment(name: str, step: Step, program: Program, target: Target) -> Moment:
     prediction = simulate(program.with_step(step), target.hardware)
     return Moment(name, prediction.peak_allocated_bytes, prediction.peak_reserved_bytes)
+
+
+def _with_all_stages(rewriter: Rewriter, candidate: Candidate) -> Step:
+    """The step whose weights and state a rank has when stages have sent it theirs: the plain one, with what it has itself."""
+    program, size = candidate.program, candidate.choice.execution.micro_batch
+    return program.step if program.unrolled == 1 or size is None else rewriter.recording.at(size)
 
 
 def _factors(choice: Choice, target: Target) -> dict[str, int]:

@@ -292,7 +292,7 @@ def _waits(program: Program, step: Step, hardware: Hardware) -> float:
     if not program.idle:
         return 0.0
     body = np.isin(step.op_phase, _REPEATED) & (step.op_resource == Resource.COMPUTE)
-    return program.idle * float(op_costs(step, hardware, ranks=program.ranks).op_s[body].sum())
+    return program.accumulate * program.idle * float(op_costs(step, hardware, ranks=program.ranks).op_s[body].sum())
 
 
 def places(program: Program, hardware: Hardware) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
 """What a technique is: one published way to save memory, as a frozen record of knobs with five verbs.
 
 `fits` says whether it may be used, `plan` decides what must be decided, `rewrite` does it to a Program, `env` says what
-must be set before the device starts, `apply` does it to the live model. Neither `rewrite` nor `apply` ever solves
-anything: what they need to know is in the plan.
+must be set before the device starts, `apply` does it to the live model. What of a pass must come after all others is in
+`finish`. Neither `rewrite` nor `apply` ever solves anything: what they need to know is in the plan.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ It comes after all other passes: what they do to a block they do wherever the bl
 3. What was passed on, and what was received, stays until its backward; what else torch's schedules hold on to is in the
    `lists` of `_run`.
 4. All micro-batches are uploaded and sent round before the first forward, each is let go after its last forward on the rank.
+   Of many only some are written down, after which nothing new is held; what the others keep to the end is (`Piped.waiting`).
 5. A weight of first and last stage has its sum on each of the two, added up at the end.
 """
 
@@ -52,6 +53,8 @@ class Piped:
     """Between neighbours."""
     between: Resource = Resource.INTER_LINK
     """Between pipelines."""
+    waiting: int = 0
+    """Micro-batches of the step beyond `micro_batches`, which the rows of those stand for."""
 
     @property
     def stages_per_rank(self) -> int:
@@ -59,8 +62,8 @@ class Piped:
         return len(self.starts) // self.ranks
 
 
-def pipelined(step: Step, how: Piped) -> list[Step]:
-    """The step of each rank of a pipeline, from that of one rank that has all; `step` is a later micro-batch's.
+def pipelined(step: Step, how: Piped, ranks: Sequence[int] | None = None) -> list[Step]:
+    """The step of `ranks` of a pipeline (None: of each), from that of one rank that has all; `step` is a later micro-batch's.
 
     Raises:
         ValueError: The blocks are no chain that can be cut there.
@@ -69,7 +72,7 @@ def pipelined(step: Step, how: Piped) -> list[Step]:
     if isinstance(chain, str) or set(how.starts[1:]) - set(chain.cuts):
         raise ValueError(chain if isinstance(chain, str) else chain.obstacle)
     parts = _Parts.of(step, chain, how)
-    return [_rank(parts, rank) for rank in range(how.ranks)]
+    return [_rank(parts, rank) for rank in (range(how.ranks) if ranks is None else ranks)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,8 +220,19 @@ def _rank(parts: _Parts, rank: int) -> Step:
             rows.hold_all((_UPLOAD, action.micro_batch), rows.n_ops - 1)
     for key, storage in held_lists.values():
         rows.hold(key, storage, rows.n_ops - 1)
+    if how.waiting:
+        rows.there(how.waiting * _kept_bytes(parts, stages), rows.n_ops - 1)
     _finish(parts, rows, stages, held)
     return rows.done()
+
+
+def _kept_bytes(parts: _Parts, stages: Sequence[int]) -> int:
+    """What a rank holds to the end of the step for a micro-batch: its tensors, at first; and under `interleaved` all it sent."""
+    kept = int(parts.step.bytes[parts.uploaded].sum())
+    if parts.how.schedule == "1f1b":
+        return kept
+    last = len(parts.how.starts) - 1
+    return kept + parts.chain.passed_bytes * sum((stage > 0) + (stage < last) for stage in stages)
 
 
 def _upload(parts: _Parts, rows: Rows) -> None:

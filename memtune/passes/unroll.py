@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.parameters import columns_of
-from memtune.program import FOREVER, HANDS_OVER, I32, READS, Kind, Phase, Resource, Step
+from memtune.program import FOREVER, HANDS_OVER, I32, READS, Kind, Phase, Resource, Step, Tier
 
 Key = tuple[Hashable, int]
 """A stage (or what is uploaded) and a micro-batch."""
@@ -145,6 +145,12 @@ class Rows:
         copy.number[storage] = number
         copy.received.add(number)
         return number
+
+    def there(self, n_bytes: int, until: int) -> None:
+        """As many bytes of the batch are there from the beginning until that row."""
+        self._storages.append({"bytes": [n_bytes], "tier": [Tier.DEVICE], "kind": [Kind.BATCH], "owner": [-1]})
+        self._storages[-1]["held_until"] = until
+        self._n_storages += 1
 
     def hold(self, key: Key, storage: int, until: int) -> None:
         """`storage` of a stage and micro-batch is held until that row at least."""

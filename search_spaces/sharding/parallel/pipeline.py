@@ -24,8 +24,8 @@ from memtune.units import format_bytes
 if TYPE_CHECKING:
     from memtune.runtime.pipeline import Layout
 
-_ALONE = ("sharding.states", "sharding.communication", "offload.states", "split", "execution.order")
-_BESIDE = {"recompute": ("none", "full", "selective"), "offload.activations": ("none", "copy_out")}
+_ALONE = ("sharding.states", "sharding.communication", "offload.states", "offload.activations", "split", "execution.order")
+_BESIDE = ("none", "full", "selective")
 """What else may be done to the blocks: what is decided block by block, without a plan for the whole model's memory."""
 
 
@@ -77,10 +77,9 @@ class Pipeline(Technique):
             other = target.chosen.get(slot)
             if other is not None and other.kind not in ("none", "program"):
                 return Reason(f"{slot}: {other.kind} does not work on the stages of a pipeline", f"{slot}: {{kind: none}}")
-        for slot, kinds in _BESIDE.items():
-            other = target.chosen.get(slot)
-            if other is not None and other.kind not in kinds:
-                return Reason(f"{slot}: {other.kind} is planned for a rank that has all blocks", f"{slot}: {{kind: {kinds[1]}}}")
+        recompute = target.chosen.get("recompute")
+        if recompute is not None and recompute.kind not in _BESIDE:
+            return Reason(f"recompute: {recompute.kind} is planned for a rank that has all blocks", "recompute: {kind: full}")
         if target.compiled:
             return Reason("compiled models train on one rank so far", "execution.compile: false")
         return self._uncut(program.step, self._count(target.ranks))
@@ -128,15 +127,25 @@ class Pipeline(Technique):
         link = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
         between = Resource.INTER_LINK if degree % node == 0 else Resource.INTRA_LINK
         count, copies = program.accumulate, target.ranks // degree
-        how = Piped(starts, degree, self.schedule, count, copies, link, between)
+        times = self._times(count // degree)
+        how = Piped(starts, degree, self.schedule, count // times, copies, link, between, waiting=count - count // times)
+        kinds = _kinds(program.step, how, target)
         try:
-            steps = sorted(pipelined(program.step, how), key=Step.peak_bytes, reverse=True)
+            steps = pipelined(program.step, how, list(kinds))
         except ValueError as error:
             return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
+        classes = [RankClass(copies * n, step) for n, step in zip(kinds.values(), steps, strict=True)]
+        classes.sort(key=lambda each: each.step.peak_bytes(), reverse=True)
         return Program(
-            tuple(RankClass(copies, step) for step in steps), program.micro_batch, 1, program.notes, sharers=degree,
-            unrolled=count, idle=idle_share(degree, how.stages_per_rank, count),
+            tuple(classes), program.micro_batch, times, program.notes, sharers=degree,
+            unrolled=count // times, idle=idle_share(degree, how.stages_per_rank, count),
         )  # fmt: skip
+
+    def _times(self, rounds: int) -> int:
+        """How often the rows of a step stand for its rounds of `degree` micro-batches: two rounds or a few show what is held."""
+        if self.schedule == "gpipe":  # all of them are held
+            return 1
+        return rounds // next((each for each in range(2, rounds + 1) if rounds % each == 0), 1)
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Keep this rank's stages, as the plan has them."""
@@ -169,6 +178,25 @@ class Pipeline(Technique):
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
         """All ranks, and the sizes of a node, a part of it or several."""
         return {"degree": (None, *target.group_sizes()), **self.choices()}
+
+
+def _kinds(step: Step, how: Piped, target: Target) -> dict[int, int]:
+    """The ranks whose steps are written down, and how many each stands for.
+
+    The first, the second and the last; of those between, which have fewer micro-batches on the way than the second, whichever
+    holds most and whichever takes longest stand for themselves, the second for the others.
+    """
+    chain = chain_of(step)
+    assert isinstance(chain, Chain), "fits refuses others"
+    seconds, n_bytes = _costs(step, chain, target, len(how.starts), how.micro_batches)
+    held, taken = np.zeros(how.ranks), np.zeros(how.ranks)
+    for stage, (first, end) in enumerate(zip(how.starts, (*how.starts[1:], len(step.blocks)), strict=True)):
+        held[stage % how.ranks] += n_bytes[stage, first:end].sum()
+        taken[stage % how.ranks] += seconds[first:end].sum()
+    chosen = sorted({0, min(1, how.ranks - 1), how.ranks - 1, int(held.argmax()), int(taken.argmax())})
+    found = dict.fromkeys(chosen, 1)
+    found[chosen[1]] += how.ranks - len(chosen)
+    return found
 
 
 def _costs(step: Step, chain: Chain, target: Target, count: int, micro_batches: int) -> tuple[Any, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from safetensors.torch import load_file
-from sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
+from sharded_suite import ShardedSuite
 from shared_layers import MODELS, SEPARATE, SIZE, STEPS, assert_trained_as_one, refusal, rewriter, settings
 from torch import nn
 
@@ -20,17 +22,31 @@ from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.simulate import simulate
+from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
+from memtune.passes.pipeline import Piped, pipelined
 from memtune.program import Phase, Step
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.loop import train_step
 from memtune.runtime.tiers import HOST, tier
 from memtune.search_spaces.sharding.parallel.pipeline import Pipeline
-from memtune.technique import Target
+from memtune.technique import Target, Technique
+from memtune.testing.mutations import mutations
 from memtune.testing.training import build
 
 KIND = "pipeline"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As on the ranks: products are summed up in another order on several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 CHAIN = MODELS / "chain.py"
 PASSED = SIZE * 8 * 16 * 4
 """Bytes of a block's output in `CHAIN`."""
@@ -125,9 +141,10 @@ def test_stages_share_the_model_and_send_what_the_formula_says() -> None:
     """Each stage sends a block's output or its gradient to each neighbour that it has, once per micro-batch."""
     program = candidate(CHAIN, 4, accumulate=2).program
     assert (program.unrolled, program.sharers, program.samples) == (8, 4, 4 * 2 * SIZE)
-    steps = [each.step for each in program.rank_classes]
-    assert sorted(sent_bytes(step) for step in steps) == [8 * PASSED, 8 * PASSED, 16 * PASSED, 16 * PASSED]
+    assert [each.count for each in program.rank_classes] == [1, 2, 1]  # the two between are alike, the fullest is first
     plain = rewriter(CHAIN, 4).recording.at(SIZE)
+    steps = pipelined(accumulate_gradients(plain), Piped((0, 2, 4, 6), 4, "1f1b", 8))
+    assert [sent_bytes(step) for step in steps] == [8 * PASSED, 16 * PASSED, 16 * PASSED, 8 * PASSED]
     names = [p.name for step in steps for p in step.parameters]
     assert sorted(names) == sorted(p.name for p in plain.parameters)
     for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -208,14 +225,17 @@ def all_of_it(path: Path, config: dict[str, Any], folder: str) -> tuple[Found, l
 
 
 def assert_as_predicted(found: list[Found], made: Candidate) -> None:
-    classes = [each.step for each in made.program.rank_classes for _ in range(each.count)]
-    assert sorted(sent for (_, sent), _ in found) == sorted(sent_bytes(step) for step in classes)
+    """The fullest rank's peak is predicted within 2 %, as is that of each rank whose step was written down."""
+    program = made.program
+    steps, times = [each.step for each in program.rank_classes], program.accumulate
+    sent = sorted(n_bytes for (_, n_bytes), _ in found)
+    assert sent == sorted(times * sent_bytes(each.step) for each in program.rank_classes for _ in range(each.count))
     if shim.available() is not None:
         return
-    for peak, step in zip(
-        sorted(peak for (peak, _), _ in found), sorted(classes, key=Step.peak_bytes), strict=True
-    ):  # fmt: skip
-        assert abs(peak - step.peak_bytes()) <= 0.02 * peak, (peak, step.peak_bytes())
+    peaks = sorted(peak for (peak, _), _ in found)
+    assert peaks[-1] == pytest.approx(steps[0].peak_bytes(), rel=0.02)
+    for step in steps:
+        assert any(peak == pytest.approx(step.peak_bytes(), rel=0.02) for peak in peaks), (step.peak_bytes(), peaks)
 
 
 def refused(path: Path, config: dict[str, Any]) -> list[str]:
@@ -330,7 +350,6 @@ def test_four_ranks_train_as_one_as_predicted(knobs: dict[str, Any], clip: bool)
     [
         {"recompute": {"kind": "full"}},
         {"recompute": {"kind": "selective"}},
-        {"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}},
     ],
     ids=lambda each: next(iter(each)),
 )
@@ -338,10 +357,38 @@ def test_beside_what_claims_activations(path: Path, beside: dict[str, Any]) -> N
     check(path, 2, beside=beside)
 
 
+def under(
+    defect: str, path: Path, ranks: int, config: dict[str, Any], clip: bool, accumulate: int
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    seeded = {each.name: each for each in mutations(Pipeline)}
+    with seeded[defect].seed(Pipeline) if defect else nullcontext():
+        return measured_and_trained(path, ranks, config, clip, accumulate)
+
+
 @pytest.mark.slow
 class TestPipeline(ShardedSuite):
+    """The suite's own loops cannot pipeline: training and peaks are those of `Tuned.step`."""
+
     technique = Pipeline
     models: ClassVar[dict[str, Path]] = {"separate": SEPARATE}
     variants = (Pipeline(),)
-    accumulate, peak_rel, briefly = 2, 0.02, False
-    not_shown = NOT_AT_THE_PEAK
+    accumulate, briefly = 2, False
+
+    def _found(self, model: str, variant: Technique) -> list[Found]:
+        path = self.models[model]
+        config = self._config(model, variant)
+        config["settings"]["execution"] = {"micro_batch": SIZE, "accumulate": self.accumulate}
+        found: list[Found] = run_ranks(under, 2, self.defect, path, 2, config, True, self.accumulate, deadline_s=200)
+        return found
+
+    def check_training(self, model: str, variant: Technique) -> None:
+        found = self._found(model, variant)
+        assert_trained_as_one([run for _, run in found], trained(self.models[model], 2, None, True, self.accumulate))
+
+    def check_drift(self, model: str, variant: Technique) -> None:
+        assert_as_predicted(self._found(model, variant), self._candidate(model, variant))
+
+    def test_audit_tells_whether_it_is_in_effect(self) -> None:
+        (_, first), (_, last) = self._found("separate", Pipeline())
+        assert first["audit"]["sharding.parallel"] == {"degree": 2, "stages": 2, "blocks": 1, "own_bytes": 60928}
+        assert last["audit"]["sharding.parallel"] == {"degree": 2, "stages": 2, "blocks": 1, "own_bytes": 59136}
