@@ -11,6 +11,13 @@ Call = tuple[str, int]
 INPUTS: Call = ("inputs", 0)
 """What a region was called with, where calls name tensors that move."""
 
+SHAPE_ALONE = frozenset(
+    [f"aten.{name}_like.default" for name in ("empty", "zeros", "ones", "full", "rand", "randn")]
+    + [f"aten.new_{name}.default" for name in ("empty", "empty_strided", "zeros", "ones", "full")]
+    + ["aten.bernoulli.p"]
+)
+"""Ops that look at the shape of what they are given and not at its values: a dropout needs no activation for its mask."""
+
 
 @dataclass(frozen=True)
 class Calls:

@@ -50,6 +50,7 @@ class Parts:
         self.made: dict[int, list[int]] = {op: [] for op in inside}
         for storage in [*made_by(step, region.forward), *made_by(step, region.backward)]:
             self.made[int(step.producer[storage])].append(storage)
+        self.by_use = {op: _by_use(*used) for op, used in self.uses.items()}
         self.sums = self._sums_over_rows()
 
     def run(
@@ -105,11 +106,10 @@ class Parts:
 
     def _run_op(self, ops: NewOps, op: int, share: float, made: dict[int, int]) -> int:
         """One of the module's own ops, using what is `made` as the op used the whole."""
-        pairs = [(made.get(storage, storage), how) for storage, how in zip(*self.uses[op], strict=True)]
-        by = {how: [storage for storage, used in pairs if used == how] for how in (READS, WRITES, HANDS_OVER)}
-        writes, hands_over = (next(iter(by[how]), -1) for how in (WRITES, HANDS_OVER))
+        reads, writes, hands_over = self.by_use[op]
         name = self.step.names[self.step.op_name[op]]
-        return ops.run(name, *by[READS], writes=writes, hands_over=hands_over, like=op, share=share)
+        writes, hands_over = made.get(writes, writes), made.get(hands_over, hands_over)
+        return ops.run(name, *[made.get(s, s) for s in reads], writes=writes, hands_over=hands_over, like=op, share=share)
 
 
 class _Tiled(Parts):
@@ -180,3 +180,11 @@ class _Tiled(Parts):
             storage, until = int(self.step.save_storage[row]), int(self.step.save_until[row])
             if storage in made and until in lasts:
                 ops.hold(made[storage], lasts[until])
+
+
+def _by_use(storages: list[int], how: list[int]) -> tuple[list[int], int, int]:
+    """What an op reads, and the storage that it writes and the one that is handed over to it, -1 for none."""
+    reads, written, handed = (
+        [s for s, used in zip(storages, how, strict=True) if used == each] for each in (READS, WRITES, HANDS_OVER)
+    )
+    return reads, next(iter(written), -1), next(iter(handed), -1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memtune.calls import Call
+from memtune.calls import SHAPE_ALONE, Call
 from memtune.runtime.moved import View, id_of
 from memtune.runtime.random_state import RandomState
 
@@ -65,11 +65,13 @@ class LeftOut:
         self._note(out)
 
     def read_by(self, func: Any, args: Any, out: Any, *, before: int) -> None:
-        """`func` runs again and read `args`: it may look at what is left out, but not at its values.
+        """`func` runs again and read `args`: it may look at what is left out and at its shape, but not at its values.
 
         memtune's own ops are copies of what autograd saved, which the second run does not repeat.
         """
-        if func.namespace in ("prim", "memtune") or not any(self.made(t) for t in tree_leaves(args) if isinstance(t, Tensor)):
+        if func.namespace in ("prim", "memtune") or str(func) in SHAPE_ALONE:
+            return
+        if not any(self.made(t) for t in tree_leaves(args) if isinstance(t, Tensor)):
             return
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if func._schema.is_mutable or not outs or not all(self.made(t) for t in outs):

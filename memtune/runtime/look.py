@@ -135,8 +135,8 @@ def magnitude(tensor: Tensor) -> Tensor | None:
     step = -(-tensor.numel() // _SAMPLED)
     with torch.no_grad(), _disable_current_modes():  # none of the model's ops, to those who count or replace them
         some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,))
-        norm: Tensor = torch.linalg.vector_norm(some.float())
-        return norm
+        found: Tensor = torch.linalg.vector_norm(some.float())
+        return found
 
 
 def is_close(before: Tensor | None, now: Tensor | None) -> bool:
@@ -153,13 +153,12 @@ def _of(name: str, what: Any) -> str:
 
 
 def _numbers(node: Any) -> tuple[Any, ...]:
-    kind: type = type(node)
-    plain, tensors = _written_down(kind)
+    plain, tensors = _written_down(node.__class__)
     return (*(getattr(node, name) for name in plain), *(_python_number(getattr(node, name)) for name in tensors))
 
 
 @cache
-def _written_down(node: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _written_down(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Attributes of a node that hold no tensor, and those that hold one, packed: asking otherwise would unpack it."""
     names = dir(node)
     plain = tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)

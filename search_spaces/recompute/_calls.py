@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from memtune.calls import Calls
+from memtune.calls import SHAPE_ALONE, Calls
 from memtune.errors import ApplyError
 from memtune.passes.calls import split_calls
 from memtune.passes.recompute import calls_of, spoiled
@@ -26,7 +26,7 @@ class Block:
     """Rows in the step, ascending."""
     name: dict[int, str]
     reads: dict[int, list[int]]
-    """Op → storages; what it writes in place is among them."""
+    """Op → storages; what it writes in place is among them, what it takes the shape of alone is not."""
     makes: dict[int, list[int]]
     producer: dict[int, int]
     """Storage → op; storages from outside the block are not in it."""
@@ -190,11 +190,15 @@ def blocks_of(step: Step) -> tuple[Block, ...]:
     """The blocks of `step` that ran, as graphs."""
     rows = _forward_rows(step)
     reads: dict[int, list[int]] = {op: [] for op in rows.tolist()}
+    alone = [number for number, name in enumerate(step.names) if name in SHAPE_ALONE]
+    shapes = set(rows[np.isin(step.op_name[rows], alone)].tolist()) if alone else set()
     readers: dict[int, list[int]] = {}
     writers: dict[int, list[int]] = {}
     forward = step.op_phase[step.use_op] == Phase.FORWARD
     columns = (step.use_op[forward], step.use_storage[forward], step.use_mutates[forward])
     for op, storage, mutates in zip(*(column.tolist() for column in columns), strict=True):
+        if op in shapes:
+            continue
         if op in reads:
             reads[op].append(storage)
         readers.setdefault(storage, []).append(op)

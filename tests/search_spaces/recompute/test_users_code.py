@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from memtune.program import Phase, Resource
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.technique import Technique
-from memtune.testing.drift import plain_program, recorded, rewritten, target_of
+from memtune.testing.drift import drift, plain_program, recorded, rewritten, target_of
 from memtune.testing.training import differences, plain, train
 
 MODEL = """
@@ -106,3 +108,43 @@ def test_what_a_gradient_penalty_saves_of_a_second_run_is_counted_once(name: str
     path.write_text(PENALTY)
     technique = BY_BLOCKS[name]
     assert rewritten(path, technique).peak_bytes() == recorded(path, technique).peak_bytes()
+
+
+DROPS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        y = self.down(torch.tanh(self.up(self.norm(x))))
+        y = y * y.new_empty(len(y), 1, 1).bernoulli_(0.9)  # drops whole samples
+        return x + nn.functional.dropout(y, 0.1)
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 8))
+
+def batch(size):
+    return torch.randn(size, 256, 32)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+def test_a_mask_is_drawn_again_without_what_it_took_its_shape_of(tmp_path: Path) -> None:
+    path = tmp_path / "drops.py"
+    path.write_text(DROPS)
+    technique = Planned(share=0.3, host=False)
+    step = rewritten(path, technique)
+    assert drift(path, technique) == ""
+    again = [step.names[i] for i in step.op_name[step.op_phase == Phase.RECOMPUTE]]
+    assert "aten.bernoulli_.float" in again
+    products = {i for i in np.flatnonzero(step.op_phase == Phase.FORWARD) if "addmm" in step.names[step.op_name[i]]}
+    down = sorted(products)[1:8:2]
+    assert (step.end[np.isin(step.producer, down)] <= step.leave[-1]).all()  # it is not kept, nor made again
+    assert not set(down) & set(step.op_copy_of[(step.op_phase == Phase.RECOMPUTE) & (step.op_resource != Resource.NOTHING)])
+    assert differences(train(path, technique), plain(path)) == []
