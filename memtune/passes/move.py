@@ -163,7 +163,7 @@ def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
     return np.asarray(chosen, np.int32)
 
 
-def _named(step: Step, rows: npt.NDArray[np.intp], claims: list[MoveClaim]) -> npt.NDArray[np.bool_]:
+def _named(step: Step, rows: I32, claims: list[MoveClaim]) -> npt.NDArray[np.bool_]:
     """(rows,) whether the claim of each save's block lets its storage move."""
     only = {claim.block: claim.only for claim in claims if claim.only is not None}
     if not only:
