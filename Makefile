@@ -114,6 +114,7 @@ bench-offload: setup  ## the host optimizer against torch's fused AdamW, DeepSpe
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --no-build-isolation --no-deps deepspeed hjson py-cpuinfo einops msgpack
 	$(BIN)/python benchmarks/host_optimizer.py --json benchmarks/results/host-optimizer.json
 	$(BIN)/python benchmarks/ssd.py --json benchmarks/results/ssd.json
+	$(BIN)/python benchmarks/orchestration.py --json benchmarks/results/orchestration.json
 
 gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks/gpu.py (DEVICE=cpu: their CPU form)
 ifeq ($(DEVICE),cpu)

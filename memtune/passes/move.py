@@ -125,14 +125,21 @@ class _Moved:
         return index
 
 
-def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
-    """First save row of every storage that moves, in the order in which the copies are started."""
-    claim_of = {claim.block: claim for claim in claims if claim.fraction > 0}
+def claimable_rows(step: Step) -> I32:
+    """Save rows of what may move (Rules 1 and 2 of `runtime.activations`), in the order in which forward saves them."""
     recomputed = (step.producer >= 0) & (step.op_phase[step.producer] == Phase.RECOMPUTE)
     claimable = ~recomputed & (step.held_until != FOREVER) & (step.tier == Tier.DEVICE)
     claimable[step.written_parts] = False
     rows = np.flatnonzero((step.save_block >= 0) & claimable[step.save_storage] & (step.save_until >= step.save_before))
-    rows = rows[np.lexsort((step.save_block[rows], step.save_before[rows]))]  # a block's end comes before the next one's start
+    # A block's end comes before the next one's start.
+    found: I32 = rows[np.lexsort((step.save_block[rows], step.save_before[rows]))].astype(np.int32)
+    return found
+
+
+def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
+    """First save row of every storage that moves, in the order in which the copies are started."""
+    claim_of = {claim.block: claim for claim in claims if claim.fraction > 0}
+    rows = claimable_rows(step)
     least = np.full(len(step.blocks), FOREVER, np.int64)  # (blocks,) bytes of the smallest tensor that moves
     for block, claim in claim_of.items():
         least[block] = max(claim.min_bytes, 1)
@@ -156,7 +163,7 @@ def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
     return np.asarray(chosen, np.int32)
 
 
-def _named(step: Step, rows: npt.NDArray[np.intp], claims: list[MoveClaim]) -> npt.NDArray[np.bool_]:
+def _named(step: Step, rows: I32, claims: list[MoveClaim]) -> npt.NDArray[np.bool_]:
     """(rows,) whether the claim of each save's block lets its storage move."""
     only = {claim.block: claim.only for claim in claims if claim.only is not None}
     if not only:

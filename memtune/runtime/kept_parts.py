@@ -9,6 +9,7 @@ Rule 1. Forward runs part after part, each with a graph from its rows to its out
         nor the outputs themselves.
 Rule 2. Parameters go in as arguments and their gradients come out summed: whoever watches gradients (FSDP2, DDP, hooks) sees one
         of each, whole, as from the plain module.
+Rule 3. Backward frees the parts' graphs as it goes: a second one through the same graph (`retain_graph`) fails as torch's does.
 """
 
 from __future__ import annotations

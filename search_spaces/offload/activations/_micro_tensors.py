@@ -12,12 +12,12 @@ import numpy as np
 
 from memtune.calls import Call
 from memtune.hardware import Hardware
-from memtune.passes.move import ops_of_landing
+from memtune.passes.move import claimable_rows, ops_of_landing
 from memtune.passes.position_wise import PositionWise, made_by, position_wise
 from memtune.passes.recompute import calls_of
 from memtune.passes.tiled_region import rows_of_parts
 from memtune.planners.tsplit import Action, Copy, Problem, Tensor
-from memtune.program import F64, FOREVER, I32, I64, Phase, Resource, Step, Tier
+from memtune.program import F64, FOREVER, I32, I64, Phase, Resource, Step
 from memtune.search_spaces.recompute._levels import op_seconds
 
 
@@ -73,7 +73,8 @@ class _Prices:
         self.op_s: F64 = np.where(computes, op_seconds(step, hardware, ranks), 0.0)
         self.clock: F64 = np.append(0.0, np.cumsum(self.op_s))  # when each op begins
         self.lands = ops_of_landing(step)
-        rows = _rows(step, min_bytes)
+        rows = claimable_rows(step)
+        rows = rows[step.bytes[step.save_storage[rows]] >= min_bytes]
         self.save: dict[int, int] = {}  # storage -> the first row that claims it
         for row, storage in zip(rows.tolist(), step.save_storage[rows].tolist(), strict=True):
             self.save.setdefault(storage, row)
@@ -195,16 +196,6 @@ class _Prices:
         put = sum(2 * int(self.step.bytes[s]) for s in (region.y, region.dx) if s >= 0)
         added = 3 * (parts - 1) * sum(int(self.step.bytes[s]) for s in region.gradients)
         return slower + (put + added) / self.hardware.memory_bytes_per_s
-
-
-def _rows(step: Step, min_bytes: int) -> I32:
-    """Save rows of what may move, in the order in which forward saves them; `passes.move` has the same rule."""
-    recomputed = (step.producer >= 0) & (step.op_phase[step.producer] == Phase.RECOMPUTE)
-    claimable = ~recomputed & (step.held_until != FOREVER) & (step.tier == Tier.DEVICE) & (step.bytes >= max(min_bytes, 1))
-    claimable[step.written_parts] = False
-    rows = np.flatnonzero((step.save_block >= 0) & claimable[step.save_storage] & (step.save_until >= step.save_before))
-    found: I32 = rows[np.lexsort((step.save_block[rows], step.save_before[rows]))].astype(np.int32)
-    return found
 
 
 def _first_asked(step: Step) -> I32:

@@ -38,6 +38,7 @@ def steps(seed: int) -> Problem:
     return Problem(live, tuple(tensors))
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("seed", range(24))
 def test_within_every_budget_that_some_choice_meets_and_near_the_best(seed: int) -> None:
     problem = steps(seed)

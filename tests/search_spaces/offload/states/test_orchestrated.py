@@ -36,6 +36,7 @@ class TestOrchestrated(ShardedSuite):
     technique = TensorMovement
     variants = (PAIR, TOKEN)
     beside: ClassVar = (Ddp(),)
+    briefly = False
 
     @classmethod
     def default(cls) -> Technique:
@@ -123,6 +124,11 @@ def test_alone_and_without_replicas_it_is_refused() -> None:
     assert caught.value.code == "MT364"
 
 
+def trained_both(mine: TensorMovement) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With it, and with the optimizer on the host alone."""
+    return trained(mine), trained(None)
+
+
 def trained(mine: TensorMovement | None) -> dict[str, Any]:
     """Weights after three steps of this rank's own batches on replicas, and what the audit says."""
     workload, model, optimizer = build(ZOO["gpt"])
@@ -136,7 +142,7 @@ def trained(mine: TensorMovement | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mine", [PAIR, pytest.param(TOKEN, marks=pytest.mark.slow)], ids=lambda each: each.mode)
 def test_has_the_bits_of_replicas_whose_optimizer_is_on_the_host(mine: TensorMovement) -> None:
-    found, wanted = run_ranks(trained, 2, mine), run_ranks(trained, 2, None)
+    found, wanted = zip(*run_ranks(trained_both, 2, mine), strict=True)
     blocks = [rank["audit"]["swapped_blocks"] for rank in found]
     assert blocks == ([[1, 3], [0, 2]] if mine.mode == "disjoint" else [[1, 3], [1, 3]])
     assert all(("turns" in rank["audit"]) == (mine.mode == "token") for rank in found)
