@@ -260,7 +260,7 @@ class HostOptimizer:
         """The device's weights are others, and so is the state, wherever it was read into."""
         with torch.no_grad():
             for parameter, host in self._pairs:
-                if parameter not in self._comes_and_goes:  # what does has been copied, and is not there any more
+                if parameter not in self._comes_and_goes:  # whoever brings it up has written its host copy
                     host.copy_(to_host_now(local(parameter)))
         for state in self._states():
             state.update({name: state_to_host(value) for name, value in state.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -145,6 +146,21 @@ def test_checkpoints_are_whole_and_can_be_loaded_and_evaluation_leaves_nothing()
     with torch.no_grad():
         assert torch.equal(workload.loss(model, batch), workload.loss(other, batch))
     assert tuned.audit()
+
+
+@pytest.mark.parametrize("technique", [ONE, CHUNKS, PAGES], ids=lambda each: each.kind)
+def test_a_checkpoint_of_all_can_be_loaded(technique: Technique) -> None:
+    """Weights that are not on the device go to host memory, and nobody copies what the device has there over them."""
+    workload, model, optimizer = build(ZOO["tied"])
+    tuned = apply(model, optimizer, config_of(ZOO["tied"], technique), strict=False)
+    one_step(workload, model, optimizer, tuned, seed=SEED)
+    saved = copy.deepcopy(tuned.state_dict())
+    one_step(workload, model, optimizer, tuned, seed=SEED + 1)
+    wanted = copy.deepcopy(tuned.state_dict()["model"])
+    tuned.load_state_dict(saved)
+    assert all(torch.equal(value, saved["model"][name]) for name, value in tuned.state_dict()["model"].items())
+    one_step(workload, model, optimizer, tuned, seed=SEED + 1)
+    assert all(torch.equal(value, wanted[name]) for name, value in tuned.state_dict()["model"].items())
 
 
 def test_with_recomputation_and_moved_activations() -> None:
