@@ -33,32 +33,33 @@ NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 
 
 @cache
-def planned(technique: Technique, micro_batches: int, budget_bytes: int | None = None) -> Candidate:
-    """The chain under `technique`, with a step of several micro-batches of 2 samples."""
+def planned(technique: Technique, micro_batches: int, budget_bytes: int | None = None, path: Path = CHAIN) -> Candidate:
+    """The chain, or the model in `path`, under `technique`, with a step of several micro-batches of 2 samples."""
     target = replace(target_of(technique), budget_bytes=budget_bytes)
     choice = Choice.of(Execution(micro_batch=2, accumulate=micro_batches), {technique.slot: technique})
-    candidate = Rewriter(recording_of(CHAIN), target).candidate(choice)
+    candidate = Rewriter(recording_of(path), target).candidate(choice)
     assert isinstance(candidate, Candidate), candidate
     return candidate
 
 
-def config(technique: Technique, micro_batches: int) -> TunedConfig:
+def config(technique: Technique, micro_batches: int, path: Path = CHAIN) -> TunedConfig:
     """What training is given."""
-    candidate = planned(technique, micro_batches)
+    candidate = planned(technique, micro_batches, path=path)
     return TunedConfig(settings=candidate.choice, plan=dict(candidate.plans))
 
 
-def trained(technique: Technique, micro_batches: int, steps: int = 5) -> Run:
+def trained(technique: Technique, micro_batches: int, steps: int = 5, path: Path = CHAIN) -> Run:
     """Steps of the chain under `technique`."""
-    run = train_under(CHAIN, config(technique, micro_batches).document(), steps=steps, micro_batches=micro_batches)
+    document = config(technique, micro_batches, path).document()
+    run = train_under(path, document, steps=steps, micro_batches=micro_batches)
     run.gradients.clear()
     return run
 
 
 @cache
-def in_place(micro_batches: int, steps: int = 5) -> Run:
+def in_place(micro_batches: int, steps: int = 5, path: Path = CHAIN) -> Run:
     """The same update of all weights on the device, one micro-batch after the other."""
-    run = train(CHAIN, NATIVE, steps=steps, micro_batches=micro_batches)
+    run = train(path, NATIVE, steps=steps, micro_batches=micro_batches)
     run.gradients.clear()
     return run
 

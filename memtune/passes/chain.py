@@ -20,11 +20,16 @@ def not_a_chain(step: Step) -> str:
     """Why the blocks of `step` cannot each run over all micro-batches before the next one; empty where they can."""
     if why := not_in_layers(step):
         return why
-    return _changes(step) or _between(step) or _beside(step) or _twice(step)
+    return _own_checkpoint(step) or _changes(step) or _between(step) or _beside(step) or _twice(step)
 
 
 def _module(step: Step, op: int) -> str:
     return step.modules[step.op_module[op]] or "the model"
+
+
+def _own_checkpoint(step: Step) -> str:
+    again = np.flatnonzero(step.op_phase == Phase.RECOMPUTE)
+    return f"{_module(step, int(again[0]))} is run again by a checkpoint of the model's own" if len(again) else ""
 
 
 def _changes(step: Step) -> str:

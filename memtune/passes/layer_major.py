@@ -320,10 +320,10 @@ class _Writer:
         gradients, made, kept = self._gradients, self._made[index], self._forward_made[index]
         given = self._given(rows, made)
         landing = gradients.landing_in(rows)
-        rows = rows[~np.isin(rows, first_adds(gradients, self._packs, index, group))]
+        rows = rows[~np.isin(rows, first_adds(gradients, index, group))]
         done = 0
         for parameter in landing:
-            outside = gradients.is_outside(parameter)
+            outside = bool(gradients.is_outside[parameter])
             leaves = not outside and index == group[-1]
             begins = index == 0 if outside else index == group[0]
             if leaves or begins:

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from memtune.packs import Packs, Span
+from memtune.packs import Span
 from memtune.parameters import columns_of
 from memtune.passes.replay import Mask, NewOp, Replay, Rows
 from memtune.passes.shares import raw_gradients
@@ -26,6 +26,16 @@ def parameters_by_block(step: Step) -> tuple[tuple[int, ...], ...]:
     """Rows of each block's parameters."""
     block = columns_of(step.parameters).block
     return tuple(tuple(np.flatnonzero(block == i).tolist()) for i in range(len(step.blocks)))
+
+
+@functools.lru_cache(maxsize=8)
+def _state_of(step: Step) -> dict[int, list[int]]:
+    """The optimizer's state of each parameter, but for counters."""
+    found: dict[int, list[int]] = {}
+    state = whole_state(step)
+    for storage, owner in zip(state.tolist(), step.owner[state].tolist(), strict=True):
+        found.setdefault(owner, []).append(storage)
+    return found
 
 
 class Weights:
@@ -89,21 +99,20 @@ class Gradients:
         self._down = np.full(count, -1, np.int32)
         self._on_the_way = -1
         self._arriving = -1
-        self._native_bytes, self._state = native_update_bytes(step), whole_state(step)
+        self._native_bytes, self._state_of = native_update_bytes(step), _state_of(step)
+        self.is_outside = columns.block < 0
+        """(parameters,) True where it belongs to no block."""
 
     def landing_in(self, rows: Rows) -> list[int]:
         """Parameters whose gradients land in `rows`, in that order."""
         inside = np.zeros(self._step.n_ops + 1, bool)
         inside[rows] = True
-        return [int(row) for row in self._order if inside[self._lands[row]]]
+        found: list[int] = self._order[inside[self._lands[self._order]]].tolist()
+        return found
 
     def row_of(self, parameter: int) -> int:
         """The op after which its gradient has landed."""
         return int(self._lands[parameter])
-
-    def is_outside(self, parameter: int) -> bool:
-        """Whether it belongs to no block."""
-        return bool(self._columns.block[parameter] < 0)
 
     def begins(self, parameter: int, made: I32) -> None:
         """The first micro-batch's gradient becomes the sum."""
@@ -138,9 +147,8 @@ class Gradients:
     def update(self, pack: Span, hosts: I32) -> None:
         """Rule 3."""
         rows = sorted(row for block in range(*pack) for row in parameters_by_block(self._step)[block] if self._down[row] >= 0)
-        owner = self._step.owner[self._state]
         for row in rows:
-            state = self._new.here[self._state[owner == row]].tolist()
+            state = self._new.here[self._state_of.get(row, [])].tolist()
             self._new.new_op(
                 _UPDATE, int(self._native_bytes[row]), reads=(int(self._down[row]),), writes=(int(hosts[row]), *state)
             )
@@ -174,9 +182,8 @@ class Gradients:
         return gradient, landing
 
 
-def first_adds(gradients: Gradients, packs: Packs, index: int, group: range) -> I32:
+def first_adds(gradients: Gradients, index: int, group: range) -> I32:
     """Ops that add to sums of earlier micro-batches, which are not there yet in micro-batch `index` of `group`."""
-    outside = np.asarray([gradients.is_outside(row) for row in range(len(gradients.adds))], bool)
-    first = np.where(outside, index == 0, index == group[0])
+    first = np.where(gradients.is_outside, index == 0, index == group[0])
     found: I32 = gradients.adds[first & (gradients.adds >= 0)]
     return found

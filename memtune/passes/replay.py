@@ -19,6 +19,8 @@ from memtune.program import FOREVER, I32, READS, WRITES, Kind, Phase, Resource, 
 Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 _NONE = np.empty(0, np.int32)
+_OF_NEW = ("op_name", "op_call", "op_phase", "op_resource", "op_traffic_bytes", "op_group", "op_stream", "op_prefetch")
+_NEUTRAL = {"op_node": -1, "op_copy_of": -1}
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,12 @@ class Replay:
         self.here[before] = np.arange(len(before), dtype=np.int32)
         self.n_storages = 0
         self._storages: list[tuple[Any, ...]] = []
+        self._pending_storages: list[tuple[int, ...]] = []
         self.add_storages(
             step.bytes[before], step.tier[before], step.kind[before], -1, step.owner[before], step.held_until[before]
         )
         self._ops: list[dict[str, Any]] = []
-        self._pending: dict[str, list[Any]] = {}
+        self._pending: list[tuple[int, ...]] = []
         self._op_uses: list[tuple[I32, I32, Any]] = []
         self._new_uses: list[tuple[int, int, int]] = []
         self._holds: list[tuple[I32, Any]] = []
@@ -76,6 +79,7 @@ class Replay:
 
     def add_storages(self, n_bytes: Any, tier: Any, kind: Any, producer: Any, owner: Any, held: Any) -> I32:
         """New storages; each argument is a column or one value for all. Returns their numbers."""
+        self._flush_storages()
         count = len(n_bytes)
         numbers = np.arange(self.n_storages, self.n_storages + count, dtype=np.int32)
         self.n_storages += count
@@ -87,21 +91,17 @@ class Replay:
         makes: tuple[int, Tier, Kind, int] | None = None, call: int = -1,
     ) -> int:  # fmt: skip
         """Append `op`; `makes`: bytes, tier, kind and owner of what it makes. Returns the number of that, -1 for nothing."""
-        row = {
-            "op_name": self._names.setdefault(op.name, len(self._names)), "op_module": 0, "op_call": call,
-            "op_phase": int(op.phase), "op_resource": int(op.resource), "op_flops": 0.0, "op_traffic_bytes": traffic_bytes,
-            "op_rng": 0, "op_group": op.group, "op_node": -1, "op_copy_of": -1, "op_stream": op.stream,
-            "op_prefetch": op.prefetch, "op_match": 0,
-        }  # fmt: skip
-        for name, value in row.items():
-            self._pending.setdefault(name, []).append(value)
+        name = self._names.setdefault(op.name, len(self._names))
+        self._pending.append((name, call, op.phase, op.resource, traffic_bytes, op.group, op.stream, op.prefetch))
         at = self.n_ops
         self.n_ops += 1
         self._new_uses += [(at, storage, READS) for storage in reads] + [(at, storage, WRITES) for storage in writes]
         if makes is None:
             return -1
         n_bytes, tier, kind, owner = makes
-        return int(self.add_storages([n_bytes], int(tier), int(kind), at, owner, -1)[0])
+        self._pending_storages.append((n_bytes, tier, kind, at, owner, -1))
+        self.n_storages += 1
+        return self.n_storages - 1
 
     def run(self, turn: Turn, rows: Rows, made: I32, kept: I32, from_kept: Mask, *, again: I32 | None = None) -> None:
         """Append the ops `rows`.
@@ -162,10 +162,19 @@ class Replay:
         self._emptied = np.union1d(self._emptied, self.here_before(storages)).astype(np.int32)
 
     def _flush(self) -> None:
-        if self._pending:
-            dtypes = {name: column.dtype for name, column in self.step.columns("op_").items()}
-            self._ops.append({name: np.asarray(values, dtypes[name]) for name, values in self._pending.items()})
-            self._pending = {}
+        """New ops become columns: rows follow in their order."""
+        if not self._pending:
+            return
+        values = dict(zip(_OF_NEW, zip(*self._pending, strict=True), strict=True))
+        count, columns = len(self._pending), self.step.columns("op_")
+        neutral = {name: [_NEUTRAL.get(name, 0)] * count for name in columns}
+        self._ops.append({name: np.asarray(column).astype(columns[name].dtype) for name, column in (neutral | values).items()})
+        self._pending = []
+
+    def _flush_storages(self) -> None:
+        if self._pending_storages:
+            self._storages.append(tuple(np.asarray(each, np.int64) for each in zip(*self._pending_storages, strict=True)))
+            self._pending_storages = []
 
     def done(self, gradient: I32, landing: I32) -> Step:
         """The new step.
@@ -175,6 +184,7 @@ class Replay:
             landing: Numbers of the gradients in the order in which they land.
         """
         self._flush()
+        self._flush_storages()
         step = self.step
         ops: dict[str, Any] = {name: np.concatenate([part[name] for part in self._ops]).astype(column.dtype)
                for name, column in step.columns("op_").items()}  # fmt: skip

@@ -12,7 +12,8 @@ Rule 3. Nothing draws random numbers, which would be drawn in another order, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,12 +40,19 @@ class Given:
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    """Device, type and whether casts are kept, of each autocast that was on: packs run outside of the user's `with`."""
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> Given:
         """The arguments, taken apart."""
         leaves, spec = tree_flatten((args, kwargs))
-        return cls(tuple(leaves), spec)
+        on = tuple(
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        )
+        return cls(tuple(leaves), spec, on)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -52,7 +60,15 @@ class Given:
         kinds = tuple(
             ("tensor", x.requires_grad, x.dtype) if isinstance(x, Tensor) else (type(x), _value(x)) for x in self.leaves
         )
-        return str(self.spec), kinds
+        return str(self.spec), kinds, self.autocast
+
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Inside, autocast is as it was when the block was called."""
+        with ExitStack() as stack:
+            for device, dtype, keeps in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=keeps))
+            yield
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ class LayerMajor:
             _Block(block, index, self).install()
         self._at = 0  # micro-batch whose turn it is
         self._chain_of: dict[int, Chain] = {}
+        self._called_as: dict[int, Given] = {}
         self._shared: dict[int, list[Any]] = {}  # by micro-batch: what the first block is given and later ones as well
         self._kept: dict[
             tuple[int, int], Callable[[Tensor, list[Tensor | None]], list[Any]]
@@ -266,6 +267,7 @@ class LayerMajor:
         if given.key not in self._chains:
             self._chains[given.key] = self._look(lambda: loss_function(model, upload(batch, device)))
         chain = self._chain_of[index] = self._chains[given.key]
+        self._called_as[index] = Given((), given.spec, given.autocast)
         later = {where for link in chain[1:] for kind, where in link.sources if kind == "first"}
         self._shared[index] = [leaf if at in later else None for at, leaf in enumerate(given.leaves)]
         self._kept[0, index] = self._boundaries.keep(given.leaves)
@@ -288,12 +290,13 @@ class LayerMajor:
     def _run(self, blocks: range, index: int, passed: list[Any]) -> list[Any]:
         """What the last of `blocks` passes on in micro-batch `index`, when the first one starts from `passed`."""
         chain = self._chain_of[index]
-        for block in blocks:
-            args, kwargs = chain[block].arguments(passed, self._shared[index] if block else passed)
-            out = self._blocks[block](*args, **kwargs)
-            del args, kwargs
-            passed = chain[block].passes(out)
-            del out
+        with self._called_as[index].as_called():
+            for block in blocks:
+                args, kwargs = chain[block].arguments(passed, self._shared[index] if block else passed)
+                out = self._blocks[block](*args, **kwargs)
+                del args, kwargs
+                passed = chain[block].passes(out)
+                del out
         return passed
 
     def _forward(self, pack: Span, index: int) -> None:
@@ -358,6 +361,7 @@ class LayerMajor:
         """Rule 5, of what comes before the blocks."""
         self._shared.pop(index, None)
         self._chain_of.pop(index, None)
+        self._called_as.pop(index, None)
         if index not in self._edges:
             return
         self._at_the_start = True
@@ -372,6 +376,7 @@ class LayerMajor:
 
     def _forget(self) -> None:
         self._chain_of.clear()
+        self._called_as.clear()
         self._shared.clear()
         self._kept.clear()
         self._boundaries.arrive()

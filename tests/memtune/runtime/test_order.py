@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from packs_suite import CHAIN, config
+from packs_suite import CHAIN, config, in_place, trained
 from torch import Tensor, nn
+from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
 from memtune.errors import ApplyError
 from memtune.search_spaces.offload.states.harmony import Harmony
+from memtune.testing import differences
 from memtune.testing.training import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,3 +123,10 @@ def test_evaluation_checkpoints_and_loops_of_ones_own() -> None:
     run.load_state_dict(state)
     with torch.no_grad():
         assert torch.equal(workload.loss(model, batches[0]), before)
+
+
+@pytest.mark.parametrize("model", ["autocast", pytest.param("hf_llama", marks=pytest.mark.slow)])
+def test_packs_run_as_the_user_s_code_would_run_them(model: str) -> None:
+    """Autocast is on in packs where it is in the user's code, and arguments of Hugging Face's blocks reach them."""
+    technique = Harmony(kind="harmony", backward=1)
+    assert not differences(trained(technique, 2, 2, ZOO[model]), in_place(2, 2, ZOO[model]))

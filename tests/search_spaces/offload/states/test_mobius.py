@@ -32,7 +32,7 @@ def loads(step: Step) -> np.ndarray[Any, Any]:
 
 class TestMobius(PacksSuite):
     technique = Mobius
-    variants = (THREE, DEFAULT)
+    variants = (THREE,)
 
     def test_bytes_are_twice_the_weights_and_the_gradients_once(self) -> None:
         """The mechanism: 2|W| - |W of the last stage| + |gradients|, whatever the number of micro-batches."""
