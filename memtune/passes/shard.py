@@ -12,86 +12,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.passes.gathers import Gathered, When, gather_units
-from memtune.passes.shares import Mask, Shards, add_storages, divided, raw_gradients, shards_of
-from memtune.passes.units import Ragged, Units, column, units_of
-from memtune.program import I32, I64, Kind, Phase, Resource, Step
+from memtune.passes.reductions import Reduced, reduce_gradients
+from memtune.passes.shares import Mask, divided, raw_gradients, shards_of
+from memtune.passes.units import Ragged, Units, units_of
+from memtune.program import I32, I64, Kind, Phase, Step
+from memtune.sharding import Sharding
 
-NOTHING = Resource.NOTHING
 TO_HOST = "memtune.to_host.default"
-
-
-Sums = Literal["shards", "whole", "further"]
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How the model state is divided: `degree` ranks share a copy, `replicas` copies exist."""
-
-    degree: int
-    replicas: int = 1
-    reshard_after_forward: bool | int = True
-    """Whether a unit's parameters go between forward and backward; a number: what stays is divided over groups of that many."""
-    blocks_per_unit: int = 1
-    keeps_root: bool = True
-    """Whether what is in no block stays gathered between forward and backward."""
-    prefetch: int | None = None
-    """Units gathered ahead of the one that runs; None: as FSDP2 does it, none in forward and one in backward."""
-    reduce_itemsize: int | None = None
-    """Bytes of an element of a gradient on the link; None: as many as it has."""
-    replicas_across_nodes: bool = False
-    """Whether the ranks that hold the same shard sit on different nodes, each with a network card of its own."""
-    stages_messages: bool = False
-    """Whether reductions copy their whole message first and compute waits for collectives, as with gloo on CPU."""
-    two_hop: bool = False
-    """Whether gradients are averaged between the copies once a step, not in every micro-batch."""
-    sums: Sums = "shards"
-    """What micro-batches add up: shards, or whole gradients that are reduced in the last one; or nothing here, as shards are
-    divided further in every micro-batch."""
-    micro_batches: int = 1
-    """Per step."""
-
-    @property
-    def between_copies(self) -> Resource:
-        """The link between ranks that hold the same shard."""
-        return Resource.INTER_LINK if self.replicas_across_nodes else Resource.INTRA_LINK
-
-    @property
-    def average_phase(self) -> Phase:
-        """What runs once per step although it stands in the middle of backward belongs to the boundary."""
-        return Phase.BOUNDARY if self.two_hop else self.reduce_phase
-
-    @property
-    def reduce_phase(self) -> Phase:
-        """Whole sums are reduced once per step."""
-        return Phase.BOUNDARY if self.sums == "whole" and self.micro_batches > 1 else Phase.BACKWARD
-
-    @property
-    def reduce_streams(self) -> tuple[int, int]:
-        """Of the reductions inside a group and between the copies."""
-        return (_COMPUTE_STREAM, _COMPUTE_STREAM) if self.stages_messages else (_REDUCE_STREAM, _REPLICA_STREAM)
-
-    @property
-    def gather_stream(self) -> int:
-        """Of the gathers: they wait for nothing but the link, or compute waits for them."""
-        return _COMPUTE_STREAM if self.stages_messages else 0
-
-    @property
-    def group_after_forward(self) -> int:
-        """Ranks over which a unit is divided between its forward and its backward."""
-        return self.degree if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
-
-    def ahead(self, phase: Phase) -> int:
-        """How far a gather runs ahead of compute on the link's own stream (`Step.op_prefetch`)."""
-        if self.stages_messages:
-            return 0
-        return 1 if phase == Phase.BACKWARD else 2 if self.prefetch else 3
 
 
 def shard_states(step: Step, how: Sharding) -> Step:
@@ -105,7 +38,7 @@ def shard_states(step: Step, how: Sharding) -> Step:
         secondary = _forward(edit, step, how, units, kept, uses)
         if not kept.all():
             _backward(edit, step, how, units, kept, secondary, uses)
-    reduced = _gradients(edit, step, how)
+    reduced = reduce_gradients(edit, step, how)
     edit.use_storage = uses.apply(edit.use_storage)
     return _resized(edit, step, how, reduced)
 
@@ -135,9 +68,6 @@ def _parameter_uses(step: Step) -> tuple[I64, I32, Mask]:
     parameter = step.parameter_of[step.use_storage]
     rows = np.flatnonzero((parameter >= 0) & (step.use_phase < Phase.BOUNDARY))
     return rows, parameter[rows], step.use_phase[rows] == Phase.FORWARD
-
-
-_COMPUTE_STREAM, _REDUCE_STREAM, _REPLICA_STREAM = 1, 2, 3
 
 
 def _forward(edit: Edit, step: Step, how: Sharding, units: Units, kept: Mask, uses: _Redirect) -> _Secondary | None:
@@ -236,207 +166,7 @@ def _backward(
         edit.hold_through(parts.values[there], made.copy[parts.part[there]])
 
 
-@dataclass(frozen=True, eq=False)
-class _Reductions:
-    """The units whose gradients are reduced, in the order in which their backwards end, and the gradients in them."""
-
-    parameters: Ragged
-    after: I32
-    """(units,) last op of each one's backward."""
-    raw: I32
-    """(parameters,) the storage that this micro-batch's gradient is made in, not the sum over micro-batches; -1: none."""
-    sums: Ragged
-    """Sums of earlier micro-batches that are there: rows of the parameters, by unit."""
-    accumulated: bool
-
-
-@functools.lru_cache(maxsize=8)
-def _reductions(step: Step, blocks_per_unit: int, kept: Sums) -> _Reductions:
-    units, gradient = units_of(step, blocks_per_unit), columns_of(step.parameters).gradient
-    raw = gradient if kept == "whole" else raw_gradients(step)
-    order = np.argsort(units.last_backward, kind="stable")
-    parameters = units.parameters.picked(order)
-    parameters = parameters.where(raw[parameters.values] >= 0)
-    used = np.flatnonzero(parameters.count)
-    parameters = parameters.picked(used)
-    sums = parameters.where((step.producer[gradient[parameters.values]] < 0) & (kept == "shards"))
-    accumulated = bool(((raw >= 0) & (raw != gradient)).any())
-    return _Reductions(parameters, units.last_backward[order][used], raw, sums, accumulated)
-
-
-@dataclass(frozen=True, eq=False)
-class _Reduced:
-    """What came of the reductions, and the sharded gradients they made, by unit."""
-
-    of: _Reductions
-    taken: I32
-
-
-@dataclass(frozen=True, eq=False)
-class _Messages:
-    """What the reductions send."""
-
-    n_bytes: I64
-    """(units,) of a shard in the gradients' own type."""
-    sent: I64
-    """(units,) of a shard as it travels."""
-    averaged: I64
-    """Units beside whose reduction something is averaged between the copies."""
-    cast: I64
-    """Units whose gradients travel in another type than their own."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """The ops of the reductions: one per unit, averaged unit, cast unit or sum."""
-
-    make: I32
-    pack: I32
-    take: I32
-    reduce: I32
-    exchange: I32
-    cast: I32
-    add: I32
-    last: I32
-    """(units,) the last one of each unit."""
-
-
-def _gradients(edit: Edit, step: Step, how: Sharding) -> _Reduced:
-    """Reduce-scatter each unit after its backward, and add it to the sums of the earlier micro-batches."""
-    of, shards = _reductions(step, how.blocks_per_unit, how.sums), shards_of(columns_of(step.parameters), how.degree)
-    if not len(of.after):
-        return _Reduced(of, np.empty(0, np.int32))
-    mine = of.parameters
-    n_bytes = replace(mine, values=shards.n_bytes[mine.values]).sums()
-    sent = _in_type(step, mine, n_bytes, how)
-    messages = _Messages(n_bytes, sent, _averaged(how, len(of.after)), _cast_units(step, mine, how))
-    rows = _insert(edit, how, of, shards, messages)
-    given, taken = _reduction_buffers(edit, how, shards, mine, sent, rows)
-    raw, averaged = of.raw[mine.values], messages.averaged
-    edit.add_uses(rows.pack[mine.part], raw)
-    edit.add_uses(rows.pack, given, mutates=True)
-    edit.add_uses(rows.reduce, given)
-    edit.add_uses(rows.reduce, taken, mutates=True)
-    edit.add_uses(rows.exchange, _averages(step, of, taken, how)[averaged - how.two_hop], mutates=True)
-    if len(rows.cast):
-        edit.add_uses(rows.cast, taken[messages.cast])
-        taken = taken.copy()
-        taken[messages.cast] = edit.add_storages(n_bytes[messages.cast], producer=rows.cast, kind=Kind.GRADIENT)
-    edit.add_uses(rows.add, taken[of.sums.part])
-    edit.add_uses(rows.add, columns_of(step.parameters).gradient[mine.values[mine.starts]][of.sums.part], mutates=True)
-
-    # The function that reduces still names the last gradient of its loop, and its buffers, when it has added to the sums.
-    edit.hold_through(np.concatenate([raw[mine.starts + mine.count - 1], given]), np.concatenate([rows.last, rows.last]))
-    edit.hold_through(given[:-1], of.after[1:])
-    end = np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]
-    for op in rows.last[of.after == end].tolist():
-        edit.hold_to_the_end_of_backward(op)
-    if how.replicas > 1 and how.two_hop:
-        _average_the_last(edit, step, how, int(sent[-1]), _averages(step, of, taken, how)[-1:])
-    return _Reduced(of, taken)
-
-
-def _insert(edit: Edit, how: Sharding, of: _Reductions, shards: Shards, messages: _Messages) -> _Rows:
-    """Insert the ops.
-
-    Of a unit: a buffer, the copy into it, the sharded gradient, the reduction, the all-reduce between replicas if there are any,
-    a cast if it travelled in another type, an addition for each sum. In two hops what is all-reduced are the sums of the unit
-    before.
-    """
-    n_bytes, sent, averaged = messages.n_bytes, messages.sent, messages.averaged
-    per_unit = of.sums.count + 4
-    per_unit[averaged] += 1
-    per_unit[messages.cast] += 1
-    make = np.cumsum(per_unit) - per_unit
-    pack, take, reduce, exchange = make + 1, make + 2, make + 3, make[averaged] + 4
-    end = make + per_unit
-    cast, add = (end - of.sums.count - 1)[messages.cast], of.sums.places(end - of.sums.count)
-    n_ops = int(per_unit.sum())
-    streams = how.reduce_streams
-    names = [
-        (make, "aten.empty.memory_format"),
-        (pack, "fsdp.chunk_cat.default"),
-        (take, "aten.empty.memory_format"),
-        (reduce, "memtune.reduce_scatter_into_.default"),
-        (exchange, "memtune.all_reduce_.default"),
-        (cast, "aten._to_copy.default"),
-        (add, "aten.add_.Tensor"),
-    ]
-    rows = edit.add_ops(
-        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
-        after=np.repeat(of.after, per_unit),
-        phase=column(n_ops, np.uint8, (slice(None), how.reduce_phase), (exchange, how.average_phase)),
-        resource=column(
-            n_ops, np.uint8, (make, NOTHING), (take, NOTHING), (reduce, Resource.INTRA_LINK), (exchange, how.between_copies)
-        ),
-        traffic_bytes=column(
-            n_ops, np.int64,
-            (pack, (n_bytes + sent) * how.degree), (reduce, sent * how.degree), (exchange, sent[averaged - how.two_hop]),
-            (cast, (n_bytes + sent)[messages.cast]), (add, 3 * shards.n_bytes[of.sums.values]),
-        ),
-        group=column(n_ops, np.int32, (reduce, how.degree), (exchange, how.replicas)),
-        stream=column(n_ops, np.uint8, (reduce, streams[0]), (exchange, streams[1]),
-            (cast, streams[how.replicas > 1]), (add, streams[how.replicas > 1])),
-    )  # fmt: skip
-    return _Rows(*(rows[place] for place in (make, pack, take, reduce, exchange, cast, add, end - 1)))
-
-
-def _cast_units(step: Step, parameters: Ragged, how: Sharding) -> I64:
-    """Units whose gradients travel in another type than their own."""
-    itemsize = columns_of(step.parameters).itemsize[parameters.values[parameters.starts]]
-    return np.flatnonzero(itemsize != (how.reduce_itemsize or itemsize))
-
-
-def _in_type(step: Step, parameters: Ragged, n_bytes: I64, how: Sharding) -> I64:
-    """(units,) `n_bytes` of gradients in the type in which they travel."""
-    itemsize = columns_of(step.parameters).itemsize[parameters.values[parameters.starts]].astype(np.int64)
-    travelling: I64 = n_bytes // itemsize * (how.reduce_itemsize or itemsize)
-    return travelling
-
-
-def _averaged(how: Sharding, units: int) -> I64:
-    """Units beside whose reduction something is averaged between the copies: itself, or in two hops the unit before it."""
-    return np.arange(int(how.two_hop), units) if how.replicas > 1 else np.arange(0)
-
-
-def _averages(step: Step, of: _Reductions, taken: I32, how: Sharding) -> I32:
-    """(units,) what is averaged of each: its shard, or in two hops the sums that the shard has been added to."""
-    sums = columns_of(step.parameters).gradient[of.parameters.values[of.parameters.starts]]
-    return np.where(of.sums.count > 0, sums, taken) if how.two_hop else taken
-
-
-def _average_the_last(edit: Edit, step: Step, how: Sharding, n_bytes: int, sums: I32) -> None:
-    """In two hops, the unit that no other follows is averaged when backward ends."""
-    row = edit.add_ops(
-        "memtune.all_reduce_.default",
-        after=np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1:].astype(np.int32),
-        phase=how.average_phase,
-        resource=how.between_copies,
-        traffic_bytes=n_bytes,
-        group=how.replicas,
-        stream=how.reduce_streams[1],
-    )
-    edit.add_uses(row, sums, mutates=True)
-    edit.hold_to_the_end_of_backward(int(row[0]))
-
-
-def _reduction_buffers(edit: Edit, how: Sharding, shards: Shards, parameters: Ragged, sent: I64, rows: _Rows) -> tuple[I32, I32]:
-    """What each unit's reduction is given and what it makes; `sent`: (units,) bytes of a shard as it travels."""
-    bytes_of = shards.n_bytes[parameters.values]
-    place = (4 if how.stages_messages else 2) * np.arange(len(rows.make))
-    parts = [(place, rows.make, sent * how.degree, Kind.COMMUNICATION), (place + 1, rows.take, sent, Kind.GRADIENT)]
-    if how.stages_messages:
-        # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
-        uneven = replace(parameters, values=bytes_of * shards.uneven[parameters.values]).sums()
-        parts += [
-            (place + 2, rows.pack, uneven * how.degree, Kind.WORKSPACE),
-            (place + 3, rows.reduce, sent * how.degree, Kind.WORKSPACE),
-        ]
-    storages = add_storages(edit, parts)
-    return storages[place], storages[place + 1]
-
-
-def _resized(edit: Edit, step: Step, how: Sharding, reduced: _Reduced) -> Step:
+def _resized(edit: Edit, step: Step, how: Sharding, reduced: Reduced) -> Step:
     """Parameters, state and the optimizer's temporaries at shard size; the optimizer reads the sharded gradients."""
     columns, mine = columns_of(step.parameters), reduced.of.parameters
     shards = shards_of(columns, how.degree)

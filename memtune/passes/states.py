@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from memtune.factors import Factors
 from memtune.passes.partition import Partitioning, partition_states
-from memtune.passes.shard import Sharding, Sums, shard_states
+from memtune.passes.shard import shard_states
 from memtune.program import Resource, Step
+from memtune.sharding import Sharding, Sums
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from memtune.passes.shard import Sharding, shard_states
+from memtune.passes.shard import shard_states
 from memtune.program import Phase, Program, Step
 from memtune.runtime.context import Context
 from memtune.runtime.sharding import shard
+from memtune.sharding import Sharding
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from memtune.passes.shard import Sharding
 from memtune.program import Program
 from memtune.search_spaces.sharding.states._units import _Units, does_not_divide
+from memtune.sharding import Sharding
 from memtune.technique import Exactness, Plan, Reason, Target
 
 _TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -11,8 +11,9 @@ from memtune.autotune.record import record
 from memtune.autotune.translate import translate
 from memtune.edit import accumulate_gradients
 from memtune.passes.moments import checkpoint, evaluation, first_step
-from memtune.passes.shard import Sharding, shard_states
+from memtune.passes.shard import shard_states
 from memtune.program import FOREVER, Kind, Phase, Step, Tier
+from memtune.sharding import Sharding
 from memtune.testing.drift import recording_of
 from memtune.workload import Workload
 

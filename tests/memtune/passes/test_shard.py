@@ -16,12 +16,13 @@ from memtune.edit import accumulate_gradients
 from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.move import MoveClaim, move_activations
 from memtune.passes.recompute import recompute_blocks
-from memtune.passes.shard import Sharding, shard_states
+from memtune.passes.shard import shard_states
 from memtune.program import Kind, Recording, Step, Tier
 from memtune.runtime import sharding
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.sharding import Sharding
 from memtune.workload import Workload
 
 RANKS = 4

@@ -296,7 +296,8 @@ def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
     from memtune.autotune.record import record
     from memtune.message import Communication
     from memtune.passes.communicate import communicate
-    from memtune.passes.shard import Sharding, shard_states
+    from memtune.passes.shard import shard_states
+    from memtune.sharding import Sharding
     from memtune.workload import Workload
 
     sharded = shard_states(record(Workload.load(ZOO["gpt"])).at(2), Sharding(RANKS, stages_messages=True))

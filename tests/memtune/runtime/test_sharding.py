@@ -304,8 +304,9 @@ def test_peak_of_the_native_ledger_is_the_predicted_one() -> None:
     from memtune.autotune.record import record
     from memtune.passes.partition import Partitioning, partition_states
     from memtune.passes.replicate import Replication, replicate
-    from memtune.passes.shard import Sharding, shard_states
+    from memtune.passes.shard import shard_states
     from memtune.program import FOREVER
+    from memtune.sharding import Sharding
     from memtune.workload import Workload
 
     step = record(Workload.load(ZOO["gpt"])).at(2)
