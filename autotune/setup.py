@@ -129,9 +129,7 @@ def prepare(
         return translate(each, machine, workspace=scratch)
 
     recording = to_device(recorded)
-    budget = options.budget_bytes or (machine.usable_bytes(options.ranks) if device == "cuda" else None)
-    if budget is None and options.goal == "batch":
-        budget = machine.memory_bytes // options.ranks
+    budget = _budget(options, machine, device)
     frozen: Reason | None = None
     checked = options.goal != "batch" and only is None
     if checked:
@@ -140,9 +138,7 @@ def prepare(
     compiled = CompiledRecordings(workload, sizes, used, workspace, device, to_device)
     searches = earlier(device) if options.gpu_type is None else []
     calibration = calibration_of(searches)
-    cut = CutRecordings(
-        workload, recorded, sizes, used, workspace, device, machine.local_ranks(options.ranks), to_device
-    )  # fmt: skip
+    cut = CutRecordings(workload, recorded, sizes, used, workspace, device, machine.local_ranks(options.ranks), to_device)
     target = Target(machine, options.ranks, budget, cut=cut if _cuts_layers(options, only) else None)
     scorer = Scorer(
         Rewriter(recording, target, compiled=compiled),
@@ -155,7 +151,6 @@ def prepare(
         allow_lossy=options.allow_lossy,
     )  # fmt: skip
     if options.goal == "batch":
-        assert budget is not None
         space = _of_all_batches(space, scorer, budget)
     return Setup(
         workload, recording, machine, device, options.ranks, global_batch, budget, options.goal, scorer, space,
@@ -164,8 +159,15 @@ def prepare(
     )  # fmt: skip
 
 
-def _of_all_batches(space: Space, scorer: Scorer, budget: int) -> Space:
+def _budget(options: TargetOptions, machine: Hardware, device: Device) -> int | None:
+    """Bytes that a rank may use; None: nothing limits it."""
+    budget = options.budget_bytes or (machine.usable_bytes(options.ranks) if device == "cuda" else None)
+    return machine.memory_bytes // options.ranks if budget is None and options.goal == "batch" else budget
+
+
+def _of_all_batches(space: Space, scorer: Scorer, budget: int | None) -> Space:
     """`space` with every micro-batch worth trying up to what may fit, without accumulation."""
+    assert budget is not None  # goal batch always has one
     like = space.executions[0]
     sizes = [each.micro_batch for each in batch_sizes(_most_samples(scorer, space, budget))]
     return replace(space, executions=tuple(like.model_copy(update={"micro_batch": each, "accumulate": 1}) for each in sizes))

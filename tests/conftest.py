@@ -7,6 +7,7 @@ import importlib.util
 import os
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,18 @@ def one_thread() -> Iterator[None]:
 
     with cpu_threads(1):
         yield
+
+
+@pytest.fixture
+def ssd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where tensors on SSD go; nothing may be left there when the test's models are gone."""
+    from memtune.runtime import disk, offload_dir
+
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+    yield tmp_path
+    gc.collect()
+    used = disk.opened()
+    assert used is None or used.used_bytes == 0
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -42,7 +42,7 @@ from memtune.runtime.positions import (
     summed_parameters,
     times,
 )
-from memtune.runtime.ranks import require_ranks
+from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.ring import Ring, Round, Sums
 from memtune.runtime.sharding import grid, meshes
 from memtune.runtime.tensor import work_together
@@ -424,11 +424,7 @@ def divide_sequence(context: Context, split: Split) -> None:
             chain.
     """
     require_ranks(context, "head-context parallelism")
-    if split.ranks < 2 or context.ranks % split.ranks:
-        raise ApplyError(
-            f"{context.ranks} ranks cannot be put into equal groups of {split.ranks} to share sequences.",
-            fix="a degree that divides the number of ranks", code="MT321",
-        )  # fmt: skip
+    require_groups(context, split.ranks, "groups")
     names = summed_parameters(context.model, (), context.blocks, FIX)
     copies, mesh = meshes(context.device.type, split.ranks)
     group, rank = mesh.get_group().group_name, mesh.get_local_rank()

@@ -35,7 +35,7 @@ from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context
 from memtune.runtime.elsewhere import Elsewhere, keep_own
 from memtune.runtime.loop import LossFunction
-from memtune.runtime.ranks import require_ranks
+from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.sharding import meshes
 from memtune.runtime.stage import Run, Stage, StageModule, become_pieces
 from memtune.runtime.turns import Turns
@@ -251,11 +251,7 @@ def pipe(context: Context, layout: Layout) -> None:
 
 
 def _require_layout(context: Context, layout: Layout) -> None:
-    if layout.degree < 2 or context.ranks % layout.degree:
-        raise ApplyError(
-            f"{context.ranks} ranks cannot be put into equal pipelines of {layout.degree}.",
-            fix="a degree that divides the number of ranks", code="MT321",
-        )  # fmt: skip
+    require_groups(context, layout.degree, "pipelines")
     outside = {n for n, _ in context.model.named_parameters() if not any(n.startswith(f"{b}.") for b in layout.blocks)}
     strange = sorted((set(layout.blocks) ^ set(context.blocks)) | ((layout.first | layout.last) - outside))
     if strange or len(layout.stages) % layout.degree:

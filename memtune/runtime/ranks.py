@@ -38,6 +38,19 @@ def require_ranks(context: Context, what: str) -> None:
     _require_same_weights(context)
 
 
+def require_groups(context: Context, size: int, what: str) -> None:
+    """Check that the ranks make equal groups of `size`, two or more; `what` these are is for the message.
+
+    Raises:
+        ApplyError: They do not.
+    """
+    if size < 2 or context.ranks % size:
+        raise ApplyError(
+            f"{context.ranks} ranks cannot be put into equal {what} of {size}.",
+            fix="a degree that divides the number of ranks", code="MT321",
+        )  # fmt: skip
+
+
 def are_there(model: nn.Module) -> bool:
     """Whether there are other ranks that what this one sends reaches: not alone, nor in a dry run."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

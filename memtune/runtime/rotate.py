@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
-from memtune.runtime.ranks import require_ranks
+from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.ring import Ring, Round, Sums
 from memtune.runtime.sharding import meshes, rebind
 from memtune.runtime.tensor import Average, mix_plain_and_sharded
@@ -220,11 +220,7 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
         ApplyError: There is no process group, `degree` does not divide it, the ranks' weights differ, or a layer does not rotate.
     """
     require_ranks(context, "rotated tensor parallelism")
-    if degree < 2 or context.ranks % degree:
-        raise ApplyError(
-            f"{context.ranks} ranks cannot be put into equal rings of {degree}.",
-            fix="a degree that divides the number of ranks", code="MT321",
-        )  # fmt: skip
+    require_groups(context, degree, "rings")
     found, refused = rotatable(context.model, degree)
     for name in layers:
         if name not in found:

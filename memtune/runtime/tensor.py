@@ -32,7 +32,7 @@ from memtune.batches import tensors_of
 from memtune.errors import ApplyError
 from memtune.linear_pairs import Pair
 from memtune.runtime.context import Context
-from memtune.runtime.ranks import require_ranks
+from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.sharding import meshes, rebind
 from memtune.runtime.tree import local
 from memtune.runtime.turns import Turns
@@ -134,11 +134,7 @@ def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
         ApplyError: There is no process group, `degree` does not divide it, the ranks' weights differ, or a layer cannot be cut.
     """
     require_ranks(context, "tensor parallelism")
-    if degree < 2 or context.ranks % degree:
-        raise ApplyError(
-            f"{context.ranks} ranks cannot be put into equal groups of {degree} to share layers.",
-            fix="a degree that divides the number of ranks", code="MT321",
-        )  # fmt: skip
+    require_groups(context, degree, "groups")
     require_linear(context.model, pairs, degree)
     copies, mesh = meshes(context.device.type, degree)
     before = dict(context.model.named_parameters())

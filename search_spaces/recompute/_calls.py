@@ -84,17 +84,20 @@ def calls_in(plan: Plan, blocks: int) -> list[Calls]:
         entries = [Calls.from_plain(each) for each in plan.decisions["calls"]]
         found = [entries[i] for i in plan.decisions["blocks"]]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise _no_plan("the config has none, or it is damaged") from error
+        raise no_plan("the config has none, or it is damaged") from error
     if len(found) != blocks:
-        raise _no_plan(f"the config's is for {len(found)} blocks, the model has {blocks}")
+        raise no_plan(f"the config's is for {len(found)} blocks, the model has {blocks}")
     return found
 
 
-def _no_plan(evidence: str) -> ApplyError:
+def no_plan(
+    evidence: str, fix: str = "memtune search  writes it with the config; or choose recompute: {kind: selective}"
+) -> ApplyError:
+    """The error that a config's plan of what blocks keep cannot be used."""
     return ApplyError(
         "this recompute technique needs a plan of what each block keeps.",
         evidence=f"{evidence[0].upper()}{evidence[1:]}.",
-        fix="memtune search  writes it with the config; or choose recompute: {kind: selective}",
+        fix=fix,
         code="MT316",
     )
 

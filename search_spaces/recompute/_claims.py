@@ -6,13 +6,15 @@ from functools import lru_cache
 from typing import Any
 
 from memtune.calls import Calls, by_name, from_names
-from memtune.errors import ApplyError
 from memtune.passes.move import move_activations
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
+from memtune.search_spaces.recompute._calls import no_plan
 from memtune.search_spaces.recompute._levels import Option, move_claims
 from memtune.technique import Plan
+
+_FIX = "memtune search  or  memtune trial --config  makes one and says the least budget; or recompute: {kind: selective}"
 
 
 def entry_of(option: Option) -> dict[str, Any]:
@@ -34,9 +36,9 @@ def options_in(plan: Plan, blocks: int) -> list[Option]:
         ]
         found = [entries[i] for i in plan.decisions["blocks"]]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise _no_plan("the config has none, or it is damaged") from error
+        raise no_plan("the config has none, or it is damaged", _FIX) from error
     if len(found) != blocks:
-        raise _no_plan(f"the config's is for {len(found)} blocks, the model has {blocks}")
+        raise no_plan(f"the config's is for {len(found)} blocks, the model has {blocks}", _FIX)
     return found
 
 
@@ -61,12 +63,3 @@ def claim_planned(context: Context, plan: Plan) -> None:
             table.claim_recompute(region.index, option.calls if option.calls != Calls() else None)
         if option.moved:
             table.claim_move(region.index, 1.0, 0, option.moved)
-
-
-def _no_plan(evidence: str) -> ApplyError:
-    return ApplyError(
-        "this recompute technique needs a plan of what each block keeps.",
-        evidence=f"{evidence[0].upper()}{evidence[1:]}.",
-        fix="memtune search  or  memtune trial --config  makes one and says the least budget; or recompute: {kind: selective}",
-        code="MT316",
-    )

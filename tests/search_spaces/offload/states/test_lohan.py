@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +15,7 @@ from memtune.autotune.simulate import simulate
 from memtune.edit import Edit
 from memtune.program import Kind, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES
-from memtune.runtime import disk, offload_dir
+from memtune.runtime import offload_dir
 from memtune.runtime.tiers import DEVICE, mark
 from memtune.search_spaces.offload.states.lohan import Lohan
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
@@ -41,19 +38,12 @@ def in_backward(step: Step, name: str) -> float:
     return float((ops(step, name) < computes[-1]).mean())
 
 
+@pytest.mark.usefixtures("ssd")
 class TestLohan(LayersSuite):
     technique = Lohan
     models: ClassVar = {"tied": ZOO["tied"]}
     variants = (SMALL, Lohan(kind="lohan"))
     quick = ("tied",)
-
-    @pytest.fixture(autouse=True)
-    def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
-        yield
-        gc.collect()
-        used = disk.opened()
-        assert used is None or used.used_bytes == 0  # nothing is left on SSD when a model is gone
 
     def sabotage(self, tuned: Tuned) -> bool:
         mark(next(iter(tuned.optimizer.state.values()))["exp_avg"], DEVICE)

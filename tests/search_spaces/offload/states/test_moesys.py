@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +20,7 @@ from memtune._apply import Tuned, apply
 from memtune.autotune.simulate import simulate
 from memtune.errors import ApplyError
 from memtune.program import Kind, Resource, Step, Tier
-from memtune.runtime import disk, offload_dir, shim
+from memtune.runtime import offload_dir, shim
 from memtune.runtime.experts import ExpertOptimizer, ExpertStore
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.tiers import DEVICE, HOST, mark, tier
@@ -85,6 +84,7 @@ def own_loop(technique: Moesys | None) -> list[torch.Tensor]:
     return [value.clone() for value in net.state_dict().values()]
 
 
+@pytest.mark.usefixtures("ssd")
 class TestMoesys(TechniqueSuite):
     technique = Moesys
     models: ClassVar = {"moe": ZOO["moe"]}
@@ -94,14 +94,6 @@ class TestMoesys(TechniqueSuite):
     # Routing follows the data, so nothing is recorded on fake tensors: a step is held against a real one, by its bytes on every
     # link and its peak, in which one op does not show.
     not_shown = ("rewrite frees a tensor one op late", "rewrite loses an op")
-
-    @pytest.fixture(autouse=True)
-    def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
-        yield
-        gc.collect()
-        used = disk.opened()
-        assert used is None or used.used_bytes == 0  # nothing is left on SSD when a model is gone
 
     def sabotage(self, tuned: Tuned) -> bool:
         mark(next(state["exp_avg"] for state in tuned.optimizer.state.values() if "exp_avg" in state), DEVICE)

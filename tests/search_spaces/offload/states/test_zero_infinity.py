@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Iterator
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -35,19 +32,12 @@ def total(step: Step, resource: Resource) -> int:
     return int(step.op_traffic_bytes[step.op_resource == resource].sum())
 
 
+@pytest.mark.usefixtures("ssd")
 class TestZeroInfinity(TechniqueSuite):
     technique = ZeroInfinity
     models: ClassVar = {name: ZOO[name] for name in ("tied", "tobf16")}
     quick = ("tied",)
     tolerance = 1e-5
-
-    @pytest.fixture(autouse=True)
-    def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
-        yield
-        gc.collect()
-        used = disk.opened()
-        assert used is None or used.used_bytes == 0  # nothing is left on SSD when a model is gone
 
     def sabotage(self, tuned: Tuned) -> bool:
         mark(next(iter(tuned.optimizer.state.values()))["exp_avg"], DEVICE)
