@@ -37,6 +37,7 @@ from memtune.runtime.autocast import autocast_now
 from memtune.runtime.changed_buffers import changed_buffers, copied_buffers, only_written
 from memtune.runtime.come_ahead import Ahead
 from memtune.runtime.exchanges import refused_in
+from memtune.runtime.inputs_again import as_input, once_each
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
 from memtune.runtime.look import Look, Trail, difference, is_close, magnitude
@@ -316,7 +317,7 @@ class _Frame:
         if not self.wanted:  # nothing to recompute: the inputs are not needed either
             self._args, self._before = None, {}
             return
-        claimed = _once_each(lambda t: self.claim(t) if _is_plain(t) and id_of(t) not in self.fixed else t)
+        claimed = once_each(lambda t: self.claim(t) if _is_plain(t) and id_of(t) not in self.fixed else t)
         self._args = tree_map(claimed, self._args)
         for kept in self.kept.values():
             kept.settle(self.claim)
@@ -372,7 +373,7 @@ class _Frame:
         self._back.pop(n, None)
 
     def _run_again(self) -> None:
-        args, kwargs = tree_map(_once_each(_as_input), self._args)
+        args, kwargs = tree_map(once_each(as_input), self._args)
         mode = ReplayMode(self.kept, self.left_out) if self.region.keep is not None else nullcontext()
         replay = _Replay(self, {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
         assert self._random is not None
@@ -493,24 +494,3 @@ def _unpack(packed: Tensor | Moved | _Number) -> Tensor:
 
 def _never(packed: int) -> Tensor:
     raise ApplyError("backward ran through the graph of a recomputation.", fix="report this as a bug", code="MT308")
-
-
-def _once_each(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`convert` that makes one object of one: a forward may ask whether two of its inputs are the same (attention does)."""
-    made: dict[int, tuple[Any, Any]] = {}
-
-    def converted(value: Any) -> Any:
-        if id(value) not in made:
-            made[id(value)] = value, convert(value)  # `value` stays alive, or another could have its id
-        return made[id(value)][1]
-
-    return converted
-
-
-def _as_input(value: Any) -> Any:
-    """An input of the second run: same bytes, a leaf of its own graph."""
-    if isinstance(value, Moved):
-        return value.get().detach().requires_grad_(value.view.requires_grad)
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    return value
