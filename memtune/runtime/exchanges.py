@@ -14,7 +14,6 @@ Rule 3. What runs below autograd is not the user's: the seam's collectives are m
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -72,6 +71,8 @@ def _refused_in(name: str, first: bool) -> Iterator[None]:
 @cache
 def _kernels() -> tuple[torch.library.Library, ...]:
     """Rule 2: in place for as long as the process lives."""
+    import torch.distributed._functional_collectives  # registers kernels, which would come too late
+
     libraries = {name: torch.library.Library(name, "IMPL") for name in NAMESPACES}
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, op = name.partition("::")
@@ -79,12 +80,18 @@ def _kernels() -> tuple[torch.library.Library, ...]:
             libraries[namespace].impl(op, partial(_looked_at, _overload(namespace, op)), "Autograd")
         elif namespace in _FUNCTIONAL and _GET_KERNEL is not None:
             if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"):
-                found = _overload(namespace, op)
-                looked_at = partial(_looked_at_above, found, _GET_KERNEL(found, "AutogradCPU"))
-                with warnings.catch_warnings():  # that the kernel which was there is overridden
-                    warnings.simplefilter("ignore", UserWarning)
-                    libraries[namespace].impl(op, looked_at, "Autograd", with_keyset=True, allow_override=True)
+                _look_above(libraries[namespace], op, _overload(namespace, op), _GET_KERNEL)
     return (*libraries.values(),)
+
+
+def _look_above(library: torch.library.Library, op: str, found: Any, get_kernel: Callable[[Any, str], Any]) -> None:
+    """A kernel for each device by itself.
+
+    In the place of `Autograd`, which stands for all, one in Python that is there would not be found any more when it is called
+    under a dispatch mode: ours would call itself.
+    """
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        library.impl(op, partial(_looked_at_above, found, get_kernel(found, key)), key, with_keyset=True)
 
 
 def _overload(namespace: str, op: str) -> Any:

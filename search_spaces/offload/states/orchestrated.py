@@ -63,12 +63,12 @@ class TensorMovement(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs replicas behind one link, and blocks that run one after the other."""
+        if target.compiled:
+            return Reason(EAGER_ONLY, "execution.compile: false")
         if target.ranks < 2:
             return Reason("one rank has the link to itself", "offload: {states: {kind: stronghold}}")
         if self._group(target) < 2:
             return Reason("each device has a link to the host of its own", "group: 2, if that is not so")
-        if target.compiled:
-            return Reason(EAGER_ONLY, "execution.compile: false")
         states = target.chosen.get("sharding.states")
         if states is None or states.kind != "ddp":
             return Reason("it is for replicas: sharded weights come and go by themselves", "sharding: {states: {kind: ddp}}")
