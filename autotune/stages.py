@@ -154,11 +154,11 @@ class Stages:
         return refined
 
     def _candidates(self, until: int) -> None:
-        """Run what is proposed until so many trials have been counted, one of all being kept for the audit."""
+        """Run what is proposed until so many trials have been counted, one of all being kept for an audit if one is due."""
         driver = self.driver
-        keep_free = 0 if self._is_audited() else 1
 
         def next_job() -> Job | None:
+            keep_free = 1 if self._to_audit() else 0
             if driver.n_trials >= min(until, driver.options.trials - keep_free) or self._out_of_time():
                 return None
             refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
@@ -169,17 +169,17 @@ class Stages:
 
         driver.drive(next_job)
 
-    def _is_audited(self) -> bool:
-        return any(each.job.role == "audit" for each in self.driver.finished)
+    def _to_audit(self) -> Scored | None:
+        """The pruned candidate that came closest; None where nothing is pruned or one was run."""
+        if any(each.job.role == "audit" for each in self.driver.finished):
+            return None
+        return self.driver.pruner.borderline(each for each in self.scores.by_key.values() if each.key not in self.driver.tried)
 
     def _audit(self) -> None:
         """Run the pruned candidate that came closest; where it fits, the interval was too narrow and the rest is reconsidered."""
         driver = self.driver
-        if driver.stopped or self._is_audited():
-            return
-        left = (each for each in self.scores.by_key.values() if each.key not in driver.tried)
-        borderline = driver.pruner.borderline(left)
-        if borderline is None:
+        borderline = self._to_audit()
+        if driver.stopped or borderline is None:
             return
         pruned = sum(driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values())
         driver.run_all([Job("audit", self._listed(borderline), "audit")])
@@ -307,7 +307,9 @@ class Stages:
         elif "not_run" in found:
             driver.note(f"gradients were not compared with a reference: {found['not_run']}", warning=True)
         else:
-            driver.note(f"gradients against {found['reference']}: {found.get('difference', 'not compared')}")
+            driver.note(
+                f"gradients against {found['reference']}: {found.get('difference') or 'not compared, ' + found['not_compared']}"
+            )
         return {"numerics": found}
 
     def _unchanged(self, verdict: Verdict) -> Verdict:

@@ -47,23 +47,31 @@ class GradientRecord(BaseModel):
         return np.frombuffer(base64.b64decode(self.sketch, validate=True), "<f8", BUCKETS)
 
 
-def gradients_of(model: nn.Module, elsewhere: Elsewhere | None = None) -> Iterator[tuple[str, Tensor]]:
+def gradients_of(
+    model: nn.Module, elsewhere: Elsewhere | None = None, represented: Mapping[nn.Parameter, nn.Parameter] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every gradient of `model` with the parameter's name, whole tensors; all ranks call it.
 
     Args:
         model: The trained one.
         elsewhere: Who holds what this rank does not, under a pipeline.
+        represented: What the optimizer holds in place of a parameter, and its gradient where that has left the device.
     """
     for name, parameter in model.named_parameters():
-        if (gradient := parameter.grad) is not None:
+        gradient, held = parameter.grad, (represented or {}).get(parameter)
+        if gradient is None and held is not None and held.shape == parameter.shape:  # no shard, no flat range
+            gradient = held.grad
+        if gradient is not None:
             if elsewhere is not None:
                 gradient = elsewhere.whole(name, gradient)
             yield name.removeprefix("module."), gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def gradient_records(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[str, GradientRecord]:
+def gradient_records(
+    model: nn.Module, elsewhere: Elsewhere | None = None, represented: Mapping[nn.Parameter, nn.Parameter] | None = None
+) -> dict[str, GradientRecord]:
     """What is kept of every gradient of `model`, by the parameter's name; arguments as of `gradients_of`, all ranks call it."""
-    return {name: record_of(gradient) for name, gradient in gradients_of(model, elsewhere)}
+    return {name: record_of(gradient) for name, gradient in gradients_of(model, elsewhere, represented)}
 
 
 def sha256_of(gradient: Tensor) -> str:

@@ -169,7 +169,7 @@ def _look_at_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledg
     trial, names = rank.trial, {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
     early_sha256: dict[str, str] = {}
     early: dict[str, GradientRecord] = {}
-    elsewhere = tuned._context.elsewhere
+    elsewhere, represented = tuned._context.elsewhere, tuned._context.represented
 
     def before_use(parameter: nn.Parameter, gradient: Tensor) -> None:
         with tier(HOST), torch.no_grad():
@@ -184,10 +184,10 @@ def _look_at_gradients(rank: _Rank, tuned: Tuned, model: nn.Module, ledger: Ledg
         measured.note_peaks(ledger)
         with tier(HOST), torch.no_grad():
             if trial.fingerprint and measured.gradients_sha256 is None:
-                left = {name: sha256_of(gradient) for name, gradient in gradients_of(model, elsewhere)}
+                left = {name: sha256_of(gradient) for name, gradient in gradients_of(model, elsewhere, represented)}
                 measured.gradients_sha256 = sha256_of_all(early_sha256 | left)
             if len(measured.gradients) < trial.gradient_steps:
-                measured.gradients.append(early | gradient_records(model, elsewhere))
+                measured.gradients.append(early | gradient_records(model, elsewhere, represented))
                 early.clear()
         ledger.reset_peak()
         if len(measured.gradients) == trial.gradient_steps:

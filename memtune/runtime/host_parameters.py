@@ -66,6 +66,7 @@ class HostParameters:
         members: list[list[nn.Parameter]] | None = None,
     ) -> None:
         self._optimizer, self._device = optimizer, context.device
+        self._before_use = context.before_use
         self._modules = [context.model.get_submodule(name) for name in context.blocks]
         _refuse_schedules(context.model)
         self._blocks = [list(block.parameters()) for block in self._modules] if members is None else members
@@ -153,6 +154,13 @@ class HostParameters:
         host = torch.ops.memtune.to_host(source)
         mark(host, HOST)
         self._on_the_way = parameter, source, host
+
+    def _show(self, parameters: Iterable[nn.Parameter]) -> None:
+        """To whoever looks at gradients that are used, and let go, inside backward."""
+        for parameter in parameters:
+            if parameter in self._trained and (gradient := self._trained[parameter].grad) is not None:
+                for look in self._before_use:
+                    look(parameter, gradient)
 
     @torch.no_grad()
     def _arrive(self) -> None:

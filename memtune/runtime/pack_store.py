@@ -85,7 +85,9 @@ class PackStore(HostParameters):
         self._arrive()
         self._release(range(*pack))
         if update:
-            self._updates.update([each for index in range(*pack) for each in self._blocks[index]], at_once=False)
+            ready = [each for index in range(*pack) for each in self._blocks[index]]
+            self._show(ready)
+            self._updates.update(ready, at_once=False)
 
     def fetch_one(self, index: int) -> None:
         """Bring in one block, outside of any pack."""

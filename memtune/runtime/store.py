@@ -134,7 +134,9 @@ class ParameterStore(HostParameters):
         with transfer.ahead(self._device):
             self._fetch_units(self._residency.loads[moment])
         if self._is_last and blocks <= before < self._end:
-            self._optimizer.update(self._blocks[self._end - 1 - before])
+            ready = self._blocks[self._end - 1 - before]
+            self._show(ready)
+            self._optimizer.update(ready)
 
     # -- proof -----------------------------------------------------------------------------------------------------------
 

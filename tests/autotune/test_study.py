@@ -149,6 +149,12 @@ def test_an_audit_that_does_not_fit_is_shown():
     assert any(each.text.startswith("audit: the pruned candidate") for each in of(events.Note))
 
 
+def test_no_trial_is_kept_for_an_audit_where_nothing_is_pruned():
+    options = asked(trials=3, budget_bytes=64 * 2**20)
+    roles = [each["role"] for each in run(options, truth(options, step=1.0)).trials]
+    assert roles[:3] == ["guard", "guard", "search"]
+
+
 def test_losses_that_disagree_make_a_trial_invalid():
     options = asked(axes=("execution", "offload"))
     honest = truth(options)

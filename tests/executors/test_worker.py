@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from packs_suite import CHAIN, config
 from zoo_paths import ZOO
 
 from memtune.autotune.trials import run_trial
 from memtune.executors.base import TrialResult
+from memtune.search_spaces import find
 
 EXECUTION = {"micro_batch": 2, "accumulate": 2}
 
 
 def trial(settings: dict[str, Any]) -> TrialResult:
-    config = {"settings": {"execution": EXECUTION, **settings}}
-    return run_trial(str(ZOO["gpt"]), config, executor="local", steps=1, warmup_steps=1)
+    document = {"settings": {"execution": EXECUTION, **settings}}
+    return run_trial(str(ZOO["gpt"]), document, executor="local", steps=1, warmup_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,7 @@ def plain() -> TrialResult:
         pytest.param(
             {"offload": {"states": {"kind": "optimizer_cpu", "update": "native", "trigger": "per_layer"}}}, marks=pytest.mark.slow
         ),
+        pytest.param({"offload": {"states": {"kind": "l2l"}}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -38,4 +41,17 @@ def test_gradients_that_leave_early_are_told_of(plain: TrialResult, settings: di
     found = trial(settings)
     assert found.status == "ok", found.log_tail
     assert found.losses[0] == plain.losses[0]
+    assert found.gradients_sha256 == plain.gradients_sha256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["harmony", "mobius", "angel_ptm", "patrickstar"])
+def test_gradients_of_host_weights_are_told_of(kind: str) -> None:
+    """Those that are used in backward, and those that wait on the host for the step."""
+    with_plan = config(find("offload.states", kind)(kind=kind), 2).document()
+    found, plain = (
+        run_trial(str(CHAIN), each, executor="local", steps=1, warmup_steps=1)
+        for each in (with_plan, {"settings": {"execution": EXECUTION}})
+    )
+    assert found.status == "ok", found.log_tail
     assert found.gradients_sha256 == plain.gradients_sha256

@@ -80,7 +80,7 @@ def no_plan(context: Context, kind: str, plan: Plan) -> ApplyError:
     return ApplyError(
         f"{kind} has no plan for this model's {len(context.blocks)} blocks.",
         evidence=f"The plan says {plan.decisions}." if plan.decisions else "The config holds no plan.",
-        fix="memtune search or memtune plan writes one", code="MT364",
+        fix="memtune search writes one; memtune trial makes one for itself", code="MT364",
     )  # fmt: skip
 
 

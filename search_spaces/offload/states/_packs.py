@@ -107,12 +107,12 @@ def planned_packs(plan: Plan, context: Context, kind: str, **settings: Any) -> P
         raise ApplyError(
             f"{kind} has no packs for {len(context.blocks)} blocks.",
             evidence=f"The plan says {plan.decisions or 'nothing'}: {error}.",
-            fix="memtune plan --out tuned.yaml, which decides which blocks run together", code="MT364",
+            fix="memtune search, which writes which blocks run together; memtune trial finds it for itself", code="MT364",
         ) from None  # fmt: skip
     if packs.blocks != len(context.blocks):
         raise ApplyError(
             f"{kind} has no packs for {len(context.blocks)} blocks.", evidence=f"The plan was made for {packs.blocks}.",
-            fix="memtune plan --out tuned.yaml, which decides which blocks run together", code="MT364",
+            fix="memtune search, which writes which blocks run together; memtune trial finds it for itself", code="MT364",
         )  # fmt: skip
     return packs
 
