@@ -21,6 +21,9 @@ from memtune.units import format_bytes, format_seconds
 
 _WHOLE_BATCH = ("batch_norm", "instance_norm", "group_norm")
 
+_MOST = 1200
+"""Saved tensors of which a plan is made: the greedy planner's time grows with their square, under hundreds of candidates."""
+
 
 class TSplit(Technique):
     """Trades as few copies over the host link as a budget asks for: at the peak the tensor with the least time per byte goes.
@@ -88,6 +91,11 @@ class TSplit(Technique):
         if self._budget(target) is None and self.share is None:
             return Reason(
                 "there is no budget to plan for", "--max-memory 20GiB, or offload.activations: {kind: tsplit, share: 0.5}"
+            )
+        if (count := int(np.count_nonzero(step.save_block >= 0))) > _MOST:
+            return Reason(
+                f"blocks save {count} tensors, and a plan that looks at each is made for up to {_MOST}",
+                "offload.activations: {kind: copy_out}",
             )
         if split_calls(step) is not step:
             return Reason(

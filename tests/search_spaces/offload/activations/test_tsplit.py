@@ -181,3 +181,9 @@ def test_two_sharded_ranks_train_as_the_plain_model() -> None:
         assert rank["moved"]["moved_bytes"] > 0
         for name, weight in wanted.items():
             assert float((rank["weights"][name] - weight).abs().max()) <= 1e-5 * max(1.0, float(weight.abs().max()))
+
+
+def test_more_tensors_than_a_plan_is_made_for_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memtune.search_spaces.offload.activations.tsplit._MOST", 3)
+    reason = TSplit(kind="tsplit", share=0.5).fits(plain_program(ZOO["gpt"]), target_of())
+    assert "is made for up to 3" in str(reason)
