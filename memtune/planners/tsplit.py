@@ -97,6 +97,18 @@ class Problem:
         return tensor.part_of >= 0 and choice[tensor.part_of] > 0
 
     @cached_property
+    def floor_bytes(self) -> int:
+        """No choice has a smaller peak: each tensor frees, from the first to the last moment of any action, the most of all."""
+        freed = np.zeros(len(self.live_bytes) + 1, np.int64)
+        for tensor in self.tensors:
+            most = max((sum(max(n, 0) for _, _, n in action.frees) for action in tensor.actions), default=0)
+            rows = [(first, stop) for action in tensor.actions for first, stop, _ in action.frees]
+            if rows:
+                freed[min(first for first, _ in rows)] += most
+                freed[max(stop for _, stop in rows)] -= most
+        return int((self.live_bytes - np.cumsum(freed[:-1])).max(initial=0))
+
+    @cached_property
     def columns(self) -> _Columns:
         """The actions as arrays."""
         return _Columns.of(self)

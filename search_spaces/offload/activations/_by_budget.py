@@ -23,6 +23,8 @@ from memtune.technique import Plan, Target, Technique
 
 _TRIES = 6
 """Plans that are rewritten in search of one whose true peak is within the budget."""
+_SURE = 1.02
+"""By so much the planner's prices may be above what the passes say."""
 _MOST_PARTS, _MOST_AHEAD = 16, 16
 
 
@@ -70,7 +72,7 @@ def solved(
         if not share:
             return replace(least, budget_bytes=budget_bytes)
     if plain <= budget_bytes:
-        return Solved(Plan(decisions=Decided([frozenset()] * len(step.blocks), {}, 0).to_plain()), plain, plain, budget_bytes)
+        return run.nothing(plain, budget_bytes)
     best = None
     for each in run.and_without_ahead():
         found = replace(_in_budget(each, budget_bytes), budget_bytes=budget_bytes)
@@ -84,12 +86,14 @@ def solved(
 
 def _in_budget(run: _Run, budget_bytes: int) -> Solved:
     """The plan whose true peak is within the budget, or the smallest one."""
-    aim = budget_bytes
+    if run.floor_bytes > budget_bytes * _SURE:  # the planner would try everything to find out
+        return run.nothing(run.floor_bytes, budget_bytes)
+    aim, before = budget_bytes, run.plain_bytes
     for _ in range(_TRIES):
         found = run.solved(aim)
-        if found.peak_bytes <= budget_bytes:
+        if found.peak_bytes <= budget_bytes or found.peak_bytes == before:  # nothing is left to do
             return found
-        aim -= found.peak_bytes - budget_bytes
+        aim, before = aim - (found.peak_bytes - budget_bytes), found.peak_bytes
     return run.solved(0)
 
 
@@ -123,6 +127,16 @@ class _Run:
     @cached_property
     def _problem(self) -> Problem:
         return self._decisions.problem(self._timeline())
+
+    @property
+    def floor_bytes(self) -> int:
+        """No plan has a smaller peak, as the planner sees it."""
+        return self._problem.floor_bytes
+
+    def nothing(self, peak_bytes: int, budget_bytes: int) -> Solved:
+        """No action at all, under a peak that is not its own where there is no use in planning."""
+        plan = Plan(decisions=Decided([frozenset()] * len(self.step.blocks), {}, 0).to_plain())
+        return Solved(plan, peak_bytes, self.plain_bytes, budget_bytes)
 
     def peak_bytes(self, step: Step) -> int:
         """Of `step` after every later pass."""

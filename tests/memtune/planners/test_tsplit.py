@@ -44,6 +44,7 @@ def test_within_every_budget_that_some_choice_meets_and_near_the_best(seed: int)
     problem = steps(seed)
     every = [(int(problem.live_under(each).max()), problem.added_s(each)) for each in choices(problem)]
     smallest, plain = min(peak for peak, _ in every), int(problem.live_bytes.max())
+    assert problem.floor_bytes <= smallest
     for share in (0.0, 0.2, 0.5, 0.8):
         budget = smallest + int(share * (plain - smallest))
         found = solve(problem, budget)
