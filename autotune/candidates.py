@@ -98,10 +98,6 @@ class Candidate:
     plans: Mapping[str, Plan] = field(default_factory=dict)
     """Plans by slot; slots with an empty plan are left out."""
 
-    def plan_document(self) -> dict[str, Any]:
-        """The `plan` of a config: what each slot decided, as plain data."""
-        return {slot: plan.model_dump(mode="json") for slot, plan in self.plans.items()}
-
 
 class _Watched(Mapping[str, Technique]):
     """Techniques by slot that note which slots were looked at, absent ones too (rule 2)."""

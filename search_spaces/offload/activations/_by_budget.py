@@ -46,6 +46,8 @@ class Solved:
     """Of the whole program after every later pass."""
     plain_bytes: int
     budget_bytes: int
+    is_floor: bool = False
+    """Nothing was planned: any plan's peak is at least that."""
 
     @property
     def is_within(self) -> bool:
@@ -87,7 +89,7 @@ def solved(
 def _in_budget(run: _Run, budget_bytes: int) -> Solved:
     """The plan whose true peak is within the budget, or the smallest one."""
     if run.floor_bytes > budget_bytes * _SURE:  # the planner would try everything to find out
-        return run.nothing(run.floor_bytes, budget_bytes)
+        return replace(run.nothing(run.floor_bytes, budget_bytes), is_floor=True)
     aim, before = budget_bytes, run.plain_bytes
     for _ in range(_TRIES):
         found = run.solved(aim)

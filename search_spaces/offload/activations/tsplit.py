@@ -73,9 +73,10 @@ class TSplit(Technique):
         if found.plain_bytes <= found.budget_bytes:
             return Reason("everything fits into the budget as it is", "offload.activations: {kind: none}")
         if not found.is_within:
+            least = "any needs at least" if found.is_floor else "the smallest that was found needs"
             return Reason(
-                f"no plan stays within {format_bytes(found.budget_bytes)}: the smallest that was found needs "
-                f"{format_bytes(found.peak_bytes)}{self._not_split(program.step)}",
+                f"no plan stays within {format_bytes(found.budget_bytes)}: {least} {format_bytes(found.peak_bytes)}"
+                f"{self._not_split(program.step)}",
                 "a smaller micro-batch, recompute, or sharding or offload of what is not an activation",
             )
         return None

@@ -27,14 +27,9 @@ class Shared(Technique):
     degree: Annotated[int, Field(ge=2)] | None = None
     """Ranks that share layers, all of them by default; a divisor of the ranks and of what is divided."""
 
-    @property
-    def what(self) -> str:
-        """What is divided, as `autotune.cut` knows it."""
-        raise NotImplementedError
-
+    @abstractmethod
     def asked(self, target: Target) -> str:
-        """As `what`, where it follows from the ranks."""
-        return self.what
+        """What is divided, as `autotune.cut` knows it."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs two ranks, a degree that divides them and the layers, plain layers, and nothing else that divides the model."""

@@ -40,8 +40,7 @@ class Rtp(Shared):
     in_place: bool = False
     """Write each shard over the own one: half the bytes beside it, one hop more a round, and a copy."""
 
-    @property
-    def what(self) -> str:
+    def asked(self, target: Target) -> str:
         """Weights, beside the own shard or over it."""
         return "rotated in place" if self.in_place else "rotated"
 

@@ -31,8 +31,7 @@ class SequenceParallel(CutLayers):
     title: ClassVar[str] = "Heads, features and positions divided over ranks"
     source: ClassVar[str] = "Korthikanti et al. 2023, arXiv:2205.05198, section 4.2"
 
-    @property
-    def what(self) -> str:
+    def asked(self, target: Target) -> str:
         """Attention and MLPs, and positions between them."""
         return "sequence"
 

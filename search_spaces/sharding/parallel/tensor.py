@@ -34,8 +34,7 @@ class TensorParallel(CutLayers):
     cut: Literal["all", "mlp"] = "all"
     """All pairs, or those of MLPs alone (where attention's layers cannot be cut)."""
 
-    @property
-    def what(self) -> str:
+    def asked(self, target: Target) -> str:
         """As `cut` says."""
         return self.cut
 

@@ -187,3 +187,9 @@ def test_more_tensors_than_a_plan_is_made_for_are_refused_at_once(monkeypatch: p
     monkeypatch.setattr("memtune.search_spaces.offload.activations.tsplit._MOST", 3)
     reason = TSplit(kind="tsplit", share=0.5).fits(plain_program(ZOO["gpt"]), target_of())
     assert "is made for up to 3" in str(reason)
+
+
+def test_a_budget_below_any_plan_is_refused_without_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("memtune.search_spaces.offload.activations._by_budget.solve")
+    technique = TSplit(kind="tsplit", budget_bytes=1000)
+    assert "any needs at least" in str(technique.fits(plain_program(ZOO["gpt"]), target_of(technique)))
