@@ -40,7 +40,7 @@ class Node:
     def after(self, slot: str, program: Program) -> Node | None:
         """The node of `program`, if some technique of `slot` that came next made it of this one."""
         known = (each for key, passes in self.made.items() if isinstance(key, tuple) and key[0] == slot for each in passes)
-        return next((each.node for each in known if each.node.result is program), None)
+        return next((each.node for each in known if each.node.result == program), None)  # steps are equal where they are one
 
 
 class Pass(NamedTuple):

@@ -6,11 +6,11 @@ import gc
 import heapq
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple, TypeAlias
 
 from memtune.autotune.allocator_model import AllocatorSettings
 from memtune.autotune.calibrate import residuals
@@ -68,6 +68,17 @@ class Scores:
     def n_unfit(self) -> int:
         """Candidates that some technique refused."""
         return sum(self.unfit.values())
+
+
+class Asked(NamedTuple):
+    """What `Scorer.asked` is asked about."""
+
+    choice: Choice
+    scored: Scored | None = None
+    """Its score, which is to be refined; None: it is to be scored."""
+
+
+_SideBySide: TypeAlias = SideBySide[Asked, Scored | Reason]
 
 
 class Scorer:
@@ -136,6 +147,10 @@ class Scorer:
         assert not isinstance(candidate, Reason)
         return candidate.program
 
+    def asked(self, asked: Asked) -> Scored | Reason:
+        """A choice scored, or its score refined."""
+        return self.score(asked.choice) if asked.scored is None else self.refined(asked.scored)
+
     def refined(self, scored: Scored) -> Scored:
         """`scored` with the prediction of the events level, the one that trials are compared with."""
         return scored if scored.prediction.level == "events" else self.again(scored)
@@ -162,7 +177,7 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
     Around the best means: another technique, or other knobs, in one slot. That is looked through until it finds nothing better.
     """
     started = time.monotonic()
-    with settled(), SideBySide(scorer.score, _same_passes, min(usable_cores(), _PROCESSES)) as side_by_side:
+    with settled(), SideBySide(scorer.asked, _same_passes, min(usable_cores(), _PROCESSES)) as side_by_side:
         found = _Found(scorer, side_by_side)
         if space.size <= ENUMERATE_UP_TO:
             found.add(space)
@@ -172,12 +187,13 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
             while (best := found.best(goal)) != looked_around:
                 found.add(space.around(best))
                 looked_around = best
-    _refine(found.by_key, scorer, goal)
+        _refine(found.by_key, side_by_side, scorer.rewriter.target.budget_bytes, goal)
     return Scores(found.by_key, dict(found.unfit), len(found.seen), found.n_merged, time.monotonic() - started)
 
 
-def _same_passes(choice: Choice) -> Hashable | None:
+def _same_passes(asked: Asked) -> Hashable | None:
     """Choices whose first passes are the same share programs. What must be recorded again is recorded in this process."""
+    choice = asked.choice
     if choice.execution.compile or "sharding.parallel" in choice.chosen:
         return None
     first = (choice.chosen.get(slot) for slot in ("split", "recompute"))
@@ -187,30 +203,36 @@ def _same_passes(choice: Choice) -> Hashable | None:
 class _Found:
     """What has been scored so far; of equal candidates the simplest is kept."""
 
-    def __init__(self, scorer: Scorer, side_by_side: SideBySide[Choice, Scored | Reason]) -> None:
+    def __init__(self, scorer: Scorer, side_by_side: _SideBySide) -> None:
         self._scorer, self._side_by_side = scorer, side_by_side
         self.by_key: dict[str, Scored] = {}
         self.unfit: Counter[str] = Counter()
         self.seen: set[Choice] = set()
         self.n_merged = 0
-        self._predictions: dict[str, Prediction] = {}
+        self._predictions: dict[Hashable, list[Prediction]] = defaultdict(list)
         """One object for what is predicted the same: it is one program, whichever process made it (see `_refine`)."""
 
     def add(self, choices: Iterable[Choice]) -> None:
         """Score those that were not seen yet."""
         new = [choice for choice in dict.fromkeys(choices) if choice not in self.seen]
         self.seen.update(new)
-        for choice, scored in zip(new, self._side_by_side.over(new), strict=True):
+        for choice, scored in zip(new, self._side_by_side.over([Asked(choice) for choice in new]), strict=True):
             if isinstance(scored, Reason):
                 self.unfit[str(scored)] += 1
                 continue
             # A copy's choice is another object, and objects are known by their id.
-            prediction = self._predictions.setdefault(repr(scored.prediction), scored.prediction)
-            scored = replace(scored, choice=choice, prediction=prediction)
+            scored = replace(scored, choice=choice, prediction=self._one_object(scored.prediction))
             known = self.by_key.get(scored.key)
             self.n_merged += known is not None
             if known is None or choice.complexity < known.choice.complexity:
                 self.by_key[scored.key] = scored
+
+    def _one_object(self, prediction: Prediction) -> Prediction:
+        alike = self._predictions[prediction.step_s, prediction.peak_allocated_bytes, prediction.host_peak_bytes]
+        known = next((each for each in alike if each is prediction or each == prediction), None)
+        if known is None:
+            alike.append(prediction)
+        return known or prediction
 
     def best(self, goal: Goal) -> list[Choice]:
         """With each micro-batch and each kind of technique the best within the budget, and what needs least memory of all.
@@ -227,19 +249,20 @@ class _Found:
         return list(dict.fromkeys(each.choice for each in (*best.values(), *small)))
 
 
-def _refine(by_key: dict[str, Scored], scorer: Scorer, goal: Goal) -> None:
+def _refine(by_key: dict[str, Scored], side_by_side: _SideBySide, budget_bytes: int | None, goal: Goal) -> None:
     """Simulate the best programs op by op; what became one program shares one prediction object.
 
     Its reserved bytes are those under the allocator settings of the simplest of them.
     """
-    budget = scorer.rewriter.target.budget_bytes
     programs: dict[int, list[Scored]] = {}
     for each in by_key.values():
-        if budget is None or each.prediction.peak_allocated_bytes <= budget:
+        if budget_bytes is None or each.prediction.peak_allocated_bytes <= budget_bytes:
             programs.setdefault(id(each.prediction), []).append(each)
-    for group in heapq.nsmallest(EVENTS_FOR, programs.values(), key=lambda group: min(each.rank(goal) for each in group)):
-        refined = scorer.refined(min(group, key=lambda each: each.choice.complexity)).prediction
-        by_key.update({each.key: replace(each, prediction=refined) for each in group})
+    best = heapq.nsmallest(EVENTS_FOR, programs.values(), key=lambda group: min(each.rank(goal) for each in group))
+    simplest = [min(group, key=lambda each: each.choice.complexity) for group in best]
+    for group, refined in zip(best, side_by_side.over([Asked(each.choice, each) for each in simplest]), strict=True):
+        assert isinstance(refined, Scored)
+        by_key.update({each.key: replace(each, prediction=refined.prediction) for each in group})
 
 
 def predict_again(by_key: dict[str, Scored], scorer: Scorer) -> None:

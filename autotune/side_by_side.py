@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Final, Generic, TypeVar
 
 WORTH_IT: Final = 200
-"""Fewer items than this are done here: a copy costs as much as some dozens of them."""
+"""For fewer items than this no copy is made: it costs as much as some dozens of them."""
 PATIENCE: Final = 3.0
 LEAST_S: Final = 20.0
 """A copy may take `PATIENCE` times as long as this process took for its own items, and `LEAST_S`."""
@@ -60,7 +60,7 @@ class SideBySide(Generic[T, R]):
 
     def over(self, items: Sequence[T]) -> list[R]:
         """Results in the order of `items`."""
-        if self._processes == 1 or len(items) < WORTH_IT:
+        if self._processes == 1 or (not self._copies and len(items) < WORTH_IT):
             return [self._function(item) for item in items]
         if not self._copies:
             self._copies = [copy for _ in range(self._processes - 1) if (copy := _Copy.of(self._function))]

@@ -269,9 +269,9 @@ def _check(invariant: str, holds: npt.NDArray[np.bool_]) -> None:
         raise ValueError(f"step breaks '{invariant}' at rows {np.flatnonzero(~holds)[:5].tolist()}")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RankClass:
-    """Ranks that run the same step."""
+    """Ranks that run the same step; equal where it is one step, not where it is an equal one."""
 
     count: int
     step: Step

@@ -71,8 +71,10 @@ def later_techniques(target: Target, after: str = "recompute") -> tuple[Techniqu
     return tuple(target.chosen[slot] for slot in _later_slots(after) if slot in target.chosen and _acts(target.chosen[slot]))
 
 
-def after_later(program: Program, later: tuple[Technique, ...], target: Target) -> Program:
-    """`program` after every pass of `later` that fits it."""
+@lru_cache(maxsize=64)
+def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> Program:
+    """`program` after every pass of `later` that fits it; several plans for one program are held against the same one."""
+    target = Target(hardware, program.ranks, None, {each.slot: each for each in later})
     for technique in later:
         if technique.fits(program, target) is not None:
             break  # the candidate is refused by that technique, whatever is planned here
@@ -110,10 +112,10 @@ def _within(
 class _Search:
     """Plans of one program by row of its frontier, with their true peaks as far as they were asked for."""
 
-    def __init__(self, found: Levels, later: tuple[Technique, ...], program: Program, target: Target) -> None:
-        self.levels, self._later, self._program, self._target = found, later, program, target
+    def __init__(self, found: Levels, later: tuple[Technique, ...], program: Program, hardware: Hardware) -> None:
+        self.levels, self._later, self._program, self._hardware = found, later, program, hardware
         after = self._after(found.step)
-        now = moments(after, found.order, target.hardware)
+        now = moments(after, found.order, hardware)
         self.plain_bytes = now.peak_bytes
         self.frontier: Frontier = solve(found.problem(now))
         self._peaks: dict[int, int] = {}
@@ -157,12 +159,18 @@ class _Search:
         return best
 
     def _peak(self, choice: I32) -> int:
-        step = rewritten(self.levels.step, self.levels.chosen(choice))
-        return int(live_bytes(self._after(step), self._target.hardware).max(initial=0))
+        step = _rewritten(self.levels, tuple(choice.tolist()))
+        return int(live_bytes(self._after(step), self._hardware).max(initial=0))
 
     def _after(self, step: Step) -> Step:
         """`step` after every later pass that fits it."""
-        return after_later(self._program.with_step(step), self._later, self._target).step
+        return after_later(self._program.with_step(step), self._later, self._hardware).step
+
+
+@lru_cache(maxsize=16)
+def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
+    """The step under one option for each block: the same few are asked for under every set of later techniques."""
+    return rewritten(found.step, found.chosen(np.asarray(choice, np.int32)))
 
 
 @lru_cache(maxsize=64)
@@ -170,5 +178,4 @@ def _search(
     step: Step, host: bool, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
 ) -> _Search:
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    target = Target(hardware, ranks, None, {each.slot: each for each in later})
-    return _Search(levels(step, hardware, ranks, host), later, program, target)
+    return _Search(levels(step, hardware, ranks, host), later, program, hardware)

@@ -169,7 +169,7 @@ def _solved(
     """The option of every block, the choice, and the bytes that are swapped; `fits` and `plan` both ask for it."""
     blocks = _blocks(step, hardware, ranks, min_bytes)
     full = Program((RankClass(ranks, blocks.full),), micro_batch, accumulate)
-    later = after_later(full, techniques, Target(hardware, ranks, None, {each.slot: each for each in techniques}))
+    later = after_later(full, techniques, hardware)
     fixed = sum(each[0] for each in blocks.swapped_bytes.values())
     choice = Choice.of(blocks.parts, busy_in(later, hardware), hardware, fixed, host_bytes)
     taken = choice.taken()

@@ -19,7 +19,7 @@ from memtune.program import I64, Program, RankClass, Step
 from memtune.search_spaces.offload.activations._micro_tensors import Decisions, Split, calls_in_parts, decisions
 from memtune.search_spaces.recompute._budget import after_later
 from memtune.search_spaces.recompute._levels import live_bytes, windows
-from memtune.technique import Plan, Target, Technique
+from memtune.technique import Plan, Technique
 
 _TRIES = 6
 """Plans that are rewritten in search of one whose true peak is within the budget."""
@@ -111,7 +111,6 @@ class _Run:
         how: How,
     ) -> None:
         self.step, self.hardware, self._later, self._program, self._how = step, hardware, later, program, how
-        self._target = Target(hardware, program.ranks, None, {each.slot: each for each in later})
         self._after_plain = self._after(step)
         self.plain_bytes = int(live_bytes(self._after_plain, hardware).max(initial=0))
 
@@ -155,7 +154,7 @@ class _Run:
         return Solved(plan, peak, self.plain_bytes, aim_bytes)
 
     def _after(self, step: Step) -> Step:
-        return after_later(self._program.with_step(step), self._later, self._target).step
+        return after_later(self._program.with_step(step), self._later, self.hardware).step
 
     def _timeline(self) -> I64:
         """(n,) live bytes, in every window between blocks as much more as later passes make its most."""
@@ -245,7 +244,7 @@ def _in_parts(step: Step, split: tuple[tuple[str, int], ...]) -> Step:
     return split_regions(step, regions, [parts[each.module] for each in regions]) if regions else step
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _moved(step: Step, moved: tuple[frozenset[Call], ...], min_bytes: int, ahead: int) -> Step:
     """Many budgets have one plan, and what was planned with is made again when it is chosen: the same step, not an equal one."""
     claims = [MoveClaim(i, 1.0, min_bytes, calls) for i, calls in enumerate(moved) if calls]
