@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ from memtune.autotune.pareto import largest_micro_batch, pareto_front
 from memtune.autotune.peak import PeakRow, at_peak
 from memtune.autotune.pruning import Pruner
 from memtune.autotune.remedies import Remedy, remedies
-from memtune.autotune.scoring import Scored, Scores, alike
+from memtune.autotune.scoring import Scored, Scores, alike, processes, same_passes
 from memtune.autotune.setup import Setup, prepare
+from memtune.autotune.side_by_side import SideBySide
 from memtune.executors.probe import Probing
 from memtune.technique import Reason
 
@@ -159,13 +160,15 @@ def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None
     )
 
 
-def _front(setup: Setup, pruner: Pruner, front: Iterable[Scored]) -> tuple[Planned, ...]:
+def _front(setup: Setup, pruner: Pruner, front: Sequence[Scored]) -> tuple[Planned, ...]:
     """The rows of the front, simulated op by op, each with the largest micro-batch of its techniques."""
-    rows = []
-    for each in front:
-        row = _planned(setup, setup.scorer.refined(each), pruner)
-        rows.append(replace(row, largest_micro_batch=largest_micro_batch(setup.scorer, each.choice, pruner)))
-    return tuple(rows)
+    choices = [each.choice for each in front]
+    with SideBySide(
+        lambda choice: largest_micro_batch(setup.scorer, choice, pruner), same_passes, processes(), worth_it=2
+    ) as side_by_side:
+        sizes = side_by_side.over(choices)
+    rows = (_planned(setup, setup.scorer.refined(each), pruner) for each in front)
+    return tuple(replace(row, largest_micro_batch=size) for row, size in zip(rows, sizes, strict=True))
 
 
 def _dry_run(setup: Setup, rows: tuple[Planned, ...], count: int) -> tuple[Planned, ...]:

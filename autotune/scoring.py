@@ -177,7 +177,7 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
     Around the best means: another technique, or other knobs, in one slot. That is looked through until it finds nothing better.
     """
     started = time.monotonic()
-    with settled(), SideBySide(scorer.asked, _same_passes, min(usable_cores(), _PROCESSES)) as side_by_side:
+    with settled(), SideBySide(scorer.asked, lambda asked: same_passes(asked.choice), processes()) as side_by_side:
         found = _Found(scorer, side_by_side)
         if space.size <= ENUMERATE_UP_TO:
             found.add(space)
@@ -191,9 +191,13 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
     return Scores(found.by_key, dict(found.unfit), len(found.seen), found.n_merged, time.monotonic() - started)
 
 
-def _same_passes(asked: Asked) -> Hashable | None:
+def processes() -> int:
+    """How many work side by side."""
+    return min(usable_cores(), _PROCESSES)
+
+
+def same_passes(choice: Choice) -> Hashable | None:
     """Choices whose first passes are the same share programs. What must be recorded again is recorded in this process."""
-    choice = asked.choice
     if choice.execution.compile or "sharding.parallel" in choice.chosen:
         return None
     first = (choice.chosen.get(slot) for slot in ("split", "recompute"))

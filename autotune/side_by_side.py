@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Final, Generic, TypeVar
 
 WORTH_IT: Final = 200
-"""For fewer items than this no copy is made: it costs as much as some dozens of them."""
+"""For fewer items than this no copy is made, where nothing else is said: it costs as much as scoring some dozens."""
 PATIENCE: Final = 3.0
 LEAST_S: Final = 20.0
 """A copy may take `PATIENCE` times as long as this process took for its own items, and `LEAST_S`."""
@@ -44,10 +44,13 @@ class SideBySide(Generic[T, R]):
         function: Called for each item, here or in a copy; items and results can be pickled.
         group: What tells which items profit from each other; None for an item that must be done here.
         processes: This one and its copies; 1 makes no copy.
+        worth_it: For fewer items no copy is made.
     """
 
-    def __init__(self, function: Callable[[T], R], group: Callable[[T], Hashable | None], processes: int) -> None:
-        self._function, self._group, self._processes = function, group, processes
+    def __init__(
+        self, function: Callable[[T], R], group: Callable[[T], Hashable | None], processes: int, *, worth_it: int = WORTH_IT
+    ) -> None:
+        self._function, self._group, self._processes, self._worth_it = function, group, processes, worth_it
         self._homes: dict[Hashable, int] = {}
         self._copies: list[_Copy[T, R]] = []
 
@@ -60,7 +63,7 @@ class SideBySide(Generic[T, R]):
 
     def over(self, items: Sequence[T]) -> list[R]:
         """Results in the order of `items`."""
-        if self._processes == 1 or (not self._copies and len(items) < WORTH_IT):
+        if self._processes == 1 or (not self._copies and len(items) < self._worth_it):
             return [self._function(item) for item in items]
         if not self._copies:
             self._copies = [copy for _ in range(self._processes - 1) if (copy := _Copy.of(self._function))]

@@ -14,6 +14,7 @@ have slots of its own.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -104,6 +105,23 @@ def cached(uses: tuple[Units, ...], slots: Units, rule: Rule) -> Residency:
         loads.append(missing)
         seen.use(units)
     return Residency((*drops, tuple(sorted(now))), (*loads, ()))
+
+
+def lru_moves(uses: tuple[Units, ...]) -> Units:
+    """(units + 1,) by slots, how many times a unit comes in under LRU: `cached(...).moves` where every moment has as many slots.
+
+    Entries below the most units of one moment mean nothing. With n slots, what is there is always the n units that were used last
+    (of one moment's, the larger numbers first), so one walk tells for all n at once.
+
+    Source: Mattson et al. 1970, Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), stack distances.
+    """
+    latest: list[int] = []
+    at_least = [0] * (len({unit for units in uses for unit in units}) + 1)  # uses that so many slots are too few for
+    for units in uses:
+        for unit in units:
+            at_least[latest.index(unit) if unit in latest else -1] += 1
+        latest = sorted(units, reverse=True) + [unit for unit in latest if unit not in units]
+    return tuple(itertools.accumulate(reversed(at_least)))[::-1]
 
 
 class _Seen:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtune.chunks import Chunks, pack
-from memtune.residency import Units, cached
+from memtune.residency import Units, lru_moves
 
 _TRIED = 64
 """Chunk sizes that a search looks at; where there are more, evenly spread ones."""
@@ -110,21 +110,18 @@ def fewest_bytes_moved(n_bytes: Units, block: Units, capacity: int | None, ahead
         most = least if capacity is None else min(capacity // chunks.chunk_bytes, chunks.count)
         if most < least or (best is not None and chunks.n_bytes > best[0][0]):  # each chunk comes in at least once
             continue
-        moves = _moves(chunks, ahead, most)
-        low, high = least, most
-        while low < high:  # LRU holds with n + 1 chunks all that it holds with n, so moves fall with n
-            middle = (low + high) // 2
-            low, high = (low, middle) if _moves(chunks, ahead, middle) == moves else (middle + 1, high)
+        by_slots = _moves(chunks, ahead)
+        moves = by_slots[most]
+        low = next(slots for slots in range(least, most + 1) if by_slots[slots] == moves)
         found = (moves * chunks.chunk_bytes, low * chunks.chunk_bytes, chunks.chunk_bytes)
         if best is None or found < best[0]:
             best = found, ChunkPlan(chunks, (low,) * len(uses))
     return best[1] if best is not None else _smallest(tried, ahead)
 
 
-@functools.lru_cache(maxsize=8192)
-def _moves(chunks: Chunks, ahead: int, slots: int) -> int:
-    uses = chunks.uses(ahead)
-    return cached(uses, (slots,) * len(uses), "lru").moves
+@functools.lru_cache(maxsize=1024)
+def _moves(chunks: Chunks, ahead: int) -> Units:
+    return lru_moves(chunks.uses(ahead))
 
 
 def _smallest(tried: Sequence[Chunks], ahead: int) -> ChunkPlan:

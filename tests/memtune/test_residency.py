@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtune.residency import Residency, Rule, cached, order_of_use, smallest_window, window
+from memtune.residency import Residency, Rule, cached, lru_moves, order_of_use, smallest_window, window
 
 MOMENTS = st.lists(st.tuples(st.frozensets(st.integers(0, 5), min_size=1, max_size=3), st.integers(0, 3)), min_size=1, max_size=9)
 
@@ -122,3 +122,14 @@ def test_slower_links_need_wider_windows() -> None:
     assert widths[0] == 2
     assert widths[-1] == 8
     assert all(one < other for one, other in pairwise(widths))
+
+
+@given(MOMENTS)
+@settings(deadline=None, max_examples=60)
+def test_moves_under_lru_are_told_for_all_slots_at_once(moments: list[tuple[frozenset[int], int]]) -> None:
+    uses = tuple(tuple(sorted(units)) for units, _ in moments)
+    least, units = max(map(len, uses)), len(frozenset().union(*uses))
+    found = lru_moves(uses)
+    assert [found[n] for n in range(least, units + 1)] == [
+        cached(uses, (n,) * len(uses), "lru").moves for n in range(least, units + 1)
+    ]
