@@ -160,10 +160,13 @@ def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None
 
 
 def _front(setup: Setup, pruner: Pruner, front: Iterable[Scored]) -> tuple[Planned, ...]:
-    """The rows of the front, simulated op by op, each with the largest micro-batch of its techniques."""
+    """The rows of the front, each with the largest micro-batch of its techniques.
+
+    They are simulated op by op, after which some may be beaten that were not by sums of resources: those are no rows.
+    """
     rows = []
-    for each in front:
-        row = _planned(setup, setup.scorer.refined(each), pruner)
+    for each in pareto_front(setup.scorer.refined(each) for each in front):
+        row = _planned(setup, each, pruner)
         rows.append(replace(row, largest_micro_batch=largest_micro_batch(setup.scorer, each.choice, pruner)))
     return tuple(rows)
 
