@@ -260,7 +260,7 @@ class _Frame:
         self.count = 0
         self._trail, self.looks = Trail(self.fixed), list[Look]()
         """Of each tensor that is recomputed."""
-        self.magnitudes: list[Tensor | None] = []
+        self.magnitudes: list[float | None] = []
         """Of the same, in the region's first run alone."""
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
