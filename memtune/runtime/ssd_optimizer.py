@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
@@ -29,6 +27,7 @@ from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import master_of, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
+from memtune.runtime.own_step import replace_step, with_hooks
 from memtune.runtime.resume import LastStep
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
@@ -79,8 +78,7 @@ class SsdOptimizer:
             context.resumed_steps = self._last.resume()
             context.finish = self._last.finish
         if chosen is None:
-            step = MethodType(Optimizer.profile_hook_step(self._step()), self._optimizer)
-            self._optimizer.step = step  # type: ignore[method-assign]
+            replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
 
     def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
         weight = master_of(to_host_now(local(parameter)), self._master)
@@ -107,14 +105,11 @@ class SsdOptimizer:
         mark(ssd, SSD)
         return ssd
 
-    def _step(self) -> Any:
-        @torch.no_grad()
-        def step(optimizer: Optimizer, closure: None = None) -> None:
-            if closure is not None:
-                raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
-            self._update_all()
-
-        return step
+    @torch.no_grad()
+    def _step(self, closure: None = None) -> None:
+        if closure is not None:
+            raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
+        self._update_all()
 
     def _update_all(self) -> None:
         self._stream([piece for piece in self._pieces if piece.device.grad is not None])
