@@ -13,6 +13,7 @@
 #include "quant/bind.h"
 #include "remat/bind.h"
 #include "simulator/bind.h"
+#include "tsplit/bind.h"
 #include "vmm/bind.h"
 
 namespace nb = nanobind;
@@ -29,6 +30,7 @@ NB_MODULE(_native, m) {
   bind_quant(m);
   bind_remat(m);
   bind_simulator(m);
+  bind_tsplit(m);
   bind_vmm(m);
   bind_allocator(m);
 }

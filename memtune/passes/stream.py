@@ -18,6 +18,7 @@ from memtune.pages import Pages
 from memtune.parameters import columns_of
 from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
 from memtune.passes.shares import raw_gradients
+from memtune.passes.turns import ADD, AHEAD, ALLOCATE, COPY, OPS, UPDATE, Turns, dropped_in, turns_of
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 from memtune.residency import Residency, Units, order_of_use
 
@@ -107,10 +108,11 @@ class Landings:
         sums = np.where(summed, gradient, -1).astype(np.int32)
         return cls(*(column[order] for column in (parameter, raw[parameter], sums, after, moment.astype(np.int32))))
 
-    @classmethod
-    def none(cls) -> Landings:
-        """No gradient leaves as it lands."""
-        return cls(*[np.empty(0, np.int32)] * 5)
+    def added_later(self, moments: int) -> Units:
+        """(moments,) the row that is added to its sum when the moment begins: the last one before it; -1 for no sum."""
+        found = np.full(moments, -1, np.int32)
+        found[self.moment + 1] = np.where(self.sums >= 0, np.arange(len(self.sums)), -1)  # ascending: the last one stays
+        return tuple(found.tolist())
 
 
 def adding(step: Step) -> I32:
@@ -121,6 +123,7 @@ def adding(step: Step) -> I32:
     return found
 
 
+@functools.lru_cache(maxsize=8)
 def sizes_in_blocks(step: Step) -> tuple[Units, Units]:
     """What each parameter of a block takes in a chunk, in the order of use, and its block."""
     columns, mine = columns_of(step.parameters), in_blocks(step)
@@ -163,15 +166,9 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
     hosts = host_memory(edit, pieces, frames)
     edit.bytes[columns.storage[mine]] = 0
     down = _gradients_down(edit, step, landings)
-    last_of = {int(moment): row for row, moment in enumerate(landings.moment)}  # ascending: the last one stays
-    turns = [
-        turn
-        for moment in range(len(begins))
-        for turn in turns_of(step, pieces, residency, landings, last_of.get(moment - 1, -1), moment, early)
-        if frames is None or turn.what != _ALLOCATE
-    ]
+    turns = turns_of(step, pieces, residency, landings.added_later(len(begins)), allocates=frames is None, early=early)
     rows = insert(edit, step, pieces, turns, begins)
-    starts = starts_of(turns, rows, begins)
+    starts = turns.starts(rows, begins)
     _let_go(edit, landings, down, starts)
     stay(edit, step, pieces, residency, turns, rows, starts[_DROP], frames)
     _use_hosts(edit, landings, down, hosts, turns, rows)
@@ -181,7 +178,7 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
     else:
         _left_to_the_optimizer(edit, step, landings, down, host_of)
     hung = [int(down.copies[-1])] if len(landings.after) and landings.after[-1] == end else []
-    for row in hung + [int(row) for turn, row in zip(turns, rows, strict=True) if turn.moment == len(begins) - 1][-1:]:
+    for row in hung + rows[turns.moment == len(begins) - 1][-1:].tolist():
         edit.hold_to_the_end_of_backward(row)
     gradient = columns.gradient.copy()
     gradient[mine] = -1
@@ -189,23 +186,7 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
     return edit.done()
 
 
-_ADD, _ALLOCATE, _COPY, _AHEAD, _UPDATE = range(5)
-_OPS = (
-    ("aten.add_.Tensor", Resource.HOST_THREADS),
-    ("memtune.allocate", Resource.NOTHING),
-    ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
-    ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
-    ("memtune.host_update_.default", Resource.HOST_THREADS),
-)
 _LAND, _DROP = range(2)
-
-
-class _Turn(NamedTuple):
-    """An op that is inserted when a moment begins; `row` is a piece's, of an update a parameter's, of an addition a landing's."""
-
-    what: int
-    row: int
-    moment: int
 
 
 class _Down(NamedTuple):
@@ -214,28 +195,6 @@ class _Down(NamedTuple):
     copies: I32
     hosts: I32
     adds: I32
-
-
-def turns_of(
-    step: Step, pieces: Pieces, residency: Residency, landings: Landings, last: int, moment: int, early: bool
-) -> list[_Turn]:
-    """What runs when `moment` begins, in the order of the rules of `runtime.store`; `last`: row that landed last before it."""
-    turns = [_Turn(_ADD, last, moment)] if last >= 0 and landings.sums[last] >= 0 else []
-    for unit in residency.loads[moment]:
-        what = _COPY if unit in pieces.used[moment] else _AHEAD
-        for row in pieces.of_unit[unit]:
-            turns += [_Turn(_ALLOCATE, row, moment), _Turn(what, row, moment)]
-    if early and moment > len(step.blocks):
-        gradient = columns_of(step.parameters).gradient
-        before = order_of_use(len(step.blocks))[moment - 1]
-        turns += [_Turn(_UPDATE, row, moment) for row in _parameters_by_block(step)[before] if gradient[row] >= 0]
-    return turns
-
-
-@functools.lru_cache(maxsize=8)
-def _parameters_by_block(step: Step) -> tuple[tuple[int, ...], ...]:
-    block = columns_of(step.parameters).block
-    return tuple(tuple(np.flatnonzero(block == i).tolist()) for i in range(len(step.blocks)))
 
 
 def _gradients_down(edit: Edit, step: Step, landings: Landings) -> _Down:
@@ -275,27 +234,27 @@ def _gradients_down(edit: Edit, step: Step, landings: Landings) -> _Down:
     return _Down(copies, hosts, adds)
 
 
-def insert(edit: Edit, step: Step, pieces: Pieces, turns: list[_Turn], begins: I32) -> I32:
+def insert(edit: Edit, step: Step, pieces: Pieces, turns: Turns, begins: I32) -> I32:
     """The ops of all moments; returns their rows."""
-    what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
-    names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
-    moves, updates = (what == _COPY) | (what == _AHEAD), what == _UPDATE
-    traffic = np.zeros(len(turns), np.int64)
+    what, row, moment = turns.what, turns.row, turns.moment
+    names = np.asarray([edit.name_id(name) for name, _ in OPS], np.int32)
+    moves, updates = turns.loads, what == UPDATE
+    traffic = np.zeros(len(what), np.int64)
     traffic[moves] = pieces.n_bytes[row[moves]]
     traffic[updates] = native_update_bytes(step)[row[updates]]
     uses = order_of_use(len(step.blocks))
     call = np.asarray([*uses, -1], np.int32)[moment]
-    backward = (moment >= len(step.blocks)) & (what != _UPDATE)
-    phase = np.where(what == _UPDATE, Phase.BOUNDARY, np.where(backward, Phase.BACKWARD, Phase.FORWARD))
+    backward = (moment >= len(step.blocks)) & (what != UPDATE)
+    phase = np.where(what == UPDATE, Phase.BOUNDARY, np.where(backward, Phase.BACKWARD, Phase.FORWARD))
     return edit.add_ops(
         names[what],
         before=begins[moment],
         phase=phase.astype(np.uint8),
-        resource=np.asarray([resource for _, resource in _OPS], np.uint8)[what],
+        resource=np.asarray([resource for _, resource in OPS], np.uint8)[what],
         traffic_bytes=traffic,
         call=call,
-        stream=(what == _COPY).astype(np.uint8),  # what is used at once is complete in stream order
-        prefetch=(what == _AHEAD).astype(np.uint8),
+        stream=(what == COPY).astype(np.uint8),  # what is used at once is complete in stream order
+        prefetch=(what == AHEAD).astype(np.uint8),
     )
 
 
@@ -316,16 +275,6 @@ def whole_state(step: Step) -> I32:
     return whole
 
 
-def starts_of(turns: list[_Turn], rows: I32, begins: I32) -> tuple[I32, I32]:
-    """(moments,) the op before which each moment lets go of the gradient on its way, and of parameters."""
-    land, drop = begins.copy(), begins.copy()
-    for turn, row in zip(reversed(turns), reversed(rows.tolist()), strict=True):
-        land[turn.moment] = row
-        if turn.what != _ADD:
-            drop[turn.moment] = row
-    return land, drop
-
-
 def _let_go(edit: Edit, landings: Landings, down: _Down, starts: tuple[I32, I32]) -> None:
     """A gradient on its way is let go when the next one lands, or when the next moment begins."""
     gone = starts[_LAND][landings.moment + 1]
@@ -338,7 +287,7 @@ def _let_go(edit: Edit, landings: Landings, down: _Down, starts: tuple[I32, I32]
 
 
 def stay(
-    edit: Edit, step: Step, pieces: Pieces, residency: Residency, turns: list[_Turn], rows: I32, drop: I32,
+    edit: Edit, step: Step, pieces: Pieces, residency: Residency, turns: Turns, rows: I32, drop: I32,
     frames: Frames | None = None,
 ) -> None:  # fmt: skip
     """Each load makes storages that the blocks' ops use from then on, until the moment that drops it.
@@ -346,21 +295,16 @@ def stay(
     In frames they take no bytes: the frames do, all the time.
     """
     n_blocks, count = len(step.blocks), len(pieces.n_bytes)
-    making = (_ALLOCATE,) if frames is None else (_COPY, _AHEAD)
-    made = [(turn.row, turn.moment, row) for turn, row in zip(turns, rows.tolist(), strict=True) if turn.what in making]
-    row, moment, producer = (np.asarray(column, np.int32) for column in zip(*made, strict=True))
+    making = turns.what == ALLOCATE if frames is None else turns.loads
+    row, moment, producer = turns.row[making], turns.moment[making], rows[making]
     n_bytes = pieces.n_bytes[row] if frames is None else np.zeros(len(row), np.int64)
     there = edit.add_storages(n_bytes, producer=producer, kind=Kind.COMMUNICATION, owner=pieces.owner[row])
     if frames is not None:
         nowhere, forever, size = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32), np.full(1, frames.n_bytes, np.int64)
         edit.add_storages(size, producer=nowhere, kind=Kind.COMMUNICATION, held_until=forever)
     else:
-        copies = np.asarray([r for turn, r in zip(turns, rows.tolist(), strict=True) if turn.what in (_COPY, _AHEAD)], np.int32)
-        edit.add_uses(copies, there, mutates=True)
-    until = np.full((len(pieces.of_unit), len(drop)), -1, np.int32)  # by unit and moment of the load: the moment that drops it
-    for k, units in enumerate(residency.drops):
-        for unit in units:
-            until[unit, :k][until[unit, :k] < 0] = k
+        edit.add_uses(rows[turns.loads], there, mutates=True)
+    until = dropped_in(residency.drops, len(pieces.of_unit))
     edit.let_go_before(there, drop[until[pieces.unit[row], moment]])
     in_forward, in_backward = (np.full(count + 1, -1, np.int32) for _ in range(2))  # a unit comes in once a pass at most
     late = moment >= n_blocks
@@ -376,13 +320,12 @@ def stay(
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
 
 
-def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
+def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32) -> None:
     """What is brought in is read on the host, where the last gradient of a moment is added."""
-    what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
-    trailing = what == _ADD
+    row, loads = turns.row, turns.loads
+    trailing = turns.what == ADD
     edit.add_uses(rows[trailing], down.hosts[row[trailing]])
     edit.add_uses(rows[trailing], landings.sums[row[trailing]], mutates=True)
-    loads = (what == _COPY) | (what == _AHEAD)
     edit.add_uses(rows[loads], hosts[row[loads]])
     edit.held_until[landings.sums[landings.sums >= 0]] = -1
 
@@ -401,10 +344,9 @@ def _left_to_the_optimizer(edit: Edit, step: Step, landings: Landings, down: _Do
     edit.hold_through(gradient, np.full(len(gradient), last, np.int32))
 
 
-def _update(edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
+def _update(edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32) -> None:
     """Each block's update reads its gradients and holds them all until its last one."""
-    what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
-    updates = what == _UPDATE
+    row, moment, updates = turns.row, turns.moment, turns.what == UPDATE
     update_of = np.full(len(hosts), -1, np.int32)
     update_of[row[updates]] = rows[updates]
     edit.add_uses(rows[updates], hosts[row[updates]], mutates=True)

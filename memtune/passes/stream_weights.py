@@ -13,7 +13,8 @@ import numpy as np
 from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.passes.pieces import Pieces, in_blocks
-from memtune.passes.stream import Landings, first_ops, insert, starts_of, stay, turns_of
+from memtune.passes.stream import first_ops, insert, stay
+from memtune.passes.turns import turns_of
 from memtune.program import FOREVER, I32, Kind, Phase, Step, Tier
 from memtune.residency import Residency
 
@@ -43,9 +44,8 @@ def stream_weights(step: Step, residency: Residency, blocks: Container[int]) -> 
         (columns.numel * columns.itemsize)[frozen], producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever,
         owner=frozen,
     )  # fmt: skip
-    none = Landings.none()
-    turns = [turn for moment in range(len(begins)) for turn in turns_of(step, pieces, residency, none, -1, moment, early=False)]
+    turns = turns_of(step, pieces, residency, (-1,) * len(begins))
     rows = insert(edit, step, pieces, turns, begins)
-    _, drop = starts_of(turns, rows, begins)
+    _, drop = turns.starts(rows, begins)
     stay(edit, step, pieces, residency, turns, rows, drop)
     return edit.done()

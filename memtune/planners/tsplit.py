@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from memtune import _native
 from memtune.program import F64, I32, I64
 
-_ALL = 1 << 62
 _EXHAUSTIVE = 1 << 13
 """Where the greedy gets stuck and there are no more choices than this, all are looked at."""
 
@@ -80,10 +79,7 @@ class Problem:
 
     def added_s(self, choice: Sequence[int]) -> float:
         """Seconds on top of the plain step."""
-        taken = self.taken(choice)
-        out = [copy for each in taken for copy in each.out]
-        back = [_mirrored(copy) for each in taken for copy in each.back]
-        return sum(each.more_s for each in taken) + _stalls(out) + _stalls(back)
+        return _added_s(self.taken(choice))
 
     def taken(self, choice: Sequence[int]) -> list[Action]:
         """The actions of a choice."""
@@ -138,16 +134,21 @@ def solve(problem: Problem, budget_bytes: int) -> Found:
 
 
 def _followed(problem: Problem, budget_bytes: int, *, beyond: bool) -> Found:
-    state = _State(problem)
-    while True:
-        moment = int(state.live.argmax())
-        excess = int(state.live[moment]) - budget_bytes
-        action = -1 if excess <= 0 else state.cheapest(moment, _ALL if beyond else excess)
-        if action < 0:
-            break
-        state.take(action)
-    choice = _without_the_unneeded(problem, state.choice, budget_bytes) if excess <= 0 else state.choice
+    choice = greedy(problem, budget_bytes, beyond=beyond)
+    if int(problem.live_under(choice).max(initial=0)) <= budget_bytes:
+        choice = _without_the_unneeded(problem, choice, budget_bytes)
     return _found(problem, choice, budget_bytes)
+
+
+def greedy(problem: Problem, budget_bytes: int, *, beyond: bool) -> list[int]:
+    """Actions taken until the peak is within the budget or none frees bytes at it; natively, `csrc/tsplit/greedy.h`."""
+    columns = problem.columns
+    return _native.tsplit_greedy(
+        problem.live_bytes, columns.tensor, columns.number, columns.part_of, columns.more_s,
+        columns.free_action, columns.first, columns.stop, columns.n_bytes,
+        *((link.action, link.start_s, link.end_s, link.copy_s) for link in columns.links),
+        budget_bytes=budget_bytes, beyond=beyond,
+    ).tolist()  # fmt: skip
 
 
 def _found(problem: Problem, choice: Sequence[int], budget_bytes: int) -> Found:
@@ -159,7 +160,7 @@ def _without_the_unneeded(problem: Problem, choice: list[int], budget_bytes: int
     """`choice` without actions that later ones have made superfluous, the dearest first."""
     live = problem.live_under(choice)
     taken = [i for i, each in enumerate(choice) if each]
-    alone = {i: problem.added_s([each if j == i else 0 for j, each in enumerate(choice)]) for i in taken}
+    alone = {i: _added_s([problem.tensors[i].actions[choice[i] - 1]]) for i in taken}
     for i in sorted(taken, key=lambda each: (-alone[each], each)):
         frees = problem.tensors[i].actions[choice[i] - 1].frees
         if all(live[first:stop].max(initial=0) + n_bytes <= budget_bytes for first, stop, n_bytes in frees if n_bytes > 0):
@@ -184,6 +185,12 @@ def _all_looked_at(problem: Problem, budget_bytes: int) -> Found | None:
             return None
     found = (_found(problem, choice, budget_bytes) for choice in choices(problem))
     return min((each for each in found if each.is_within), key=lambda each: (each.added_s, each.peak_bytes), default=None)
+
+
+def _added_s(taken: Sequence[Action]) -> float:
+    out = [copy for each in taken for copy in each.out]
+    back = [_mirrored(copy) for each in taken for copy in each.back]
+    return sum(each.more_s for each in taken) + _stalls(out) + _stalls(back)
 
 
 def _mirrored(copy: Copy) -> Copy:
@@ -248,104 +255,6 @@ class _Link:
         action, start, end, seconds = (np.asarray(column, np.float64) for column in _columns(rows, 4))
         return cls(action.astype(np.int32), start, end, seconds)
 
-    def waits(self, taken: npt.NDArray[np.bool_], actions: int) -> F64:
-        """(actions,) seconds that compute waits for each beside those that are `taken`; for those, what it waits now."""
-        mine = taken[self.action]
-        order = np.argsort(self.start_s[mine], kind="stable")
-        starts, ends, took = (column[mine][order] for column in (self.start_s, self.end_s, self.copy_s))
-        after = np.searchsorted(starts, self.start_s, side="right")
-        following = np.append(starts, np.inf)[after]
-        own = _waits(self.copy_s, self.start_s, np.minimum(self.end_s, following))
-        if len(starts):  # the one before has to be over earlier
-            before = np.maximum(after - 1, 0)
-            until = np.minimum(ends[before], np.append(starts[1:], np.inf)[before])
-            earlier = np.minimum(until, self.start_s)
-            later = _waits(took[before], starts[before], earlier) - _waits(took[before], starts[before], until)
-            own += np.where((after > 0) & ~mine, later, 0.0)
-        found: F64 = np.bincount(self.action, own, actions).astype(np.float64)
-        return found
-
 
 def _columns(rows: Sequence[tuple[float, ...]], width: int) -> list[list[float]]:
     return [[row[k] for row in rows] for k in range(width)]
-
-
-@dataclass(eq=False)
-class _State:
-    """The timeline under what has been decided so far."""
-
-    problem: Problem
-    choice: list[int] = field(default_factory=list)
-    live: I64 = field(default_factory=lambda: np.empty(0, np.int64))
-
-    def __post_init__(self) -> None:
-        columns = self.problem.columns
-        self.choice, self.live = [0] * len(self.problem.tensors), self.problem.live_bytes.copy()
-        self._taken = np.zeros(len(columns.tensor), bool)
-        self._given_up = np.zeros(len(columns.tensor), bool)  # taken once and replaced: never again, so this ends
-
-    def cheapest(self, moment: int, excess_bytes: int) -> int:
-        """The action with the least added time per byte freed in `moment`, of which `excess_bytes` count; -1: none."""
-        columns, n_actions = self.problem.columns, len(self._taken)
-        here = (columns.first <= moment) & (moment < columns.stop)
-        freed = np.bincount(columns.free_action[here], columns.n_bytes[here], n_actions).astype(np.float64)
-        seconds = self._seconds()
-        gain, cost = freed - self._now(freed), seconds - self._now(seconds)
-        usable = (gain > 0) & ~self._taken & ~self._given_up & ~self._decided()
-        rows = np.flatnonzero(usable)
-        if not len(rows):
-            return -1
-        per_byte = np.maximum(cost[rows], 0.0) / np.minimum(gain[rows], excess_bytes)
-        return int(rows[np.lexsort((rows, -gain[rows], per_byte))[0]])
-
-    def take(self, action: int) -> None:
-        """Decide so, in place of what its tensor, or the parts of it, had."""
-        columns = self.problem.columns
-        tensor = int(columns.tensor[action])
-        for other in np.flatnonzero(self._taken & self._replaced(tensor)).tolist():
-            self._change(other, 1)
-            self._taken[other], self._given_up[other] = False, True
-            self.choice[columns.tensor[other]] = 0
-        self._change(action, -1)
-        self._taken[action] = True
-        self.choice[tensor] = int(columns.number[action])
-
-    def _replaced(self, tensor: int) -> npt.NDArray[np.bool_]:
-        columns = self.problem.columns
-        found: npt.NDArray[np.bool_] = (columns.tensor == tensor) | (columns.part_of[columns.tensor] == tensor)
-        return found
-
-    def _change(self, action: int, sign: int) -> None:
-        columns = self.problem.columns
-        for row in np.flatnonzero(columns.free_action == action).tolist():
-            self.live[columns.first[row] : columns.stop[row]] += sign * columns.n_bytes[row]
-
-    def _now(self, values: F64) -> F64:
-        """(a,) of `values`, what each action would replace."""
-        columns, n_tensors = self.problem.columns, len(self.choice)
-        mine = np.zeros(n_tensors)
-        mine[columns.tensor[self._taken]] = values[self._taken]  # one action a tensor
-        parts = np.flatnonzero(columns.part_of >= 0)
-        np.add.at(mine, columns.part_of[parts], mine[parts])
-        found: F64 = mine[columns.tensor]
-        return found
-
-    def _decided(self) -> npt.NDArray[np.bool_]:
-        """(a,) actions of tensors that another one decides of."""
-        columns = self.problem.columns
-        whole = columns.part_of[columns.tensor]
-        found: npt.NDArray[np.bool_] = (whole >= 0) & (np.append(self.choice, 0)[whole] > 0)
-        return found
-
-    def _seconds(self) -> F64:
-        """(a,) time that each action adds beside those taken; of those taken, what they add now."""
-        columns = self.problem.columns
-        found: F64 = columns.more_s.copy()
-        for link in columns.links:
-            found += link.waits(self._taken, len(found))
-        return found
-
-
-def _waits(seconds: F64, start_s: F64, end_s: F64) -> F64:
-    found: F64 = np.maximum(seconds - np.maximum(end_s - start_s, 0.0), 0.0)
-    return found

@@ -235,11 +235,21 @@ class Decided:
 
 def rewritten(step: Step, decided: Decided, min_bytes: int) -> Step:
     """`step` with modules in parts, copies out after each save, and copies back."""
-    if decided.split:
-        regions = [each for each in position_wise(step) if each.module in decided.split]
-        step = split_regions(step, regions, [decided.split[each.module] for each in regions])
-    claims = [MoveClaim(i, 1.0, min_bytes, calls) for i, calls in enumerate(decided.moved) if calls]
-    return move_activations(step, claims, ahead=decided.ahead)
+    return _moved(_in_parts(step, tuple(sorted(decided.split.items()))), tuple(decided.moved), min_bytes, decided.ahead)
+
+
+@lru_cache(maxsize=8)
+def _in_parts(step: Step, split: tuple[tuple[str, int], ...]) -> Step:
+    parts = dict(split)
+    regions = [each for each in position_wise(step) if each.module in parts]
+    return split_regions(step, regions, [parts[each.module] for each in regions]) if regions else step
+
+
+@lru_cache(maxsize=8)
+def _moved(step: Step, moved: tuple[frozenset[Call], ...], min_bytes: int, ahead: int) -> Step:
+    """Many budgets have one plan, and what was planned with is made again when it is chosen: the same step, not an equal one."""
+    claims = [MoveClaim(i, 1.0, min_bytes, calls) for i, calls in enumerate(moved) if calls]
+    return move_activations(step, claims, ahead=ahead)
 
 
 def _no_plan(evidence: str) -> ApplyError:

@@ -6,6 +6,7 @@ block that treats every token alike, which can be split. The clock is that of th
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,7 @@ class Decisions:
         return Problem(live_bytes, self.tensors)
 
 
+@functools.lru_cache(maxsize=8)
 def decisions(step: Step, hardware: Hardware, ranks: int, min_bytes: int, parts: tuple[int, ...], *, ahead: bool) -> Decisions:
     """What can be decided of `step`, whose blocks run once each.
 

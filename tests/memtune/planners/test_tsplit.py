@@ -6,8 +6,9 @@ import random
 
 import numpy as np
 import pytest
+from tsplit_by_hand import greedy_by_hand
 
-from memtune.planners.tsplit import Action, Copy, Problem, Tensor, choices, solve
+from memtune.planners.tsplit import Action, Copy, Problem, Tensor, choices, greedy, solve
 
 FORWARD = 12
 """Moments of a random step's forward; its backward has as many."""
@@ -55,6 +56,23 @@ def test_within_every_budget_that_some_choice_meets_and_near_the_best(seed: int)
         assert best <= found.added_s + 1e-12
         assert found.added_s <= 3 * best + 1e-12
     assert not solve(problem, smallest - 1).is_within
+
+
+@pytest.mark.drawn(10)
+@pytest.mark.parametrize("seed", range(100, 124))
+def test_takes_the_actions_that_the_planner_by_hand_takes(seed: int) -> None:
+    problem = steps(seed)
+    plain = int(problem.live_bytes.max())
+    for share in (-1.0, 0.3, 0.6, 0.9, 1.0):
+        for beyond in (False, True):
+            budget = int(share * plain)
+            assert greedy(problem, budget, beyond=beyond) == greedy_by_hand(problem, budget, beyond=beyond)
+
+
+def test_columns_that_do_not_belong_together_are_refused() -> None:
+    problem = Problem(np.asarray([5, 9], np.int64), (one(0, 3, 4, 1.0),))
+    with pytest.raises(ValueError, match="a moment that is not there"):
+        greedy(problem, 1, beyond=True)
 
 
 def test_equal_to_the_best_where_tensors_are_alike() -> None:
