@@ -276,10 +276,14 @@ def main() -> int:
         refused = isinstance(error, ApplyError)  # a technique saw on the live model what the recording does not show
         result = {"status": "unfit" if refused else "crash", "reason": " ".join(str(error).split())}
     except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
-        traceback.print_exc(file=sys.stderr)
+        first_line = str(error).strip().splitlines()[0] if str(error) else ""
+        # memtune's allocator on a GPU knows nothing of torch and cannot raise torch's own class.
+        out_of_memory = isinstance(error, RuntimeError) and first_line.startswith("CUDA out of memory")
+        if not out_of_memory:
+            traceback.print_exc(file=sys.stderr)
         result = {
-            "status": "crash",
-            "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
+            "status": "oom" if out_of_memory else "crash",
+            "reason": first_line if out_of_memory else f"{type(error).__name__}: {first_line}",
         }
     rank.say(result=result)
     if dist.is_initialized() and result["status"] == "ok":

@@ -7,6 +7,7 @@ image needs nothing of what only the search uses.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ _HOME = {
     "load_config": "memtune.config",
     "search": "memtune.autotune.study",
 }
+
+
+# torch takes another CUDA allocator only before CUDA starts: not before this import, and not much later.
+if "MEMTUNE_ALLOCATOR" in os.environ:
+    importlib.import_module("memtune.runtime.cuda_arena").install_from_environment()
 
 
 def __getattr__(name: str) -> Any:

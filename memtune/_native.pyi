@@ -339,6 +339,17 @@ def arena_replace(device: int, options: ArenaOptions) -> str:
     Makes the allocator of a device anew; the one before ends when what is in use there has been freed. Empty, or why it cannot be.
     """
 
+def arena_defaults(options: ArenaOptions) -> None:
+    """Options for GPUs whose allocator torch's first request there makes."""
+
+def arena_limit(device: int, n_bytes: int) -> None:
+    """The most bytes that an allocator takes from the driver from now on."""
+
+def arena_regions(device: int) -> list[tuple[int, int, int, str, list[tuple[int, int, bool]]]]:
+    """
+    Memory from the driver as (address, bytes, stream, kind, [(address, bytes, in use)]); stream -1: of several.
+    """
+
 def arena_end_step(device: int) -> None:
     """Tells a planned arena that a training step has ended."""
 
@@ -347,6 +358,11 @@ def arena_release_unused(device: int) -> None: ...
 def arena_restart_peaks(device: int) -> None: ...
 
 def arena_statistics(device: int) -> ArenaStatistics: ...
+
+def arena_cuda_functions() -> list[int]:
+    """
+    Addresses of the C functions of torch's pluggable allocator: alloc, free, record_stream, memory_fraction, empty_cache.
+    """
 
 def arena_functions() -> list[int]:
     """
