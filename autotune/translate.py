@@ -18,7 +18,7 @@ import numpy.typing as npt
 from memtune.autotune import translation_table as table
 from memtune.edit import Edit
 from memtune.hardware import Hardware
-from memtune.program import FOREVER, I32, I64, Call, Hints, Kind, Phase, Recording, Resource, Step, Tier
+from memtune.program import FOREVER, I32, I64, ON_GPU_ONLY, Call, Hints, Kind, Phase, Recording, Resource, Step, Tier
 from memtune.runtime.workspace import WorkspaceTable
 
 Flags = npt.NDArray[np.bool_]
@@ -326,6 +326,7 @@ class _Fusion:
             op_flops=self.flops,
             op_traffic_bytes=self.traffic,
             op_rng=self.rng,
+            op_by_element=self.step.op_by_element & (ON_GPU_ONLY - 1),
             producer=self.producer,
             bytes=self.bytes,
         )

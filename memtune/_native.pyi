@@ -131,9 +131,9 @@ class Rematerializer:
     def constant(self, n_bytes: int) -> int:
         """A tensor that cannot be made again; refers to it once."""
 
-    def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int) -> list[int]:
+    def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int, elements: int) -> list[int]:
         """
-        An operator that has run; the tensors that it made, each referred to once and held. takes_over: argument that the first one overwrites, or -1. scratch_bytes: what another run takes beside what it makes.
+        An operator that has run; the tensors that it made, each referred to once and held. takes_over: argument that the first one overwrites, or -1. scratch_bytes: what another run takes beside what it makes. elements: that it makes one by one of those that it reads, 0 where it does not.
         """
 
     def retain(self, tensor: int) -> None:

@@ -79,6 +79,10 @@ class Kind(IntEnum):
     COMMUNICATION = 7
 
 
+ON_GPU_ONLY = 128
+"""In `Step.op_by_element`: on this device the op makes other bits where it runs in parts, on a GPU it would not."""
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One training step of one rank in SSA form; see the module docstring for how lifetimes follow from it."""
@@ -110,6 +114,7 @@ class Step:
     op_stream: U8  # (n,) its order: 0 its resource's own stream, 1 the compute stream, 2 to 7 a side stream, which goes first
     op_prefetch: U8  # (n,) 0: runs as early as issued; d: once compute comes to the place of the (d - 1)-th such op before it
     op_match: I32  # (n,) ops of several rank classes with the same number start together, 0 for none
+    op_by_element: U8  # (n,) bytes of an element of its one output, each made of the same one of what it reads; 0 for all others
 
     # storages, one row each
     bytes: I64  # (m,)
