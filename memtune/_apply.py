@@ -251,6 +251,8 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     _blocks_are_called_from_eager_code(context)
     context.activations.install()
     _one(context, config, "sharding.states")
+    for each in context.later:
+        each()
     _one(context, config, "sharding.communication")
     _one(context, config, "offload.states")
     _one(context, config, "execution.order")

@@ -38,6 +38,7 @@ from memtune.runtime.positions import (
     divided,
     ending,
     first_tensor,
+    is_summed,
     not_divisible,
     share_dropouts,
     sum_gradients,
@@ -313,6 +314,6 @@ def _check(context: Context, split: Split, summed: Sequence[str]) -> dict[str, A
         if "forward" not in vars(context.model.get_submodule(name)):
             raise ApplyError(f"{name} does not work on a share of the positions.", code="MT392")
     for name in summed:
-        if not context.model.get_parameter(name)._backward_hooks:
+        if not is_summed(context.model, context.blocks, name):
             raise ApplyError(f"the gradient of {name} is not summed over the ranks.", code="MT392")
     return {"heads": split.heads, "contexts": split.contexts, "blocks": len(context.blocks), "summed_parameters": len(summed)}

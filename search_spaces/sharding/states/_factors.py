@@ -62,7 +62,7 @@ class _Divided(_Units):
         """Divide the model's states and rebind the optimizer to what this rank holds."""
         divide(
             context,
-            self._factors(context.ranks, plan),
+            self._factors(context.copies, plan),
             kind=self.kind,
             bucket_cap_mb=self.bucket_cap_mb,
             reshard_after_forward=self.reshard_after_forward,

@@ -80,7 +80,7 @@ class _Units(Technique):
         """Shard the model with FSDP2 and rebind the optimizer to the shards."""
         shard(
             context,
-            degree=self._degree(context.ranks, plan),
+            degree=self._degree(context.copies, plan),
             reshard_after_forward=self.reshard_after_forward,
             blocks_per_unit=self.blocks_per_unit,
             two_hop=self._averages_once(),
