@@ -20,6 +20,7 @@ from memtune.errors import ApplyError
 from memtune.runtime.collectives import SeamAllGather, SeamAllReduce, SeamReduceScatter
 from memtune.runtime.context import Context
 from memtune.runtime.copies import OncePerStep
+from memtune.runtime.deferred import fill_shards
 from memtune.runtime.ranks import require_ranks
 
 
@@ -123,6 +124,7 @@ def shard(
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
     # The root's parameters are needed again at the start of backward: freeing them in between mostly costs a gather.
     fully_shard(context.model, **{**arguments, "reshard_after_forward": bool(reshard_after_forward) and not keep_root})
+    fill_shards(context.model)
     if not isinstance(reshard_after_forward, bool):
         _reshard_to_groups(context, degree, reshard_after_forward)
     if prefetch is not None:
