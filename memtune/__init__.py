@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from memtune._apply import Tuned, apply
     from memtune.autotune.study import search
     from memtune.config import TunedConfig, load_config
+    from memtune.runtime.deferred import deferred
     from memtune.technique import Technique
     from memtune.workload import Workload
 
     __version__: str
 
-__all__ = ["Technique", "Tuned", "TunedConfig", "Workload", "__version__", "apply", "load_config", "search"]
+__all__ = ["Technique", "Tuned", "TunedConfig", "Workload", "__version__", "apply", "deferred", "load_config", "search"]
 
 _HOME = {
     "Technique": "memtune.technique",
@@ -27,6 +28,7 @@ _HOME = {
     "TunedConfig": "memtune.config",
     "Workload": "memtune.workload",
     "apply": "memtune._apply",
+    "deferred": "memtune.runtime.deferred",
     "load_config": "memtune.config",
     "search": "memtune.autotune.study",
 }

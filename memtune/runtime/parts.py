@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtune.runtime.context import Context
 from memtune.runtime.tree import local
 
-
 PARTS = "parts"
 """The dim of a mesh along which ranks hold parts of a model; it comes first."""
 
@@ -147,6 +146,4 @@ def part_of(mine: Tensor, like: DTensor) -> DTensor:
     rows, ranks = local(like), like.device_mesh.size(1)
     first = min(-(-mine.shape[0] // ranks) * like.device_mesh.get_local_rank(1), mine.shape[0])
     kept = mine.detach().narrow(0, first, rows.shape[0]).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        kept, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return DTensor.from_local(kept, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

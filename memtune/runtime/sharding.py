@@ -20,6 +20,7 @@ from memtune.errors import ApplyError
 from memtune.runtime.collectives import SeamAllGather, SeamAllReduce, SeamReduceScatter
 from memtune.runtime.context import Context
 from memtune.runtime.copies import OncePerStep
+from memtune.runtime.deferred import fill_shards
 from memtune.runtime.parts import PARTS, divided, leave_plain, part_of, see_whole
 from memtune.runtime.ranks import require_ranks
 from memtune.runtime.tree import local
@@ -130,6 +131,7 @@ def shard(
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
     # The root's parameters are needed again at the start of backward: freeing them in between mostly costs a gather.
     fully_shard(context.model, **{**arguments, "reshard_after_forward": bool(reshard_after_forward) and not keep_root})
+    fill_shards(context.model)
     if grid is not None:
         for module in context.model.modules():
             if isinstance(module, FSDPModule) and _gathers(module):

@@ -28,6 +28,10 @@ class _Divided(_Units):
     @abc.abstractmethod
     def _factors(self, ranks: int, plan: Plan) -> Factors: ...
 
+    def divides_parameters(self, ranks: int, plan: Plan) -> bool:
+        """Where their factor is not one."""
+        return self._factors(ranks, plan).parameters > 1
+
     def _why_not(self, factors: Factors, program: Program, target: Target) -> Reason | None:
         """Why `factors` cannot be used on `program`, or are another technique."""
         problem = factors.problem(target.ranks)
