@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from memtune.parameters import Parameter as Parameter
 from memtune.parameters import columns_of
+from memtune.pipeline_order import Stages
 
 FOREVER = np.int32(2**31 - 1)
 """`held_until` of what outlives the step: parameters, buffers, optimizer state."""
@@ -303,6 +304,8 @@ class Program:
     """Micro-batches that the steps themselves hold, on their way through the stages of a pipeline."""
     idle: float = 0.0
     """Seconds that a rank of a pipeline waits for its neighbours, over those in which it runs forward and backward."""
+    stages: Stages | None = None
+    """How the blocks are divided in a pipeline, where the step still has all of them."""
 
     @property
     def samples(self) -> int:
