@@ -19,7 +19,7 @@ from memtune.parameters import columns_of
 from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
 from memtune.passes.shares import raw_gradients
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
-from memtune.residency import Residency, Units, order_of_use
+from memtune.residency import Residency, Units, order_of_use, reads_ahead
 
 
 @functools.lru_cache(maxsize=8)
@@ -142,7 +142,9 @@ def bytes_beside_chunks(step: Step) -> Units:
     return tuple(most.tolist())
 
 
-def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True) -> Step:
+def stream_parameters(
+    step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True, read_ahead: int | None = None
+) -> Step:
     """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
     Args:
@@ -150,6 +152,7 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
         residency: Which units are on the device when; its moments are those of `order_of_use`.
         chunks: Where the parameters lie; none: each block is a unit.
         early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
+        read_ahead: The parameters are on SSD, and are read so many moments before they come in; None: they are on the host.
     """
     frames: Frames | None = None
     if isinstance(chunks, Pages):
@@ -160,21 +163,21 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
     mine = in_blocks(step)
-    hosts = host_memory(edit, pieces, frames)
+    hosts = host_memory(edit, pieces, frames, Tier.HOST if read_ahead is None else Tier.SSD)
     edit.bytes[columns.storage[mine]] = 0
     down = _gradients_down(edit, step, landings)
     last_of = {int(moment): row for row, moment in enumerate(landings.moment)}  # ascending: the last one stays
     turns = [
         turn
         for moment in range(len(begins))
-        for turn in turns_of(step, pieces, residency, landings, last_of.get(moment - 1, -1), moment, early)
+        for turn in turns_of(step, pieces, residency, landings, last_of.get(moment - 1, -1), moment, early, read_ahead)
         if frames is None or turn.what != _ALLOCATE
     ]
     rows = insert(edit, step, pieces, turns, begins)
     starts = starts_of(turns, rows, begins)
     _let_go(edit, landings, down, starts)
     stay(edit, step, pieces, residency, turns, rows, starts[_DROP], frames)
-    _use_hosts(edit, landings, down, hosts, turns, rows)
+    _use_hosts(edit, landings, down, hosts, turns, rows, pieces)
     host_of = hosts[pieces.of_parameter[:-1]]
     if early:
         _update(edit, step, landings, down, host_of, turns, rows)
@@ -189,13 +192,14 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
     return edit.done()
 
 
-_ADD, _ALLOCATE, _COPY, _AHEAD, _UPDATE = range(5)
+_ADD, _ALLOCATE, _COPY, _AHEAD, _UPDATE, _READ = range(6)
 _OPS = (
     ("aten.add_.Tensor", Resource.HOST_THREADS),
     ("memtune.allocate", Resource.NOTHING),
     ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
     ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
     ("memtune.host_update_.default", Resource.HOST_THREADS),
+    ("memtune.from_ssd.default", Resource.SSD_READ),
 )
 _LAND, _DROP = range(2)
 
@@ -217,14 +221,18 @@ class _Down(NamedTuple):
 
 
 def turns_of(
-    step: Step, pieces: Pieces, residency: Residency, landings: Landings, last: int, moment: int, early: bool
-) -> list[_Turn]:
+    step: Step, pieces: Pieces, residency: Residency, landings: Landings, last: int, moment: int, early: bool,
+    read_ahead: int | None = None,
+) -> list[_Turn]:  # fmt: skip
     """What runs when `moment` begins, in the order of the rules of `runtime.store`; `last`: row that landed last before it."""
     turns = [_Turn(_ADD, last, moment)] if last >= 0 and landings.sums[last] >= 0 else []
+    now, later = ((), ()) if read_ahead is None else reads_ahead(residency, read_ahead)[moment]
     for unit in residency.loads[moment]:
         what = _COPY if unit in pieces.used[moment] else _AHEAD
+        turns += [_Turn(_READ, row, moment) for row in pieces.of_unit[unit]] if unit in now else []
         for row in pieces.of_unit[unit]:
             turns += [_Turn(_ALLOCATE, row, moment), _Turn(what, row, moment)]
+    turns += [_Turn(_READ, row, moment) for unit in later for row in pieces.of_unit[unit]]
     if early and moment > len(step.blocks):
         gradient = columns_of(step.parameters).gradient
         before = order_of_use(len(step.blocks))[moment - 1]
@@ -279,7 +287,7 @@ def insert(edit: Edit, step: Step, pieces: Pieces, turns: list[_Turn], begins: I
     """The ops of all moments; returns their rows."""
     what, row, moment = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
-    moves, updates = (what == _COPY) | (what == _AHEAD), what == _UPDATE
+    moves, updates = (what == _COPY) | (what == _AHEAD) | (what == _READ), what == _UPDATE
     traffic = np.zeros(len(turns), np.int64)
     traffic[moves] = pieces.n_bytes[row[moves]]
     traffic[updates] = native_update_bytes(step)[row[updates]]
@@ -376,14 +384,20 @@ def stay(
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
 
 
-def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32) -> None:
-    """What is brought in is read on the host, where the last gradient of a moment is added."""
+def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: list[_Turn], rows: I32, pieces: Pieces) -> None:
+    """What is brought in is read on the host, or from SSD to the host first; the last gradient of a moment is added there."""
     what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
     trailing = what == _ADD
     edit.add_uses(rows[trailing], down.hosts[row[trailing]])
     edit.add_uses(rows[trailing], landings.sums[row[trailing]], mutates=True)
-    loads = (what == _COPY) | (what == _AHEAD)
-    edit.add_uses(rows[loads], hosts[row[loads]])
+    loads, reads = np.flatnonzero((what == _COPY) | (what == _AHEAD)), np.flatnonzero(what == _READ)
+    source = hosts[row[loads]]
+    if len(reads):
+        edit.add_uses(rows[reads], hosts[row[reads]])
+        loads, reads = (each[np.argsort(row[each], kind="stable")] for each in (loads, reads))  # a piece's first read, first load
+        n_bytes, owner = pieces.n_bytes[row[reads]], pieces.owner[row[reads]]
+        source = edit.add_storages(n_bytes, producer=rows[reads], tier=Tier.HOST, kind=Kind.TEMPORARY, owner=owner)
+    edit.add_uses(rows[loads], source)
     edit.held_until[landings.sums[landings.sums >= 0]] = -1
 
 
