@@ -15,7 +15,7 @@ Rule 4. Of parameters that come and go (`runtime.ssd_parameters`), gradients are
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -121,13 +121,6 @@ class SsdOptimizer:
             if piece.device in kept and piece.held.dtype is not piece.device.dtype:
                 piece.held.grad_dtype = piece.device.dtype
 
-    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
-        """`keep_in` has said so."""
-
-    def update(self, parameters: Iterable[nn.Parameter]) -> None:
-        """All updates are in `step`."""
-        raise AssertionError("parameters are updated at the end of the step")
-
     def _update_all(self) -> None:
         self._stream([piece for piece in self._pieces if piece.device.grad is not None or piece.held.grad is not None])
 
@@ -178,11 +171,12 @@ class SsdOptimizer:
     def _gradient(self, piece: Piece) -> Tensor:
         """The gradient, on the host and no longer on the device."""
         parameter = piece.device
-        if piece.held.grad is not None:  # came down as it landed
-            gradient, piece.held.grad = piece.held.grad, None
-            return gradient
+        landed: Tensor | None = piece.held.grad
+        if landed is not None:  # came down as it landed
+            piece.held.grad = None
+            return landed
         assert parameter.grad is not None
-        gradient = torch.ops.memtune.to_host(local(parameter.grad))
+        gradient: Tensor = torch.ops.memtune.to_host(local(parameter.grad))
         mark(gradient, HOST)
         transfer.finish(gradient)
         parameter.grad = None

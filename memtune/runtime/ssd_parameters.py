@@ -31,6 +31,19 @@ from memtune.runtime.tiers import SSD, mark
 Where = Literal["host", "ssd"]
 
 
+class _AtTheEnd:
+    """What the store knows of an optimizer that does all its work in `step`."""
+
+    def __init__(self, optimizer: SsdOptimizer) -> None:
+        self.check = optimizer.check
+
+    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
+        """`SsdOptimizer.keep_in` says so."""
+
+    def update(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Not before `step`."""
+
+
 class KeptParameters(ParameterStore):
     """Makes the blocks' parameters of `context` come and go, updated by `optimizer` at the end of the step.
 
@@ -50,7 +63,7 @@ class KeptParameters(ParameterStore):
         self._where, self._ahead = where, reads_ahead(residency, ahead)
         self._reading: dict[Tensor, Tensor] = {}  # by what is on SSD: where it comes to
         self.read_bytes = 0
-        super().__init__(context, residency, optimizer, early=False, copy=self._up)
+        super().__init__(context, residency, _AtTheEnd(optimizer), early=False, copy=self._up)
         optimizer.keep_in(self._hosts)
 
     def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
