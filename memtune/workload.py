@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtune.autocast import asked_for
 from memtune.batches import batch_size_of, map_tensors, shapes_of, split_batch, tensors_of, to_device
 from memtune.blocks import find_blocks
 from memtune.errors import MemtuneError, WorkloadError
-from memtune.runtime.autocast import asked_for
 from memtune.user_file import UserFile, load_user_file, raised_in_user_code
 
 __all__ = ["Workload", "batch_size_of", "map_tensors", "shapes_of", "split_batch", "tensors_of", "to_device"]

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memtune.autocast import autocast_now
 from memtune.calls import INPUTS, Call
 from memtune.errors import ApplyError
-from memtune.runtime.autocast import autocast_now
 from memtune.runtime.changed_buffers import changed_buffers, copied_buffers, only_written
 from memtune.runtime.come_ahead import Ahead
 from memtune.runtime.exchanges import refused_in
