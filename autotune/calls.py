@@ -7,15 +7,18 @@ numbers around it (by which its backward is found), what it saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from memtune.autotune import translation_table
 from memtune.autotune.in_place import ADDS_TO_ITS_PRODUCT
 from memtune.autotune.tracer import Tracer
 from memtune.program import Call
@@ -52,6 +55,19 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return {"dropout": p} if training and 0 < p < 1 and not inplace else None
 
 
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Options | None:
+    # Torch composes it of small ops on CPU, and everywhere for these: other types of input and weight, channels last, complex.
+    cast = torch.is_autocast_enabled(input.device.type)
+    alike = weight is None or weight.dtype == input.dtype or cast
+    last = any(input.is_contiguous(memory_format=each) for each in _CHANNELS_LAST.get(input.dim(), ()))
+    if not alike or input.is_complex() or (last and not input.is_contiguous()):
+        return None
+    values = 1
+    for size in normalized_shape:
+        values *= size
+    return {"rows": input.numel() // max(values, 1)}
+
+
 def _recurrent(*args: Any) -> Options | None:
     if not isinstance(args[1], Tensor | list | tuple) or isinstance(args[3], list | tuple):
         return None  # packed sequences: the kernel's sizes depend on the data
@@ -63,12 +79,19 @@ def _recurrent(*args: Any) -> Options | None:
     }  # fmt: skip
 
 
+_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+
 _KINDS: dict[Any, tuple[str, Callable[..., Options | None]]] = {
     F.scaled_dot_product_attention: ("attention", _attention),
     F.dropout: ("dropout", _dropout),
     torch.lstm: ("lstm", _recurrent),
     torch.gru: ("gru", _recurrent),
+    F.rms_norm: ("rms_norm", _rms_norm),
+    torch.rms_norm: ("rms_norm", _rms_norm),
 }
+
+_IN_FLOAT32 = frozenset({"rms_norm"})
+"""Calls that autocast on CUDA runs in float32."""
 
 
 class CallRecorder(TorchFunctionMode):
@@ -77,7 +100,8 @@ class CallRecorder(TorchFunctionMode):
     Args:
         tracer: What records the ops.
         fuse: Whether attention with dropout runs without it: CPU's fused kernel has none, CUDA's have, and only a fused kernel
-            leaves its output laid out as they do. For steps that are to be translated.
+            leaves its output laid out as they do; what no GPU has a kernel for runs as the small ops it is there. For steps
+            that are to be translated.
     """
 
     def __init__(self, tracer: Tracer, *, fuse: bool = False) -> None:
@@ -108,14 +132,19 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         inputs = tuple(self._tracer.storage_of(each) for each in tensors)
+        dtype = _computes_in(known[0], tensors[0])
+        kernels: AbstractContextManager[Any] = nullcontext()
         if self._fuse and known[0] == "attention":
-            args, kwargs = _without_dropout(args, kwargs or {})
+            if _is_composed(tensors, dtype, options):
+                kernels = sdpa_kernel(SDPBackend.MATH)
+            else:
+                args, kwargs = _without_dropout(args, kwargs or {})
         before = self._tracer.mark()
-        out = func(*args, **(kwargs or {}))
+        with kernels:
+            out = func(*args, **(kwargs or {}))
         after = self._tracer.mark()
         if after.ops > before.ops:
             result = out[0] if isinstance(out, tuple) else out
-            dtype = _computes_in(tensors[0])
             cast = dtype != str(tensors[0].dtype).removeprefix("torch.")
             self.calls.append(
                 Call(
@@ -133,10 +162,17 @@ class CallRecorder(TorchFunctionMode):
         return out
 
 
-def _computes_in(tensor: Tensor) -> str:
+def _computes_in(called: str, tensor: Tensor) -> str:
     kind = tensor.device.type
     cast = torch.is_autocast_enabled(kind) and tensor.is_floating_point()
-    return str(torch.get_autocast_dtype(kind) if cast else tensor.dtype).removeprefix("torch.")
+    narrow = torch.float32 if called in _IN_FLOAT32 else torch.get_autocast_dtype(kind)
+    return str(narrow if cast else tensor.dtype).removeprefix("torch.")
+
+
+def _is_composed(tensors: Sequence[Tensor], dtype: str, options: Options) -> bool:
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in tensors[:3])
+    shapes = [tuple(each.shape) for each in tensors]
+    return translation_table.is_composed_everywhere(translation_table.attention_of(shapes, dtype, options, needs_grad=needs_grad))
 
 
 def _without_dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

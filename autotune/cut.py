@@ -31,7 +31,8 @@ from memtune.hardware import Device
 from memtune.linear_pairs import Pair, find_pairs, share_of
 from memtune.program import Recording, Step
 from memtune.runtime import nodes
-from memtune.runtime.head_context import FIX, HEAD_CONTEXT, Split
+from memtune.runtime.contexts import Split
+from memtune.runtime.head_context import FIX, HEAD_CONTEXT
 from memtune.runtime.positions import dropouts
 from memtune.runtime.sequence import divide_fake
 from memtune.runtime.sharding import meshes

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memtune.autotune.record import Session
-from memtune.runtime.head_context import Split, divide_fake, divided_attention, grid_of, require_plain_attention
+from memtune.runtime.contexts import Split, grid_of
+from memtune.runtime.head_context import divide_fake, divided_attention, require_plain_attention
 from memtune.runtime.positions import Layout, dropouts
 from memtune.runtime.sharding import meshes
 from memtune.technique import Reason
@@ -84,7 +85,7 @@ def unfit(seen: Seen, split: Split) -> Reason | None:
         return Reason(
             "no block calls F.scaled_dot_product_attention: how positions meet is not known", "parallel: {kind: none}"
         )  # fmt: skip
-    if split.zigzag and not seen.causal:
+    if (split.zigzag or split.helpers) and not seen.causal:
         return Reason("attention masks no later positions: contexts have equal work", "balance: none")
     return None
 

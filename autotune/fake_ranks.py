@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from memtune.runtime import nodes, sharding, states
+from memtune.runtime import nodes, parts, sharding, states
 
 
 @contextmanager
@@ -24,6 +24,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sharding.forget_meshes()
+        parts.forget_meshes()
         states.forget_meshes()
         nodes.forget()
         nodes.declare(None)

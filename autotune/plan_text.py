@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memtune.autotune import text
 from memtune.autotune.exposure import time_lines
 from memtune.autotune.peak import PeakRow
 from memtune.autotune.planning import Planned, PlanReport
@@ -36,13 +37,13 @@ def render(report: PlanReport) -> RenderableType:
         if not report.front:
             parts.append(Text(_nothing_fits(report), "bold"))
         parts.append(Text(_counts(report), "dim"))
-        parts += [Text(line, "dim") for line in _left_out(report)]
     if report.peak:
         parts += [Text(""), Text(f"at the peak of {_first_name(report)}:"), _peak(report.peak)]
     first = report.config or (report.front[0] if report.front else None)
     if first is not None:
         parts += [Text(line) for line in time_lines(first.details)]
     parts += [Text(line, "dim") for line in _not_exact(report)]
+    parts += [Text(line, "dim") for line in ("", *_left_out(report))] if report.config is None else []
     parts += [Text(note, "dim") for note in report.notes]
     return Group(*parts)
 
@@ -73,7 +74,7 @@ def _numbers(planned: Planned) -> tuple[str, str, str]:
         return "–", "–", "–"
     over = "" if planned.status == "ok" else " over"
     peak = format_bytes(planned.peak_allocated_bytes) + over
-    return f"{planned.samples_per_s or 0:.4g}", format_seconds(planned.step_s), peak
+    return text.rate(planned.samples_per_s), format_seconds(planned.step_s), peak
 
 
 def _odds(planned: Planned) -> str:
@@ -121,8 +122,12 @@ def _left_out(report: PlanReport) -> Iterator[str]:
         yield f"pruned    {count:,} with {name}: they need {format_bytes(least)} at the least, {over} too much"
     for reason, count in sorted(merged(report.refused).items(), key=lambda each: -each[1]):
         yield f"refused   {count:,}: {reason}"
+    alike: dict[tuple[str, str], list[str]] = {}
     for name, reason in report.unfit.items():
-        yield f"not used  {name}: {reason}"
+        slot, _, kind = name.partition(": ")
+        alike.setdefault((slot, reason), []).append(kind)
+    for (slot, reason), kinds in alike.items():
+        yield f"not used  {slot}: {', '.join(kinds)}: {reason}"
 
 
 def merged(refused: Mapping[str, int]) -> dict[str, int]:

@@ -161,14 +161,16 @@ def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None
 
 
 def _front(setup: Setup, pruner: Pruner, front: Sequence[Scored]) -> tuple[Planned, ...]:
-    """The rows of the front, simulated op by op, each with the largest micro-batch of its techniques."""
-    choices = [each.choice for each in front]
+    """The rows of the front, each with the largest micro-batch of its techniques.
+
+    They are simulated op by op, after which some may be beaten that were not by sums of resources: those are no rows.
+    """
+    shown = pareto_front(setup.scorer.refined(each) for each in front)
     with SideBySide(
         lambda choice: largest_micro_batch(setup.scorer, choice, pruner), same_passes, processes(), worth_it=2
     ) as side_by_side:
-        sizes = side_by_side.over(choices)
-    rows = (_planned(setup, setup.scorer.refined(each), pruner) for each in front)
-    return tuple(replace(row, largest_micro_batch=size) for row, size in zip(rows, sizes, strict=True))
+        sizes = side_by_side.over([each.choice for each in shown])
+    return tuple(replace(_planned(setup, each, pruner), largest_micro_batch=n) for each, n in zip(shown, sizes, strict=True))
 
 
 def _dry_run(setup: Setup, rows: tuple[Planned, ...], count: int) -> tuple[Planned, ...]:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from memtune.autotune.block_fold import BlockFold, optimizer_mark
 from memtune.autotune.calls import CallRecorder
+from memtune.autotune.cuda_autocast import as_on_cuda
 from memtune.autotune.foreach import foreach_phase, step_counters
 from memtune.autotune.optimizer_fold import OptimizerFold
 from memtune.autotune.tracer import Tracer
@@ -131,7 +132,8 @@ class Session:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, tensors are fake where the rung is, outputs have their real sizes, and draws start from the seed."""
-        with torch.random.fork_rng(devices=[]), self.mode:
+        casts = as_on_cuda() if self.target == "cuda" else nullcontext()
+        with casts, torch.random.fork_rng(devices=[]), self.mode:
             torch.manual_seed(SEED)
             if self.fake is None:
                 yield

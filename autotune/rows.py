@@ -11,8 +11,9 @@ from memtune.autotune.block_calls import BlockCalls
 from memtune.autotune.owners import owners
 from memtune.program import FOREVER, HANDS_OVER, I32, Parameter, Step
 
-OpRow = tuple[str, int, int, int, int, float, int, int, int, int]
-"""Name, module, call of a block, phase, resource, FLOPs, traffic, whether it draws, ranks, autograd's number: an op's columns."""
+OpRow = tuple[str, int, int, int, int, float, int, int, int, int, int]
+"""Name, module, call of a block, phase, resource, FLOPs, traffic, whether it draws, ranks, autograd's number, bytes of an element
+where it works by elements: an op's columns."""
 
 
 class Extent(NamedTuple):
@@ -71,6 +72,7 @@ def op_columns(columns: Sequence[Sequence[Any]], names: Mapping[str, int], call_
         "op_stream": np.zeros(n_ops, np.uint8),
         "op_prefetch": np.zeros(n_ops, np.uint8),
         "op_match": np.zeros(n_ops, np.int32),
+        "op_by_element": np.asarray(columns[10], np.uint8),
     }
 
 
@@ -151,7 +153,7 @@ class Draft:
 
     def step(self) -> Step:
         """The Step recorded so far; checks its invariants."""
-        ops = list(zip(*self.ops, strict=True)) if self.ops else [()] * 10
+        ops = list(zip(*self.ops, strict=True)) if self.ops else [()] * 11
         names = {name: i for i, name in enumerate(dict.fromkeys(ops[0]))}
         uses = np.asarray(self.uses, np.int32).reshape(-1, 3)
         saves = np.asarray(self.saves, np.int32).reshape(-1, 8)

@@ -224,8 +224,9 @@ def _device(options: TargetOptions, for_trials: bool) -> Device:
     if not for_trials and options.gpu_type is not None:
         return "cuda"
     if not visible:
+        fix = "add --device cpu" if for_trials else "name the GPU that is meant: --gpu-type h100-80g; or add --device cpu"
         raise EnvironmentFault(
-            "No GPU is visible.", evidence=f"torch {torch.__version__} sees no CUDA device.", fix="add --device cpu", code="MT104"
+            "No GPU is visible.", evidence=f"torch {torch.__version__} sees no CUDA device.", fix=fix, code="MT104"
         )
     if options.ranks > visible and options.single_node:
         raise EnvironmentFault(

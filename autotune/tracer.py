@@ -32,6 +32,7 @@ from memtune.autotune.stand_in import stand_in_for
 from memtune.autotune.untraced import watch_random_states
 from memtune.ops import SEAM, link_of
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
+from memtune.runtime.by_element import element_bytes
 from memtune.runtime.moved import is_written_part
 from memtune.runtime.op_arguments import group_size, mutated, one_pass_bytes, tensors_in
 from memtune.runtime.tiers import DEVICE, TIERS, current_tier, tier_of_storage
@@ -204,7 +205,8 @@ class Tracer(WatchingMode):
         n_flops = flops.count(func, args, kwargs, out)
         node: Any = torch._C._current_autograd_node()
         node_number = -1 if node is None or phase is not Phase.BACKWARD else number_of(node)
-        self.draft.ops.append((name, module, call, int(phase), int(resource), n_flops, traffic, rng, group, node_number))
+        exact = element_bytes(func, args, kwargs, out)
+        self.draft.ops.append((name, module, call, int(phase), int(resource), n_flops, traffic, rng, group, node_number, exact))
         self.draft.signatures.append("" if seam or group else signature(func, args, kwargs))
         kind = Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
         for tensor in fresh:
@@ -256,7 +258,7 @@ class Tracer(WatchingMode):
 
     def _allocates(self, module: int, call: int, phase: Phase) -> int:
         """Row of an op that stands for memory that no op makes."""
-        self.draft.ops.append(("memtune.allocate", module, call, int(phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1))
+        self.draft.ops.append(("memtune.allocate", module, call, int(phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0))
         self.draft.signatures.append("")
         return len(self.draft.ops) - 1
 

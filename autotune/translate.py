@@ -18,7 +18,7 @@ import numpy.typing as npt
 from memtune.autotune import translation_table as table
 from memtune.edit import Edit
 from memtune.hardware import Hardware
-from memtune.program import FOREVER, I32, I64, Call, Hints, Kind, Phase, Recording, Resource, Step, Tier
+from memtune.program import FOREVER, I32, I64, ON_GPU_ONLY, Call, Hints, Kind, Phase, Recording, Resource, Step, Tier
 from memtune.runtime.workspace import WorkspaceTable
 
 Flags = npt.NDArray[np.bool_]
@@ -159,6 +159,10 @@ def _kernel(call: Call, step: Step, context: _Context) -> _Kernel | None:
     if call.kind == "dropout":
         context.count("native_dropout")
         return _Kernel(*table.DROPOUT, saves_inputs=False, saves_output=False, saved_bytes=(int(np.prod(call.shapes[0])),))
+    if call.kind == "rms_norm":
+        context.count("fused RMS norm")
+        rstd = int(call.options["rows"]) * (8 if call.dtype == "float64" else 4)
+        return _Kernel(*table.RMS_NORM, saves_inputs=True, saves_output=False, saved_bytes=(rstd,))
     entry = table.RECURRENT[call.kind]
     size = 2 if call.dtype in ("float16", "bfloat16") else 4
     reserve = table.reserve_bytes(call.kind, call.options, size, call.shapes[0][-1])
@@ -167,19 +171,14 @@ def _kernel(call: Call, step: Step, context: _Context) -> _Kernel | None:
 
 
 def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
-    (*_, H, Q, D), (*_, G, K, _), (*_, E) = call.shapes[:3]
     options = call.options
-    asked = table.Attention(
-        call.shapes[0][0], H, Q, D, G, K, E, call.dtype,
-        dropout=options["dropout"], causal=bool(options["causal"]), masked=bool(options["masked"]),
-        dense=bool(options["dense"]), aligned=bool(options["aligned"]), needs_grad=call.saves[1] > call.saves[0],
-    )  # fmt: skip
+    asked = table.attention_of(call.shapes, call.dtype, options, needs_grad=call.saves[1] > call.saves[0])
     kernel = table.attention_kernel(asked, context.architecture)
     on_cpu = [step.names[i] for i in step.op_name[slice(*call.ops)]]
     context.count(f"{kernel.name} attention", estimated=kernel.estimated)
     if kernel.name == "math" and not any("flash" in name for name in on_cpu):
         return None  # CPU composed it as CUDA will
-    products = 2.0 * asked.B * H * Q * K
+    products = 2.0 * asked.B * asked.H * asked.Q * asked.K
     mask = (int(table.up(int(options["mask_elements"]), 16)) * asked.S,) if options["mask_elements"] else ()
     return _Kernel(
         kernel.forward,
@@ -189,8 +188,8 @@ def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
         saved_bytes=(*kernel.saved(asked), *mask),
         forward_scratch=kernel.forward_scratch(asked),
         backward_scratch=kernel.backward_scratch(asked),
-        forward_flops=products * (D + E),
-        backward_flops=products * (3 * D + 2 * E),
+        forward_flops=products * (asked.D + asked.E),
+        backward_flops=products * (3 * asked.D + 2 * asked.E),
     )
 
 
@@ -249,7 +248,8 @@ class _Fusion:
             self._scratch(first, kernel.backward_scratch)
         self.dropped_saves[saves] = True
         if len(saves):
-            packed = _packed(call, inputs) if kernel.saves_inputs else []
+            lasting = (step.producer < 0) & np.isin(step.kind, (Kind.PARAMETER, Kind.BUFFER))  # nobody packs those
+            packed = _packed(call, inputs[~lasting[inputs]]) if kernel.saves_inputs else []
             kept = packed, ([call.output] if kernel.saves_output else [])
             self.later.append(lambda edit: self._save(edit, saves, last, first, kept, kernel.saved_bytes))
 
@@ -326,6 +326,7 @@ class _Fusion:
             op_flops=self.flops,
             op_traffic_bytes=self.traffic,
             op_rng=self.rng,
+            op_by_element=self.step.op_by_element & (ON_GPU_ONLY - 1),
             producer=self.producer,
             bytes=self.bytes,
         )

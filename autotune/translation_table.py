@@ -10,7 +10,7 @@ S bytes per element.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memtune.units import MIB
@@ -109,7 +109,8 @@ def _flash_backward(a: Attention) -> int:
 def _efficient_fits(a: Attention, sm: int) -> bool:
     types = ("float16", "float32", "bfloat16") if sm >= 80 else ("float16", "float32")
     alignment = 128 // (8 * a.S) if sm >= 80 or a.narrow else 1
-    return sm >= 50 and a.dtype in types and a.D % alignment == 0 == a.E % alignment and a.dense and (a.aligned or sm < 80)
+    sizes = a.D % alignment == 0 == a.E % alignment
+    return sm >= 50 and a.dtype in types and a.G == a.H and sizes and a.dense and (a.aligned or sm < 80)
 
 
 def _efficient_backward(a: Attention) -> int:
@@ -157,7 +158,8 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         saved=lambda a: (4 * a.B * a.H * up(a.Q, 32),),  # seed and offset are on the host outside of graph capture
         forward_scratch=lambda a: 4 * a.B * a.Q * a.H * a.E if a.narrow and a.E > 128 else 0,
         backward_scratch=_efficient_backward,
-        source=f"{_SDP} can_use_mem_efficient_attention; torch/_meta_registrations.py "
+        source=f"{_SDP} can_use_mem_efficient_attention (grouped queries only from 2.14 on: the doc of "
+        "torch.nn.functional.scaled_dot_product_attention); torch/_meta_registrations.py "
         "meta__scaled_dot_product_efficient_attention (log-sum-exp padded to 32); "
         "aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h workspace_size",
     ),
@@ -182,6 +184,13 @@ ATTENTION_ORDER: tuple[tuple[Callable[[int], bool], tuple[str, ...], str], ...] 
 
 DROPOUT = ("aten.native_dropout.default", "aten.native_dropout_backward.default")
 DROPOUT_SOURCE = "aten/src/ATen/native/Dropout.cpp is_fused_kernel_acceptable; cuda/Dropout.cu dropout_cuda: saves a bool mask"
+
+RMS_NORM = ("aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default")
+RMS_NORM_SOURCE = (
+    "aten/src/ATen/native/layer_norm.cpp rms_norm_symint: fused unless channels last, complex, or weight of another type; "
+    "tools/autograd/derivatives.yaml _fused_rms_norm saves input, weight and rstd; cuda/layer_norm_kernel.cu: rstd in the "
+    "accumulation type"
+)
 
 FOREACH_OPTIMIZERS = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
@@ -245,6 +254,21 @@ def attention_kernel(call: Attention, architecture: str) -> AttentionKernel:
     sm = int(architecture.removeprefix("sm")) if architecture.startswith("sm") else 80
     order = next(order for matches, order, _ in ATTENTION_ORDER if matches(sm))
     return next(ATTENTION[name] for name in order if ATTENTION[name].fits(call, sm))
+
+
+def attention_of(shapes: Sequence[Sequence[int]], dtype: str, options: Mapping[str, float], *, needs_grad: bool) -> Attention:
+    """The call with the shapes of query, key and value (samples, heads, length, size) and what was noted of it."""
+    (B, H, Q, D), (*_, G, K, _), (*_, E) = shapes[:3]
+    return Attention(
+        B, H, Q, D, G, K, E, dtype,
+        dropout=options["dropout"], causal=bool(options["causal"]), masked=bool(options["masked"]),
+        dense=bool(options["dense"]), aligned=bool(options["aligned"]), needs_grad=needs_grad,
+    )  # fmt: skip
+
+
+def is_composed_everywhere(call: Attention) -> bool:
+    """Whether no GPU since Ampere has a kernel for `call`: it runs as the small ops that CPU can run as well."""
+    return all(attention_kernel(call, architecture).name == "math" for architecture in ("sm80", "sm89", "sm90", "sm100", "sm120"))
 
 
 def cublas_workspace_bytes(architecture: str, config: str | None = None) -> int:

@@ -4,7 +4,8 @@
     python benchmarks/gpu.py --device cpu         # the same code path on CPU, with the tiny GPT
 
 Results go to `benchmarks/results/<device name>/<budget>.json`: for every trial its settings, status, predicted and measured
-peak allocated, peak reserved and step time; with them the medians of the relative errors.
+peak allocated, peak reserved and step time; with them the medians of the relative errors. `gpu_allocator.py` follows, with
+rows of its own: allocators under real training.
 """
 
 from __future__ import annotations
@@ -41,7 +42,15 @@ def main() -> int:
         report["errors"] = _errors(report.get("trials", []))
         (folder / f"{_slug(budget)}.json").write_text(json.dumps(report, indent=1) + "\n")
         print(f"{name} {budget}: {len(report.get('trials', []))} trials, errors {report['errors']}", flush=True)
-    return worst
+    return max(worst, _allocators(arguments))
+
+
+def _allocators(arguments: argparse.Namespace) -> int:
+    """The rows of `gpu_allocator.py`, in a process that has not started CUDA; on CPU three of them."""
+    few = ["--limit", "3", "--steps", "12"] if arguments.device == "cpu" else []
+    script = Path(__file__).with_name("gpu_allocator.py")
+    command = [sys.executable, str(script), "--device", arguments.device, "--results", str(arguments.results), *few]
+    return subprocess.run(command).returncode
 
 
 def device_name(device: str) -> str:

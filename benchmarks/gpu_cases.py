@@ -62,7 +62,8 @@ def predicted(wanted: list[Case], device: str) -> list[Case]:
     for bf16, group in itertools.groupby(wanted, key=lambda case: case["bf16"]):
         os.environ["MEMTUNE_GPT_BF16"] = str(bf16)
         table = WorkspaceTable.cached(threads=1) if device == "cpu" else None
-        recording = translate(record(Workload.load(WORKLOAD), sizes=set(BATCHES), workspace=table), machine)
+        recorded = record(Workload.load(WORKLOAD), sizes=set(BATCHES), workspace=table, target=machine.device)
+        recording = translate(recorded, machine)
         scorer = Scorer(Rewriter(recording, Target(machine, 1, None)))
         for case in group:
             scored = scorer.score(Choice.from_document(case["settings"]), level="events")

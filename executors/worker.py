@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memtune._apply import Tuned, apply
+from memtune._apply import Tuned, apply, begins_with_shards
 from memtune.batches import split_batch
-from memtune.config import load_config
+from memtune.config import TunedConfig, load_config
 from memtune.errors import ApplyError, MemtuneError
 from memtune.executors.base import Trial
 from memtune.executors.evidence import GradientRecord, gradient_records, gradients_of, record_of, sha256_of, sha256_of_all
+from memtune.runtime.deferred import deferred
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.no_dropout import no_dropout
 from memtune.runtime.op_clock import OpClock
@@ -138,13 +139,37 @@ def _stage(trial: Trial, step: int, tuned: Tuned) -> str:
 
 
 def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module]:
-    torch.manual_seed(rank.trial.seed)
-    model = prepare_model(workload.build_model().to(rank.device)).train()
+    config = load_config(rank.trial.config)
+    model = prepare_model(_model(rank, workload, config)).train()
     optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
     if rank.trial.fingerprint or rank.trial.gradient_steps:
         _reserve_first_hook(optimizer)
-    tuned = apply(model, optimizer, load_config(rank.trial.config), loss=workload.loss)
+    tuned = apply(model, optimizer, config, loss=workload.loss)
     return tuned, model
+
+
+def _model(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
+    """The model on the device; without memory, to be made shard by shard, where the whole does not fit."""
+    torch.manual_seed(rank.trial.seed)
+    if begins_with_shards(config, rank.world):
+        try:
+            model = deferred(workload.build_model, rank.device)
+        except ApplyError as error:  # built whole, it may run out of memory, and that is the result then
+            print(error, file=sys.stderr)
+        else:
+            if sum(each.nbytes for each in (*model.parameters(), *model.buffers())) > _room(rank):
+                return model
+        torch.manual_seed(rank.trial.seed)
+    return workload.build_model().to(rank.device)
+
+
+def _room(rank: _Rank) -> float:
+    """Bytes that the device has, or may have."""
+    budget = rank.trial.budget_bytes
+    if rank.trial.device == "cuda":
+        whole = torch.cuda.get_device_properties(rank.device).total_memory
+        return whole if budget is None else min(whole, budget)
+    return float("inf") if budget is None else budget
 
 
 # Hooks run in the order of their registration, and offloading takes the gradients away in a hook: ours must come first.
@@ -276,10 +301,14 @@ def main() -> int:
         refused = isinstance(error, ApplyError)  # a technique saw on the live model what the recording does not show
         result = {"status": "unfit" if refused else "crash", "reason": " ".join(str(error).split())}
     except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
-        traceback.print_exc(file=sys.stderr)
+        first_line = str(error).strip().splitlines()[0] if str(error) else ""
+        # memtune's allocator on a GPU knows nothing of torch and cannot raise torch's own class.
+        out_of_memory = isinstance(error, RuntimeError) and first_line.startswith("CUDA out of memory")
+        if not out_of_memory:
+            traceback.print_exc(file=sys.stderr)
         result = {
-            "status": "crash",
-            "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
+            "status": "oom" if out_of_memory else "crash",
+            "reason": first_line if out_of_memory else f"{type(error).__name__}: {first_line}",
         }
     rank.say(result=result)
     if dist.is_initialized() and result["status"] == "ok":

@@ -7,18 +7,20 @@ image needs nothing of what only the search uses.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memtune._apply import Tuned, apply
     from memtune.autotune.study import search
     from memtune.config import TunedConfig, load_config
+    from memtune.runtime.deferred import deferred
     from memtune.technique import Technique
     from memtune.workload import Workload
 
     __version__: str
 
-__all__ = ["Technique", "Tuned", "TunedConfig", "Workload", "__version__", "apply", "load_config", "search"]
+__all__ = ["Technique", "Tuned", "TunedConfig", "Workload", "__version__", "apply", "deferred", "load_config", "search"]
 
 _HOME = {
     "Technique": "memtune.technique",
@@ -26,9 +28,15 @@ _HOME = {
     "TunedConfig": "memtune.config",
     "Workload": "memtune.workload",
     "apply": "memtune._apply",
+    "deferred": "memtune.runtime.deferred",
     "load_config": "memtune.config",
     "search": "memtune.autotune.study",
 }
+
+
+# torch takes another CUDA allocator only before CUDA starts: not before this import, and not much later.
+if "MEMTUNE_ALLOCATOR" in os.environ:
+    importlib.import_module("memtune.runtime.cuda_arena").install_from_environment()
 
 
 def __getattr__(name: str) -> Any:

@@ -24,11 +24,13 @@ from memtune.runtime.audit import audit
 from memtune.runtime.checkpoint import load_full_state_dict
 from memtune.runtime.compiled import compile_regions
 from memtune.runtime.context import Context, Snapshot
+from memtune.runtime.deferred import construction_of, fill_whole, require_untouched, said
 from memtune.runtime.export import export
 from memtune.runtime.first_failure import first_failure_is_shown
 from memtune.runtime.loop import LossFunction, train_step, update
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.ranks import are_there, require_plain, require_same_config
+from memtune.runtime.sharding import rebind
 from memtune.runtime.state_dict import full_state_dict
 from memtune.technique import NO_PLAN, Plan, Technique
 
@@ -184,7 +186,8 @@ def apply(
     All or nothing: on any error both are as they were.
 
     Args:
-        model: The model on its device, before any wrapper.
+        model: The model on its device, before any wrapper; or `memtune.deferred(build)`, which is made now, shard by shard where
+            its parameters are divided.
         optimizer: Its optimizer; the same object is rebound, so schedulers built on it keep working.
         config: A TunedConfig, the path of one, or a mapping with `settings`.
         loss: `loss(model, micro_batch) -> scalar`, used by `Tuned.step`.
@@ -200,6 +203,7 @@ def apply(
         raise ApplyError("this model has been tuned already.", fix="call memtune.apply once, on the fresh model", code="MT304")
     if "sharding.states" in config.settings.chosen:
         require_plain(model)
+    require_untouched(model)
     _join_ranks(model)
     blocks = expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
     check_blocks(config, model, blocks)
@@ -226,6 +230,13 @@ def apply(
     return tuned
 
 
+def begins_with_shards(config: TunedConfig, ranks: int) -> bool:
+    """Whether nothing in `config` needs weights before it has divided the parameters over some of `ranks`."""
+    states, parallel = (config.settings.technique(f"sharding.{slot}") for slot in ("states", "parallel"))
+    plan: Plan = config.plan.get("sharding.states", NO_PLAN)
+    return parallel.kind == "none" and ranks > 1 and states.divides_parameters(ranks, plan)
+
+
 def _hardware(config: TunedConfig, device: torch.device) -> str:
     """Name of the machine; that of a CPU is not told apart, and is not looked for where nothing is compared with it."""
     if config.made_for is None or device.type != "cuda":
@@ -238,11 +249,13 @@ def _hardware(config: TunedConfig, device: torch.device) -> str:
 def _what_all_must_say(config: TunedConfig, model: nn.Module) -> str:
     settings = [f"{name}: {json.dumps(value, sort_keys=True)}" for name, value in sorted(config.settings.dump().items())]
     plans = [f"plan of {slot}: sha256:{plan.sha256[:16]}" for slot, plan in sorted(config.plan.items())]
-    return "\n".join([*settings, *plans, f"model: {fingerprint(model)}"])
+    return "\n".join([*settings, *plans, f"model: {fingerprint(model)}", *said(model)])
 
 
 def _apply_axes(context: Context, config: TunedConfig) -> None:
     """From the inside out: what is applied later sees, and moves or shards, what was applied before."""
+    if not begins_with_shards(config, context.ranks):
+        fill_whole(context.model, context.optimizer, rebind)
     _execution(context, config)
     _one(context, config, "sharding.parallel")
     _one(context, config, "split")
@@ -251,6 +264,8 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     _blocks_are_called_from_eager_code(context)
     context.activations.install()
     _one(context, config, "sharding.states")
+    for each in context.later:
+        each()
     _one(context, config, "sharding.communication")
     _one(context, config, "offload.states")
     _one(context, config, "execution.order")
@@ -297,7 +312,8 @@ def _models_own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    construction = construction_of(model)
+    return next(model.parameters()).device if construction is None else construction.device
 
 
 def _join_ranks(model: nn.Module) -> None:

@@ -131,9 +131,9 @@ class Rematerializer:
     def constant(self, n_bytes: int) -> int:
         """A tensor that cannot be made again; refers to it once."""
 
-    def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int) -> list[int]:
+    def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int, elements: int) -> list[int]:
         """
-        An operator that has run; the tensors that it made, each referred to once and held. takes_over: argument that the first one overwrites, or -1. scratch_bytes: what another run takes beside what it makes.
+        An operator that has run; the tensors that it made, each referred to once and held. takes_over: argument that the first one overwrites, or -1. scratch_bytes: what another run takes beside what it makes. elements: that it makes one by one of those that it reads, 0 where it does not.
         """
 
     def retain(self, tensor: int) -> None:
@@ -339,6 +339,17 @@ def arena_replace(device: int, options: ArenaOptions) -> str:
     Makes the allocator of a device anew; the one before ends when what is in use there has been freed. Empty, or why it cannot be.
     """
 
+def arena_defaults(options: ArenaOptions) -> None:
+    """Options for GPUs whose allocator torch's first request there makes."""
+
+def arena_limit(device: int, n_bytes: int) -> None:
+    """The most bytes that an allocator takes from the driver from now on."""
+
+def arena_regions(device: int) -> list[tuple[int, int, int, str, list[tuple[int, int, bool]]]]:
+    """
+    Memory from the driver as (address, bytes, stream, kind, [(address, bytes, in use)]); stream -1: of several.
+    """
+
 def arena_end_step(device: int) -> None:
     """Tells a planned arena that a training step has ended."""
 
@@ -347,6 +358,11 @@ def arena_release_unused(device: int) -> None: ...
 def arena_restart_peaks(device: int) -> None: ...
 
 def arena_statistics(device: int) -> ArenaStatistics: ...
+
+def arena_cuda_functions() -> list[int]:
+    """
+    Addresses of the C functions of torch's pluggable allocator: alloc, free, record_stream, memory_fraction, empty_cache.
+    """
 
 def arena_functions() -> list[int]:
     """

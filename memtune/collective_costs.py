@@ -32,7 +32,7 @@ class Algorithm(IntEnum):
 
 
 _PARTS = ((Algorithm.ALL_TO_ALL, ("all_to_all", "alltoall")), (Algorithm.HIERARCHICAL, ("hierarchical",)),
-          (Algorithm.SEND, (".send.", ".recv.", "send_next")))  # fmt: skip
+          (Algorithm.SEND, (".send.", ".recv.", "send_next", "shift_into")))  # fmt: skip
 
 
 def algorithm(name: str) -> Algorithm:

@@ -85,7 +85,7 @@ class Edit:
         self._new_ops.append({
             "op_name": names, "op_module": module, "op_call": call, "op_phase": phase, "op_resource": resource,
             "op_flops": flops, "op_traffic_bytes": traffic_bytes, "op_rng": 0, "op_group": group, "op_node": -1, "op_copy_of": -1,
-            "op_stream": stream, "op_prefetch": prefetch, "op_match": 0,
+            "op_stream": stream, "op_prefetch": prefetch, "op_match": 0, "op_by_element": 0,
         })  # fmt: skip
         self.n_ops += count
         return rows
@@ -202,7 +202,7 @@ class Edit:
         """The columns in which ops that do no more than allocate differ from those they are copies of."""
         nothing: dict[str, Any] = {
             "op_name": self.name_id("aten.empty_strided.default"), "op_resource": Resource.NOTHING,
-            "op_flops": 0.0, "op_traffic_bytes": 0, "op_rng": 0,
+            "op_flops": 0.0, "op_traffic_bytes": 0, "op_rng": 0, "op_by_element": 0,
         }  # fmt: skip
         now = {name: np.broadcast_to(np.asarray(columns[name]), empty.shape) for name in nothing}
         return {name: np.where(empty, value, now[name]).astype(now[name].dtype) for name, value in nothing.items()}
@@ -399,7 +399,7 @@ _OP_COLUMNS: tuple[str, ...] = (
     "op_rng",
     "op_group",
 )
-_OP_COLUMNS += ("op_node", "op_copy_of", "op_stream", "op_prefetch", "op_match")
+_OP_COLUMNS += ("op_node", "op_copy_of", "op_stream", "op_prefetch", "op_match", "op_by_element")
 _STORAGE_COLUMNS = ("bytes", "tier", "kind", "producer", "owner", "held_until", "ready_after")
 _SAVE_COLUMNS: tuple[str, ...] = ("save_storage", "save_before", "save_until", "save_used_until", "save_asked", "save_turn")
 _SAVE_COLUMNS += ("save_is_output", "save_call")

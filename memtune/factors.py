@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from memtune.hardware import Hardware
+from memtune.helpers import Turn, turns
 
 
 @dataclass(frozen=True, order=True)
@@ -166,7 +167,7 @@ class Contexts:
     """Sequences over `heads` × `contexts` ranks (`runtime.head_context`), in bytes of one rank's own positions.
 
     Gu et al. 2024 (LoongTrain, arXiv:2406.18485, section 4.1), forward and backward: per attention 4·(Q + K)·(h - 1)/h in
-    all-to-alls and (4·K + 2·S)·(c - 1) in rings.
+    all-to-alls and (4·K + 2·S)·(c - 1) in rings. Where ranks help each other (`memtune.helpers`), bytes are those of one context.
     """
 
     heads: int
@@ -186,21 +187,39 @@ class Contexts:
     """Gradients of the blocks."""
     whole: float
     """All gradients."""
+    helped: int | None = None
+    """The context whose bytes these are, where ranks attend for others."""
+    lse: float = 0.0
+    """L: log-sum-exps of its queries."""
 
     def hops(self, schedule: Schedule) -> Iterator[Hop]:
         """Everything that is sent in a step of `schedule.micro_batches` that a group works on, one after another."""
-        h, c, w, a = self.heads, self.contexts, self.inner, schedule.micro_batches
+        h, c, a = self.heads, self.contexts, schedule.micro_batches
         n, size, first = h * c, schedule.ranks, self.context_first
-        block = a * (4 * self.key + 2 * self.sums)
         found = [
             Hop("heads", a * 4 * (self.query + self.key) * (h - 1) / h, h, c if first else 1),
-            Hop("inner rings", block * (c // w) * (w - 1), w, 1 if first else h),
-            Hop("outer ring", block * (c // w - 1), c // w, w if first else w * h),
+            *self._rings(a),
             Hop("ends", a * 2 * self.hidden * (n - 1), n, 1),
             Hop("blocks", 2 * self.blocks * (1 - 1 / n), n, 1),
             Hop("copies", 2 * self.whole * (1 - n / size), size // n, n),
         ]
         return (hop for hop in found if hop.size > 1)
+
+    def _rings(self, micro_batches: int) -> list[Hop]:
+        c, w, first = self.contexts, self.inner, self.context_first
+        if self.helped is not None:
+            n_bytes = sum(map(self._turn, turns(c, self.helped)))
+            return [Hop("helpers", micro_batches * n_bytes, c, 1 if first else self.heads)]
+        block = micro_batches * (4 * self.key + 2 * self.sums)
+        return [
+            Hop("inner rings", block * (c // w) * (w - 1), w, 1 if first else self.heads),
+            Hop("outer ring", block * (c // w - 1), c // w, w if first else w * self.heads),
+        ]
+
+    def _turn(self, turn: Turn) -> float:
+        """Forward and backward: keys and values for own queries, or what a helper needs; answers of helpers and of the helped."""
+        comes = 4 * self.key * turn.attends + (4 * self.query + self.lse) * turn.helps
+        return comes + (2 * self.query + self.lse) * turn.is_helped + 2 * self.key * turn.sends_keys
 
 
 def traffic(factors: Factors, whole: Bytes, schedule: Schedule) -> Traffic:

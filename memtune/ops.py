@@ -22,6 +22,7 @@ So a recorder, a dry run and a byte counter see the same operators as the traini
 | `all_reduce_(x, group, ranks, op)` | link | – |
 | `all_to_all_into_(out, x, group, ranks)` | link | – |
 | `send_next_into_(out, x, group, ranks)` | link | – |
+| `shift_into_(out, x, group, distance, ranks)` | link | – |
 | `all_gather_positions_(out, x, group, ranks)` | link | – |
 | `reduce_scatter_positions_(out, x, group, ranks)` | link | – |
 | `quantise_(packed, x, error, lengths, bits, block, nodes)` | compute | – |
@@ -72,6 +73,7 @@ SEAM: dict[str, SeamOp] = {
     "memtune.all_reduce_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.all_to_all_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.send_next_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
+    "memtune.shift_into_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.all_gather_positions_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.reduce_scatter_positions_.default": SeamOp(Resource.INTRA_LINK, collective=True),
     "memtune.quantise_.default": SeamOp(Resource.COMPUTE),
@@ -107,6 +109,7 @@ _LIBRARY.define("reduce_scatter_into_(Tensor(a!) out, Tensor x, str group, int r
 _LIBRARY.define("all_reduce_(Tensor(a!) x, str group, int ranks, str op) -> ()")
 _LIBRARY.define("all_to_all_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
 _LIBRARY.define("send_next_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
+_LIBRARY.define("shift_into_(Tensor(a!)? out, Tensor? x, str group, int distance, int ranks) -> ()")
 _LIBRARY.define("all_gather_positions_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()")
 _LIBRARY.define("reduce_scatter_positions_(Tensor(a!) out, Tensor(b!) x, str group, int ranks) -> ()")
 _LIBRARY.define("quantise_(Tensor(a!) packed, Tensor x, Tensor(b!)? error, int[] lengths, int bits, int block, int nodes) -> ()")
@@ -210,6 +213,27 @@ def _send_next_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
     count_collective(members, x.nbytes)
 
 
+def _shift_into(out: Tensor | None, x: Tensor | None, group: str, distance: int, ranks: int) -> None:
+    """`x` goes to the rank `distance` on, `out` comes from the one as far before; one of them may be None on some ranks."""
+    members = _group(group)
+    here = members.rank()
+    ours = [None if each is None else each.detach() for each in (out, x)]
+    mine, theirs = ours
+    both = []
+    if theirs is not None:
+        both.append(dist.P2POp(dist.isend, theirs, group=members, group_peer=(here + distance) % ranks))
+    if mine is not None:
+        both.append(dist.P2POp(dist.irecv, mine, group=members, group_peer=(here - distance) % ranks))
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    del both, work
+    held = [each for each in ours if each is not None]
+    del mine, theirs, ours
+    if held[0].device.type == "cpu":
+        _let_go(held)
+    count_collective(members, 0 if out is None else out.nbytes)
+
+
 def _all_gather_positions(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
     """Every rank's `x` (samples, positions, …) side by side along dim 1, one sample at a time: nothing is staged."""
     members = _group(group)
@@ -295,8 +319,8 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("updater_write_", _updater_writes, _key)
     _LIBRARY.impl("largest_", largest.largest_, _key)
     for _kernel in (
-        _all_gather_into, _reduce_scatter_into, _all_reduce, _all_to_all_into, _send_next_into, _all_gather_positions,
-        _reduce_scatter_positions,
+        _all_gather_into, _reduce_scatter_into, _all_reduce, _all_to_all_into, _send_next_into, _shift_into,
+        _all_gather_positions, _reduce_scatter_positions,
     ):  # fmt: skip
         _LIBRARY.impl(f"{_kernel.__name__[1:]}_", _below_autograd(_kernel), _key)
     _LIBRARY.impl("quantise_", quantised.quantise_, _key)
@@ -309,6 +333,7 @@ torch.library.register_fake("memtune::from_ssd", _fake_to_host, lib=_LIBRARY)
 for _name in (
     "copy_to_host_", "copy_to_device_", "write_ssd_", "host_update_", "updater_read_", "updater_update_", "updater_write_",
     "all_gather_into_", "reduce_scatter_into_", "all_reduce_",
-    "all_to_all_into_", "send_next_into_", "all_gather_positions_", "reduce_scatter_positions_", "quantise_", "dequantise_",
+    "all_to_all_into_", "send_next_into_", "shift_into_", "all_gather_positions_", "reduce_scatter_positions_", "quantise_",
+    "dequantise_",
 ):  # fmt: skip
     torch.library.register_fake(f"memtune::{_name}", _nothing, lib=_LIBRARY)

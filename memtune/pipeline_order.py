@@ -7,6 +7,8 @@ et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Schedule = Literal["1f1b", "interleaved_1f1b", "gpipe"]
@@ -18,6 +20,53 @@ class Action(NamedTuple):
     stage: int
     micro_batch: int
     backward: bool
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How blocks are divided among the ranks of a pipeline, known while a step still is that of all of them."""
+
+    starts: tuple[int, ...]
+    """The first block of each stage; stage s is on rank s % ranks."""
+    ranks: int
+    schedule: Schedule
+    in_slots: bool = False
+    """Copies of saved activations follow the schedule's slots (`runtime.slots`)."""
+
+    @property
+    def per_rank(self) -> int:
+        """Stages on each rank."""
+        return len(self.starts) // self.ranks
+
+    def blocks(self, stage: int, n_blocks: int) -> range:
+        """The blocks of a stage, of `n_blocks` in all."""
+        return range(self.starts[stage], (*self.starts, n_blocks)[stage + 1])
+
+    def of_rank(self, rank: int) -> range:
+        """The stages on a rank."""
+        return range(rank, len(self.starts), self.ranks)
+
+    def times(self, micro_batches: int) -> int:
+        """How often written rows stand for rounds of `ranks` micro-batches: two rounds or a few show what is held."""
+        if self.schedule == "gpipe":  # all of them are held
+            return 1
+        rounds = micro_batches // self.ranks
+        return rounds // next((each for each in range(2, rounds + 1) if rounds % each == 0), 1)
+
+
+def slots_between(actions: Sequence[Action]) -> dict[int, int]:
+    """Stage → the fewest forwards and backwards of others that a rank runs between a micro-batch's forward and its backward.
+
+    Args:
+        actions: What the rank runs, in order.
+    """
+    began = {(each.stage, each.micro_batch): n for n, each in enumerate(actions) if not each.backward}
+    found: dict[int, int] = {}
+    for n, each in enumerate(actions):
+        if each.backward:
+            between = n - began[each.stage, each.micro_batch] - 1
+            found[each.stage] = min(between, found.get(each.stage, between))
+    return found
 
 
 def idle_share(ranks: int, stages_per_rank: int, micro_batches: int) -> float:

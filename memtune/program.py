@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from memtune.parameters import Parameter as Parameter
 from memtune.parameters import columns_of
+from memtune.pipeline_order import Stages
 
 FOREVER = np.int32(2**31 - 1)
 """`held_until` of what outlives the step: parameters, buffers, optimizer state."""
@@ -79,6 +80,10 @@ class Kind(IntEnum):
     COMMUNICATION = 7
 
 
+ON_GPU_ONLY = 128
+"""In `Step.op_by_element`: on this device the op makes other bits where it runs in parts, on a GPU it would not."""
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One training step of one rank in SSA form; see the module docstring for how lifetimes follow from it."""
@@ -110,6 +115,7 @@ class Step:
     op_stream: U8  # (n,) its order: 0 its resource's own stream, 1 the compute stream, 2 to 7 a side stream, which goes first
     op_prefetch: U8  # (n,) 0: runs as early as issued; d: once compute comes to the place of the (d - 1)-th such op before it
     op_match: I32  # (n,) ops of several rank classes with the same number start together, 0 for none
+    op_by_element: U8  # (n,) bytes of an element of its one output, each made of the same one of what it reads; 0 for all others
 
     # storages, one row each
     bytes: I64  # (m,)
@@ -298,6 +304,8 @@ class Program:
     """Micro-batches that the steps themselves hold, on their way through the stages of a pipeline."""
     idle: float = 0.0
     """Seconds that a rank of a pipeline waits for its neighbours, over those in which it runs forward and backward."""
+    stages: Stages | None = None
+    """How the blocks are divided in a pipeline, where the step still has all of them."""
 
     @property
     def samples(self) -> int:

@@ -18,8 +18,9 @@ from memtune.program import F64, I32, I64, U8
 
 Neighbours = Literal["nothing", "own", "classes", "closure", "ancestors"]
 
-RUN, REPLAY, EVICT, OVERWRITE = range(4)
-"""First item of a journal entry; the second is the op, or the storage that was evicted."""
+RUN, REPLAY, EVICT, OVERWRITE, ALONG = range(5)
+"""First item of a journal entry; the second is the op, or the storage that was evicted. What runs ALONG does so in the parts of
+the RUN or REPLAY that follows."""
 
 CONSTANT, CALL, RELEASE, RETAIN, REQUIRE = range(5)
 """Kinds of a trace's events."""
@@ -67,6 +68,9 @@ class Policy:
     compacts: bool = False
     """In the end bytes decide alone, as where real addresses are another allocator's: where what must stay leaves no hole that is
     large enough, the cheapest pieces go, the rest moves together and the small pieces' area gives up what it has free."""
+    parts: int = 1
+    """More: where room is short, an op by elements and the makers of what it misses run together in so many parts, and what those
+    make never exists whole (MegTaiChi's tensor partition)."""
     foresight: bool = False
     """Staleness is the time to the next use, as recorded in an earlier run of the same program (MegTaiChi's access pattern)."""
     cost_power: float = 1.0
@@ -96,6 +100,7 @@ MEGTAICHI = Policy(
     epsilon=0.01,
     small_bytes=10 * 1024,
     small_share=0.01,
+    parts=4,
 )
 """MegEngine's powers and base; its epsilon of 1e-3 is about a hundredth of an op's cost there. Neighbourhoods are exact and small
 pieces live apart, which halves the smallest budget on some logs against classes and one area."""
@@ -116,6 +121,7 @@ class Trace:
     op_outs: I32  # (n,) number of tensors that it makes
     op_takes_over: I32  # (n,) tensor that the first output overwrites, -1 for none
     op_again: U8  # (n,) 0 where it must not run a second time
+    op_elements: I64  # (n,) that its one output has, each made of the same one of what it reads; 0 for all others
     event_kind: I32  # (k,)
     event_id: I32  # (k,) op or tensor
 
@@ -129,7 +135,7 @@ class TraceWriter:
 
     def __init__(self) -> None:
         self._tensors: list[tuple[int, int, bool]] = []  # bytes, base, cheap
-        self._ops: list[tuple[float, int, int, bool]] = []  # cost, outputs, takes over, again
+        self._ops: list[tuple[float, int, int, bool, int]] = []  # cost, outputs, takes over, again, elements
         self._args: list[int] = []
         self._args_at = [0]
         self._events: list[tuple[int, int]] = []
@@ -149,6 +155,7 @@ class TraceWriter:
         cheap: bool = False,
         takes_over: int = -1,
         again: bool = True,
+        elements: int = 0,
     ) -> list[int]:
         """An op; returns the tensors that it makes.
 
@@ -159,12 +166,13 @@ class TraceWriter:
             cheap: See `Trace.tensor_cheap`.
             takes_over: The argument that its first output overwrites, -1 for none.
             again: Whether it may run a second time.
+            elements: See `Trace.op_elements`.
         """
         first = len(self._tensors)
         self._tensors += [(n_bytes, base, cheap) for n_bytes, base in outs]
         self._args += args
         self._args_at.append(len(self._args))
-        self._ops.append((cost, len(outs), takes_over, again))
+        self._ops.append((cost, len(outs), takes_over, again, elements))
         self._events.append((CALL, len(self._ops) - 1))
         return list(range(first, first + len(outs)))
 
@@ -193,7 +201,7 @@ class TraceWriter:
     def done(self) -> Trace:
         """What was written."""
         n_bytes, base, cheap = _unzipped(self._tensors, 3)
-        cost, outs, takes_over, again = _unzipped(self._ops, 4)
+        cost, outs, takes_over, again, elements = _unzipped(self._ops, 5)
         kind, index = _unzipped(self._events, 2)
         return Trace(
             tensor_bytes=np.asarray(n_bytes, np.int64),
@@ -205,6 +213,7 @@ class TraceWriter:
             op_outs=np.asarray(outs, np.int32),
             op_takes_over=np.asarray(takes_over, np.int32),
             op_again=np.asarray(again, np.uint8),
+            op_elements=np.asarray(elements, np.int64),
             event_kind=np.asarray(kind, np.int32),
             event_id=np.asarray(index, np.int32),
         )

@@ -49,6 +49,21 @@ class Residency:
         return found
 
 
+@functools.lru_cache(maxsize=64)
+def reads_ahead(residency: Residency, ahead: int) -> tuple[tuple[Units, Units], ...]:
+    """Of each moment, the units that are read from SSD then: before they come in themselves, and after what comes in has.
+
+    Args:
+        residency: What comes in when.
+        ahead: Moments by which a unit is read before it comes in; what the first moment needs is read when it begins.
+    """
+    found: list[tuple[list[int], list[int]]] = [([], []) for _ in residency.loads]
+    for moment, units in enumerate(residency.loads):
+        at = max(moment - ahead, 0)
+        found[at][at != moment].extend(units)
+    return tuple((tuple(now), tuple(later)) for now, later in found)
+
+
 def order_of_use(units: int) -> Units:
     """The unit of each moment of a step over `units` units."""
     return (*range(units), *reversed(range(units)))

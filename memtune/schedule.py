@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -36,6 +36,16 @@ class Do(NamedTuple):
     action: Action
     of: int
     """An op for COMPUTE, else a value."""
+    along: tuple[int, ...] = ()
+    """Ops by elements, ascending, that run again in `parts` parts of this one; what they make never exists whole."""
+    parts: int = 1
+
+    def reads(self, graph: OpGraph) -> tuple[int, ...]:
+        """Values that a COMPUTE finds there, ascending."""
+        if not self.along:
+            return graph.reads[self.of]
+        made = {value for op in self.along for value in graph.makes[op]}
+        return tuple(sorted({value for op in (*self.along, self.of) for value in graph.reads[op]} - made))
 
 
 @dataclass(frozen=True)
@@ -101,10 +111,10 @@ class Schedule:
 
     def computes(self) -> list[int]:
         """Ops in the order in which they run, again and again."""
-        return [step.of for step in self.steps if step.action == Action.COMPUTE]
+        return [op for step in self.steps if step.action == Action.COMPUTE for op in (*step.along, step.of)]
 
     def to_plain(self) -> dict[str, Any]:
-        """As plain data for a plan: an op n to compute is n, a value v to free -1 - v; moves are [action, value]."""
+        """As plain data for a plan: an op n to compute is n, a value v to free -1 - v, all else [action, numbers …]."""
         return {"graph": self.graph, "forward": [_plain(s) for s in self.forward], "backward": [_plain(s) for s in self.backward]}
 
     @classmethod
@@ -120,39 +130,50 @@ class Schedule:
 
 def _plain(step: Do) -> int | list[int]:
     if step.action == Action.COMPUTE:
-        return step.of
+        return [int(step.action), step.of, step.parts, *step.along] if step.along else step.of
     return -1 - step.of if step.action == Action.FREE else [int(step.action), step.of]
 
 
 def _step(plain: int | Sequence[int]) -> Do:
     if isinstance(plain, int):
         return Do(Action.COMPUTE, plain) if plain >= 0 else Do(Action.FREE, -1 - plain)
+    if plain[0] == Action.COMPUTE:
+        _, op, parts, *along = map(int, plain)
+        return Do(Action.COMPUTE, op, tuple(along), parts)
     action, index = plain
     return Do(Action(action), int(index))
 
 
-def scheduled(graph: OpGraph, forward: Iterable[int], backward: Iterable[int], *, made_by: str = "") -> Schedule:
+def parts_of(n_elements: int, parts: int) -> Iterator[tuple[int, int]]:
+    """First element and end of each part: as large as the first one, but for the last, which may be smaller."""
+    size = -(-n_elements // parts)
+    for start in range(0, n_elements, size):
+        yield start, min(start + size, n_elements)
+
+
+def scheduled(graph: OpGraph, forward: Iterable[int | Do], backward: Iterable[int | Do], *, made_by: str = "") -> Schedule:
     """The schedule that runs these ops in this order and lets go of every value as early as that allows.
 
     A value that is made again is let go after its last reader before that; one whose ops write into it in place is a new
     value each time its maker runs.
     """
-    forward = list(forward)
+    forward, backward = (
+        [each if isinstance(each, Do) else Do(Action.COMPUTE, each) for each in part] for part in (forward, backward)
+    )
     order = [*forward, *backward]
     last: dict[int, int] = {}  # the value as it is now → position of its last use
     free_after: list[list[int]] = [[] for _ in order]
-    for position, op in enumerate(order):
-        for value in graph.makes[op]:
+    for position, compute in enumerate(order):
+        for value in graph.makes[compute.of]:
             if value in last:
                 free_after[last[value]].append(value)
             last[value] = position
-        for value in graph.reads[op]:
+        for value in compute.reads(graph):
             last[value] = position
     for value, position in last.items():
         free_after[position].append(value)
     steps = [
-        (Do(Action.COMPUTE, op), *(Do(Action.FREE, value) for value in sorted(free)))
-        for op, free in zip(order, free_after, strict=True)
+        (compute, *(Do(Action.FREE, value) for value in sorted(free))) for compute, free in zip(order, free_after, strict=True)
     ]
     first, second = (tuple(chain.from_iterable(part)) for part in (steps[: len(forward)], steps[len(forward) :]))
     return Schedule(graph.sha256, first, second, made_by)
@@ -174,19 +195,20 @@ def wrong_with(graph: OpGraph, schedule: Schedule) -> str:
     version: dict[int, int] = {}  # values that are there → how many writes they have seen
     on_host: dict[int, int] = {}
     ran = [0] * graph.n_ops
-    for number, (action, index) in enumerate(schedule.steps):
+    for number, step in enumerate(schedule.steps):
+        action, index = step[:2]
         if action == Action.COMPUTE:
-            if not 0 <= index < graph.n_ops:
-                return f"step {number} runs op {index} of {graph.n_ops}"
+            if not all(0 <= op < graph.n_ops for op in (*step.along, index)):
+                return f"step {number} runs op {max((*step.along, index))} of {graph.n_ops}"
             if number < len(schedule.forward) and index >= graph.n_forward:
                 return f"step {number} runs {graph.names[index]} of backward in forward"
-            for value in graph.reads[index]:
-                if version.get(value) != wanted[index, value]:
-                    state = "is not there" if value not in version else "was written to in between, or not yet"
-                    return f"step {number} runs {graph.names[index]} (op {index}), but value {value} {state}"
+            found = _wrong_along(graph, step, ran) or _wrong_read(graph, step, version, wanted)
+            if found:
+                return f"step {number} runs {graph.names[index]} (op {index}), but {found}"
             version.update({value: version[value] + 1 for value in graph.writes[index]})
             version.update(dict.fromkeys(graph.makes[index], 0))
-            ran[index] += 1
+            for op in (*step.along, index):
+                ran[op] += 1
         elif action == Action.FROM_HOST:
             if index not in on_host:
                 return f"step {number} brings back value {index}, which is not on the host"
@@ -201,6 +223,27 @@ def wrong_with(graph: OpGraph, schedule: Schedule) -> str:
     for op, times in enumerate(ran):
         if times == 0 or (times > 1 and op in graph.once):
             return f"{graph.names[op]} (op {op}) runs {times} times"
+    return ""
+
+
+def _wrong_along(graph: OpGraph, step: Do, ran: Sequence[int]) -> str:
+    """Why ops cannot run along with another one: they have not run before, do more than make one value, or in another order."""
+    if not step.along:
+        return ""
+    if step.parts < 2 or list(step.along) != sorted(set(step.along)) or step.of <= step.along[-1]:
+        return "what runs along with it is out of order"
+    odd = [op for op in (*step.along, step.of) if len(graph.makes[op]) != 1 or graph.writes[op] or op in graph.random]
+    odd += [op for op in step.along if not ran[op] or graph.makes[op][0] in graph.writers]
+    return f"{graph.names[odd[0]]} (op {odd[0]}) cannot run in parts of it" if odd else ""
+
+
+def _wrong_read(graph: OpGraph, step: Do, version: Mapping[int, int], wanted: Mapping[tuple[int, int], int]) -> str:
+    """Which value a step would not find as it was in the plain order."""
+    made = {value for op in step.along for value in graph.makes[op]}
+    for op in (*step.along, step.of):
+        for value in graph.reads[op]:
+            if value not in made and version.get(value) != wanted[op, value]:
+                return f"value {value} {'is not there' if value not in version else 'was written to in between, or not yet'}"
     return ""
 
 

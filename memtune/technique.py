@@ -181,6 +181,10 @@ class Technique(BaseModel):
         """As `choices`, where the values worth trying follow from the ranks and nodes of `target`."""
         return self.choices()
 
+    def divides_parameters(self, ranks: int, plan: Plan) -> bool:
+        """Whether `apply` divides the parameters over some of `ranks`, and can do so before they have values."""
+        return False
+
     def knobs(self) -> Iterator[tuple[str, Any]]:
         """Name and value of every field but `kind`."""
         for name in type(self).model_fields:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtune.autocast import asked_for
 from memtune.batches import batch_size_of, map_tensors, shapes_of, split_batch, tensors_of, to_device
 from memtune.blocks import find_blocks
 from memtune.errors import MemtuneError, WorkloadError
@@ -52,7 +53,9 @@ class Workload:
         Raises:
             WorkloadError: The file is missing, does not parse, fails or exits on import, or lacks a function.
         """
-        return cls.of(load_user_file(target))
+        with asked_for():
+            file = load_user_file(target)
+        return cls.of(file)
 
     @classmethod
     def of(cls, file: UserFile) -> Workload:

@@ -12,13 +12,15 @@ import pytest
 import torch
 from zoo_paths import ZOO
 
+from memtune import hardware
 from memtune._apply import apply
 from memtune.errors import ApplyError
 from memtune.runtime import arena
 from memtune.runtime.ledger import Ledger
+from memtune.search_spaces.allocator._arena import SEARCHED
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute.full import Full
-from memtune.technique import Technique
+from memtune.technique import Target, Technique
 from memtune.testing import TechniqueSuite, differences, train
 from memtune.testing.drift import plain_program, target_of
 from memtune.testing.training import build, one_step, plain, settings_of
@@ -81,6 +83,17 @@ class ArenaSuite(TechniqueSuite):
 
     def test_search_leaves_it_out_by_name(self) -> None:
         assert "budget on CPU" in str(self.default().fits(plain_program(ZOO["tied"]), target_of(self.default())))
+
+    def test_search_on_gpus_tries_it_where_it_is_asked_for_and_nccl_does_not_register_memory(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        program, two = plain_program(ZOO["tied"]), Target(hardware.find("h100-80g"), ranks=2)
+        assert "not been measured on a GPU" in str(self.default().fits(program, two))
+        monkeypatch.setenv(SEARCHED, "1")
+        assert self.default().fits(program, two) is None
+        monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
+        assert "NCCL registers" in str(self.default().fits(program, two))
+        assert self.default().fits(program, Target(hardware.find("h100-80g"))) is None
 
     def test_peak_reserved_of_a_trial_is_the_allocators_and_what_malloc_holds(self) -> None:
         with Ledger.open("cpu") as ledger:

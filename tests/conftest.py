@@ -13,6 +13,8 @@ import pytest
 
 # Before anything imports torch or a hub client; child processes inherit it. What earlier searches taught stays out of tests.
 os.environ |= {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "NO_COLOR": "1", "COLUMNS": "130", "MEMTUNE_LEARN": "0"}
+# Tests share the cores: a thread that spins while it waits for its team takes them from the one that it waits for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")

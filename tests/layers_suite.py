@@ -48,6 +48,7 @@ class LayersSuite(TechniqueSuite):
         update: What they are equal to, to the bit: natively in backward, or by the user's own optimizer, as the plain model is.
     """
 
+    others: ClassVar = ZOO
     update: ClassVar[OptimizerCpu] = NATIVE
 
     @pytest.fixture(autouse=True)

@@ -1,9 +1,16 @@
 """What a GPU can show and CPU cannot; `make gpu-check DEVICE=cpu` runs the same code paths on CPU."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from zoo_paths import ZOO
 
 from memtune.autotune.trials import run_trial
+from memtune.search_spaces.allocator.gmlake import GMLake
 
 pytestmark = pytest.mark.gpu
 
@@ -17,6 +24,9 @@ SETTINGS = {
         "offload": {"activations": {"kind": "copy_out", "ratio": 0.5, "min_bytes": 0}},
     },
     "optimizer_cpu": {"offload": {"states": {"kind": "optimizer_cpu"}}},
+    "gmlake": {"allocator": {"kind": "gmlake"}},
+    "planned_layout": {"allocator": {"kind": "planned_layout"}},
+    "lifetime_pools": {"allocator": {"kind": "lifetime_pools"}},
 }
 
 
@@ -45,10 +55,31 @@ def test_device_peak_falls(name, plain, device):
     assert result.peak_allocated_bytes < plain.peak_allocated_bytes
 
 
-def test_budget_ends_in_out_of_memory(device):
+@pytest.mark.parametrize("kind", ["gmlake", "planned_layout", "lifetime_pools"])
+def test_memtunes_allocator_serves_the_trial(kind, plain, device):
+    config = {"settings": {"execution": {"micro_batch": 8}, "allocator": {"kind": kind}}}
+    result = run_trial(str(ZOO["gpt"]), config, device=device, executor="local", steps=12)
+    assert result.status == "ok", result.log_tail
+    assert result.audit["allocator"]["kind"] == kind
+    assert result.audit["allocator"]["driver_calls"] > 0
+    assert result.peak_reserved_bytes >= result.audit["allocator"]["in_use_bytes"] > 0
+
+
+def test_what_is_written_through_a_stitched_block_is_read_back(device):
+    script = Path(__file__).parents[1] / "benchmarks" / "gpu_allocator.py"
+    env = {**os.environ, **GMLake().env(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(script), "--device", device, "--read-back"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"stitched": 1, "right": True}
+
+
+@pytest.mark.parametrize("settings", [{}, {"allocator": {"kind": "gmlake"}}], ids=["native", "gmlake"])
+def test_budget_ends_in_out_of_memory(settings, device):
     budget = 2**20 if device == "cpu" else 4 * 2**20
     result = run_trial(
-        str(ZOO["gpt"]), {"settings": {"execution": {"micro_batch": 8}}}, device=device, executor="local", budget_bytes=budget
-    )
+        str(ZOO["gpt"]), {"settings": {"execution": {"micro_batch": 8}, **settings}}, device=device, executor="local",
+        budget_bytes=budget,
+    )  # fmt: skip
     assert result.status == "oom"
     assert result.reason

@@ -82,6 +82,7 @@ Settings settings_of(const nb::dict& from) {
   settings.keep_replayed = option(from, "keep_replayed", true);
   settings.forget = option(from, "forget", false);
   settings.in_place = option(from, "in_place", false);
+  settings.parts = option(from, "parts", 1);
   settings.cost_limit = option(from, "cost_limit", 0.0);
   return settings;
 }
@@ -118,6 +119,7 @@ nb::dict replay_trace(const nb::dict& columns, const nb::dict& settings, bool se
       .op_outs = span<std::int32_t>(columns, "op_outs"),
       .op_takes_over = span<std::int32_t>(columns, "op_takes_over"),
       .op_again = span<std::uint8_t>(columns, "op_again"),
+      .op_elements = span<std::int64_t>(columns, "op_elements"),
       .event_kind = span<std::int32_t>(columns, "event_kind"),
       .event_id = span<std::int32_t>(columns, "event_id"),
   };
@@ -148,10 +150,10 @@ class Live {
   Id constant(Bytes bytes) {
     return guarded([&] { return machine_.constant(bytes); });
   }
-  std::vector<Id> call(double cost, const std::vector<Id>& args, const std::vector<Bytes>& bytes, Id takes_over, Bytes scratch) {
+  std::vector<Id> call(double cost, const std::vector<Id>& args, const std::vector<Bytes>& bytes, Id takes_over, Bytes scratch, Bytes elements) {
     std::vector<Out> outs;
     for (Bytes each : bytes) outs.push_back({.bytes = each});
-    std::vector<Id> made = guarded([&] { return machine_.call(cost, args, outs, takes_over, true, scratch); });
+    std::vector<Id> made = guarded([&] { return machine_.call(cost, args, outs, takes_over, true, scratch, elements); });
     for (Id each : made) hold(each);
     std::vector<Entry>& journal = machine_.journal;
     while (!journal.empty() && (journal.back().act == Act::run || journal.back().act == Act::over_write)) journal.pop_back();
@@ -214,10 +216,11 @@ void bind_remat(nb::module_& m) {
   nb::class_<Live>(m, "Rematerializer", "Dynamic rematerialization on the books of a program that runs; a tensor is a storage.")
       .def(nb::init<const nb::dict&>(), "settings"_a, nb::sig("def __init__(self, settings: dict[str, object]) -> None"))
       .def("constant", &Live::constant, "n_bytes"_a, "A tensor that cannot be made again; refers to it once.")
-      .def("call", &Live::call, "cost"_a, "args"_a, "out_bytes"_a, "takes_over"_a, "scratch_bytes"_a,
-           nb::sig("def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int) -> list[int]"),
+      .def("call", &Live::call, "cost"_a, "args"_a, "out_bytes"_a, "takes_over"_a, "scratch_bytes"_a, "elements"_a,
+           nb::sig("def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int, elements: int) -> list[int]"),
            "An operator that has run; the tensors that it made, each referred to once and held. takes_over: argument that the first "
-           "one overwrites, or -1. scratch_bytes: what another run takes beside what it makes.")
+           "one overwrites, or -1. scratch_bytes: what another run takes beside what it makes. elements: that it makes one by one of those "
+           "that it reads, 0 where it does not.")
       .def("retain", &Live::retain, "tensor"_a, "One reference more.")
       .def("release", &Live::release, "tensor"_a, "One reference less.")
       .def("hold", &Live::hold, "tensor"_a, "It may not be evicted until let go as often.")

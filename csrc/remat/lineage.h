@@ -40,6 +40,7 @@ struct Op {
   std::vector<Id> args, outs;  // tensors
   Id takes_over = -1;          // the argument in whose memory the first output is written
   Bytes scratch = 0;           // what it takes while it runs, beside what it makes
+  Bytes elements = 0;          // that it makes one by one, each of the same element of what it reads; 0: it does not run in parts
 };
 
 class Lineage {

@@ -21,13 +21,14 @@ Id Rematerializer::constant(Bytes bytes) {
   return tensor;
 }
 
-std::vector<Id> Rematerializer::call(double cost, std::vector<Id> args, const std::vector<Out>& outs, Id takes_over, bool again, Bytes scratch) {
+std::vector<Id> Rematerializer::call(double cost, std::vector<Id> args, const std::vector<Out>& outs, Id takes_over, bool again, Bytes scratch,
+                                     Bytes elements) {
   Lineage& lineage = cache.lineage;
   const Id op = static_cast<Id>(lineage.ops.size());
   std::vector<Id> unique;
   for (Id arg : args)
     if (std::find(unique.begin(), unique.end(), arg) == unique.end()) unique.push_back(arg);
-  lineage.ops.push_back({.cost = cost, .args = std::move(unique), .outs = {}, .takes_over = takes_over, .scratch = scratch});
+  lineage.ops.push_back({.cost = cost, .args = std::move(unique), .outs = {}, .takes_over = takes_over, .scratch = scratch, .elements = elements});
   for (const Out& out : outs) {
     const Id tensor = lineage.add_tensor(out.bytes, out.base, op);
     if (out.base < 0) lineage.storages[lineage.tensors[tensor].storage].cheap = out.cheap;
@@ -145,10 +146,9 @@ void Rematerializer::run(Id op, bool first) {
   enter(op, first);
   while (!frames_.empty()) {
     Frame& frame = frames_.back();
-    const Op& mine = cache.lineage.ops[frame.op];
     Id missing = -1;
-    for (; frame.next < mine.args.size(); ++frame.next) {
-      const Tensor& arg = cache.lineage.tensors[mine.args[frame.next]];
+    for (; frame.next < frame.args.size(); ++frame.next) {
+      const Tensor& arg = cache.lineage.tensors[frame.args[frame.next]];
       if (!arg.present) {
         missing = arg.op;
         break;
@@ -157,10 +157,20 @@ void Rematerializer::run(Id op, bool first) {
       frame.locked[frame.next] = 1;
     }
     if (missing >= 0) {
-      enter(missing, false);
+      if (!takes_along(frame)) enter(missing, false);
       continue;
     }
-    execute(frame);
+    try {
+      execute(frame);
+    } catch (const Infeasible&) {
+      if (frame.along.empty()) throw;
+      leave(frame);  // whole, one after the other: what the first ones have read may go in between
+      const Frame again = frame;
+      frames_.pop_back();
+      enter(again.op, again.first);
+      frames_.back().whole = true;
+      continue;
+    }
     leave(frame);
     frames_.pop_back();
   }
@@ -173,16 +183,66 @@ void Rematerializer::run(Id op, bool first) {
 }
 
 void Rematerializer::enter(Id op, bool first) {
-  const auto& args = cache.lineage.ops[op].args;
-  Frame frame{.op = op, .next = 0, .locked = std::vector<char>(args.size()), .first = first};
-  for (std::size_t i = 0; i < args.size(); ++i) {
-    const Tensor& arg = cache.lineage.tensors[args[i]];
-    cache.lineage.storages[arg.storage].last_access = cache.clock;
-    if (!arg.present) continue;
-    cache.lock(arg.storage);
-    frame.locked[i] = 1;
-  }
+  Frame frame{.op = op, .first = first};
+  for (Id arg : cache.lineage.ops[op].args) take_arg(frame, arg);
   frames_.push_back(std::move(frame));
+}
+
+void Rematerializer::take_arg(Frame& frame, Id arg) {
+  const Tensor& it = cache.lineage.tensors[arg];
+  cache.lineage.storages[it.storage].last_access = cache.clock;
+  if (it.present) cache.lock(it.storage);
+  frame.args.push_back(arg);
+  frame.locked.push_back(it.present);
+}
+
+// Whether the maker of the frame's missing argument, with makers of what that one misses in turn, runs along with the frame's
+// operator. It does where there is no room for the argument whole, and nothing but elements of what is there is needed for it.
+bool Rematerializer::takes_along(Frame& frame) {
+  const Lineage& lineage = cache.lineage;
+  const Id missing = frame.args[frame.next];
+  if (settings_.parts < 2 || frame.whole || lineage.ops[frame.op].elements < settings_.parts || lineage.ops[frame.op].takes_over >= 0) return false;
+  Bytes wanted = lineage.storages[lineage.tensors[missing].storage].bytes;
+  for (Id out : lineage.ops[frame.op].outs) wanted += lineage.storages[lineage.tensors[out].storage].bytes;
+  if (wanted <= cache.arena.free_bytes()) return false;
+  std::vector<Id> along = frame.along;
+  if (!in_parts(frame, lineage.tensors[missing].op, along)) return false;
+  frame.args.erase(frame.args.begin() + static_cast<std::ptrdiff_t>(frame.next));
+  frame.locked.erase(frame.locked.begin() + static_cast<std::ptrdiff_t>(frame.next));
+  std::sort(along.begin(), along.end());
+  frame.along = along;
+  for (Id op : along)
+    for (Id arg : lineage.ops[op].args)
+      if (lineage.tensors[arg].present && std::find(frame.args.begin(), frame.args.end(), arg) == frame.args.end()) take_arg(frame, arg);
+  return true;
+}
+
+// Adds `op` to `along`, and before it those that make what it misses; false where one of them does not run in parts.
+bool Rematerializer::in_parts(const Frame& frame, Id op, std::vector<Id>& along) const {
+  constexpr std::size_t kMost = 8;
+  const Lineage& lineage = cache.lineage;
+  std::vector<Id> stack{op};
+  while (!stack.empty()) {
+    const Id at = stack.back();
+    stack.pop_back();
+    if (std::find(along.begin(), along.end(), at) != along.end()) continue;
+    const Op& it = lineage.ops[at];
+    if (it.elements != lineage.ops[frame.op].elements || it.takes_over >= 0 || along.size() == kMost) return false;
+    along.push_back(at);
+    for (Id arg : it.args) {
+      if (lineage.tensors[arg].present) continue;
+      if (lineage.tensors[arg].op < 0) return false;
+      stack.push_back(lineage.tensors[arg].op);
+    }
+  }
+  return true;
+}
+
+// Of what `op` makes, which has one output.
+Bytes Rematerializer::part_bytes(Id op) const {
+  const Op& it = cache.lineage.ops[op];
+  const Bytes whole = cache.lineage.storages[cache.lineage.tensors[it.outs.front()].storage].bytes;
+  return (it.elements + settings_.parts - 1) / settings_.parts * (whole / it.elements);
 }
 
 bool Rematerializer::overwrites(const Op& op, bool first) const {
@@ -195,8 +255,19 @@ bool Rematerializer::overwrites(const Op& op, bool first) const {
 void Rematerializer::execute(const Frame& frame) {
   const Op& op = cache.lineage.ops[frame.op];
   const bool over = overwrites(op, frame.first);
-  place(op, over, frame.first ? 0 : op.scratch);
+  Bytes scratch = frame.first ? 0 : op.scratch;
+  if (!frame.along.empty()) scratch += part_bytes(frame.op);
+  for (Id each : frame.along) scratch += part_bytes(each);
+  place(op, over, scratch);
   note_evictions();
+  for (Id each : frame.along) {
+    const Op& again = cache.lineage.ops[each];
+    journal.push_back({Act::along, each});
+    replay_cost += again.cost;
+    cache.clock += again.cost;
+    ++replays;
+    ++cache.lineage.storages[cache.lineage.tensors[again.outs.front()].storage].replays;
+  }
   if (over) journal.push_back({Act::over_write, frame.op});
   journal.push_back({frame.first ? Act::run : Act::replay, frame.op});
   (frame.first ? first_cost : replay_cost) += op.cost;
@@ -257,9 +328,8 @@ void Rematerializer::place(const Op& op, bool over, Bytes scratch) {
 }
 
 void Rematerializer::leave(const Frame& frame) {
-  const Op& op = cache.lineage.ops[frame.op];
-  for (std::size_t i = 0; i < op.args.size(); ++i)
-    if (frame.locked[i]) cache.unlock(cache.lineage.tensors[op.args[i]].storage);
+  for (std::size_t i = 0; i < frame.args.size(); ++i)
+    if (frame.locked[i]) cache.unlock(cache.lineage.tensors[frame.args[i]].storage);
 }
 
 void Rematerializer::note_evictions() {

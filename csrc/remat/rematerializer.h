@@ -21,6 +21,7 @@ struct Settings {
   bool keep_replayed = true;   // what was dropped and came back stays in the pool; false: until the call that asked has run
   bool forget = false;         // what can never be asked for again is freed and is nobody's neighbour any more
   bool in_place = false;       // an operator that overwrites an argument may use its place
+  int parts = 1;               // more: an operator by elements and makers of its missing arguments may run together, part by part
   double cost_limit = 0;       // ends the run where the costs of all runs exceed it; 0: no limit
 };
 
@@ -30,7 +31,9 @@ struct Out {
   bool cheap = false;
 };
 
-enum class Act : std::int32_t { run, replay, evict, over_write };  // over_write: the replay that follows may use the place
+// over_write: the replay that follows may use the place. along: the operator runs again in the parts of the run or replay that
+// follows, and what it makes never exists whole.
+enum class Act : std::int32_t { run, replay, evict, over_write, along };
 
 struct Entry {
   Act act;
@@ -54,7 +57,9 @@ class Rematerializer {
   Id constant(Bytes bytes);  // a tensor that stays
   // Runs an operator for the first time; its outputs follow each other in the returned order, with one reference each.
   // `scratch`: what it takes while it runs again; room for its first run is the caller's to make.
-  std::vector<Id> call(double cost, std::vector<Id> args, const std::vector<Out>& outs, Id takes_over, bool again, Bytes scratch = 0);
+  // `elements`: see Op.
+  std::vector<Id> call(double cost, std::vector<Id> args, const std::vector<Out>& outs, Id takes_over, bool again, Bytes scratch = 0,
+                       Bytes elements = 0);
   void retain(Id tensor);
   void release(Id tensor);
   void require(Id tensor);  // brings it back and keeps it for good
@@ -72,12 +77,19 @@ class Rematerializer {
   struct Frame {
     Id op;
     std::size_t next = 0;
+    std::vector<Id> args;  // of the operator, and of those that run along with it
     std::vector<char> locked;
+    std::vector<Id> along;  // operators that run again in its parts, ascending
     bool first;
+    bool whole = false;  // in parts it does not fit
   };
 
   void run(Id op, bool first);
   void enter(Id op, bool first);
+  void take_arg(Frame& frame, Id arg);
+  bool takes_along(Frame& frame);
+  bool in_parts(const Frame& frame, Id op, std::vector<Id>& along) const;
+  Bytes part_bytes(Id op) const;
   void execute(const Frame& frame);
   bool overwrites(const Op& op, bool first) const;
   void place(const Op& op, bool over, Bytes scratch);

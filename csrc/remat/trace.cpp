@@ -50,7 +50,8 @@ class Player {
         while (!uses.empty() && uses.back() <= books_.first_cost) uses.pop_back();
       }
     books_.cache.now = books_.first_cost;
-    books_.call(trace_.op_cost[op], {args.begin(), args.end()}, outs, trace_.op_takes_over[op], trace_.op_again[op] != 0);
+    books_.call(trace_.op_cost[op], {args.begin(), args.end()}, outs, trace_.op_takes_over[op], trace_.op_again[op] != 0, 0,
+                trace_.op_elements[op]);
   }
 
   const Trace& trace_;

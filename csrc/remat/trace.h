@@ -22,6 +22,7 @@ struct Trace {
   std::span<const std::int32_t> op_outs;         // (n,) how many tensors it makes
   std::span<const std::int32_t> op_takes_over;   // (n,) tensor that it overwrites, -1
   std::span<const std::uint8_t> op_again;        // (n,) 0 where it must not run a second time
+  std::span<const std::int64_t> op_elements;     // (n,) that it makes one by one of those that it reads, 0 for all others
   std::span<const std::int32_t> event_kind;      // (k,) Event
   std::span<const std::int32_t> event_id;        // (k,) op or tensor
 };

@@ -72,6 +72,19 @@ std::int64_t Allocator::bytes_at(Address address) const {
   return found == blocks_.end() ? -1 : found->second.bytes;
 }
 
+std::int32_t Allocator::stream_at(Address address) const {
+  const auto found = blocks_.find(address);
+  return found == blocks_.end() ? -1 : found->second.stream;
+}
+
+std::vector<Region> Allocator::regions() const {
+  std::vector<Region> made;
+  for (const auto& [each, arena] : arenas_) arena.add_regions(each.first, made);
+  stitcher_.add_regions(made);
+  planned_.add_regions(made);
+  return made;
+}
+
 void Allocator::end_step() {
   // Before what was watched is put into effect, what the watched steps left unused is given back: the arenas take its place.
   if (options_.pools && lifetimes_.end_step()) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "vmm/arena.h"
 #include "vmm/lifetimes.h"
@@ -45,10 +46,13 @@ class Allocator {
   Address allocate(std::int64_t bytes, std::int32_t stream);  // 0: memory has run out
   bool free(Address address);                                 // false: nothing in use begins there
   std::int64_t bytes_at(Address address) const;               // of the block in use that begins there, -1: none
+  std::int32_t stream_at(Address address) const;              // of the same, -1: none
   void end_step();                                            // where a training step ends
   void release_unused();
   void restart_peaks();
+  void limit(std::int64_t bytes) { memory_.limit(bytes); }
   Statistics statistics() const;
+  std::vector<Region> regions() const;  // all memory from the driver, and what lies in it
   std::int64_t reserved_bytes() const { return memory_.bytes(); }
   std::int64_t peak_reserved_bytes() const { return memory_.peak_bytes(); }
   std::int64_t allocated_bytes() const { return allocated_; }

@@ -1,7 +1,7 @@
 #include "vmm/arena.h"
 
+#include <algorithm>
 #include <iterator>
-#include <vector>
 
 namespace memtune::vmm {
 
@@ -86,6 +86,20 @@ void Arena::trim() {
       memory_.release({&page->second, 1});
       page = pages_.erase(page);
     }
+  }
+}
+
+// A region for each run of pages; blocks reach beyond where they are free and have no memory there.
+void Arena::add_regions(std::int32_t stream, std::vector<Region>& regions) const {
+  for (auto page = pages_.begin(); page != pages_.end();) {
+    Region region{page->first, 0, stream, "arena", {}};
+    for (; page != pages_.end() && page->first == region.address + static_cast<Address>(region.bytes); ++page) region.bytes += kChunkBytes;
+    const Address end = region.address + static_cast<Address>(region.bytes);
+    for (auto block = std::prev(blocks_.upper_bound(region.address)); block != blocks_.end() && block->first < end; ++block) {
+      const Address from = std::max(block->first, region.address), to = std::min(block->first + static_cast<Address>(block->second.bytes), end);
+      region.parts.push_back({from, static_cast<std::int64_t>(to - from), block->second.in_use});
+    }
+    regions.push_back(std::move(region));
   }
 }
 

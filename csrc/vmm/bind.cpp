@@ -2,15 +2,37 @@
 
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include "vmm/process.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 namespace vmm = memtune::vmm;
+
+namespace {
+
+using PartRow = std::tuple<std::uint64_t, std::int64_t, bool>;
+using RegionRow = std::tuple<std::uint64_t, std::int64_t, std::int64_t, std::string, std::vector<PartRow>>;
+
+std::vector<RegionRow> region_rows(int device) {
+  std::vector<RegionRow> rows;
+  for (const vmm::Region& region : vmm::regions(device)) {
+    std::vector<PartRow> parts;
+    for (const vmm::Region::Part& part : region.parts) parts.emplace_back(part.address, part.bytes, part.in_use);
+    rows.emplace_back(region.address, region.bytes, region.stream, region.kind, std::move(parts));
+  }
+  return rows;
+}
+
+}  // namespace
 
 void bind_vmm(nb::module_& m) {
   using Options = vmm::AllocatorOptions;
@@ -55,11 +77,21 @@ void bind_vmm(nb::module_& m) {
   m.def("arena_open", &vmm::open, "device"_a, "Makes the allocator of a device if there is none; empty, or why it cannot be.");
   m.def("arena_replace", &vmm::replace, "device"_a, "options"_a,
         "Makes the allocator of a device anew; the one before ends when what is in use there has been freed. Empty, or why it cannot be.");
+  m.def("arena_defaults", &vmm::set_defaults, "options"_a, "Options for GPUs whose allocator torch's first request there makes.");
+  m.def("arena_limit", &vmm::limit, "device"_a, "n_bytes"_a, "The most bytes that an allocator takes from the driver from now on.");
+  m.def("arena_regions", &region_rows, "device"_a,
+        "Memory from the driver as (address, bytes, stream, kind, [(address, bytes, in use)]); stream -1: of several.");
   m.def("arena_end_step", &vmm::end_step, "device"_a, "Tells a planned arena that a training step has ended.",
         nb::call_guard<nb::gil_scoped_release>());
   m.def("arena_release_unused", &vmm::release_unused, "device"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("arena_restart_peaks", &vmm::restart_peaks, "device"_a);
   m.def("arena_statistics", &vmm::statistics, "device"_a);
+  m.def("arena_cuda_functions", [] {
+    return std::array{reinterpret_cast<std::uintptr_t>(&memtune_cuda_alloc), reinterpret_cast<std::uintptr_t>(&memtune_cuda_free),
+                      reinterpret_cast<std::uintptr_t>(&memtune_cuda_record_stream),
+                      reinterpret_cast<std::uintptr_t>(&memtune_cuda_memory_fraction),
+                      reinterpret_cast<std::uintptr_t>(&memtune_cuda_empty_cache)};
+  }, "Addresses of the C functions of torch's pluggable allocator: alloc, free, record_stream, memory_fraction, empty_cache.");
   m.def("arena_functions", [] {
     return std::array{reinterpret_cast<std::uintptr_t>(&memtune_arena_take), reinterpret_cast<std::uintptr_t>(&memtune_arena_give)};
   }, "Addresses of the C functions that take and give memory of the CPU's allocator.");

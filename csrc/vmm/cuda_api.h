@@ -28,6 +28,10 @@ struct CudaApi {
   int (*init)(unsigned) = nullptr;
   int (*device_get)(int*, int) = nullptr;
   int (*device_attribute)(int*, int, int) = nullptr;
+  int (*device_total)(std::size_t*, int) = nullptr;
+  int (*retain_context)(void**, int) = nullptr;
+  int (*push_context)(void*) = nullptr;
+  int (*pop_context)(void**) = nullptr;
   int (*granularity)(std::size_t*, const CudaAllocationProperties*, int) = nullptr;
   int (*address_reserve)(unsigned long long*, std::size_t, std::size_t, unsigned long long, unsigned long long) = nullptr;
   int (*address_free)(unsigned long long, std::size_t) = nullptr;
@@ -47,6 +51,21 @@ struct CudaApi {
   // Loaded once per process; `why` says what is missing, empty if nothing is.
   static const CudaApi& get(std::string& why);
   std::string text(int error) const;
+};
+
+// The context that CUDA's runtime, and so torch, uses on a device; made at the first call. Null: `why` says why not.
+void* primary_context(int device, std::string& why);
+
+// Makes a context the thread's current one: events and mappings are made in it, and a thread that frees may have another or none.
+class Entered {
+ public:
+  explicit Entered(void* context);
+  ~Entered();
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+
+ private:
+  bool pushed_ = false;
 };
 
 }  // namespace memtune::vmm

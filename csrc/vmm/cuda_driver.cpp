@@ -1,5 +1,8 @@
 #include <dlfcn.h>
 
+#include <map>
+#include <mutex>
+
 #include "vmm/cuda_api.h"
 #include "vmm/driver.h"
 
@@ -20,6 +23,10 @@ std::string load(CudaApi& api) {
   find(api.init, "cuInit");
   find(api.device_get, "cuDeviceGet");
   find(api.device_attribute, "cuDeviceGetAttribute");
+  find(api.device_total, "cuDeviceTotalMem_v2");
+  find(api.retain_context, "cuDevicePrimaryCtxRetain");
+  find(api.push_context, "cuCtxPushCurrent_v2");
+  find(api.pop_context, "cuCtxPopCurrent_v2");
   find(api.granularity, "cuMemGetAllocationGranularity");
   find(api.address_reserve, "cuMemAddressReserve");
   find(api.address_free, "cuMemAddressFree");
@@ -40,31 +47,38 @@ std::string load(CudaApi& api) {
 
 class CudaDriver final : public Driver {
  public:
-  CudaDriver(const CudaApi& api, int device) : api_(api) {
+  CudaDriver(const CudaApi& api, int device, void* context) : api_(api), context_(context) {
     properties_.location.id = device;
     access_.location.id = device;
   }
 
   std::optional<Chunk> create() override {
+    const Entered here(context_);
     unsigned long long handle = 0;
     if (!holds(api_.create(&handle, kChunkBytes, &properties_, 0), "cuMemCreate")) return std::nullopt;
     return handle;
   }
 
-  void release(Chunk chunk) override { holds(api_.release(chunk), "cuMemRelease"); }
+  void release(Chunk chunk) override {
+    const Entered here(context_);
+    holds(api_.release(chunk), "cuMemRelease");
+  }
 
   Address reserve(std::int64_t bytes) override {
+    const Entered here(context_);
     unsigned long long address = 0;
     const bool made = holds(api_.address_reserve(&address, static_cast<std::size_t>(bytes), kChunkBytes, 0, 0), "cuMemAddressReserve");
     return made ? static_cast<Address>(address) : 0;
   }
 
   void give_back(Address address, std::int64_t bytes) override {
+    const Entered here(context_);
     holds(api_.address_free(address, static_cast<std::size_t>(bytes)), "cuMemAddressFree");
   }
 
   // Access is granted for the whole range at once: chunk by chunk it would cost more than the mapping.
   bool map(Address address, std::span<const Chunk> chunks) override {
+    const Entered here(context_);
     std::size_t mapped = 0;
     for (const Chunk chunk : chunks) {
       if (!holds(api_.map(address + mapped, kChunkBytes, 0, chunk, 0), "cuMemMap")) break;
@@ -75,8 +89,16 @@ class CudaDriver final : public Driver {
     return false;
   }
 
-  void unmap(Address address, std::int64_t bytes) override { holds(api_.unmap(address, static_cast<std::size_t>(bytes)), "cuMemUnmap"); }
-  void synchronize() override { holds(api_.synchronize(), "cuCtxSynchronize"); }
+  void unmap(Address address, std::int64_t bytes) override {
+    const Entered here(context_);
+    holds(api_.unmap(address, static_cast<std::size_t>(bytes)), "cuMemUnmap");
+  }
+
+  void synchronize() override {
+    const Entered here(context_);
+    holds(api_.synchronize(), "cuCtxSynchronize");
+  }
+
   std::string fault() const override { return fault_; }
 
  private:
@@ -86,6 +108,7 @@ class CudaDriver final : public Driver {
   }
 
   const CudaApi& api_;
+  void* context_;
   CudaAllocationProperties properties_;
   CudaAccess access_;
   std::string fault_;
@@ -105,11 +128,40 @@ std::string CudaApi::text(int error) const {
   return error_string(error, &text) == 0 && text != nullptr ? text : "error " + std::to_string(error);
 }
 
-std::unique_ptr<Driver> cuda_driver(int device, std::string& why) {
+void* primary_context(int device, std::string& why) {
+  static std::mutex lock;
+  static std::map<int, void*> contexts;
+  const std::lock_guard guard(lock);
+  const auto known = contexts.find(device);
+  if (known != contexts.end()) return known->second;
   const CudaApi& api = CudaApi::get(why);
   if (!why.empty()) return nullptr;
-  int handle = 0, supported = 0;
+  int handle = 0;
+  void* context = nullptr;
   if (const int error = api.init(0); error != 0) return why = "cuInit: " + api.text(error), nullptr;
+  if (const int error = api.device_get(&handle, device); error != 0) return why = "cuDeviceGet: " + api.text(error), nullptr;
+  if (const int error = api.retain_context(&context, handle); error != 0) {
+    return why = "cuDevicePrimaryCtxRetain: " + api.text(error), nullptr;
+  }
+  return contexts[device] = context;  // kept until the process ends, as the runtime does
+}
+
+Entered::Entered(void* context) {
+  std::string why;
+  pushed_ = context != nullptr && CudaApi::get(why).push_context(context) == 0;
+}
+
+Entered::~Entered() {
+  std::string why;
+  void* left = nullptr;
+  if (pushed_) CudaApi::get(why).pop_context(&left);
+}
+
+std::unique_ptr<Driver> cuda_driver(int device, std::string& why) {
+  void* const context = primary_context(device, why);
+  if (context == nullptr) return nullptr;
+  const CudaApi& api = CudaApi::get(why);
+  int handle = 0, supported = 0;
   if (const int error = api.device_get(&handle, device); error != 0) return why = "cuDeviceGet: " + api.text(error), nullptr;
   if (const int error = api.device_attribute(&supported, kVirtualMemorySupported, handle); error != 0 || supported == 0) {
     return why = "this GPU's driver cannot map memory (no virtual memory management)", nullptr;
@@ -121,7 +173,7 @@ std::unique_ptr<Driver> cuda_driver(int device, std::string& why) {
   if (error != 0 || granularity == 0 || kChunkBytes % granularity != 0) {
     return why = "this GPU maps memory in pieces of " + std::to_string(granularity) + " bytes", nullptr;
   }
-  return std::make_unique<CudaDriver>(api, handle);
+  return std::make_unique<CudaDriver>(api, handle, context);
 }
 
 }  // namespace memtune::vmm

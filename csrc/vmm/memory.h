@@ -10,6 +10,20 @@
 
 namespace memtune::vmm {
 
+// Addresses with memory behind them, cut into blocks in ascending order.
+struct Region {
+  struct Part {
+    Address address;
+    std::int64_t bytes;
+    bool in_use;
+  };
+  Address address;
+  std::int64_t bytes;
+  std::int32_t stream;  // -1: of several
+  const char* kind;
+  std::vector<Part> parts;
+};
+
 class Memory {
  public:
   Memory(std::unique_ptr<Driver> driver, std::int64_t limit_bytes) : driver_(std::move(driver)), limit_bytes_(limit_bytes) {}
@@ -24,6 +38,7 @@ class Memory {
   // A range of its own with these chunks in it, 0 where that cannot be had.
   Address place(std::span<const Chunk> chunks);
   void synchronize();
+  void limit(std::int64_t bytes) { limit_bytes_ = bytes; }  // for what comes; what is there stays
 
   std::int64_t bytes() const { return bytes_; }            // of all chunks that exist
   std::int64_t peak_bytes() const { return peak_bytes_; }

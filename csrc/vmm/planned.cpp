@@ -77,6 +77,22 @@ std::int64_t Planned::planned_requests() const {
   return std::count_if(offset_.begin(), offset_.end(), [](std::int64_t offset) { return offset >= 0; });
 }
 
+void Planned::add_regions(std::vector<Region>& regions) const {
+  if (chunks_.empty()) return;
+  Region region{base_, static_cast<std::int64_t>(chunks_.size()) * kChunkBytes, -1, "planned", {}};
+  std::int64_t at = 0;
+  const auto add = [&](std::int64_t end, bool in_use) {
+    if (end > at) region.parts.push_back({base_ + static_cast<Address>(at), end - at, in_use});
+    at = std::max(at, end);
+  };
+  for (const auto& [offset, end] : live_) {
+    add(offset, false);
+    add(end, true);
+  }
+  add(region.bytes, false);
+  regions.push_back(std::move(region));
+}
+
 // Memory under the first `height` bytes and no more; false and nothing changed where it cannot be had.
 bool Planned::resize(std::int64_t height) {
   if (base_ == 0 && height > 0) base_ = memory_.reserve(options_.range_bytes);

@@ -44,6 +44,7 @@ class Planned {
 
   std::int64_t height_bytes() const { return height_; }
   std::int64_t bound_bytes() const { return bound_; }  // most bytes of the plan alive at once, streams apart
+  void add_regions(std::vector<Region>& regions) const;
   std::int64_t planned_requests() const;
   std::int64_t served() const { return served_; }
   std::int64_t plans() const { return plans_; }

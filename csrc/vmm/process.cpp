@@ -18,7 +18,8 @@ namespace memtune::vmm {
 namespace {
 
 constexpr int kMostDevices = 64;
-constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
+constexpr unsigned kNoTiming = 2;      // CU_EVENT_DISABLE_TIMING
+constexpr int kImplicitCapture = 906;  // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the legacy stream is asked while another one captures
 
 // A block that another stream still works on: freed when all events have passed.
 struct Waiting {
@@ -33,6 +34,8 @@ struct Device {
   std::unordered_map<void*, std::int32_t> streams;             // numbers of CUDA streams
   std::unordered_map<Address, std::vector<void*>> used_on;     // other streams that blocks were recorded on
   std::vector<Waiting> waiting;
+  std::int64_t limit_bytes = AllocatorOptions{}.limit_bytes;
+  void* context = nullptr;  // of a GPU
 };
 
 // Never destroyed: tensors outlive whatever the process ends first.
@@ -40,6 +43,21 @@ Device& device_of(int device) {
   static auto* const devices = new std::array<Device, kMostDevices + 1>();
   if (device < kCpu || device >= kMostDevices) throw std::out_of_range("no device " + std::to_string(device));
   return (*devices)[static_cast<std::size_t>(device + 1)];
+}
+
+struct Defaults {
+  std::mutex lock;
+  AllocatorOptions options;
+};
+
+Defaults& defaults() {
+  static auto* const made = new Defaults();
+  return *made;
+}
+
+AllocatorOptions default_options() {
+  const std::lock_guard guard(defaults().lock);
+  return defaults().options;
 }
 
 const CudaApi& cuda() {
@@ -61,6 +79,7 @@ bool give(Device& device, Address address) {
 void finish(Device& device, bool wait) {
   if (device.waiting.empty()) return;
   const CudaApi& api = cuda();
+  const Entered here(device.context);
   if (wait) api.synchronize();
   std::erase_if(device.waiting, [&](Waiting& each) {
     std::erase_if(each.events, [&](void* event) { return api.event_query(event) == 0 && api.event_destroy(event) == 0; });
@@ -83,8 +102,29 @@ std::string open_locked(int number, Device& device, AllocatorOptions wanted) {
   std::unique_ptr<Driver> driver = number == kCpu ? memory_file(why) : cuda_driver(number, why);
   // A file in memory takes any size and ends the process when the machine's memory is used up.
   if (number == kCpu) wanted.limit_bytes = std::min(wanted.limit_bytes, std::int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE));
-  if (driver) device.allocator = std::make_unique<Allocator>(std::move(driver), wanted);
-  return why;
+  wanted.limit_bytes = std::min(wanted.limit_bytes, device.limit_bytes);
+  if (!driver) return why;
+  if (number != kCpu) device.context = primary_context(number, why);
+  device.allocator = std::make_unique<Allocator>(std::move(driver), wanted);
+  return "";
+}
+
+// Memory may not be mapped while a graph is captured, and what a graph has seen must stay as it is for good.
+bool is_capturing(void* stream) {
+  int capturing = 0;
+  const int error = cuda().stream_capturing(stream, &capturing);
+  return error == kImplicitCapture || (error == 0 && capturing != 0);
+}
+
+// An event after what `stream` has to do now; null where there is none, and the device has finished instead.
+void* event_on(void* stream) {
+  void* event = nullptr;
+  if (cuda().event_create(&event, kNoTiming) == 0) {
+    if (cuda().event_record(event, stream) == 0) return event;
+    cuda().event_destroy(event);
+  }
+  cuda().synchronize();
+  return nullptr;
 }
 
 }  // namespace
@@ -105,6 +145,24 @@ std::string replace(int number, const AllocatorOptions& options) {
     device.allocator.reset();
   }
   return open_locked(number, device, options);
+}
+
+void set_defaults(const AllocatorOptions& options) {
+  const std::lock_guard guard(defaults().lock);
+  defaults().options = options;
+}
+
+void limit(int number, std::int64_t bytes) {
+  Device& device = device_of(number);
+  const std::lock_guard guard(device.lock);
+  device.limit_bytes = bytes;
+  if (device.allocator) device.allocator->limit(bytes);
+}
+
+std::vector<Region> regions(int number) {
+  Device& device = device_of(number);
+  const std::lock_guard guard(device.lock);
+  return device.allocator ? device.allocator->regions() : std::vector<Region>{};
 }
 
 void end_step(int number) {
@@ -160,10 +218,12 @@ void* memtune_cuda_alloc(std::size_t bytes, int number, void* stream) {
   if (bytes == 0) return nullptr;
   vmm::Device& device = vmm::device_of(number);
   const std::lock_guard guard(device.lock);
-  if (const std::string why = vmm::open_locked(number, device, {}); !why.empty()) throw std::runtime_error("memtune's allocator: " + why);
-  // Memory may not be mapped while a graph is captured, and what a graph has seen must stay as it is for good.
-  int capturing = 0;
-  if (vmm::cuda().stream_capturing(stream, &capturing) == 0 && capturing != 0) {
+  if (!device.allocator) {
+    if (const std::string why = vmm::open_locked(number, device, vmm::default_options()); !why.empty()) {
+      throw std::runtime_error("memtune's allocator: " + why);
+    }
+  }
+  if (vmm::is_capturing(stream)) {
     throw std::runtime_error("memtune's allocator does not serve the capture of CUDA graphs; use allocator: {kind: native}");
   }
   vmm::finish(device, false);
@@ -190,13 +250,9 @@ void memtune_cuda_free(void* data, std::size_t, int number, void*) {
     return;
   }
   vmm::Waiting waiting{address, {}};
+  const vmm::Entered here(device.context);  // whoever frees may be at work on another device, or have no context yet
   for (void* const stream : recorded->second) {
-    void* event = nullptr;
-    if (vmm::cuda().event_create(&event, vmm::kNoTiming) != 0 || vmm::cuda().event_record(event, stream) != 0) {
-      vmm::cuda().synchronize();  // without an event: wait here and now
-      continue;
-    }
-    waiting.events.push_back(event);
+    if (void* const event = vmm::event_on(stream)) waiting.events.push_back(event);
   }
   device.used_on.erase(recorded);
   device.waiting.push_back(std::move(waiting));
@@ -208,6 +264,8 @@ void memtune_cuda_record_stream(void* data, void* stream) {
     vmm::Device& device = vmm::device_of(number);
     const std::lock_guard guard(device.lock);
     if (!device.allocator || device.allocator->bytes_at(reinterpret_cast<Address>(data)) < 0) continue;
+    const auto own = device.streams.find(stream);  // its own work is in order anyway
+    if (own != device.streams.end() && own->second == device.allocator->stream_at(reinterpret_cast<Address>(data))) return;
     auto& streams = device.used_on[reinterpret_cast<Address>(data)];
     for (void* const known : streams) {
       if (known == stream) return;
@@ -215,5 +273,20 @@ void memtune_cuda_record_stream(void* data, void* stream) {
     streams.push_back(stream);
     return;
   }
+}
+
+void memtune_cuda_memory_fraction(double fraction, int number) {
+  namespace vmm = memtune::vmm;
+  std::string why;
+  int handle = 0;
+  std::size_t total = 0;
+  if (vmm::primary_context(number, why) == nullptr) throw std::runtime_error("memtune's allocator: " + why);
+  const bool known = vmm::cuda().device_get(&handle, number) == 0 && vmm::cuda().device_total(&total, handle) == 0;
+  if (!known) throw std::runtime_error("memtune's allocator: the driver does not tell the memory of GPU " + std::to_string(number));
+  vmm::limit(number, static_cast<std::int64_t>(fraction * static_cast<double>(total)));
+}
+
+void memtune_cuda_empty_cache() {
+  for (int number = 0; number < memtune::vmm::kMostDevices; ++number) memtune::vmm::release_unused(number);
 }
 }

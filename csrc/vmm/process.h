@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "vmm/allocator.h"
 
@@ -15,10 +17,15 @@ inline constexpr int kCpu = -1;
 std::string open(int device);
 // Makes it anew with these options. The one before serves no more requests and ends when what is in use there has been freed.
 std::string replace(int device, const AllocatorOptions& options);
+// Options for GPUs whose allocator torch's first request there makes.
+void set_defaults(const AllocatorOptions& options);
 void end_step(int device);
 void release_unused(int device);
 void restart_peaks(int device);
+// A limit on memory from the driver, also of an allocator that is not there yet.
+void limit(int device, std::int64_t bytes);
 Statistics statistics(int device);
+std::vector<Region> regions(int device);
 
 }  // namespace memtune::vmm
 
@@ -31,4 +38,7 @@ __attribute__((visibility("default"))) void memtune_arena_give(void* data);
 __attribute__((visibility("default"))) void* memtune_cuda_alloc(std::size_t bytes, int device, void* stream);
 __attribute__((visibility("default"))) void memtune_cuda_free(void* data, std::size_t bytes, int device, void* stream);
 __attribute__((visibility("default"))) void memtune_cuda_record_stream(void* data, void* stream);
+// What torch calls for set_per_process_memory_fraction and empty_cache.
+__attribute__((visibility("default"))) void memtune_cuda_memory_fraction(double fraction, int device);
+__attribute__((visibility("default"))) void memtune_cuda_empty_cache();
 }

@@ -84,6 +84,14 @@ std::int64_t Stitcher::unused_bytes() const {
   return bytes;
 }
 
+void Stitcher::add_regions(std::vector<Region>& regions) const {
+  for (std::int32_t p = 0; p < pieces_.size(); ++p) {
+    const Piece& piece = pieces_[p];
+    if (piece.chunks.empty()) continue;
+    regions.push_back({piece.address, piece.bytes(), piece.stream, "piece", {{piece.address, piece.bytes(), piece.in_use}}});
+  }
+}
+
 Address Stitcher::use_piece(std::int32_t piece) {
   mark(piece, true);
   held_[pieces_[piece].address] = {{piece}, -1};

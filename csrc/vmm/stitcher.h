@@ -42,6 +42,7 @@ class Stitcher {
   bool free(Address address);  // false: nothing is in use there
   void release_unused();       // gives all memory back that is not in use; waits for the device
 
+  void add_regions(std::vector<Region>& regions) const;  // one for each piece
   std::int64_t stitched_bytes() const { return stitched_bytes_; }
   std::int64_t unused_bytes() const;
   // How often each state was reached, S1 to S5.

@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
         except typer.Abort:
             return 130
         except typer.TyperException as error:
-            return _usage(error, as_json)
+            return _usage(error, as_json, _help_of(error))
     except MemtuneError as error:
         if own and own[0] in ("-v", "--verbose"):
             traceback.print_exc()
@@ -54,12 +54,18 @@ def run(argv: list[str]) -> int:
         return _bug(as_json)
 
 
-def _usage(error: object, as_json: bool) -> int:
+def _help_of(error: object) -> str:
+    """The help that lists what was mistyped: of the command, or of memtune."""
+    context = getattr(error, "ctx", None)
+    return f"{context.command_path if context is not None else 'memtune'} --help"
+
+
+def _usage(error: object, as_json: bool, fix: str) -> int:
     from memtune.errors import UsageError
 
     message = (error.format_message() if hasattr(error, "format_message") else str(error)).replace("?.", "?")
     if message:  # a group without a command has shown its help, and says nothing more
-        _say(UsageError(message if message.endswith(("?", ".")) else f"{message}.", fix="memtune --help", code="MT100"), as_json)
+        _say(UsageError(message if message.endswith(("?", ".")) else f"{message}.", fix=fix, code="MT100"), as_json)
     return 2
 
 

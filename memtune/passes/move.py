@@ -4,6 +4,10 @@ What goes on to SSD is written when its copy has landed and read when it, or wha
 
 It runs after `passes.recompute` and mirrors Rules 2 and 6 there: the same tensors are chosen by the same running sums,
 each copy holds its source until the next one starts or the next block ends, and each comes back once.
+
+On the stages of a pipeline (`Stages`) what a stage's own blocks have made moves, and nothing else: what comes in from outside is
+held by the schedule, or made by each stage. With `in_slots` copies follow `runtime.slots`: all of a stage's copies back stand
+before its backward, and `passes.stage_moves`, which knows the other micro-batches, says how long a source stays.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from memtune.calls import INPUTS, Call
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
 from memtune.passes.recompute import calls_of
+from memtune.pipeline_order import Stages
 from memtune.program import FOREVER, I32, I64, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES, reads
 
@@ -32,7 +37,9 @@ class MoveClaim:
     """Calls whose outputs are claimable, `INPUTS` for what the block was called with; None: everything is."""
 
 
-def move_activations(step: Step, claims: list[MoveClaim], ssd_ahead: int | None = None, ahead: int = 0) -> Step:
+def move_activations(
+    step: Step, claims: list[MoveClaim], ssd_ahead: int | None = None, ahead: int = 0, stages: Stages | None = None
+) -> Step:
     """`step` with saved activations of the claimed blocks on the host, or on SSD, between forward and backward, call by call.
 
     Args:
@@ -41,56 +48,75 @@ def move_activations(step: Step, claims: list[MoveClaim], ssd_ahead: int | None 
         ssd_ahead: All goes on from the host to SSD, and so many tensors are read before they are asked for; None: the host
             keeps them.
         ahead: Tensors that come back from the host before backward asks for them; for blocks that do not run again.
+        stages: Of a pipeline, whose blocks run once each.
     """
     claim_of = {claim.block: claim for claim in claims}
     each = [(call, claim_of[block]) for call, block in enumerate(step.call_block.tolist()) if block in claim_of]
     calls = split_calls(step)
-    new = _move_calls(calls, [replace(claim, block=call) for call, claim in each], ops_of_landing(step), ssd_ahead, ahead)
+    own = [replace(claim, block=call) for call, claim in each]
+    new = _move_calls(calls, own, ops_of_landing(step, stages), ssd_ahead, ahead, stages)
     return step if new is calls else join_calls(new, step)
 
 
-def ops_of_landing(step: Step) -> I32:
+def ops_of_landing(step: Step, stages: Stages | None = None) -> I32:
     """(calls,) op after which a copy has landed that was started in each call, n_ops for when backward asks (Rule 6).
 
-    That is the end of the call that autograd sees next, or of the call itself where its block is the last.
+    That is the end of the call that autograd sees next, or of the call itself where its block is the last, of all or of a stage.
     """
     end = _forward_end(split_calls(step))
     seen = np.sort(end[(step.call_grad == 1) & (end >= 0)])
     following = np.searchsorted(seen, end, side="right")
     lands = np.append(seen, np.int32(step.n_ops))[following]
-    return np.where(step.call_block == len(step.blocks) - 1, end, lands).astype(np.int32)
+    last = [len(step.blocks) - 1, *(start - 1 for start in (stages.starts[1:] if stages else ()))]
+    return np.where(np.isin(step.call_block, last), end, lands).astype(np.int32)
 
 
-def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead: int | None, ahead: int) -> Step:
+def stage_of(step: Step, stages: Stages | None) -> I32:
+    """(blocks + 1,) stage of each block, all one without stages; the last entry is for no block."""
+    of = np.zeros(len(step.blocks), np.int32)
+    if stages is not None:
+        of = (np.searchsorted(np.asarray(stages.starts), np.arange(len(step.blocks)), side="right") - 1).astype(np.int32)
+    return np.append(of, np.int32(-1))
+
+
+def _move_calls(
+    step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead: int | None, ahead: int, stages: Stages | None
+) -> Step:
     """`move_activations`, with blocks that run once."""
-    rows = _chosen_rows(step, claims)
+    rows = _chosen_rows(step, claims, stages)
     if not len(rows):
         return step
     storage, block = step.save_storage[rows], step.save_block[rows]
     n_bytes = step.bytes[storage]
     claimed = np.zeros(len(step.blocks) + 1, bool)  # the last entry serves block -1
     claimed[[claim.block for claim in claims if claim.fraction > 0]] = True
-    moved = _Moved(storage, block, claimed)
+    moved = _Moved(storage, block, claimed, stage_of(step, stages))
+    in_slots = stages is not None and stages.in_slots
     edit = Edit(step)
 
     readers = _reader_rows(step, moved)
     moved_save = _shared_saves(step, moved)
-    first, asked = _first_asked(step, moved_save, len(storage))
+    first, asked = _before_backward(step, moved, moved_save) if in_slots else _first_asked(step, moved_save, len(storage))
     by_next = np.append(step.save_before[rows][1:], step.n_ops) <= lands_after[block]
     landing = _Landing(lands_after[block], by_next, int(first.min(initial=step.n_ops)))
     leave, write = _leave(edit, step, rows, landing, to_ssd=ssd_ahead is not None)
     edit.add_uses(leave, storage)
     host = edit.add_storages(n_bytes, producer=leave, tier=Tier.HOST)
     _hold_sources(edit, step, rows, leave, write, moved, landing)
+    if not in_slots:
+        _let_go_of_landed(edit, storage, leave, write, landing)
 
-    if ssd_ahead is None and ahead:
+    if in_slots:
+        ops, read = _come_together(edit, step, storage, block, first, asked), leave[:0]
+    elif ssd_ahead is None and ahead:
         ops, read = _come_ahead(edit, step, storage, block, first, asked, ahead)
     else:
         ops, read = _come_back(edit, step, storage, block, first, asked, ssd_ahead)
     if ssd_ahead is not None:
         host = _shelve(edit, n_bytes, host, write, asked, ops, read)
     edit.add_uses(ops, host[asked])
-    _hold_locals(edit, step, storage[asked], ops)
+    if not in_slots:
+        _hold_locals(edit, step, storage[asked], ops)
     back = np.full(len(storage), -1, np.int32)
     back[asked] = edit.add_storages(n_bytes[asked], producer=ops)
     edit.use_storage = np.where(readers >= 0, back[readers], edit.use_storage).astype(np.int32)
@@ -112,11 +138,18 @@ class _Landing:
 
 @dataclass(frozen=True)
 class _Moved:
-    """What moves: storages, the block that gave each, and (blocks + 1,) whether a block has a claim."""
+    """What moves: storages, the block that gave each, and (blocks + 1,) whether a block has a claim, and its stage."""
 
     storage: I32
     block: I32
     claimed: npt.NDArray[np.bool_]
+    stage: I32
+
+    def seen_by(self, step: Step, storages: I32, blocks: I32) -> I32:
+        """Row here of each of `storages` where a block in `blocks` finds it moved; -1 for what stays, or another stage moves."""
+        index = self.index(step)[storages]
+        same = self.stage[blocks] == self.stage[self.block[index]]
+        return np.where(same & self.claimed[blocks], index, -1).astype(np.int32)
 
     def index(self, step: Step) -> I32:
         """(m,) row of each storage here, -1 for what stays."""
@@ -136,10 +169,13 @@ def claimable_rows(step: Step) -> I32:
     return found
 
 
-def _chosen_rows(step: Step, claims: list[MoveClaim]) -> I32:
+def _chosen_rows(step: Step, claims: list[MoveClaim], stages: Stages | None) -> I32:
     """First save row of every storage that moves, in the order in which the copies are started."""
     claim_of = {claim.block: claim for claim in claims if claim.fraction > 0}
     rows = claimable_rows(step)
+    if stages is not None:
+        stage, producer = stage_of(step, stages), step.producer[step.save_storage[rows]]
+        rows = rows[(producer >= 0) & (stage[step.op_block[producer]] == stage[step.save_block[rows]])]
     least = np.full(len(step.blocks), FOREVER, np.int64)  # (blocks,) bytes of the smallest tensor that moves
     for block, claim in claim_of.items():
         least[block] = max(claim.min_bytes, 1)
@@ -185,11 +221,8 @@ def _named(step: Step, rows: I32, claims: list[MoveClaim]) -> npt.NDArray[np.boo
 
 
 def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, write: I32, moved: _Moved, landing: _Landing) -> None:
-    """Rule 6: a source stays until just before the next copy, or through the op after which it lands.
-
-    An op that saves its own outputs holds all it was given and has made until it has packed the last one.
-    """
-    storage, before = step.save_storage[rows], step.save_before[rows]
+    """An op that saves its own outputs holds all it was given and has made until it has packed the last one."""
+    before = step.save_before[rows]
     output = step.save_is_output[rows] == 1
     if output.any():
         at = before[output] - 1
@@ -199,6 +232,10 @@ def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, write: I32, mov
         waits = np.flatnonzero((free_after < step.n_ops) & (last_packed[np.minimum(free_after, step.n_ops - 1)] >= 0))
         edit.hold_through(waits.astype(np.int32), last_packed[free_after[waits]])
     _hold_over_leavers(edit, step, rows, leave, write, landing)
+
+
+def _let_go_of_landed(edit: Edit, storage: I32, leave: I32, write: I32, landing: _Landing) -> None:
+    """Rule 6: a source stays until just before the next copy, or through the op after which it lands."""
     by_next = landing.by_next
     landed_by = write[:-1] if len(write) else leave[1:]
     edit.let_go_before(storage[:-1][by_next[:-1]], landed_by[by_next[:-1]])
@@ -241,14 +278,29 @@ def _hold_over_leavers(edit: Edit, step: Step, rows: I32, leave: I32, write: I32
 
 def _shared_saves(step: Step, moved: _Moved) -> I32:
     """(v,) index of the moved storage that a save row now finds on the host: in its own block and in claimed later ones."""
-    return np.where(moved.claimed[step.save_block], moved.index(step)[step.save_storage], -1).astype(np.int32)
+    return moved.seen_by(step, step.save_storage, step.save_block)
 
 
 def _reader_rows(step: Step, moved: _Moved) -> I32:
     """(u,) index of the moved storage that a use reads after it left: in backward or recomputation of a claimed block."""
     later = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
-    inside = later & moved.claimed[step.op_block[step.use_op]]
-    return np.where(inside, moved.index(step)[step.use_storage], -1).astype(np.int32)
+    return np.where(later, moved.seen_by(step, step.use_storage, step.op_block[step.use_op]), -1).astype(np.int32)
+
+
+def _before_backward(step: Step, moved: _Moved, moved_save: I32) -> tuple[I32, I32]:
+    """As `_first_asked` for slots: the first op of each one's stage in backward; what left last comes first."""
+    backward = np.flatnonzero((step.op_phase == Phase.RECOMPUTE) | (step.op_phase == Phase.BACKWARD)).astype(np.int32)
+    stage = moved.stage[step.op_block[backward]]
+    begins = np.full(int(moved.stage.max(initial=0)) + 1, step.n_ops, np.int32)
+    np.minimum.at(begins, stage[stage >= 0], backward[stage >= 0])
+    if len(backward):
+        begins[-1] = backward[0]  # the loss and what follows the blocks are the last stage's
+    first = begins[moved.stage[moved.block]]
+    saved_until = np.full(len(moved.storage), -1, np.int32)
+    rows = moved_save >= 0
+    np.maximum.at(saved_until, moved_save[rows], step.save_until[rows])
+    there = np.flatnonzero(saved_until >= first)[::-1]
+    return first, there[np.argsort(first[there], kind="stable")].astype(np.int32)
 
 
 def _first_asked(step: Step, moved_save: I32, count: int) -> tuple[I32, I32]:
@@ -336,6 +388,19 @@ def _come_back(
     read = np.full(len(storage), -1, np.int32)
     read[moving[is_read]] = ops[is_read]
     return ops[~is_read], read[asked]
+
+
+def _come_together(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32) -> I32:
+    """Insert the copies back of each stage before its backward, on a stream of their own."""
+    return edit.add_ops(
+        "memtune.to_device.default",
+        before=first[asked],
+        phase=Phase.BACKWARD,
+        resource=Resource.HOST_TO_DEVICE,
+        traffic_bytes=step.bytes[storage[asked]],
+        call=block[asked],
+        prefetch=1,
+    )
 
 
 def _come_ahead(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, ahead: int) -> tuple[I32, I32]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memtune import _native
+from memtune.passes.in_parts import elements_of
 from memtune.passes.region import BATCH_NORMS, Region
 from memtune.program import F64, READS, WRITES, Kind, Step
 from memtune.remat import Policy
@@ -79,6 +80,7 @@ class _Player:
     def __init__(self, step: Step, region: Region, settings: dict[str, object], told: Told) -> None:
         self._step, self._region, self._told = step.without_handing_over(region.rows), region, told
         self._books = _native.Rematerializer(settings)
+        self._elements = elements_of(step, region)
         self._rows: list[int] = region.rows.tolist()
         self._number: dict[int, int] = {}  # storage → its value on the books, as it is now
         self._again: set[int] = set()  # storages whose value can be made again
@@ -159,7 +161,8 @@ class _Player:
             old = -1 if over is None else self._number[over]
             if over is not None:
                 self._books.let_go(old)
-            made = self._books.call(cost_s, numbers, sizes, old, scratch)
+            elements = self._elements[op] if over is None else 0
+            made = self._books.call(cost_s, numbers, sizes, old, scratch, elements)
             if over is not None:
                 self._books.release(old)
             for storage, number in zip(fresh if over is None else [over], made, strict=True):

@@ -124,10 +124,10 @@ def _copies(pages: Pages, residency: Residency) -> _Copies:
     return _Copies(np.concatenate(sizes), of_parameter, again, tuple(late), tuple(comes), tuple(waits))
 
 
-def host_memory(edit: Edit, pieces: Pieces, frames: Frames | None) -> I32:
-    """The host's storage of each piece."""
+def host_memory(edit: Edit, pieces: Pieces, frames: Frames | None, tier: Tier = Tier.HOST) -> I32:
+    """The host's storage of each piece, or that on SSD."""
     n_bytes = pieces.n_bytes if frames is None else np.full(1, frames.host_bytes, np.int64)
     nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
     owner = pieces.owner if frames is None else nowhere
-    rows = edit.add_storages(n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=owner)
+    rows = edit.add_storages(n_bytes, producer=nowhere, tier=tier, kind=Kind.PARAMETER, held_until=forever, owner=owner)
     return rows if frames is None else np.repeat(rows, len(pieces.n_bytes))

@@ -22,11 +22,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from memtune.hardware import Hardware
 from memtune.parameters import columns_of
+from memtune.passes.stage_moves import SlotMoves
 from memtune.passes.stages import SHARED, Chain, chain_of, uploads
 from memtune.passes.unroll import Rows
 from memtune.pipeline_order import Action, Schedule, order
-from memtune.program import I32, READS, WRITES, Kind, Phase, Resource, Step
+from memtune.program import I32, READS, WRITES, Kind, Phase, Program, Resource, Step
 
 _SEND, _RECEIVE, _BROADCAST = "c10d.send.default", "c10d.recv_.default", "c10d.broadcast_.default"
 _ADD, _REDUCE, _NORMS = "aten.add_.Tensor", "memtune.all_reduce_.default", "aten._foreach_norm.Scalar"
@@ -55,11 +57,25 @@ class Piped:
     """Between pipelines."""
     waiting: int = 0
     """Micro-batches of the step beyond `micro_batches`, which the rows of those stand for."""
+    in_slots: bool = False
+    """Copies of saved activations follow the schedule's slots."""
 
     @property
     def stages_per_rank(self) -> int:
         """V."""
         return len(self.starts) // self.ranks
+
+
+def piped(program: Program, hardware: Hardware) -> tuple[Piped, int]:
+    """How the step of `program`, which still has all stages, is divided, and how often its written rows are run."""
+    stages, count, node = program.stages, program.accumulate, hardware.local_ranks(program.ranks)
+    assert stages is not None
+    link = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
+    between = Resource.INTER_LINK if stages.ranks % node == 0 else Resource.INTRA_LINK
+    times = stages.times(count)
+    written, copies = count // times, program.ranks // stages.ranks
+    waiting = count - written
+    return Piped(stages.starts, stages.ranks, stages.schedule, written, copies, link, between, waiting, stages.in_slots), times
 
 
 def pipelined(step: Step, how: Piped, ranks: Sequence[int] | None = None) -> list[Step]:
@@ -214,8 +230,10 @@ def _rank(parts: _Parts, rank: int) -> Step:
     for stage in stages:
         _declare(parts, rows, stage)
     held_lists: Lists = {}
-    for action in order(how.schedule, rank, how.ranks, how.stages_per_rank, how.micro_batches):
-        _run(parts, rows, action, held_lists)
+    actions = order(how.schedule, rank, how.ranks, how.stages_per_rank, how.micro_batches)
+    moves = SlotMoves(parts.step, parts.stage, actions) if how.in_slots else None
+    for action in actions:
+        _run(parts, rows, action, held_lists, moves)
         if not action.backward and action.stage == stages[-1]:
             rows.hold_all((_UPLOAD, action.micro_batch), rows.n_ops - 1)
     for key, storage in held_lists.values():
@@ -259,7 +277,7 @@ def _declare(parts: _Parts, rows: Rows, stage: int) -> None:
             rows.alias(stage, each.added, each.other)
 
 
-def _run(parts: _Parts, rows: Rows, action: Action, lists: Lists) -> None:
+def _run(parts: _Parts, rows: Rows, action: Action, lists: Lists, moves: SlotMoves | None) -> None:
     """One forward or backward, with what comes before and after it, and what it lets go of (rule 3).
 
     Args:
@@ -267,6 +285,7 @@ def _run(parts: _Parts, rows: Rows, action: Action, lists: Lists) -> None:
         rows: Gets the rows.
         action: Which one.
         lists: What torch's schedule still refers to, by stage and the list that does.
+        moves: Copies of saved activations that follow the schedule.
     """
     step, stage, key = parts.step, action.stage, (action.stage, action.micro_batch)
     backward, last = action.backward, len(parts.how.starts) - 1
@@ -281,7 +300,14 @@ def _run(parts: _Parts, rows: Rows, action: Action, lists: Lists) -> None:
     within[[each.adder for each in parts.tied]] = False
     if action.micro_batch == 0:
         within[parts.sums.adder] = False
-    _take(parts, rows, np.flatnonzero(within).astype(np.int32), action)
+    ops = np.flatnonzero(within).astype(np.int32)
+    if moves is not None:
+        moves.begins(rows, action)
+        ops = moves.without(ops)
+    begins = rows.n_ops
+    _take(parts, rows, ops, action)
+    if moves is not None:
+        moves.ends(rows, action, ops, begins)
     if not backward:
         if passed is not None:
             _message(parts, rows, _SEND, action, (rows.of(key, passed), READS))

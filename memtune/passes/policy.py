@@ -15,8 +15,8 @@ import numpy as np
 
 from memtune.passes.region import Region
 from memtune.program import F64, Step
-from memtune.remat import REPLAY, RUN, Policy, Replay, Trace, TraceWriter, replay
-from memtune.schedule import OpGraph, Schedule, scheduled, wrong_with
+from memtune.remat import ALONG, REPLAY, RUN, Policy, Replay, Trace, TraceWriter, replay
+from memtune.schedule import Action, Do, OpGraph, Schedule, scheduled, wrong_with
 
 _TRIES = 16
 """Budgets given to the policy, at most, until the whole step's peak is within the user's."""
@@ -36,7 +36,13 @@ class Frozen:
 
 
 def region_trace(
-    region: Region, op_s: F64, is_cheap: Callable[[str], bool], *, keep_written: bool = False, online: bool = False
+    region: Region,
+    op_s: F64,
+    is_cheap: Callable[[str], bool],
+    elements: Sequence[int],
+    *,
+    keep_written: bool = False,
+    online: bool = False,
 ) -> Trace:
     """The ops of `region` as a policy meets them.
 
@@ -44,6 +50,7 @@ def region_trace(
         region: The model's forward and backward.
         op_s: (n,) seconds of each op of the region, its costs.
         is_cheap: Whether the outputs of an op of this name are cheap (see `Trace.tensor_cheap`).
+        elements: (n,) that each op makes one by one (`passes.in_parts.elements_of`).
         keep_written: Values that are changed in place never go.
         online: Values of backward never go: autograd's engine holds them.
     """
@@ -61,6 +68,7 @@ def region_trace(
         tensors = trace.call(
             float(op_s[op]), [now[value] for value in graph.reads[op]], outs,
             cheap=is_cheap(name), takes_over=now[written[0]] if written else -1, again=not stays,
+            elements=0 if online and op >= graph.n_forward else elements[op],
         )  # fmt: skip
         for value in written:
             trace.release(now[value])
@@ -139,10 +147,17 @@ def _frozen(
 
 
 def _schedule(graph: OpGraph, done: Replay, policy: Policy) -> Schedule:
-    runs = [(act, op) for act, op in done.journal if act in (RUN, REPLAY)]
-    middle = runs.index((RUN, graph.n_forward - 1)) + 1
-    order = [op for _, op in runs]
-    return scheduled(graph, order[:middle], order[middle:], made_by=policy.rule)
+    runs, middle = [], 0
+    along: list[int] = []
+    for act, op in done.journal:
+        if act == ALONG:
+            along.append(op)
+        elif act in (RUN, REPLAY):
+            runs.append(Do(Action.COMPUTE, op, tuple(along), policy.parts if along else 1))
+            along = []
+            if (act, op) == (RUN, graph.n_forward - 1):
+                middle = len(runs)
+    return scheduled(graph, runs[:middle], runs[middle:], made_by=policy.rule)
 
 
 def _last_reads(graph: OpGraph) -> dict[int, int]:

@@ -12,49 +12,100 @@ from memtune.parameters import columns_of
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES
 
-_READ, _DOWN, _UPDATE, _UP, _WRITE = range(5)
+_READ, _DOWN, _UPDATE, _UP, _WRITE, _KEEP, _COPY = range(7)
 _OPS = (
     ("from_ssd", Resource.SSD_READ),
     ("to_host", Resource.DEVICE_TO_HOST),
     ("host_update_", Resource.HOST_THREADS),
     ("copy_to_device_", Resource.HOST_TO_DEVICE),
     ("write_ssd_", Resource.SSD_WRITE),
+    ("write_ssd_", Resource.SSD_WRITE),
+    ("copy_", Resource.HOST_THREADS),
 )
 
 
-def optimizer_on_ssd(step: Step, ahead: int, slots: int = 1) -> Step:
+@dataclass(frozen=True, eq=False)
+class Away:
+    """Parameters that are not on the device, and whose gradients are on the host already."""
+
+    gradients: I32
+    """(parameters,) -1 for those that are on the device."""
+    weights: I32
+    """(parameters,) where new weights go, on the host or on SSD."""
+
+    @classmethod
+    def of(cls, step: Step) -> Away:
+        """Those of what `passes.stream` made, which left them to the optimizer."""
+        gradients, weights = (np.full(len(step.parameters), -1, np.int32) for _ in range(2))
+        used = np.unique(step.use_storage[step.use_phase == Phase.OPTIMIZER])
+        used = used[(step.kind[used] == Kind.GRADIENT) & (step.tier[used] == Tier.HOST)]
+        gradients[step.owner[used]] = used
+        kept = np.flatnonzero((step.kind == Kind.PARAMETER) & (step.producer < 0) & (step.tier != Tier.DEVICE)).astype(np.int32)
+        weights[step.owner[kept]] = kept
+        return cls(gradients, weights)
+
+
+def optimizer_on_ssd(step: Step, ahead: int, slots: int = 1, away: Away | None = None) -> Step:
     """`step` with the optimizer's ops replaced by reads, native updates and writes.
 
     Args:
         step: Any step.
         ahead: Pieces that are read ahead.
         slots: Places on SSD for each piece, which take turns.
+        away: Parameters that are not on the device; None: all are.
     """
     columns = columns_of(step.parameters)
-    mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0))
+    on_device = columns.gradient >= 0
+    mine = np.flatnonzero(columns.trainable & (on_device if away is None else on_device | (away.gradients >= 0)))
     optimizer = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
     if not len(mine) or not optimizer.any():
         return step
     edit = Edit(step)
     edit.drop_ops(optimizer)
     pieces = Pieces.on_ssd(edit, step, mine, slots)
-    weights, gradients = columns.storage[mine], columns.gradient[mine]
+    here = on_device[mine]
     narrow, gradient_bytes = columns.itemsize[mine] != 4, columns.numel[mine] * columns.itemsize[mine].astype(np.int64)
-    traffic = np.stack([pieces.n_bytes, gradient_bytes, pieces.update_bytes, gradient_bytes, pieces.n_bytes])
-    rows = _insert(edit, int(np.flatnonzero(optimizer)[0]), traffic, ahead)
+    up = np.where(here, _UP, _UP if away is None else np.where(step.tier[away.weights[mine]] == Tier.SSD, _KEEP, _COPY))
+    traffic = {_READ: pieces.n_bytes, _UPDATE: pieces.update_bytes, _WRITE: pieces.n_bytes, _COPY: 2 * gradient_bytes}
+    traffic |= dict.fromkeys((_DOWN, _UP, _KEEP), gradient_bytes)
+    rows = _insert(edit, int(np.flatnonzero(optimizer)[0]), traffic, ahead, here, up)
 
     host = pieces.stream(edit, rows[_READ], rows[_UPDATE], rows[_WRITE])
+    down = _gradients_down(edit, step, mine[here], gradient_bytes[here], rows[:, here])
+    gradients, weights = np.full(len(mine), -1, np.int32), columns.storage[mine]
+    gradients[here] = down
+    new = rows[up, np.arange(len(mine))]
+    if away is not None:
+        landed = ~here
+        gradients[landed], weights = away.gradients[mine[landed]], np.where(here, weights, away.weights[mine])
+        edit.held_until[gradients[landed]] = -1
+        keeps = landed & narrow & (up == _KEEP)  # written from the gradient's memory, as long as the piece
+        _hold_while_written(edit, gradients, rows[_WRITE], keeps)
+    edit.add_uses(rows[_UPDATE], gradients, mutates=True)
+    edit.add_uses(new, np.where(narrow, gradients, host))
+    edit.add_uses(new, weights, mutates=True)
+    edit.hold_to_the_end_of_step(int(rows[_WRITE][-1]))
+    return edit.done()
+
+
+def _gradients_down(edit: Edit, step: Step, mine: npt.NDArray[np.intp], n_bytes: I64, rows: I32) -> I32:
+    """Gradients of the parameters `mine` on the host, let go on the device; `rows` are those of their ops."""
+    gradients = columns_of(step.parameters).gradient[mine]
     owner = step.owner[gradients]
-    down = edit.add_storages(gradient_bytes, producer=rows[_DOWN], tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
+    down = edit.add_storages(n_bytes, producer=rows[_DOWN], tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
     edit.add_uses(rows[_DOWN], gradients)
-    edit.add_uses(rows[_UPDATE], down, mutates=True)
-    edit.add_uses(rows[_UP], np.where(narrow, down, host))
-    edit.add_uses(rows[_UP], weights, mutates=True)
     freed = step.held_until[gradients] != FOREVER  # DDP's buckets stay
     edit.held_until[gradients[freed]] = -1
     edit.let_go_before(gradients[freed], rows[_UPDATE][freed])
-    edit.hold_to_the_end_of_step(int(rows[_WRITE][-1]))
-    return edit.done()
+    return down
+
+
+def _hold_while_written(edit: Edit, gradients: I32, write: I32, keeps: npt.NDArray[np.bool_]) -> None:
+    """Python lets go of what is written when the write after the next one begins, or all are over."""
+    at = np.flatnonzero(keeps)
+    early, late = at[at + WRITES < len(write)], at[at + WRITES >= len(write)]
+    edit.let_go_before(gradients[early], write[early + WRITES])
+    edit.hold_through(gradients[late], np.full(len(late), write[-1], np.int32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +133,7 @@ class Pieces:
         edit.tier = np.where(step.kind == Kind.OPTIMIZER, np.uint8(Tier.HOST), step.tier).astype(np.uint8)
         edit.tier[state] = Tier.SSD
         nowhere, forever = np.full(len(mine), -1, np.int32), np.full(len(mine), FOREVER, np.int32)
-        owner = step.owner[columns.gradient[mine]]
+        owner = mine.astype(np.int32)
         masters = edit.add_storages(
             4 * numel, producer=nowhere, tier=Tier.SSD, kind=Kind.PARAMETER, held_until=forever, owner=owner
         )
@@ -115,25 +166,37 @@ def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[n
     return state[moments], at[moments]
 
 
-def _insert(edit: Edit, anchor: int, traffic: I64, ahead: int) -> I32:
-    """The ops in the order of Rules 1 and 2, before the op `anchor`; returns (5, parameters) rows."""
-    count = traffic.shape[1]
+def _insert(
+    edit: Edit, anchor: int, traffic: dict[int, I64], ahead: int, here: npt.NDArray[np.bool_], up: npt.NDArray[np.intp]
+) -> I32:
+    """The ops in the order of Rules 1 and 2, before the op `anchor`; returns (7, parameters) rows, -1 where there is no op.
+
+    Args:
+        edit: Of the step.
+        anchor: An op.
+        traffic: (parameters,) bytes of each op, by its kind.
+        ahead: Pieces that are read ahead.
+        here: (parameters,) whether the gradient is on the device.
+        up: (parameters,) where the new weight goes: `_UP`, `_KEEP` or `_COPY`.
+    """
+    count = len(here)
     turns = [(_READ, i) for i in range(min(ahead, count))]
-    for i in range(count):
+    for i, (down, new) in enumerate(zip(here.tolist(), up.tolist(), strict=True)):
         turns += [(_READ, i)] if ahead == 0 else []
-        turns += [(_DOWN, i), (_UPDATE, i), (_UP, i), (_WRITE, i)]
+        turns += [(_DOWN, i)] if down else []
+        turns += [(_UPDATE, i), (new, i), (_WRITE, i)]
         turns += [(_READ, i + ahead)] if ahead and i + ahead < count else []
     kind, index = np.asarray(turns, np.int32).T
-    names = np.asarray([edit.name_id(f"memtune.{name}.default") for name, _ in _OPS], np.int32)
+    names = np.asarray([edit.name_id(f"{'aten' if name == 'copy_' else 'memtune'}.{name}.default") for name, _ in _OPS], np.int32)
     rows = edit.add_ops(
         names[kind],
         before=np.full(len(kind), anchor, np.int32),
         phase=Phase.OPTIMIZER,
         resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
-        traffic_bytes=traffic[kind, index],
+        traffic_bytes=np.stack([traffic[each] for each in range(len(_OPS))])[kind, index],
         stream=(kind == _UP).astype(np.uint8),  # a copy back is complete in stream order
         prefetch=(kind == _DOWN).astype(np.uint8),
     )
-    found = np.empty((len(_OPS), count), np.int32)
+    found = np.full((len(_OPS), count), -1, np.int32)
     found[kind, index] = rows
     return found

@@ -174,5 +174,6 @@ def uploads(step: Step) -> I32:
     if _UPLOAD not in step.names:
         return np.empty(0, np.int32)
     made = (step.producer >= 0) & (step.tier == Tier.DEVICE)
-    made[made] = step.op_name[step.producer[made]] == step.names.index(_UPLOAD)
+    by = step.producer[made]  # saved activations come back in backward
+    made[made] = (step.op_name[by] == step.names.index(_UPLOAD)) & (step.op_phase[by] == Phase.FORWARD)
     return np.flatnonzero(made).astype(np.int32)

@@ -145,7 +145,9 @@ def bytes_beside_chunks(step: Step) -> Units:
     return tuple(most.tolist())
 
 
-def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True) -> Step:
+def stream_parameters(
+    step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True, read_ahead: int | None = None
+) -> Step:
     """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
     Args:
@@ -153,6 +155,7 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
         residency: Which units are on the device when; its moments are those of `order_of_use`.
         chunks: Where the parameters lie; none: each block is a unit.
         early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
+        read_ahead: The parameters are on SSD, and are read so many moments before they come in; None: they are on the host.
     """
     frames: Frames | None = None
     if isinstance(chunks, Pages):
@@ -163,15 +166,17 @@ def stream_parameters(step: Step, residency: Residency, chunks: Chunks | Pages |
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
     mine = in_blocks(step)
-    hosts = host_memory(edit, pieces, frames)
+    hosts = host_memory(edit, pieces, frames, Tier.HOST if read_ahead is None else Tier.SSD)
     edit.bytes[columns.storage[mine]] = 0
     down = _gradients_down(edit, step, landings)
-    turns = turns_of(step, pieces, residency, landings.added_later(len(begins)), allocates=frames is None, early=early)
+    turns = turns_of(
+        step, pieces, residency, landings.added_later(len(begins)), allocates=frames is None, early=early, read_ahead=read_ahead
+    )
     rows = insert(edit, step, pieces, turns, begins)
     starts = turns.starts(rows, begins)
     _let_go(edit, landings, down, starts)
     stay(edit, step, pieces, residency, turns, rows, starts[_DROP], frames)
-    _use_hosts(edit, landings, down, hosts, turns, rows)
+    _use_hosts(edit, landings, down, hosts, turns, rows, pieces)
     host_of = hosts[pieces.of_parameter[:-1]]
     if early:
         _update(edit, step, landings, down, host_of, turns, rows)
@@ -238,7 +243,7 @@ def insert(edit: Edit, step: Step, pieces: Pieces, turns: Turns, begins: I32) ->
     """The ops of all moments; returns their rows."""
     what, row, moment = turns.what, turns.row, turns.moment
     names = np.asarray([edit.name_id(name) for name, _ in OPS], np.int32)
-    moves, updates = turns.loads, what == UPDATE
+    moves, updates = turns.loads | turns.reads, what == UPDATE
     traffic = np.zeros(len(what), np.int64)
     traffic[moves] = pieces.n_bytes[row[moves]]
     traffic[updates] = native_update_bytes(step)[row[updates]]
@@ -320,13 +325,19 @@ def stay(
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
 
 
-def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32) -> None:
-    """What is brought in is read on the host, where the last gradient of a moment is added."""
-    row, loads = turns.row, turns.loads
-    trailing = turns.what == ADD
+def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32, pieces: Pieces) -> None:
+    """What is brought in is read on the host, or from SSD to the host first; the last gradient of a moment is added there."""
+    row, trailing = turns.row, turns.what == ADD
     edit.add_uses(rows[trailing], down.hosts[row[trailing]])
     edit.add_uses(rows[trailing], landings.sums[row[trailing]], mutates=True)
-    edit.add_uses(rows[loads], hosts[row[loads]])
+    loads, reads = np.flatnonzero(turns.loads), np.flatnonzero(turns.reads)
+    source = hosts[row[loads]]
+    if len(reads):
+        edit.add_uses(rows[reads], hosts[row[reads]])
+        loads, reads = (each[np.argsort(row[each], kind="stable")] for each in (loads, reads))  # a piece's first read, first load
+        n_bytes, owner = pieces.n_bytes[row[reads]], pieces.owner[row[reads]]
+        source = edit.add_storages(n_bytes, producer=rows[reads], tier=Tier.HOST, kind=Kind.TEMPORARY, owner=owner)
+    edit.add_uses(rows[loads], source)
     edit.held_until[landings.sums[landings.sums >= 0]] = -1
 
 

@@ -15,17 +15,18 @@ import numpy.typing as npt
 from memtune.parameters import columns_of
 from memtune.passes.pieces import Pieces
 from memtune.program import I32, Resource, Step
-from memtune.residency import Residency, Units
+from memtune.residency import Residency, Units, reads_ahead
 
-ADD, ALLOCATE, COPY, AHEAD, UPDATE = range(5)
+ADD, ALLOCATE, COPY, AHEAD, UPDATE, READ = range(6)
 OPS = (
     ("aten.add_.Tensor", Resource.HOST_THREADS),
     ("memtune.allocate", Resource.NOTHING),
     ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
     ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
     ("memtune.host_update_.default", Resource.HOST_THREADS),
+    ("memtune.from_ssd.default", Resource.SSD_READ),
 )
-"""Name and resource of each sort; AHEAD comes in before it is used, COPY in the moment that uses it."""
+"""Name and resource of each sort. AHEAD comes in before it is used, COPY in the moment that uses it; READ: SSD to host."""
 _REMEMBERED = 64
 
 
@@ -44,6 +45,12 @@ class Turns:
         found: npt.NDArray[np.bool_] = (self.what == COPY) | (self.what == AHEAD)
         return found
 
+    @cached_property
+    def reads(self) -> npt.NDArray[np.bool_]:
+        """Which of them are reads from SSD."""
+        found: npt.NDArray[np.bool_] = self.what == READ
+        return found
+
     def starts(self, rows: I32, begins: I32) -> tuple[I32, I32]:
         """(moments,) the op before which each moment lets go of the gradient on its way, and of parameters.
 
@@ -59,8 +66,9 @@ class Turns:
 
 
 def turns_of(
-    step: Step, pieces: Pieces, residency: Residency, adds: Units, *, allocates: bool = True, early: bool = False
-) -> Turns:
+    step: Step, pieces: Pieces, residency: Residency, adds: Units, *, allocates: bool = True, early: bool = False,
+    read_ahead: int | None = None,
+) -> Turns:  # fmt: skip
     """What runs when each moment begins, in the order of the rules of `runtime.store`.
 
     Args:
@@ -70,23 +78,29 @@ def turns_of(
         adds: (moments,) the landing whose gradient is added when the moment begins, -1 for none.
         allocates: Whether what comes in is allocated then.
         early: Whether each block is updated when it is done with.
+        read_ahead: Moments by which what comes in is read from SSD before that; None where it is on the host.
     """
-    return _turns(pieces.of_unit, pieces.used, residency.loads, adds, _trained_by_block(step) if early else (), allocates)
+    updates = _trained_by_block(step) if early else ()
+    reads = () if read_ahead is None else reads_ahead(residency, read_ahead)
+    return _turns(pieces.of_unit, pieces.used, residency.loads, adds, updates, allocates, reads)
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
 def _turns(
     of_unit: tuple[Units, ...], used: tuple[Units, ...], loads: tuple[Units, ...], adds: Units, updates: tuple[Units, ...],
-    allocates: bool,
+    allocates: bool, reads: tuple[tuple[Units, Units], ...],
 ) -> Turns:  # fmt: skip
     found: list[tuple[int, int, int]] = []
     for moment, units in enumerate(loads):
         if adds[moment] >= 0:
             found.append((ADD, adds[moment], moment))
+        now, later = reads[moment] if reads else ((), ())
         for unit in units:
             what = COPY if unit in used[moment] else AHEAD
+            found += [(READ, row, moment) for row in of_unit[unit]] if unit in now else []
             for row in of_unit[unit]:
                 found += [(ALLOCATE, row, moment), (what, row, moment)] if allocates else [(what, row, moment)]
+        found += [(READ, row, moment) for unit in later for row in of_unit[unit]]
         if updates and moment > len(updates):  # the block of the moment before: backward has them in reverse
             found += [(UPDATE, row, moment) for row in updates[2 * len(updates) - moment]]
     what_of, row_of, moment_of = np.asarray(found, np.int32).reshape(-1, 3).T

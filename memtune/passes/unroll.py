@@ -174,7 +174,7 @@ class Rows:
             "op_name": [self._names.index(name)], "op_module": [0], "op_call": [-1], "op_phase": [phase],
             "op_resource": [resource], "op_flops": [0.0], "op_traffic_bytes": [traffic_bytes], "op_rng": [0],
             "op_group": [group], "op_node": [-1], "op_copy_of": [-1], "op_stream": [0], "op_prefetch": [0],
-            "op_match": [0],
+            "op_match": [0], "op_by_element": [0],
         })  # fmt: skip
         if uses:
             storages, hows = zip(*uses, strict=True)

@@ -15,6 +15,7 @@ Rule 6. A copy to the host holds its source until the next copy is started, the 
         freed does not depend on timing. Calls under `no_grad`, or in a checkpoint of the model's own, do not count.
 Rule 7. What goes on to SSD is written from host memory from then on; `runtime.shelf` has the rules of that.
 Rule 8. What backward asks for comes back then, or ahead of that; `runtime.come_ahead` has the rule.
+Rule 9. On a stage of a pipeline only what its own blocks have made moves, and copies may follow the schedule (`runtime.slots`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memtune.autocast import autocast_now
 from memtune.calls import INPUTS, Call
 from memtune.errors import ApplyError
-from memtune.runtime.autocast import autocast_now
 from memtune.runtime.changed_buffers import changed_buffers, copied_buffers, only_written
 from memtune.runtime.come_ahead import Ahead
 from memtune.runtime.exchanges import refused_in
@@ -43,42 +43,12 @@ from memtune.runtime.left_out import LeftOut
 from memtune.runtime.look import Look, Trail, difference, is_close, magnitude
 from memtune.runtime.moved import Entry, Moved, View, id_of, is_written_part
 from memtune.runtime.own_checkpoint import autograd_sees
+from memtune.runtime.own_outputs import OwnOutputs
 from memtune.runtime.random_state import RandomState
+from memtune.runtime.region import Region as Region
+from memtune.runtime.region import Traffic
 from memtune.runtime.shelf import Shelf
-
-
-@dataclass
-class Region:
-    """One block and what has been claimed for what its forward saves."""
-
-    name: str
-    module: nn.Module
-    index: int
-    recompute: bool = False
-    keep: Keep | None = None
-    """Which ops' outputs a recomputed region keeps; None keeps none and needs no dispatch mode."""
-    move: float = 0.0
-    """Fraction of the claimable bytes that goes to the host."""
-    min_bytes: int = 0
-    """Smaller tensors are never moved."""
-    only: frozenset[Call] | None = None
-    """Calls whose outputs may move, `INPUTS` for what the region is called with; None: all that is claimable."""
-    watched: bool = False
-    """Its first run was looked through for collectives."""
-    reads_back: frozenset[str] | None = None
-    """Buffers that its forward changes and may read, as far as its runs have shown; None before the first one."""
-    ssd: bool = False
-    """What moves goes on from the host to SSD."""
-
-
-@dataclass
-class Traffic:
-    """What the table has done so far, for the audit."""
-
-    forwards: set[str] = field(default_factory=set)
-    """Names of the claimed regions that ran."""
-    recomputed_regions: set[str] = field(default_factory=set)
-    moved_bytes: int = 0
+from memtune.runtime.slots import Slots
 
 
 class ActivationTable:
@@ -95,6 +65,13 @@ class ActivationTable:
         self.traffic = Traffic()
         self.shelf = Shelf(0)
         self.ahead = Ahead(0)
+        self.slots: Slots | None = None
+        self.own: OwnOutputs | None = None
+        """On a stage of a pipeline: what its blocks have made."""
+        self.stages: list[int] = []
+        """The stage of each region; none where there is no pipeline."""
+        self.last = {len(regions) - 1}
+        """Regions at whose own end a copy lands (Rule 6)."""
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._on_the_way: tuple[Entry, int] | None = None
         self._call = 0  # calls of regions that began so far; what is on the way was started in one of them
@@ -194,13 +171,19 @@ class ActivationTable:
         if moved:
             budget[1] += n_bytes
             self.traffic.moved_bytes += n_bytes
-            self.land()
-            entry.leave(tensor)
-            self._on_the_way = (entry, self._call)
             self._entries[key] = entry
-            if not entry.goes_on:
-                self.ahead.left(entry)
+            self._leave(entry, tensor)
         return entry
+
+    def _leave(self, entry: Entry, tensor: Tensor) -> None:
+        if self.slots is not None:
+            self.slots.leave(entry, tensor)
+            return
+        self.land()
+        entry.leave(tensor)
+        self._on_the_way = (entry, self._call)
+        if not entry.goes_on:
+            self.ahead.left(entry)
 
     def lasts(self, tensor: Tensor) -> bool:
         """`tensor` stays on the device whatever happens here: a parameter, a buffer of any module, a part being written."""
@@ -220,12 +203,12 @@ class ActivationTable:
 
     def bring(self, entry: Entry) -> None:
         """Rule 8: backward asks for `entry`."""
-        self.ahead.bring(entry)
+        (self.slots or self.ahead).bring(entry)
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Rule 6 at the end of the call `number`, of `region`."""
         started = None if self._on_the_way is None else self._on_the_way[1]
-        if started != number or region.index == len(self.regions) - 1:
+        if started != number or region.index in self.last:
             self.land()
 
 
@@ -248,6 +231,7 @@ class _Frame:
     def __init__(self, table: ActivationTable, region: Region, forward: Any, args: Any, kwargs: Any) -> None:
         self.table, self.region, self._forward = table, region, forward
         self._args: Any = (args, kwargs)
+        self._foreign = table.own.others(self._args) if table.own is not None else frozenset[int]()
         fixed = (*region.module.named_parameters(), *region.module.named_buffers())
         self.fixed = {id_of(tensor): name for name, tensor in fixed}
         self.inputs = {id_of(t): t for t in tree_leaves(self._args) if _is_plain(t)}
@@ -260,7 +244,7 @@ class _Frame:
         self.count = 0
         self._trail, self.looks = Trail(self.fixed), list[Look]()
         """Of each tensor that is recomputed."""
-        self.magnitudes: list[Tensor | None] = []
+        self.magnitudes: list[float | None] = []
         """Of the same, in the region's first run alone."""
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
@@ -325,7 +309,7 @@ class _Frame:
 
     def claim(self, tensor: Tensor) -> Tensor | Moved:
         """Rule 2: `tensor` as it is, or its place on the host."""
-        if not self.region.move or self.table.lasts(tensor):
+        if not self.region.move or self.table.lasts(tensor) or id_of(tensor) in self._foreign:
             return tensor
         entry = self._decided.get(id_of(tensor))
         if entry is None or not entry.is_of(tensor):

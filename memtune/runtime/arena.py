@@ -1,4 +1,7 @@
-"""memtune's own allocator under torch: stitched memory and planned arenas (csrc/vmm), as torch's CPU allocator through the shim.
+"""memtune's own allocator under torch: stitched memory, pools and planned arenas (csrc/vmm).
+
+On CPU it is torch's allocator through the shim, from `apply` on. On a GPU it has been put into torch when memtune was imported
+(`runtime/cuda_arena.py`), and `apply` checks that it was.
 
 One allocator a process: it serves whatever the device tier asks for from the moment it is installed. What was made before stays
 where it is, and each block goes back where it came from.
@@ -10,10 +13,12 @@ import gc
 import warnings
 from typing import Any
 
+import torch
+
 from memtune import _native
-from memtune.arena_settings import ArenaSettings
+from memtune.arena_settings import VARIABLE, ArenaSettings
 from memtune.errors import ApplyError
-from memtune.runtime import shim
+from memtune.runtime import cuda_arena, shim
 from memtune.runtime.context import Context
 from memtune.units import format_bytes
 
@@ -79,50 +84,70 @@ def use(context: Context, settings: ArenaSettings) -> None:
     """Installs the allocator for the training in `context`: tells it where steps end, and adds its part of the audit.
 
     Raises:
-        ApplyError: As `install` does, or the model is on a GPU.
+        ApplyError: As `install` does; on a GPU, it was not put into torch before CUDA started, or is another one.
     """
-    if context.device.type != "cpu":
-        raise ApplyError(
-            f"allocator: {{kind: {settings.kind}}} trains on CPU only in this version.",
-            evidence="On a GPU it has been run on a stand-in for the driver alone.", fix="allocator: {kind: expandable_segments}",
-            code="MT351",
-        )  # fmt: skip
-    serves_already = _installed == settings
-    install(settings)
-    if not serves_already:
-        context.undo.callback(uninstall)
-    hook = context.optimizer.register_step_post_hook(_StepEnd())
+    if context.device.type == "cuda":
+        number = torch.cuda.current_device() if context.device.index is None else context.device.index
+        _require_on_gpu(settings)
+    else:
+        number = _native.ARENA_CPU
+        serves_already = _installed == settings
+        install(settings)
+        if not serves_already:
+            context.undo.callback(uninstall)
+    hook = context.optimizer.register_step_post_hook(_StepEnd(number))
     context.undo.callback(hook.remove)
-    context.checks["allocator"] = lambda: _facts(settings)
+    context.checks["allocator"] = lambda: _facts(settings, number)
+
+
+def _require_on_gpu(settings: ArenaSettings) -> None:
+    found = cuda_arena.installed()
+    if found is None:
+        raise ApplyError(
+            f"allocator: {{kind: {settings.kind}}} is not in this process.", evidence=f"{cuda_arena.why_not()}.",
+            fix="memtune run tuned.yaml -- python train.py, with  import memtune  before CUDA is used", code="MT351",
+        )  # fmt: skip
+    if found != settings:
+        raise ApplyError(
+            f"allocator: {{kind: {settings.kind}}} is not the one of this process.",
+            evidence=f"{VARIABLE}={found.text()} when memtune was imported.",
+            fix="one config with an allocator in a process", code="MT352",
+        )  # fmt: skip
+
+
+def _in_effect(number: int) -> ArenaSettings | None:
+    return _installed if number == _native.ARENA_CPU else cuda_arena.installed()
 
 
 class _StepEnd:
     """Called after each optimizer step; says once when a step was not as planned."""
 
-    def __init__(self) -> None:
-        self._told = False
+    def __init__(self, number: int) -> None:
+        self._number, self._told = number, False
 
     def __call__(self, *args: Any) -> None:
-        if _installed is None or not (_installed.planned or _installed.pools):
+        settings = _in_effect(self._number)
+        if settings is None or not (settings.planned or settings.pools):
             return
-        _native.arena_end_step(_native.ARENA_CPU)
-        found = statistics()
-        if _installed.planned and found.deviations and not self._told:
+        _native.arena_end_step(self._number)
+        found = _native.arena_statistics(self._number)
+        if settings.planned and found.deviations and not self._told:
             self._told = True
             warnings.warn(
                 f"memtune: a training step asks for other memory than planned ({found.first_deviation}). Such requests are "
-                f"served by the fallback allocator; after more than {_installed.replan_after} of them another step is planned.",
+                f"served by the fallback allocator; after more than {settings.replan_after} of them another step is planned.",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
 
 
-def _facts(settings: ArenaSettings) -> dict[str, Any]:
-    if _installed != settings:
+def _facts(settings: ArenaSettings, number: int) -> dict[str, Any]:
+    found_settings = _in_effect(number)
+    if found_settings != settings:
         raise ApplyError(
             f"allocator: {{kind: {settings.kind}}} is not what torch allocates from.",
-            evidence=f"In effect: {_installed.kind if _installed else 'malloc'}.", code="MT352",
+            evidence=f"In effect: {found_settings.kind if found_settings else 'malloc'}.", code="MT352",
         )  # fmt: skip
-    found = statistics()
+    found = _native.arena_statistics(number)
     facts: dict[str, Any] = {
         "kind": settings.kind,
         "reserved_bytes": found.reserved_bytes,

@@ -85,6 +85,11 @@ def attend_backward(
     return found[0], _of_shared_heads(found[1], heads), _of_shared_heads(found[2], heads)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which results of several blocks are added up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def merge(total: Attended, more: Attended) -> None:
     """Add to `total`, which is overwritten, what other keys give the same queries."""
     lse = torch.logaddexp(total.lse, more.lse)
@@ -112,8 +117,8 @@ def _of_shared_heads(gradient: Tensor, heads: int) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float | None) -> Tensor:
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(wide) @ key.to(wide).transpose(-1, -2)).mul_(_scale(query, scale))
+    dtype = wide(query.dtype)
+    scores = (query.to(dtype) @ key.to(dtype).transpose(-1, -2)).mul_(_scale(query, scale))
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(later, -math.inf)
@@ -142,10 +147,10 @@ def _plain_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Dao et al. 2022, appendix B.2: dS = P ∘ (dP - rowsum(dO ∘ O))."""
     weights = _scores(query, key, causal, scale).sub_(all_keys.lse.unsqueeze(-1)).exp_()
-    wide = weights.dtype
-    gradient = gradient.to(wide)
+    dtype = weights.dtype
+    gradient = gradient.to(dtype)
     to_value = weights.transpose(-1, -2) @ gradient
-    delta = (gradient * all_keys.out.to(wide)).sum(-1, keepdim=True)
-    of_scores = (gradient @ value.to(wide).transpose(-1, -2)).sub_(delta).mul_(weights).mul_(_scale(query, scale))
-    to_query, to_key = of_scores @ key.to(wide), of_scores.transpose(-1, -2) @ query.to(wide)
+    delta = (gradient * all_keys.out.to(dtype)).sum(-1, keepdim=True)
+    of_scores = (gradient @ value.to(dtype).transpose(-1, -2)).sub_(delta).mul_(weights).mul_(_scale(query, scale))
+    to_query, to_key = of_scores @ key.to(dtype), of_scores.transpose(-1, -2) @ query.to(dtype)
     return to_query.to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype)

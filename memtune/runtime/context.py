@@ -33,6 +33,9 @@ class Context:
         blocks: Qualified names of the repeated blocks.
         device: Where the model computes.
         activations: The table of claims on the blocks' activations.
+        parts: Consecutive ranks that hold one copy of the model together, each a part of it; 1 where every rank has all.
+        averaged: Whether what divides or replicates states averages gradients between the copies.
+        later: Run when states have been divided, by techniques whose work depends on how.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
         order: Runs micro-batches in another order than one after the other; only `Tuned.step` has them all.
@@ -54,6 +57,9 @@ class Context:
     blocks: list[str]
     device: torch.device
     activations: ActivationTable
+    parts: int = 1
+    averaged: bool = False
+    later: list[Callable[[], None]] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
     order: Order | None = None
@@ -73,6 +79,11 @@ class Context:
     def ranks(self) -> int:
         """Number of processes that train together."""
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same part of the model: states are divided among these."""
+        return self.ranks // self.parts
 
     @property
     def rank(self) -> int:

@@ -29,16 +29,16 @@ class Disk(SsdFile):
         self._tensors: dict[int, tuple[Extent, Ticket | None]] = {}  # by address of the mapping
 
     def write(self, extent: Extent, memory: Tensor, priority: int = LATE) -> Ticket:
-        """Begin to write `memory`'s storage, as long as the extent and in host memory; it is kept until that is over."""
+        """Begin to write `memory`, as long as the extent and on the host; it is kept until that is over."""
         return self.move(True, extent, bytes_of(memory).numpy(), priority)
 
     def read(self, extent: Extent, memory: Tensor, priority: int = 0, file: int | None = None) -> Ticket:
-        """Begin to read into `memory`'s storage, from `file` where it is not this one; smaller priorities come first."""
+        """Begin to read into `memory`, from `file` where it is not this one; smaller priorities come first."""
         return self.move(False, extent, bytes_of(memory).numpy(), priority, file)
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
         """A new tensor on SSD of `like`'s type, shape and strides; its bytes are whatever is there until it is written."""
-        extent = self.reserve(name, like.untyped_storage().nbytes())
+        extent = self.reserve(name, bytes_of(like).numel())
         try:
             return self._over(extent, like)
         except BaseException:  # the system gives a process so many mappings and no more
@@ -103,8 +103,12 @@ class Disk(SsdFile):
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """All bytes of `tensor`'s storage, not copied."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    """The bytes that `tensor` spans, not copied: its own where it is contiguous, else all of its storage."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    if not tensor.is_contiguous():
+        return whole
+    start = tensor.storage_offset() * tensor.itemsize
+    return whole[start : start + tensor.nbytes]
 
 
 _disk: tuple[int, str, Disk, offload_dir.RunFolder] | None = None

@@ -131,7 +131,7 @@ class ExpertOptimizer(SsdOptimizer):
         for expert, hosts in self._there.items():
             self._write_back(expert, hosts)
         while self._writing:
-            transfer.written(self._writing.popleft()[0])
+            self._finish_oldest()
 
     @torch.no_grad()
     def set_weights(self, expert: int) -> None:

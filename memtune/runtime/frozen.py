@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
-from memtune.runtime.frozen_code import Code, LayoutError, generate
+from memtune.runtime.frozen_code import Code, LayoutError, generate, not_by_element
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
@@ -178,7 +178,7 @@ class FrozenRegion(ReplacedForward):
     def _differs(self, tape: Tape) -> str:
         if tape.graph.sha256 != self.schedule.graph:
             return f"it runs other ops than the ones the schedule was made for ({tape.graph.n_ops} now)"
-        return wrong_with(tape.graph, self.schedule)
+        return wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
 
     def _coded(self, tape: Tape) -> _Coded:
         random_state = partial(RandomState.capture, self.module)
@@ -195,7 +195,7 @@ class FrozenRegion(ReplacedForward):
                 tape = captured.call({i: GradientLike(tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()})
             except CaptureError:
                 tape = captured.tape
-            same = tape.graph == captured.tape.graph
+            same = tape.graph == captured.tape.graph and not not_by_element(tape, self.schedule, self._device)
             captured.codes[key] = self._coded(tape) if same else captured.first
         coded = captured.codes[key]
         _make_alike(coded.tape, gradients, self._device)

@@ -2,7 +2,7 @@
 
 The functions call ATen's ops on tensors below autograd; nothing looks at an op while it runs. Names in them: v a value, p a
 parameter or buffer, x an input, g the gradient of an output, k a constant of the model's code, s a random state, h a value
-on the host, c whatever else an op is called with.
+on the host, q a part of a value, c whatever else an op is called with.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.runtime import transfer
 from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
+from memtune.runtime.by_element import is_dense, may_be_by_element, part_of
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.tape import BATCH_NORMS, Call, Outside, Slot, Tape
-from memtune.schedule import Action, Do, Schedule
+from memtune.schedule import Action, Do, Schedule, parts_of
 
 _LETTER = {"parameter": "p", "buffer": "p", "input": "x", "gradient": "g", "constant": "k"}
 
@@ -71,7 +72,7 @@ class _Writer:
     def __init__(self, tape: Tape, schedule: Schedule, checked: bool) -> None:
         self.namespace: dict[str, Any] = {
             "to_host": torch.ops.memtune.to_host.default, "to_device": torch.ops.memtune.to_device.default, "wait": transfer.wait,
-            "as_recorded": as_recorded,
+            "as_recorded": as_recorded, "part_of": part_of,
         }  # fmt: skip
         self._tape, self._schedule = tape, schedule
         self._constants: dict[int, str] = {}
@@ -91,6 +92,8 @@ class _Writer:
         """Value → how often it is still to be handed out as a gradient."""
         self._held_back: set[int] = set()
         self._due: list[tuple[int, Slot]] = []
+        self._part: tuple[int, int, frozenset[int]] | None = None
+        """Of what is run in parts: first element, end, and the values of which there are parts alone."""
 
     def text(self) -> str:
         """Both functions."""
@@ -122,7 +125,7 @@ class _Writer:
         last: dict[Outside, int] = {}
         for at, step in enumerate(steps):
             if step.action == Action.COMPUTE:
-                last.update(dict.fromkeys(_outside(self._tape.calls[step.of]), at))
+                last.update(dict.fromkeys(self._given_to(step), at))
         last.update(
             dict.fromkeys(_kept([*(g for _, _, g in self._tape.landed), *(g for _, g in self._tape.input_gradients)]), -1)
         )
@@ -143,7 +146,10 @@ class _Writer:
         return [_name(each) for each in sorted(read) if each.kind == "input"]
 
     def _read_outside(self, steps: Iterable[Do]) -> set[Any]:
-        return {each for step in steps if step.action == Action.COMPUTE for each in _outside(self._tape.calls[step.of])}
+        return {each for step in steps if step.action == Action.COMPUTE for each in self._given_to(step)}
+
+    def _given_to(self, step: Do) -> list[Outside]:
+        return [each for op in (*step.along, step.of) for each in _outside(self._tape.calls[op])]
 
     def _slot(self, number: int) -> Slot:
         leaf = self._tape.outputs[number]
@@ -155,7 +161,7 @@ class _Writer:
     def _step(self, step: Do) -> None:
         value = f"v{step.of}"
         if step.action == Action.COMPUTE:
-            self._compute(step.of)
+            self._compute(step)
         elif step.action == Action.FREE:
             if f"h{step.of}" in self._there:
                 self._lines.append(f"wait(h{step.of})")
@@ -171,9 +177,21 @@ class _Writer:
             self._there[value] = None
             self._drop(f"h{step.of}")
 
-    def _compute(self, op: int) -> None:
+    def _compute(self, step: Do) -> None:
         self._land()
-        call, again, made = self._tape.calls[op], op in self._ran, self._tape.graph.makes[op]
+        again, made = step.of in self._ran, self._tape.graph.makes[step.of]
+        if step.along:
+            self._run_in_parts(step)
+        else:
+            self._run_whole(step.of, again)
+        self._there.update(dict.fromkeys(f"v{value}" for value in made))
+        self._held_back.difference_update(made)
+        if not again:
+            self._ran.add(step.of)
+            self._due = self._landings.get(step.of, [])
+
+    def _run_whole(self, op: int, again: bool) -> None:
+        call, made = self._tape.calls[op], self._tape.graph.makes[op]
         line = f"{self._target(call, made)}{self._call(call, again)}"
         around = ["as_recorded()"] if str(call.func) in ASK_GRAD_MODE else []
         if op in self._tape.graph.random and self._times[op] > 1:
@@ -186,11 +204,24 @@ class _Writer:
         for value in sorted(self._checked.intersection(made)):
             base = self._base[value]
             self._lines.append(f"check(v{value}, {base.size}, {base.stride}, {base.offset}, {str(call.func)!r})")
-        self._there.update(dict.fromkeys(f"v{value}" for value in made))
-        self._held_back.difference_update(made)
-        if not again:
-            self._ran.add(op)
-            self._due = self._landings.get(op, [])
+
+    def _run_in_parts(self, step: Do) -> None:
+        """What `passes.in_parts` says, line by line."""
+        makes, calls = self._tape.graph.makes, self._tape.calls
+        (value,) = makes[step.of]
+        base, ops = self._base[value], (*step.along, step.of)
+        empty, copy = torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default
+        dtype = self._constant(base.dtype)
+        self._lines.append(f"v{value} = {self._constant(empty)}({base.size}, {base.stride}, dtype={dtype}, device=device)")
+        last = {read: at for at, op in enumerate(ops) for read in self._tape.graph.reads[op]}
+        for start, end in parts_of(math.prod(base.size), step.parts):
+            self._part = (start, end, frozenset(made for op in step.along for made in makes[op]))
+            for at, op in enumerate(ops):
+                self._lines.append(f"q{makes[op][0]} = {self._call(calls[op], again=True)}")
+                self._lines += [f"del q{read}" for read in sorted(self._part[2]) if last[read] == at]
+            self._part = None
+            self._lines.append(f"{self._constant(copy)}(part_of(v{value}, {start}, {end}), q{value})")
+            self._lines.append(f"del q{value}")
 
     def _land(self) -> None:
         """Put in place the gradients that the last op completed, once what it alone had needed is let go."""
@@ -245,7 +276,13 @@ class _Writer:
         return name
 
     def _view(self, slot: Slot) -> str:
-        """The tensor that `slot` stands for."""
+        """The tensor that `slot` stands for, or the part of it that is at hand."""
+        if self._part is None:
+            return self._whole(slot)
+        start, end, parts = self._part
+        return f"q{slot.of}" if slot.of in parts else f"part_of({self._whole(slot)}, {start}, {end})"
+
+    def _whole(self, slot: Slot) -> str:
         if isinstance(slot.of, Outside):
             name, base = _name(slot.of), self._tape.given[slot.of]
             if slot.of.kind == "constant":
@@ -263,6 +300,27 @@ class _Writer:
 def _check_layout(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int, op: str) -> None:
     if tensor.shape != size or tensor.stride() != stride or tensor.storage_offset() != offset:
         raise LayoutError(f"{op} lays out what it returns in another way than on fake tensors")
+
+
+def not_by_element(tape: Tape, schedule: Schedule, device: torch.device) -> str:
+    """Which op the schedule runs in parts although it does not work by elements, '' if there is none."""
+    bases = _bases(tape)
+    for op in {op for step in schedule.steps if step.along for op in (*step.along, step.of)}:
+        call = tape.calls[op]
+        slots = _slots((call.args, call.kwargs, call.out))
+        if not may_be_by_element(call.func, call.kwargs, on_gpu=device.type != "cpu") or not _are_filled(slots, bases):
+            return f"{call.func} (op {op}) does not work by elements"
+    return ""
+
+
+def _are_filled(slots: Sequence[Slot], bases: dict[int, Slot]) -> bool:
+    """Whether all look alike, at the whole of a value that has no gaps."""
+    wholes = [slot if isinstance(slot.of, Outside) else bases[slot.of] for slot in slots]
+    same = all(slot[1:3] == slots[0][1:3] for slot in slots) and is_dense(slots[0].size, slots[0].stride)
+    pairs = [
+        (one.dtype, math.prod(one.size)) == (other.dtype, math.prod(other.size)) for one, other in zip(slots, wholes, strict=True)
+    ]
+    return same and all(pairs)
 
 
 def _bases(tape: Tape) -> dict[int, Slot]:

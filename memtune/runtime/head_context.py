@@ -9,16 +9,16 @@ Five rules:
 3. A ring may be two: inner rings of consecutive contexts, in which a block of keys and values goes all the way round while it is
    on its way to the next inner ring as well.
 4. Where later positions are masked, contexts that are contiguous have unequal work: the last one attends to all. In zigzag each
-   has a piece from the front and its mirror image from the back, and half of every block but its own counts for it.
+   has a piece from the front and its mirror image from the back, and half of every block but its own counts for it; or ranks
+   help each other (`runtime.helped_attention`).
 5. What is saved: queries, keys, values and output by heads, and the log-sum-exp.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -28,14 +28,17 @@ from torch import Tensor, nn
 
 from memtune.batches import map_tensors
 from memtune.errors import ApplyError
-from memtune.runtime.block_attention import Attended, attend, attend_backward, merge
+from memtune.runtime import helped_attention
+from memtune.runtime.block_attention import Attended, attend, attend_backward, merge, wide
 from memtune.runtime.context import Context
+from memtune.runtime.contexts import Grid, Split, grid_of
 from memtune.runtime.positions import (
     Layout,
     beginning,
     divided,
     ending,
     first_tensor,
+    is_summed,
     not_divisible,
     share_dropouts,
     sum_gradients,
@@ -43,8 +46,8 @@ from memtune.runtime.positions import (
     times,
 )
 from memtune.runtime.ranks import require_groups, require_ranks
-from memtune.runtime.ring import Ring, Round, Sums
-from memtune.runtime.sharding import grid, meshes
+from memtune.runtime.ring import Round, Sums
+from memtune.runtime.sharding import meshes
 from memtune.runtime.tensor import work_together
 
 FIX = "parallel: {kind: none}"
@@ -54,144 +57,7 @@ Attention = Callable[..., Tensor]
 """With the arguments of `F.scaled_dot_product_attention`."""
 
 
-@dataclass(frozen=True)
-class Split:
-    """How ranks share a sequence."""
-
-    heads: int
-    """Ranks of a context, among which attention's heads are divided."""
-    contexts: int
-    inner: int
-    """Contexts of an inner ring; all of them: one ring."""
-    context_first: bool
-    """Consecutive ranks are of different contexts, not of one."""
-    zigzag: bool
-
-    @property
-    def ranks(self) -> int:
-        """All that share."""
-        return self.heads * self.contexts
-
-    @property
-    def units(self) -> int:
-        """Pieces of equal length that a sequence must consist of."""
-        return 2 * self.ranks if self.zigzag else self.ranks
-
-    def document(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Split:
-        """From plain data; raises KeyError where it is damaged."""
-        return cls(**{name: document[name] for name in cls.__dataclass_fields__})
-
-    @property
-    def name(self) -> str:
-        """Of all that it says."""
-        return json.dumps(self.document())
-
-    @classmethod
-    def named(cls, name: str) -> Split:
-        """From its name."""
-        return cls.of(json.loads(name))
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """Context, and place in it."""
-        return (rank % self.contexts, rank // self.contexts) if self.context_first else divmod(rank, self.heads)
-
-    def rank(self, context: int, head: int) -> int:
-        """Whose place it is."""
-        return head * self.contexts + context if self.context_first else context * self.heads + head
-
-    def sizes(self) -> tuple[tuple[str, int], ...]:
-        """Dimensions of the ranks' grid, the last one consecutive."""
-        rings = (("outer", self.contexts // self.inner), ("inner", self.inner))
-        return (("heads", self.heads), *rings) if self.context_first else (*rings, ("heads", self.heads))
-
-    def order(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Which units each rank has, as a `Layout` wants to know (rule 4)."""
-        found: list[tuple[tuple[int, int], ...]] = []
-        for context, head in map(self.place, range(self.ranks)):
-            if not self.zigzag:
-                found.append(((context * self.heads + head, 1),))
-                continue
-            fronts = range(context * self.heads, (context + 1) * self.heads)
-            backs = range((2 * self.contexts - 1 - context) * self.heads, (2 * self.contexts - context) * self.heads)
-            first, second = [*fronts, *backs][2 * head : 2 * head + 2]
-            found.append(((first, 2),) if second == first + 1 else ((first, 1), (second, 1)))
-        return tuple(found)
-
-
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """This rank among those that share a sequence."""
-
-    split: Split
-    layout: Layout
-    heads: str
-    """The group of its context."""
-    inner: Ring
-    outer: Ring
-
-    @property
-    def context(self) -> int:
-        """This rank's."""
-        return self.outer.rank * self.inner.ranks + self.inner.rank
-
-    def source(self, turn: int, step: int) -> int:
-        """The context whose keys and values are here in a step of an inner ring, in a turn of the outer one."""
-        return (self.outer.rank - turn) % self.outer.ranks * self.inner.ranks + (self.inner.rank - step) % self.inner.ranks
-
-    def seen(self, source: int, length: int, causal: bool) -> tuple[slice, slice, bool] | None:
-        """Which of this context's `length` positions attend to which of those of `source`, and whether to earlier ones alone."""
-        every, half = slice(0, length), length // 2
-        if not causal or source == self.context:
-            return every, every, causal
-        if self.split.zigzag:
-            return (every, slice(0, half), False) if source < self.context else (slice(half, length), every, False)
-        return (every, every, False) if source < self.context else None
-
-    def by_heads(self, *tensors: Tensor) -> Tensor:
-        """Each (B, H, positions of a rank, D): this rank's heads of its context (number, B, H/heads, positions of it, D)."""
-        ranks = self.split.heads
-        if ranks == 1:
-            return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
-        sent = torch.stack([each.unflatten(1, (ranks, -1)).movedim(1, 0) for each in tensors], 1)
-        return self._exchanged(sent).movedim(0, 3).flatten(3, 4)
-
-    def by_positions(self, tensors: Tensor) -> Tensor:
-        """The way back, with the last dims laid out as (positions, H, D)."""
-        ranks = self.split.heads
-        if ranks == 1:
-            return tensors
-        sent = tensors.unflatten(3, (ranks, -1)).movedim(3, 0).contiguous()
-        return self._exchanged(sent).permute(1, 2, 4, 0, 3, 5).flatten(3, 4).transpose(2, 3)
-
-    def _exchanged(self, sent: Tensor) -> Tensor:
-        received = torch.empty_like(sent)
-        torch.ops.memtune.all_to_all_into_(received, sent, self.heads, self.split.heads)
-        return received
-
-
-def grid_of(split: Split, device_type: str, group: str, copies: int, rank: int) -> Grid:
-    """The grid of the ranks of `group`, of which this one is number `rank`, beside `copies` - 1 like it."""
-    mesh = grid(device_type, (("copies", copies), *split.sizes()))
-    context, _ = split.place(rank)
-    outer, inner = divmod(context, split.inner)
-    rings = [
-        Ring(mesh[name].get_group().group_name, dict(split.sizes())[name], place, in_place=False)
-        for name, place in (("inner", inner), ("outer", outer))
-    ]
-    return Grid(split, Layout(group, rank, split.units, split.order()), mesh["heads"].get_group().group_name, *rings)
-
-
 # -- attention (rules 2, 3 and 5) ------------------------------------------------------------------------------------
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which results of several blocks are added up."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -202,8 +68,14 @@ class _Call:
     causal: bool
     scale: float | None
 
+    @property
+    def _helped(self) -> bool:
+        return self.causal and self.grid.split.helpers
+
     def forward(self, query: Tensor, pair: Tensor) -> Attended:
         """Queries (B, H, P, D) of this context and heads; keys and values (2, B, G, P, D)."""
+        if self._helped:
+            return helped_attention.forward(self.grid.inner, query, pair, self.scale)
         total: Attended | None = None
         grid = self.grid
         outer = Round(grid.outer, pair, ahead=False)
@@ -223,14 +95,16 @@ class _Call:
         more = attend(query[:, :, rows], *pair[:, :, :, columns], causal=causal, scale=self.scale)
         if total is None:
             alone = self.grid.split.contexts == 1
-            return more if alone else Attended(more.out.to(_wide(query.dtype)), more.lse)
+            return more if alone else Attended(more.out.to(wide(query.dtype)), more.lse)
         merge(Attended(total.out[:, :, rows], total.lse[:, :, rows]), more)
         return total
 
     def backward(self, gradient: Tensor, query: Tensor, pair: Tensor, all_keys: Attended) -> tuple[Tensor, Tensor]:
         """Gradients of `query` and `pair`, of this rank's own positions and heads."""
+        if self._helped:
+            return helped_attention.backward(self.grid.inner, gradient, query, pair, all_keys, self.scale)
         grid = self.grid
-        to_query = torch.zeros_like(query, dtype=_wide(query.dtype))
+        to_query = torch.zeros_like(query, dtype=wide(query.dtype))
         outer, outer_sums = Round(grid.outer, pair, ahead=True), Sums(grid.outer, mean=False)
         to_pair: Tensor | None = None
         for turn in range(1, grid.outer.ranks + 1):
@@ -239,7 +113,7 @@ class _Call:
                 to_pair = None  # what was passed on is the hop's
                 block, to_pair = inner.next(), sums.next()
                 if to_pair is None:
-                    to_pair = torch.zeros_like(block, dtype=_wide(block.dtype))
+                    to_pair = torch.zeros_like(block, dtype=wide(block.dtype))
                 source = grid.source(turn % grid.outer.ranks, step % grid.inner.ranks)
                 self._add_gradients(to_query, to_pair, source, gradient, query, block, all_keys)
                 del block
@@ -440,6 +314,6 @@ def _check(context: Context, split: Split, summed: Sequence[str]) -> dict[str, A
         if "forward" not in vars(context.model.get_submodule(name)):
             raise ApplyError(f"{name} does not work on a share of the positions.", code="MT392")
     for name in summed:
-        if not context.model.get_parameter(name)._backward_hooks:
+        if not is_summed(context.model, context.blocks, name):
             raise ApplyError(f"the gradient of {name} is not summed over the ranks.", code="MT392")
     return {"heads": split.heads, "contexts": split.contexts, "blocks": len(context.blocks), "summed_parameters": len(summed)}

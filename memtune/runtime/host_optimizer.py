@@ -13,11 +13,9 @@ backward; and a step may leave its update to the next one (`late_after`), whose 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
-from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -30,6 +28,7 @@ from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_update import Moments, NativeUpdate, beside
+from memtune.runtime.own_step import replace_step, with_hooks
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
 from memtune.runtime.tree import local
 
@@ -79,8 +78,8 @@ class HostOptimizer:
         context.represented.update(self._pairs)
         context.reloaded.append(self._reload)
         self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
-        own: Any = self._optimizer.step if self._native is None else self._native_step()
-        self._optimizer.step = self._closing(own)  # type: ignore[method-assign]
+        own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
+        replace_step(self._optimizer, self._closing(own))
         self._optimizer.register_step_pre_hook(self._gradients_down)
         up = self._optimizer.register_step_post_hook(self._weights_up)
         hooks: Any = self._optimizer._optimizer_step_post_hooks
@@ -95,21 +94,17 @@ class HostOptimizer:
         self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle())
 
     def _closing(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
         def closing(*args: Any, **kwargs: Any) -> Any:
             with self._host:
                 return step(*args, **kwargs)
 
         return closing
 
-    def _native_step(self) -> Callable[..., Any]:
-        @torch.no_grad()
-        def step(optimizer: Optimizer, closure: None = None) -> None:
-            if closure is not None:
-                raise ApplyError("The native update takes no closure.", fix="set  update: own  for offload.states", code="MT318")
-            self._update_all(optimizer)
-
-        return MethodType(Optimizer.profile_hook_step(step), self._optimizer)
+    @torch.no_grad()
+    def _native_step(self, closure: None = None) -> None:
+        if closure is not None:
+            raise ApplyError("The native update takes no closure.", fix="set  update: own  for offload.states", code="MT318")
+        self._update_all(self._optimizer)
 
     def _update_all(self, optimizer: Optimizer) -> None:
         native = self._native

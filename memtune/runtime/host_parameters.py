@@ -73,7 +73,7 @@ class HostParameters:
         mine = [parameter for block in self._blocks for parameter in block]
         self._landing, self._copy = landing, copy or _copied
         self._outside = _outside(context.model, mine, landing)
-        self._hosts = {p: context.represented[p].detach() if p in context.represented else _copy_of(p) for p in mine}
+        self._hosts = self._kept(context, mine)
         self._trained = {p: context.represented[p] for p in mine if p in context.represented}
         goes = [block if only is None or index in only else [] for index, block in enumerate(self._blocks)]
         optimizer.leave_down(parameter for block in goes for parameter in block)
@@ -88,6 +88,10 @@ class HostParameters:
         self._versions: dict[nn.Parameter, int] = {}
         self.loaded_bytes = 0
         context.undo.callback(self._bring_all)
+
+    def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Where the values of the parameters `mine` are while they are not on the device."""
+        return {p: context.represented[p].detach() if p in context.represented else copy_of(p) for p in mine}
 
     def _put_into(self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages) -> list[list[Piece]]:
         """Move the parameters `mine` to where they lie together; returns the units."""
@@ -244,7 +248,8 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[
     return outside
 
 
-def _copy_of(parameter: nn.Parameter) -> Tensor:
+def copy_of(parameter: nn.Parameter) -> Tensor:
+    """A copy in host memory."""
     host = to_host_now(parameter)
     mark(host, HOST)
     return host

@@ -21,6 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.runtime.moved import id_of
+from memtune.runtime.tiers import HOST, tier
 
 _LEAF = "torch::autograd::AccumulateGrad"
 """Its number is none of the order; what a region is called with is one in the second run."""
@@ -123,9 +124,10 @@ def difference(before: Look, now: Look) -> tuple[str, str]:
     return _of("an op", before.passed), _of("an op", now.passed)
 
 
-def magnitude(tensor: Tensor) -> Tensor | None:
+def magnitude(tensor: Tensor) -> float | None:
     """The norm of some values of `tensor`, which an op was given; None where there are none to look at (fake, gaps).
 
+    A number, for which a GPU is waited for: kept on the device, those of all saved tensors would count at its peak.
     What an op saves of its own making (an attention's padded log-sum-exp) may have unwritten memory in it.
     """
     if type(tensor) is not Tensor or tensor.grad_fn is None or not tensor.numel():
@@ -133,19 +135,16 @@ def magnitude(tensor: Tensor) -> Tensor | None:
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
     step = -(-tensor.numel() // _SAMPLED)
-    with torch.no_grad(), _disable_current_modes():  # none of the model's ops, to those who count or replace them
+    with torch.no_grad(), _disable_current_modes(), tier(HOST):  # none of the model's ops, to those who count or replace them
         some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,))
-        found: Tensor = torch.linalg.vector_norm(some.float())
-        return found
+        return float(torch.linalg.vector_norm(some.float()))
 
 
-def is_close(before: Tensor | None, now: Tensor | None) -> bool:
+def is_close(before: float | None, now: float | None) -> bool:
     """Two magnitudes are of the same values, up to the order in which kernels add; what is no number is not told apart."""
     if before is None or now is None:
         return True
-    with _disable_current_modes():
-        one, two = float(before), float(now)
-    return not (math.isfinite(one) and math.isfinite(two)) or abs(one - two) <= _CLOSE * max(one, two)
+    return not (math.isfinite(before) and math.isfinite(now)) or abs(before - now) <= _CLOSE * max(before, now)
 
 
 def _of(name: str, what: Any) -> str:

@@ -51,6 +51,16 @@ class Entry:
         """From the host to SSD."""
         return self._name != ""
 
+    @property
+    def is_back(self) -> bool:
+        """On the device again."""
+        return self._back is not None
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the copy that is on its way to the host or there."""
+        return 0 if self._host is None else self._host.nbytes
+
     def is_of(self, tensor: Tensor) -> bool:
         """`tensor` looks into this storage."""
         return self._storage() is tensor.untyped_storage()

@@ -21,8 +21,23 @@ from torch import Tensor, nn
 
 from memtune import _native
 from memtune.errors import ApplyError
-from memtune.remat import EVICT, OVERWRITE, REPLAY, Policy
-from memtune.runtime.online_values import Given, Kept, Ran, Read, Value, Watch, run_again, view_of, whole_of, written_since
+from memtune.program import ON_GPU_ONLY
+from memtune.remat import ALONG, EVICT, OVERWRITE, REPLAY, Policy
+from memtune.runtime.by_element import element_bytes
+from memtune.runtime.online_values import (
+    Again,
+    Given,
+    Kept,
+    Ran,
+    Read,
+    Value,
+    Watch,
+    run_again,
+    run_in_parts,
+    view_of,
+    whole_of,
+    written_since,
+)
 from memtune.runtime.op_arguments import mutated, tensors_in
 from memtune.runtime.op_facts import About, Facts, OpFacts
 from memtune.runtime.random_state import RandomState
@@ -49,8 +64,8 @@ class OnlineTable:
         self.backward, self.paused = False, False
         self.ran: list[Facts] = []
         """Every op that ran, once for each first run."""
-        self.replays: list[tuple[int, int]] = []
-        """What ran again, in order: before which op, and which."""
+        self.replays: list[Again] = []
+        """What ran again, in order."""
         self._module, self._facts = module, facts
         self._values: dict[int, Value] = {}  # by address of the storage
         self._by_number: dict[int, Value] = {}
@@ -62,6 +77,7 @@ class OnlineTable:
         self._unkept: deque[Value] = deque()
         if budget_bytes <= 0:
             raise self._too_small("the model", 0, 0)
+        self._parts = policy.parts
         self._books = _native.Rematerializer(policy.settings(budget_bytes))
 
     # -- an op runs ----------------------------------------------------------------------------------------------------
@@ -91,7 +107,13 @@ class OnlineTable:
             for _, each, _, size in fresh:
                 self._enter_constant(each, size)
         elif fresh or noted.over is not None:
-            self._enter(noted, self._facts.cost_s(facts, args, kwargs, out, inputs), addresses, fresh)
+            self._enter(
+                noted,
+                self._facts.cost_s(facts, args, kwargs, out, inputs),
+                addresses,
+                fresh,
+                self._elements(noted, args, kwargs, out),
+            )
         return out
 
     def _fitted(self, facts: Facts, args: Any, kwargs: Any, writes: bool) -> Any:
@@ -161,14 +183,22 @@ class OnlineTable:
 
     # -- what it made --------------------------------------------------------------------------------------------------
 
-    def _enter(self, noted: Ran, cost_s: float, addresses: list[int], fresh: list[tuple[int, Tensor, int, int]]) -> None:
+    def _elements(self, noted: Ran, args: Any, kwargs: Any, out: Any) -> int:
+        """How many of one value the op has made, each of the same element of what it read; 0 where it works in another way."""
+        if self._parts < 2 or not noted.facts.about.by_element or noted.over is not None:
+            return 0
+        return out.numel() if 0 < element_bytes(noted.facts.about.func, args, kwargs, out) < ON_GPU_ONLY else 0
+
+    def _enter(
+        self, noted: Ran, cost_s: float, addresses: list[int], fresh: list[tuple[int, Tensor, int, int]], elements: int
+    ) -> None:
         """Put what the op made on the books."""
         values, about = self._values, noted.facts.about
         numbers = [values[each].number for each in addresses if each in values]
         if noted.over is not None:
             self._overwrite(noted, cost_s, numbers)
             return
-        made = self._called(about, cost_s, numbers, [size for _, _, _, size in fresh], -1)
+        made = self._called(about, cost_s, numbers, [size for _, _, _, size in fresh], -1, elements)
         self._ops.append(noted)
         for number, (at, each, address, size) in zip(made, fresh, strict=True):
             value = Value(number, size, True, each.detach(), address)
@@ -199,9 +229,11 @@ class OnlineTable:
         self._obey()
         return number
 
-    def _called(self, about: About, cost_s: float, numbers: list[int], n_bytes: list[int], takes_over: int) -> list[int]:
+    def _called(
+        self, about: About, cost_s: float, numbers: list[int], n_bytes: list[int], takes_over: int, elements: int = 0
+    ) -> list[int]:
         try:
-            made = self._books.call(cost_s, numbers, n_bytes, takes_over, about.scratch_bytes)
+            made = self._books.call(cost_s, numbers, n_bytes, takes_over, about.scratch_bytes, elements)
         except RuntimeError as error:
             raise self._nothing_left(about.name) from error
         self._obey()
@@ -335,19 +367,36 @@ class OnlineTable:
     def _obey(self) -> None:
         if not self._books.pending():
             return
-        over = False
+        over, along = False, []
         for act, number in self._books.drain():
             if act == EVICT:
                 value = self._by_number.get(number)
                 if value is not None:
                     self._remove(value)
+            elif act == ALONG:
+                along.append(self._ops[number])
             elif act == REPLAY:
-                self._again(self._ops[number], over)
+                if along:
+                    self._again_in_parts(self._ops[number], along)
+                else:
+                    self._again(self._ops[number], over)
+                along = []
             over = act == OVERWRITE
+
+    def _again_in_parts(self, ran: Ran, along: list[Ran]) -> None:
+        """Run an op once more and others along with it, whose values never exist whole."""
+        self.replays.append(Again(len(self.ran), ran.at, tuple(each.at for each in along), self._parts))
+        self.paused = True
+        try:
+            with torch.no_grad(), no_autocast():
+                out = run_in_parts(ran, along, self._parts)
+        finally:
+            self.paused = False
+        self._place(ran.made[0][1], out)
 
     def _again(self, ran: Ran, over: bool) -> None:
         """Run an op once more (Rule 3)."""
-        self.replays.append((len(self.ran), ran.at))
+        self.replays.append(Again(len(self.ran), ran.at))
         self.paused = True
         try:
             with torch.no_grad(), no_autocast():

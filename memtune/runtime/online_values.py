@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.errors import ApplyError
 from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
+from memtune.runtime.by_element import part_of
 from memtune.runtime.op_facts import Facts
 from memtune.runtime.random_state import RandomState
+from memtune.schedule import parts_of
 
 
 class View(NamedTuple):
@@ -88,6 +91,17 @@ class Ran:
     random: RandomState | None
 
 
+class Again(NamedTuple):
+    """A second run, by numbers among all ops that ran."""
+
+    before: int
+    """The op that ran next for the first time."""
+    which: int
+    along: tuple[int, ...] = ()
+    """Ops that ran along in its parts."""
+    parts: int = 1
+
+
 class Kept:
     """What autograd holds in place of a tensor; when it goes, so does the value's reference."""
 
@@ -126,9 +140,7 @@ def run_again(ran: Ran, over: bool) -> tuple[Any, Tensor | None]:
         old = ran.over[0]
         assert old.alias is not None
         whole = whole_of(old.alias) if over else whole_of(old.alias).clone()
-    args, kwargs = tree_map(
-        lambda each: _given_again(each, ran, whole), (ran.args, ran.kwargs), is_leaf=lambda x: isinstance(x, Read)
-    )
+    args, kwargs = tree_map(lambda each: _given_again(each, ran, whole), (ran.args, ran.kwargs), is_leaf=_is_read)
     about = ran.facts.about
     if about.norm:
         args = (*args[:3], None, None, *args[5:])  # the running statistics have had their update
@@ -139,6 +151,49 @@ def run_again(ran: Ran, over: bool) -> tuple[Any, Tensor | None]:
         with ran.random.restored():
             return about.func(*args, **kwargs), whole
     return about.func(*args, **kwargs), whole
+
+
+def run_in_parts(ran: Ran, along: Sequence[Ran], parts: int) -> Tensor:
+    """What `ran` returns when it runs on what it read then, part by part.
+
+    Args:
+        ran: An op that works by elements (`memtune.runtime.by_element`).
+        along: Others, in order: what of theirs is not there is made part by part as well, and never exists whole.
+        parts: In how many.
+
+    Raises:
+        ApplyError: Something that one of them read has been written into since.
+    """
+    looks = next(each.view for each in tree_leaves((ran.args, ran.kwargs), is_leaf=_is_read) if _is_read(each))
+    whole: Tensor | None = None
+    for start, end in parts_of(math.prod(looks.size), parts):
+        made: dict[int, Tensor] = {}  # id of a value → its part
+        for each in along:
+            made[id(each.made[0][1])] = _run_part(each, made, start, end)
+        part = _run_part(ran, made, start, end)
+        made.clear()
+        if whole is None:
+            whole = torch.empty_strided(looks.size, looks.stride, dtype=part.dtype, device=part.device)
+        part_of(whole, start, end).copy_(part)
+        del part
+    assert whole is not None
+    return whole
+
+
+def _run_part(ran: Ran, made: Mapping[int, Tensor], start: int, end: int) -> Tensor:
+    def given(each: Any) -> Any:
+        if not _is_read(each):
+            return each
+        part = made.get(id(each.of))
+        return part_of(_given_again(each, ran, None), start, end) if part is None else part
+
+    args, kwargs = tree_map(given, (ran.args, ran.kwargs), is_leaf=_is_read)
+    out: Tensor = ran.facts.about.func(*args, **kwargs)
+    return out
+
+
+def _is_read(each: Any) -> bool:
+    return isinstance(each, Read)
 
 
 def _given_again(each: Any, ran: Ran, whole: Tensor | None) -> Any:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from memtune import flops
+from memtune.runtime.by_element import BY_ELEMENT, BY_ELEMENT_ON_GPU
 from memtune.runtime.op_arguments import draws_nothing, may_write, tensors_in
 from memtune.runtime.tape import BATCH_NORMS, Slot
 
@@ -71,6 +72,8 @@ class About:
     """It updates running statistics, which a second run leaves alone."""
     seeded: bool
     scratch_bytes: int
+    by_element: bool
+    """It may make each element of the same one of what it reads."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +110,7 @@ class OpFacts:
             found = self._about[func] = About(
                 func, name, func.is_view or func.namespace in _NOT_SEEN, func.namespace in _ONCE, may_write(func),
                 name in BATCH_NORMS, torch.Tag.nondeterministic_seeded in func.tags, self._scratch.get(name, 0),
+                name in BY_ELEMENT or name in BY_ELEMENT_ON_GPU,
             )  # fmt: skip
         return found
 

@@ -18,95 +18,23 @@ Rule 7. With groups, all this is done for some micro-batches, then for others; t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
-from memtune.errors import ApplyError
 from memtune.packs import Packs, Span
-from memtune.runtime import loop, transfer
-from memtune.runtime.chain import Chain, Given, Look, dropout_of, no_chain
+from memtune.runtime import loop
+from memtune.runtime.before_blocks import BeforeBlocks
+from memtune.runtime.block_calls import BlockCalls, as_it_is
+from memtune.runtime.boundaries import Boundaries, Kept, Where, nothing_saved
+from memtune.runtime.chain import dropout_of, no_chain
 from memtune.runtime.context import Context
 from memtune.runtime.pack_store import PackStore
-from memtune.runtime.replaced_forward import ReplacedForward
-from memtune.runtime.tiers import HOST, mark
-
-Where = Literal["device", "host"]
-
-
-class _Stop(BaseException):
-    """The user's code has come to the first block."""
-
-
-class _Boundary(torch.autograd.Function):
-    """What a pack starts from, with autograd looking on; its gradient goes to `sink[at]` and no further."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, sink: list[Tensor | None], at: int) -> Tensor:
-        ctx.sink, ctx.at = sink, at
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        ctx.sink[ctx.at] = gradient
-        return None, None, None, None
-
-
-class _Boundaries:
-    """What packs start from, kept until they do (Rule 2)."""
-
-    def __init__(self, where: Where) -> None:
-        self._where = where
-        self._leaving: tuple[Tensor, Tensor] | None = None  # on the device, and the host memory that it is on the way to
-
-    def keep(self, tensors: Sequence[Any]) -> Callable[[Tensor, list[Tensor | None]], list[Any]]:
-        """Keeps `tensors`; returns what gives them back, from an anchor and a list that gets their gradients."""
-        kept = [(self._leave(x), isinstance(x, Tensor) and x.requires_grad) for x in tensors]
-
-        def start(anchor: Tensor, sink: list[Tensor | None]) -> list[Any]:
-            found = []
-            sink += [None] * len(kept)
-            for at, (x, needs_gradient) in enumerate(kept):
-                there = torch.ops.memtune.to_device(x, anchor.device) if needs_gradient and self._where == "host" else x
-                found.append(_Boundary.apply(anchor, there, sink, at) if needs_gradient else there)  # type: ignore[no-untyped-call]
-            return found
-
-        return start
-
-    def _leave(self, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if self._where == "device" or not x.requires_grad:
-            return x.detach()
-        self.arrive()
-        host = torch.ops.memtune.to_host(x.detach())
-        mark(host, HOST)
-        self._leaving = x.detach(), host
-        return host
-
-    def arrive(self) -> None:
-        """What is on its way to the host is let go on the device."""
-        if self._leaving is not None:
-            transfer.wait(self._leaving[1])
-            self._leaving = None
-
-
-class _Block(ReplacedForward):
-    """A block that runs, is skipped or stops the user's code, as the order wants."""
-
-    def __init__(self, module: nn.Module, index: int, order: LayerMajor) -> None:
-        super().__init__(module)
-        self._index, self._order = index, order
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's own forward, or what takes its place."""
-        return self._order.called(self._index, self._original, args, kwargs)
 
 
 class LayerMajor:
@@ -123,22 +51,15 @@ class LayerMajor:
     """
 
     def __init__(self, context: Context, store: PackStore, packs: Packs, boundaries: Where = "device") -> None:
-        self._model, self._names, self._store = context.model, context.blocks, store
-        self._packs, self._boundaries = packs, _Boundaries(boundaries)
+        self._store = store
+        self._packs, self._boundaries = packs, Boundaries(boundaries)
         _refuse(context.model)
-        self._blocks = [context.model.get_submodule(name) for name in context.blocks]
-        self._chains: dict[Any, Chain] = {}
+        self._calls = BlockCalls(context.model, context.blocks)
+        self._before = BeforeBlocks(context.model, context.blocks, self._calls, store)
         self._anchor = torch.empty(0, device=context.device, requires_grad=True)
-        self._called: Callable[[int, Callable[..., Any], Any, Any], Any] | None = None
-        for index, block in enumerate(self._blocks):
-            _Block(block, index, self).install()
         self._at = 0  # micro-batch whose turn it is
-        self._chain_of: dict[int, Chain] = {}
-        self._called_as: dict[int, Given] = {}
-        self._shared: dict[int, list[Any]] = {}  # by micro-batch: what the first block is given and later ones as well
-        self._kept: dict[
-            tuple[int, int], Callable[[Tensor, list[Tensor | None]], list[Any]]
-        ] = {}  # by first block of a pack and micro-batch
+        self._kept: dict[tuple[int, int], Kept] = {}
+        """By first block of a pack and micro-batch."""
         self._starts: list[Any] = []
         self._edges: dict[int, list[GradientEdge | None]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
@@ -148,15 +69,9 @@ class LayerMajor:
         self.order: list[tuple[str, Span, int]] = []
         """What the last step ran, when: direction, pack, micro-batch."""
 
-    def called(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A block is called by the user's code, or by a pack."""
-        if self._called is None:
-            return forward(*args, **kwargs)
-        return self._called(index, forward, args, kwargs)
-
     def _watch_outside(self, context: Context) -> None:
         """A weight before the blocks and after them would have another sum: two sums of micro-batches, not one of both."""
-        inside = {id(parameter) for block in self._blocks for parameter in block.parameters()}
+        inside = {id(parameter) for block in self._calls.blocks for parameter in block.parameters()}
 
         def watch(name: str, parameter: nn.Parameter) -> None:
             def landed(parameter: Tensor) -> None:
@@ -170,14 +85,6 @@ class LayerMajor:
         for name, parameter in context.model.named_parameters():
             if parameter.requires_grad and id(parameter) not in inside:
                 watch(name, parameter)
-
-    @contextmanager
-    def _calls(self, called: Callable[[int, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
-        self._called = called
-        try:
-            yield
-        finally:
-            self._called = None
 
     def accumulate(
         self,
@@ -201,7 +108,7 @@ class LayerMajor:
             for group in self._packs.groups(len(batches)):
                 total = self._group(model, loss_function, batches, group, device, sync, upload, total)
         except BaseException:
-            self._called, self._store.is_last = None, False
+            self._store.is_last = False
             self._forget()
             self._store.abandon()
             raise
@@ -220,7 +127,9 @@ class LayerMajor:
         update = group.stop == len(batches)
         if packs.forward:
             for index in group:
-                self._before_blocks(index, model, loss_function, batches[index], device, upload)
+                given = self._before.run(index, model, loss_function, batches[index], device, upload)
+                self._kept[0, index] = self._boundaries.keep(given)
+                del given
         for number, pack in enumerate(packs.uses):
             self._store.begin(pack, following[number] if packs.prefetch else None)
             backward = number >= len(packs.forward)
@@ -238,62 +147,15 @@ class LayerMajor:
         assert total is not None
         return total
 
-    # -- what comes before the blocks ------------------------------------------------------------------------------------
-
-    def _before_blocks(
-        self,
-        index: int,
-        model: nn.Module,
-        loss_function: loop.LossFunction,
-        batch: Any,
-        device: torch.device,
-        upload: loop.Upload,
-    ) -> None:
-        """Rule 1."""
-        taken: list[Given] = []
-
-        def stop(block: int, forward: Any, args: Any, kwargs: Any) -> Any:
-            taken.append(Given.of(args, kwargs))
-            raise _Stop
-
-        with self._calls(stop), _nothing_saved():
-            try:
-                loss_function(model, upload(batch, device))
-            except _Stop:
-                pass
-        if not taken:
-            raise no_chain(f"{self._names[0]} does not run")
-        given = taken.pop()
-        if given.key not in self._chains:
-            self._chains[given.key] = self._look(lambda: loss_function(model, upload(batch, device)))
-        chain = self._chain_of[index] = self._chains[given.key]
-        self._called_as[index] = Given((), given.spec, given.autocast)
-        later = {where for link in chain[1:] for kind, where in link.sources if kind == "first"}
-        self._shared[index] = [leaf if at in later else None for at, leaf in enumerate(given.leaves)]
-        self._kept[0, index] = self._boundaries.keep(given.leaves)
-
-    def _look(self, run: Callable[[], Any]) -> Chain:
-        look, store = Look(self._model, self._names), self._store
-
-        def watched(block: int, forward: Any, args: Any, kwargs: Any) -> Any:
-            store.fetch_one(block)
-            try:
-                return look.block(block, forward, args, kwargs)
-            finally:
-                store.release_one(block)
-
-        with self._calls(watched), _nothing_saved():
-            return look.chain(run)
-
     # -- packs -----------------------------------------------------------------------------------------------------------
 
     def _run(self, blocks: range, index: int, passed: list[Any]) -> list[Any]:
         """What the last of `blocks` passes on in micro-batch `index`, when the first one starts from `passed`."""
-        chain = self._chain_of[index]
-        with self._called_as[index].as_called():
+        chain = self._before.chain_of[index]
+        with self._before.called_as[index].as_called():
             for block in blocks:
-                args, kwargs = chain[block].arguments(passed, self._shared[index] if block else passed)
-                out = self._blocks[block](*args, **kwargs)
+                args, kwargs = chain[block].arguments(passed, self._before.shared[index] if block else passed)
+                out = self._calls.blocks[block](*args, **kwargs)
                 del args, kwargs
                 passed = chain[block].passes(out)
                 del out
@@ -306,7 +168,7 @@ class LayerMajor:
         cuts = [pack[0], *(first for first in starts if pack[0] < first < pack[1]), pack[1]]
         for first, last in itertools.pairwise(cuts):
             stays = first in starts  # else it is handed over from one pack of forward to the next
-            with self._calls(_as_it_is), _nothing_saved():
+            with self._calls.answered_by(as_it_is), nothing_saved():
                 self._kept[last, index] = self._boundaries.keep(
                     self._run(range(first, last), index, self._start(first, index, [], stays=stays))
                 )
@@ -330,7 +192,7 @@ class LayerMajor:
             self.order.append(("turn", self._packs.turn, self._at))
             return upload(batch, device)
 
-        with self._calls(self._skip):
+        with self._calls.answered_by(self._skip):
             return loop.accumulate(model, loss_function, batches, device, sync=sync, upload=next_upload, among=group, total=total)
 
     def _skip(self, block: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -341,7 +203,7 @@ class LayerMajor:
             self._edges[index] = [_edge(leaf) for leaf in tree_leaves((args, kwargs))]
             self._gradients[index] = sink = list[Any]()
             self._starts = self._start(first, index, sink)
-        out = self._chain_of[index][block].stand_in(self._starts)
+        out = self._before.chain_of[index][block].stand_in(self._starts)
         if block == first - 1:
             self._starts = []
         return out
@@ -350,7 +212,7 @@ class LayerMajor:
         """Rule 5."""
         self.order.append(("backward", pack, index))
         sink: list[Tensor | None] = []
-        with self._calls(_as_it_is):
+        with self._calls.answered_by(as_it_is):
             passed = self._run(range(*pack), index, self._start(pack[0], index, sink))
         edges = [_edge(each) for each in passed]
         del passed
@@ -359,9 +221,7 @@ class LayerMajor:
 
     def _back_to_the_start(self, index: int) -> None:
         """Rule 5, of what comes before the blocks."""
-        self._shared.pop(index, None)
-        self._chain_of.pop(index, None)
-        self._called_as.pop(index, None)
+        self._before.forget(index)
         if index not in self._edges:
             return
         self._at_the_start = True
@@ -375,9 +235,7 @@ class LayerMajor:
             self._at_the_start = False
 
     def _forget(self) -> None:
-        self._chain_of.clear()
-        self._called_as.clear()
-        self._shared.clear()
+        self._before.forget()
         self._kept.clear()
         self._boundaries.arrive()
         self._edges.clear()
@@ -390,14 +248,8 @@ class LayerMajor:
         Raises:
             ApplyError: A block's forward is another one than was put there.
         """
-        for name, block in zip(self._names, self._blocks, strict=True):
-            if not isinstance(getattr(vars(block).get("forward"), "__self__", None), _Block):
-                raise ApplyError(f"the forward of {name} was replaced after memtune.apply.", code="MT309")
+        self._calls.check()
         return {"packs": len(self._packs.backward), "forward_packs": len(self._packs.forward)}
-
-
-def _as_it_is(block: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return forward(*args, **kwargs)
 
 
 def _edge(leaf: Any) -> GradientEdge | None:
@@ -409,15 +261,6 @@ def _back(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | Non
     both = [(edge, each) for edge, each in zip(edges, gradients, strict=True) if edge is not None and each is not None]
     if both:
         torch.autograd.backward([edge for edge, _ in both], [each for _, each in both])
-
-
-def _nothing_saved() -> saved_tensors_hooks:
-    """Inside, what autograd saves is let go at once; nothing that runs there can run backward."""
-    return saved_tensors_hooks(lambda tensor: None, _gone)
-
-
-def _gone(nothing: None) -> Tensor:
-    raise AssertionError("a forward pack has no backward")
 
 
 def _refuse(model: nn.Module) -> None:

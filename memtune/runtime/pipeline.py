@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,10 +32,12 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, 
 
 from memtune.batches import tensors_of
 from memtune.errors import ApplyError, MemtuneError
+from memtune.pipeline_order import Action, Schedule, order
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context
 from memtune.runtime.elsewhere import Elsewhere, keep_own
 from memtune.runtime.loop import LossFunction
+from memtune.runtime.own_outputs import OwnOutputs
 from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.sharding import meshes
 from memtune.runtime.stage import Run, Stage, StageModule, become_pieces
@@ -52,7 +55,7 @@ class Layout:
     last: frozenset[str]
     """The same of those that run after them; a tied weight is in both."""
     degree: int
-    schedule: str
+    schedule: Schedule
 
     @property
     def blocks(self) -> list[str]:
@@ -110,6 +113,9 @@ class Pipeline:
             here: list[Any] = [self.turns.upload(turn, self._context.device) for turn in turns]
             losses: list[Tensor] = []
             schedule, stages = self._schedule(model, loss_function, here)
+            slots = self._context.activations.slots
+            if slots is not None:
+                slots.follow(self._actions(len(turns)))
             for stage in stages:
                 stage.begin(model, loss_function, here, [turn.seed for turn in turns])
             try:
@@ -119,6 +125,8 @@ class Pipeline:
             finally:
                 for stage in stages:
                     stage.end()
+                if slots is not None:
+                    slots.stop()
         with torch.no_grad():
             self._finish_gradients()
             return self._total([loss.detach() for loss in losses])
@@ -144,9 +152,9 @@ class Pipeline:
             if index % layout.degree == rank:
                 lets_go = index + layout.degree >= n_stages
                 module = StageModule(self.run, first, first + len(blocks) - 1, index, n_stages, lets_go)
-                device, group = self._context.device, self._group
+                device, group, slots = self._context.device, self._group, self._context.activations.slots
                 modules.append(module)
-                stages.append(Stage(module, index, n_stages, device, like, like, group=group, count=self._sent))
+                stages.append(Stage(module, index, n_stages, device, like, like, group=group, count=self._sent, slots=slots))
             first += len(blocks)
         try:
             return scheduled(layout.schedule, stages, count), modules
@@ -155,6 +163,11 @@ class Pipeline:
                 f"{count} micro-batches of the {layout.degree} ranks of a pipeline cannot be scheduled as {layout.schedule}.",
                 evidence=str(error), fix="more micro-batches per step (execution.accumulate)", code="MT396",
             ) from None  # fmt: skip
+
+    def _actions(self, count: int) -> list[Action]:
+        """What this rank runs of `count` micro-batches."""
+        layout = self._layout
+        return order(layout.schedule, self._group.rank(), layout.degree, len(layout.stages) // layout.degree, count)
 
     def _sent(self, n_bytes: int) -> None:
         self.sent_bytes += n_bytes
@@ -245,7 +258,9 @@ def pipe(context: Context, layout: Layout) -> None:
     pipeline = Pipeline(context, layout, group, None if copies is None else copies.get_group(), tied)
     become_pieces(context, layout.blocks, pipeline.run, layout.first, before)
     context.blocks = [name for index in mine for name in layout.stages[index]]
-    context.activations = ActivationTable(context.model, context.blocks)
+    context.activations = table = ActivationTable(context.model, context.blocks)
+    table.own, table.stages, pipeline.run.activations = OwnOutputs(), [s for s in mine for _ in layout.stages[s]], table
+    table.last = {n for n, (stage, after) in enumerate(pairwise([*table.stages, -1])) if stage != after}
     context.pipeline, context.turns = pipeline, pipeline.turns
     context.checks["sharding.parallel"] = lambda: _check(context, layout, mine)
 

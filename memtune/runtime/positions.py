@@ -6,6 +6,7 @@ every rank takes its own part of its gradient.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from memtune.errors import ApplyError
 from memtune.linear_pairs import Pair, whole_in_blocks
 from memtune.runtime.context import Context
+from memtune.runtime.sharding import units_of
 from memtune.runtime.tensor import Average
 
 
@@ -163,10 +165,49 @@ def times(ranks: int) -> Callable[[Tensor], Tensor]:
 
 def sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> None:
     """Have the gradients of the parameters `names`, of which each rank of `mesh` has a part, summed after the last backward."""
+    context.later.append(lambda: _sum_gradients(context, mesh, names))
+
+
+def _sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> None:
+    """Once it is known who holds what of them: FSDP2 has a parameter come and go, and another one in its place for the optimizer."""
+    come_and_go = {parameter for _, unit in units_of(context.model) for parameter in unit}
     summed = [context.model.get_parameter(name) for name in names]
+    for name in context.blocks:
+        inside = [each for each in names if each.startswith(f"{name}.") and context.model.get_parameter(each) in come_and_go]
+        if inside:
+            scaled = Scaled(mesh.size(), [each.removeprefix(f"{name}.") for each in inside])
+            context.undo.callback(context.model.get_submodule(name).register_forward_pre_hook(scaled).remove)
     for parameter in summed:
-        context.undo.callback(parameter.register_hook(times(mesh.size())).remove)
-    context.sync = Average(context, mesh.get_group(), summed, beside=context.sync).sync
+        if parameter not in come_and_go:
+            context.undo.callback(parameter.register_hook(times(mesh.size())).remove)
+    if context.parts > 1 or not context.averaged:  # else who averages over all ranks averages over these as well
+        context.sync = Average(context, mesh.get_group(), summed, beside=context.sync).sync
+
+
+class Scaled:
+    """A block's hook that sees to the gradients of parameters which are there while it runs alone."""
+
+    def __init__(self, ranks: int, names: Sequence[str]) -> None:
+        self.names, self._hook = frozenset(names), times(ranks)
+        self._seen: dict[str, weakref.ref[Tensor]] = {}
+
+    def __call__(self, block: nn.Module, args: Any) -> None:
+        """Put a hook on each parameter that has none yet; they are the same objects in every step."""
+        for name in self.names:
+            parameter = block.get_parameter(name)
+            seen = self._seen.get(name)
+            if parameter.requires_grad and (seen is None or seen() is not parameter):
+                self._seen[name] = weakref.ref(parameter)
+                parameter.register_hook(self._hook)
+
+
+def is_summed(model: nn.Module, blocks: Sequence[str], name: str) -> bool:
+    """Whether the gradient of the parameter `name` of `blocks` is scaled for the average that makes it the sum."""
+    if model.get_parameter(name)._backward_hooks:
+        return True
+    block = next(each for each in blocks if name.startswith(f"{each}."))
+    hooks = model.get_submodule(block)._forward_pre_hooks.values()
+    return any(isinstance(hook, Scaled) and name.removeprefix(f"{block}.") in hook.names for hook in hooks)
 
 
 def not_divisible(why: str, fix: str) -> ApplyError:

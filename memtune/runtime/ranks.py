@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.parts import same_part
+from memtune.runtime.tree import local
 
 
 def require_ranks(context: Context, what: str) -> None:
@@ -113,19 +115,21 @@ def require_same_config(said: str, device: torch.device) -> None:
 
 
 def _require_same_weights(context: Context) -> None:
-    """Sums of the weights' bits are equal on all ranks; nothing is overwritten, so that a failure can be undone."""
-    named = [(name, p) for name, p in context.model.named_parameters() if not isinstance(p, FakeTensor)]
+    """Sums of the weights' bits are equal on all ranks that hold the same ones. Nothing is overwritten: a failure can be undone."""
+    there = ((name, p) for name, p in context.model.named_parameters() if not p.is_meta)
+    named = [(name, p) for name, p in there if not isinstance(p, FakeTensor)]
     if not named:
         return
     with torch.no_grad():
-        sums = torch.stack([p.detach().view(_INTEGER[p.element_size()]).sum(dtype=torch.int64) for _, p in named])
+        sums = torch.stack([local(p.detach()).view(_INTEGER[p.element_size()]).sum(dtype=torch.int64) for _, p in named])
     low, high = sums.to(context.device), sums.to(context.device, copy=True)
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
+    group = same_part(context)
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
     differing = [name for (name, _), same in zip(named, (low == high).tolist(), strict=True) if not same]
     if differing:
         raise ApplyError(
-            f"{len(differing)} parameters differ between the {context.ranks} ranks; they must start from one model.",
+            f"{len(differing)} parameters differ between the {context.copies} ranks; they must start from one model.",
             evidence=f"First: {differing[0]}.",
             fix="torch.manual_seed(0) on every rank before the model is built, or load one checkpoint on all",
             code="MT323",

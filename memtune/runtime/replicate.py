@@ -48,7 +48,7 @@ class Replicas:
         # A lambda, because DDP reads a hook's annotations and takes none that are strings.
         self.wrapper.register_comm_hook(None, lambda state, bucket: self._average(bucket))
         context.runner = self.wrapper
-        context.sync = self._sync
+        context.sync, context.averaged = self._sync, True
         context.checks["sharding.states"] = self._check
 
     def _sync(self, last: bool) -> AbstractContextManager[Any]:

@@ -1,16 +1,20 @@
 """A ring of ranks round which shards go, each used while the next is on its way.
 
-A round gives this rank every rank's shard, its own among them; sums travel beside it. On CUDA hops have a stream of their own.
+A round gives this rank every rank's shard, its own among them; sums travel beside it. `exchange` sends further than to the next
+rank. On CUDA hops have a stream of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+_OPS = torch.ops.memtune
 
 
 @dataclass(eq=False)
@@ -25,31 +29,51 @@ class Ring:
     """None where weights stay plain tensors: while a step is recorded."""
     _stream: torch.cuda.Stream | None = field(default=None, repr=False)
 
-    def send(self, shard: Tensor) -> _Hop:
+    def send(self, shard: Tensor) -> Hop:
         """Begin to pass `shard` on and to receive the one of the rank before."""
         arriving = torch.empty_like(shard)
-        if shard.is_cuda:
-            self._stream = self._stream or torch.cuda.Stream(shard.device)
-            self._stream.wait_stream(torch.cuda.current_stream(shard.device))
+        return self._beside(shard, arriving, lambda: _OPS.send_next_into_(arriving, shard, self.group, self.ranks))
+
+    def exchange(self, sent: Tensor | None, arriving: Tensor | None, distance: int) -> Hop:
+        """Begin to pass `sent` to the rank `distance` on, and to receive from the one as far before into `arriving`.
+
+        Either may be None: nothing goes that way.
+        """
+        return self._beside(
+            sent, arriving, lambda: _OPS.shift_into_(arriving, sent, self.group, distance % self.ranks, self.ranks)
+        )  # fmt: skip
+
+    def _beside(self, sent: Tensor | None, arriving: Tensor | None, pass_on: Callable[[], None]) -> Hop:
+        here = arriving if sent is None else sent
+        if here is None:
+            return Hop(None, None, None)
+        if here.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream(here.device)
+            self._stream.wait_stream(torch.cuda.current_stream(here.device))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            torch.ops.memtune.send_next_into_(arriving, shard, self.group, self.ranks)
+            pass_on()
             done = None if self._stream is None else self._stream.record_event()
-        return _Hop(shard, arriving, done)
+        return Hop(sent, arriving, done)
 
 
 @dataclass(frozen=True, eq=False)
-class _Hop:
-    """A shard on its way; what is sent is held until it has left."""
+class Hop:
+    """Something on its way; what is sent is held until it has left."""
 
-    sent: Tensor
-    arriving: Tensor
+    sent: Tensor | None
+    arriving: Tensor | None
     done: torch.cuda.Event | None
 
     def arrived(self) -> Tensor:
-        """What the rank before has sent."""
+        """What another rank has sent; this one was to receive something."""
+        self.wait()
+        assert self.arriving is not None
+        return self.arriving
+
+    def wait(self) -> None:
+        """Until all has left and arrived."""
         if self.done is not None:
             self.done.wait()
-        return self.arriving
 
 
 class Round:
@@ -79,7 +103,7 @@ class Round:
         """In place, bring the own shard home."""
         self._arrived()
 
-    _hop: _Hop | None
+    _hop: Hop | None
 
     def _arrived(self) -> Tensor:
         hop, self._hop = self._hop, None
@@ -101,7 +125,7 @@ class Sums:
 
     def __init__(self, ring: Ring, *, mean: bool = True) -> None:
         self._ring, self._left, self._mean = ring, ring.ranks, mean
-        self._hop: _Hop | None = None
+        self._hop: Hop | None = None
 
     def next(self) -> Tensor | None:
         """The sum that has come for the shard at hand; None where this rank begins it."""

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from memtune.runtime.context import Context
+from memtune.runtime.parts import PARTS, Whole
 from memtune.runtime.tree import local
 
 
@@ -37,7 +38,8 @@ class Axes:
     """Who divides what among whom."""
 
     mesh: DeviceMesh
-    """The ranks that share a copy; its last dim is the group that divides the rows, those before it have divided them already."""
+    """The ranks that share a copy; its last dim is the group that divides the rows, those before it have divided them already, or
+    hold parts of what is divided here (`runtime.parts`)."""
     copies: dist.ProcessGroup | None = None
     """The ranks that hold the same rows in the end, where this is the last division and there are several copies."""
 
@@ -74,12 +76,14 @@ class Part:
 
     def sharded(self, rows: Tensor, mesh: DeviceMesh) -> DTensor:
         """This rank's `rows` as a tensor of the parameter's shape."""
+        if (mesh.mesh_dim_names or ())[:1] == (PARTS,):
+            return Whole.of(self.parameter).rows(rows, mesh)
         shape, stride = self.parameter.shape, self.parameter.stride()
         return DTensor.from_local(rows, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride)
 
     def own(self, message: Tensor) -> Tensor:
         """This rank's rows in a message (or in its part of one) that holds one rank's rows of everything."""
-        return message[self.place].view(self.rows, *self.parameter.shape[1:])[: self.mine[1]]
+        return message[self.place].view(self.rows, *local(self.parameter.detach()).shape[1:])[: self.mine[1]]
 
     def pieces(self, messages: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of the input and where they are in the (ranks, size) messages: all full shards, then a shorter one."""

@@ -32,6 +32,7 @@ from memtune.runtime.positions import (
     beginning,
     ending,
     first_tensor,
+    is_summed,
     replaced,
     share_dropouts,
     sum_gradients,
@@ -245,6 +246,6 @@ def _check(context: Context, pairs: Sequence[Pair], summed: Sequence[str]) -> di
         if not isinstance(context.model.get_submodule(name), SequenceColumnLinear):
             raise ApplyError(f"{name} does not gather its positions.", code="MT392")
     for name in summed:
-        if not context.model.get_parameter(name)._backward_hooks:
+        if not is_summed(context.model, context.blocks, name):
             raise ApplyError(f"the gradient of {name} is not summed over the ranks.", code="MT392")
     return {"summed_parameters": len(summed)}

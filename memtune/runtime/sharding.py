@@ -20,7 +20,10 @@ from memtune.errors import ApplyError
 from memtune.runtime.collectives import SeamAllGather, SeamAllReduce, SeamReduceScatter
 from memtune.runtime.context import Context
 from memtune.runtime.copies import OncePerStep
+from memtune.runtime.deferred import fill_shards
+from memtune.runtime.parts import PARTS, divided, leave_plain, part_of, see_whole
 from memtune.runtime.ranks import require_ranks
+from memtune.runtime.tree import local
 
 
 @cache
@@ -107,14 +110,19 @@ def shard(
             evidence="One graph holds all blocks, whose parameters come and go one after the other.",
             fix="compile: blocks", code="MT315",
         )  # fmt: skip
-    if context.ranks % degree:
+    if context.copies % degree:
         raise ApplyError(
-            f"{context.ranks} ranks cannot be put into equal groups of {degree}, as {kind} is asked to.",
-            fix=f"groups of {_divisor(context.ranks, degree)}",
+            f"{context.copies} ranks cannot be put into equal groups of {degree}, as {kind} is asked to.",
+            fix=f"groups of {_divisor(context.copies, degree)}",
             code="MT321",
         )
     before = dict(context.model.named_parameters())
-    copies, mesh = meshes(context.device.type, degree) if sharers is None else (None, sharers)
+    grid = divided(context, degree) if context.parts > 1 and sharers is None else None
+    if grid is not None:
+        copies, mesh = grid.copies, grid.sharers
+    else:
+        copies, mesh = meshes(context.device.type, degree) if sharers is None else (None, sharers)
+    wholes = leave_plain(context.model) if grid is not None else {}
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": bool(reshard_after_forward), "mp_policy": policy}
     units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
@@ -123,6 +131,11 @@ def shard(
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
     # The root's parameters are needed again at the start of backward: freeing them in between mostly costs a gather.
     fully_shard(context.model, **{**arguments, "reshard_after_forward": bool(reshard_after_forward) and not keep_root})
+    fill_shards(context.model)
+    if grid is not None:
+        for module in context.model.modules():
+            if isinstance(module, FSDPModule) and _gathers(module):
+                see_whole(module._get_fsdp_state()._fsdp_param_group, wholes, grid.both)
     if not isinstance(reshard_after_forward, bool):
         _reshard_to_groups(context, degree, reshard_after_forward)
     if prefetch is not None:
@@ -131,6 +144,7 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(SeamAllGather())
             module.set_custom_reduce_scatter(SeamReduceScatter())
+    context.averaged = True
     if copies is not None:
         _average_copies(context, copies, two_hop)
     if sharers is None:
@@ -207,6 +221,8 @@ def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[st
 
 def _sharded_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
     if isinstance(value, Tensor) and value.shape == old.shape and isinstance(new, DTensor) and value.dim() > 0:
+        if (new.device_mesh.mesh_dim_names or ())[:1] == (PARTS,):
+            return part_of(local(value), new)
         return distribute_tensor(value, new.device_mesh, new.placements)
     return value
 

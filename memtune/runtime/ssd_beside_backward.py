@@ -100,11 +100,7 @@ class SsdBesideBackward(SsdOptimizer):
         self._settle()
         self.n_early = len(self._used)
         self._used.clear()
-        self._stream([piece for piece in self._pieces if piece.device.grad is not None or piece.held.grad is not None])
-
-    def _gradient(self, piece: Piece) -> Tensor:
-        gradient, piece.held.grad = piece.held.grad, None  # came down as it landed, where there is one
-        return super()._gradient(piece) if gradient is None else gradient
+        super()._update_all()
 
     def check(self) -> dict[str, Any]:
         """Bytes on SSD, and how many parameters the last backward updated.

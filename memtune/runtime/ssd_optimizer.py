@@ -8,19 +8,19 @@ Rule 1. The pieces of the next `ahead` parameters are being read while one is up
 Rule 2. Its gradient comes down and is let go on the device; one native pass updates the piece; the weight goes up; the piece is
         written. `WRITES` pieces are being written at most: before another one begins, the oldest is finished.
 Rule 3. When `step` returns, everything is written: a state dict, which reads the file, finds it there.
+Rule 4. Of parameters that come and go (`runtime.ssd_parameters`), gradients are on the host before `step`, and the new weight
+        goes to where it is kept: on the host, or to SSD, where it is written just before the piece and in memory as long.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
@@ -29,6 +29,7 @@ from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import master_of, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
+from memtune.runtime.own_step import replace_step, with_hooks
 from memtune.runtime.resume import LastStep
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
@@ -65,7 +66,8 @@ class SsdOptimizer:
         names |= {shard: names[whole] for whole, shard in context.represented.items() if whole in names}
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         self._pieces: list[Piece] = []
-        self._writing: deque[tuple[Tensor, Tensor]] = deque()  # (on SSD, on the host)
+        self._writing: deque[tuple[list[Tensor], list[Tensor]]] = deque()  # (on SSD, on the host)
+        self._kept: dict[nn.Parameter, Tensor] = {}  # weights of parameters that come and go
         for group in self._optimizer.param_groups:
             mine = [each for each in group["params"] if chosen is None or each in chosen]
             moved = {each: self._move(each, group, names.get(each, "a parameter")) for each in mine}
@@ -79,8 +81,7 @@ class SsdOptimizer:
             context.resumed_steps = self._last.resume()
             context.finish = self._last.finish
         if chosen is None:
-            step = MethodType(Optimizer.profile_hook_step(self._step()), self._optimizer)
-            self._optimizer.step = step  # type: ignore[method-assign]
+            replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
 
     def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
         weight = master_of(to_host_now(local(parameter)), self._master)
@@ -107,49 +108,73 @@ class SsdOptimizer:
         mark(ssd, SSD)
         return ssd
 
-    def _step(self) -> Any:
-        @torch.no_grad()
-        def step(optimizer: Optimizer, closure: None = None) -> None:
-            if closure is not None:
-                raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
-            self._update_all()
+    @torch.no_grad()
+    def _step(self, closure: None = None) -> None:
+        if closure is not None:
+            raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
+        self._update_all()
 
-        return step
+    def keep_in(self, kept: dict[nn.Parameter, Tensor]) -> None:
+        """New weights of these parameters go there, not to the device; their gradients will be on the host (Rule 4)."""
+        self._kept.update(kept)
+        for piece in self._pieces:
+            if piece.device in kept and piece.held.dtype is not piece.device.dtype:
+                piece.held.grad_dtype = piece.device.dtype
 
     def _update_all(self) -> None:
-        self._stream([piece for piece in self._pieces if piece.device.grad is not None])
+        self._stream([piece for piece in self._pieces if piece.device.grad is not None or piece.held.grad is not None])
 
     def _stream(self, pieces: list[Piece]) -> None:
         read: deque[Tensor] = deque(torch.ops.memtune.from_ssd(piece.ssd) for piece in pieces[: self._ahead])
         for index, piece in enumerate(pieces):
             if not read:
                 read.append(torch.ops.memtune.from_ssd(piece.ssd))
-            self._update(piece, read[0], index)
-            self._write(piece, read.popleft())
+            new = self._update(piece, read[0], index)
+            self._write(piece, read.popleft(), new)
+            del new
             if self._ahead and index + self._ahead < len(pieces):
                 read.append(torch.ops.memtune.from_ssd(pieces[index + self._ahead].ssd))
-        for ssd, _ in self._writing:
+        for ssd in [each for kept, _ in self._writing for each in kept]:
             transfer.written(ssd)
         if self._last is not None:
             self._last.complete(pieces)
         self._writing.clear()
 
-    def _write(self, piece: Piece, host: Tensor) -> None:
+    def _write(self, piece: Piece, host: Tensor, new: tuple[Tensor, Tensor] | None = None) -> None:
+        """Begin to write the piece; `new`: with its weight, which is being written to SSD from there (Rule 4)."""
         if len(self._writing) == WRITES:
-            transfer.written(self._writing.popleft()[0])
+            self._finish_oldest()
         torch.ops.memtune.write_ssd_(piece.target, host)
-        self._writing.append((piece.target, host))
+        ssd, memory = ([], []) if new is None else ([new[0]], [new[1]])
+        self._writing.append(([piece.target, *ssd], [host, *memory]))
 
-    def _update(self, piece: Piece, host: Tensor, seed: int) -> None:
+    def _finish_oldest(self) -> None:
+        for ssd in self._writing.popleft()[0]:
+            transfer.written(ssd)
+
+    def _update(self, piece: Piece, host: Tensor, seed: int) -> tuple[Tensor, Tensor] | None:
+        """Update the piece in `host`, and hand its weight on; returns (on SSD, on the host) where that is being written."""
         gradient = self._gradient(piece)
         self._on_host(piece, host, gradient, seed)
         up = piece.parts(host)[0] if gradient.dtype is torch.float32 else gradient
         del gradient
-        torch.ops.memtune.copy_to_device_(local(piece.device), up)
+        kept = self._kept.get(piece.device)
+        if kept is None:
+            torch.ops.memtune.copy_to_device_(local(piece.device), up)
+        elif tier_of(kept) == SSD:
+            torch.ops.memtune.write_ssd_(kept, up)
+            return kept, up
+        else:
+            kept.copy_(up)
+        return None
 
     def _gradient(self, piece: Piece) -> Tensor:
         """The gradient, on the host and no longer on the device."""
         parameter = piece.device
+        landed: Tensor | None = piece.held.grad
+        if landed is not None:  # came down as it landed
+            piece.held.grad = None
+            return landed
         assert parameter.grad is not None
         gradient: Tensor = torch.ops.memtune.to_host(local(parameter.grad))
         mark(gradient, HOST)
@@ -183,12 +208,23 @@ class SsdOptimizer:
             host = torch.ops.memtune.from_ssd(piece.ssd)
             transfer.finish(host)
             weight, *moments = piece.parts(host)
-            weight.copy_(to_host_now(local(piece.device)))
+            weight.copy_(self._weight(piece))
             self._adopt(piece, self._optimizer.state[piece.held], moments)
             torch.ops.memtune.write_ssd_(piece.target, host)
             transfer.written(piece.target)
         if self._last is not None:
             self._last.complete(self._pieces, steps=0)
+
+    def _weight(self, piece: Piece) -> Tensor:
+        """What has been loaded, on the host."""
+        kept = self._kept.get(piece.device)
+        if kept is None:
+            return to_host_now(local(piece.device))
+        if tier_of(kept) != SSD:
+            return kept
+        host: Tensor = torch.ops.memtune.from_ssd(kept)
+        transfer.finish(host)
+        return host
 
     def check(self) -> dict[str, Any]:
         """Bytes on SSD.

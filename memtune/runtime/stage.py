@@ -20,9 +20,12 @@ from torch.distributed.pipelining import PipelineStage
 
 from memtune.batches import map_tensors, tensors_of
 from memtune.errors import ApplyError
+from memtune.pipeline_order import Action
+from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context
 from memtune.runtime.loop import LossFunction
 from memtune.runtime.nodes import count_collective
+from memtune.runtime.slots import Slots
 
 _PIECE = "_memtune_piece"
 
@@ -47,6 +50,8 @@ class Run:
         self._active: tuple[int, int] | None = None
         self._given: Tensor | None = None
         self._probing = False
+        self.activations: ActivationTable | None = None
+        """Of the blocks that are here."""
         self._absent: list[tuple[dict[str, Any], str, Tensor]] = []
         """Where weights that the code before the blocks uses are held, and the fake ones."""
 
@@ -72,6 +77,8 @@ class Run:
     def of(self, first: int, last: int, given: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
         """What blocks `first` to `last` make of `given` (None: the model's own input) in `call`, or the loss."""
         with self._entered(first, last, given, absent=given is not None):
+            if self.activations is not None and self.activations.own is not None:
+                self.activations.own.begin()
             try:
                 return call()
             except _Done as done:
@@ -129,6 +136,8 @@ class Run:
         if index == first and self._given is not None:
             args, kwargs = self._with_given(index, args, kwargs)
         output = call(*args, **kwargs)
+        if self.activations is not None and self.activations.own is not None:
+            self.activations.own.returned(output)
         if index == last and last + 1 < self._count:
             raise _Done(output)
         return output
@@ -243,14 +252,16 @@ class Stage(PipelineStage):
         output_args: Like what it passes on.
         group: The ranks of the pipeline.
         count: Told the bytes of each message that is sent.
+        slots: Told when a forward or backward begins and ends; None where nobody asks.
     """
 
     def __init__(
         self, submodule: StageModule, stage_index: int, num_stages: int, device: torch.device,
         input_args: Tensor, output_args: Tensor, *, group: dist.ProcessGroup, count: Callable[[int], None],
+        slots: Slots | None = None,
     ) -> None:  # fmt: skip
         super().__init__(submodule, stage_index, num_stages, device, input_args, output_args, group=group)
-        self._like, self._count, self._members = input_args, count, group
+        self._like, self._count, self._members, self._slots = input_args, count, group, slots
         self._posted: set[int] = set()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -277,16 +288,27 @@ class Stage(PipelineStage):
         """Forward of a micro-batch; what was received is held by it alone, until its backward."""
         del args, kwargs  # nothing is handed in: stages look up their micro-batch
         given = None if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)[0]
-        output = self.submod(given, fwd_chunk_id)
+        with self._slot(fwd_chunk_id, backward=False):
+            output = self.submod(given, fwd_chunk_id)
         self.fwd_cache[fwd_chunk_id] = (output,), [] if given is None else [given]
         self._let_go(self.args_recv_info, fwd_chunk_id)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Backward of a micro-batch."""
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self._slot(bwd_chunk_id, backward=True):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_last:
             self._let_go(self.grad_recv_info, bwd_chunk_id)
+
+    @contextmanager
+    def _slot(self, chunk: int, *, backward: bool) -> Iterator[None]:
+        if self._slots is None:
+            yield
+            return
+        self._slots.begins(Action(self.stage_index, chunk, backward))
+        yield
+        self._slots.ends()
 
     def _room(self, infos: Mapping[int, Sequence[Any]], chunk: int) -> None:
         for index, (info,) in infos.items():  # the first time torch has made room for all of them

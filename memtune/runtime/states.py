@@ -29,6 +29,7 @@ from memtune.errors import ApplyError
 from memtune.factors import Factors
 from memtune.runtime.context import Context
 from memtune.runtime.partition import Hop, Partition
+from memtune.runtime.parts import divided
 from memtune.runtime.ranks import require_ranks
 from memtune.runtime.rows import Axes, Part, Rows
 from memtune.runtime.sharding import rebind, shard, units_of
@@ -83,7 +84,7 @@ def divide(
         ApplyError: There is no process group, the ranks cannot be divided so, or their weights differ.
     """
     require_ranks(context, kind)
-    problem = factors.problem(context.ranks)
+    problem = factors.problem(context.copies)
     if problem:
         raise ApplyError(f"{kind} cannot divide the model: {problem}.", fix="factors that divide one another", code="MT345")
     p, o, whole_gradients = factors.parameters, factors.optimizer, factors.gradients == 1 < factors.parameters
@@ -94,6 +95,7 @@ def divide(
             context, degree=p, reshard_after_forward=reshard_after_forward, blocks_per_unit=blocks_per_unit, kind=kind,
             two_hop=not whole_gradients, sharers=sharers,
         )  # fmt: skip
+    context.averaged = True
     levels = _Levels(context, factors, before, bucket_cap_mb) if o > p else None
     if whole_gradients or levels is not None:
         context.sync = functools.partial(_sync, context, levels, whole_gradients)
@@ -210,6 +212,9 @@ class _Levels:
 
 def _divisions(context: Context, factors: Factors) -> Iterator[tuple[Axes, bool]]:
     """Who divides among whom after FSDP2, and whether in every micro-batch."""
+    if context.parts > 1:  # one division of whole parts (rule 2)
+        yield Axes(divided(context, factors.optimizer).both), factors.gradients > 1
+        return
     mesh = mesh_of(context.device.type, factors)
     names = mesh.mesh_dim_names or ()
     copies = mesh["copies"].get_group() if "copies" in names else None

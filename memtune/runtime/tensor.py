@@ -8,7 +8,8 @@ Four rules:
    A row's bias is added once, after the sum.
 3. All else is whole and equal on the ranks of a group, which therefore work on one micro-batch at a time: `Turns` hands the
    micro-batches of all its ranks round, with one seed for each, so that what is drawn outside of the pairs is equal too.
-4. Groups are consecutive ranks. What several groups hold is averaged between them when the last backward has ended.
+4. Groups are consecutive ranks. What several groups hold is averaged between them when the last backward has ended, or, where
+   states are divided among the ranks that hold the same part (`runtime.parts`), as that does it.
 """
 
 from __future__ import annotations
@@ -142,17 +143,26 @@ def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
     cut_layers(context.model, pairs, place)
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
+    context.parts = degree
     work_together(context, mesh, copies)
     context.checks["sharding.parallel"] = lambda: _check(context, pairs, degree)
 
 
 def work_together(context: Context, mesh: DeviceMesh, copies: DeviceMesh | None) -> None:
-    """Have the ranks of `mesh` take turns with micro-batches, and those of `copies` average their gradients (rules 3 and 4)."""
+    """Have the ranks of `mesh` take turns with micro-batches, and those of `copies` average their gradients (rules 3 and 4).
+
+    The latter where nothing that divides or replicates states does.
+    """
     context.turns = Turns(mesh.get_group())
     handles: list[Any] = []
     handles.append(context.model.register_forward_pre_hook(_same_batch(mesh.get_group(), handles), with_kwargs=True))
     if copies is not None:
-        context.sync = Average(context, copies.get_group(), [p for p in context.model.parameters() if p.requires_grad]).sync
+        context.later.append(lambda: _average_copies(context, copies.get_group()))
+
+
+def _average_copies(context: Context, copies: dist.ProcessGroup) -> None:
+    if not context.averaged:
+        context.sync = Average(context, copies, [p for p in context.model.parameters() if p.requires_grad]).sync
 
 
 def mix_plain_and_sharded() -> None:

@@ -21,13 +21,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.domains import DOWN, LATER, READ, SLOTS, UPDATE, WRITE, Layout, Segment, SubGroup, divide, sent, turns
@@ -36,6 +34,7 @@ from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.largest import Largest
+from memtune.runtime.own_step import replace_step, with_hooks
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.updater_link import UpdaterLink
 
@@ -101,8 +100,7 @@ class Updaters:
         self._optimizer.register_state_dict_pre_hook(lambda _: self._state_comes())
         self._optimizer.register_state_dict_post_hook(lambda *_: self._state_goes())
         self._optimizer.register_load_state_dict_post_hook(lambda _: self._store())
-        step = MethodType(Optimizer.profile_hook_step(self._step()), self._optimizer)
-        self._optimizer.step = step  # type: ignore[method-assign]
+        replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
 
     def _trained(self, context: Context) -> Iterator[_Parameter]:
         group_of = {each: group for group in self._optimizer.param_groups for each in group["params"]}
@@ -159,16 +157,13 @@ class Updaters:
 
     # -- a step ------------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> Any:
-        @torch.no_grad()
-        def step(optimizer: Optimizer, closure: None = None) -> None:
-            if closure is not None:
-                raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
-            if any(self._optimizer.state.values()):  # somebody put state there
-                self._store()
-            self._update_all()
-
-        return step
+    @torch.no_grad()
+    def _step(self, closure: None = None) -> None:
+        if closure is not None:
+            raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
+        if any(self._optimizer.state.values()):  # somebody put state there
+            self._store()
+        self._update_all()
 
     def _update_all(self) -> None:
         missing = [0] * len(self._parameters)  # parts of each gradient that are not down yet

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.online_values import Again
 from memtune.runtime.op_facts import Facts, Key, key_of
 from memtune.runtime.tape import Tape
-from memtune.schedule import Schedule, scheduled, wrong_with
+from memtune.schedule import Action, Do, Schedule, scheduled, wrong_with
 
 _MOST_CASES = 64
 """Ways of being called that are remembered; ever new ones stay online."""
@@ -36,8 +37,8 @@ class Decided:
     ran: list[Facts]
     """Every op, in the order of first runs."""
     n_forward: int
-    replays: list[tuple[int, int]]
-    """What ran again, in order: before which op, and which."""
+    replays: list[Again]
+    """What ran again, in order."""
 
     def same_ops(self, other: Decided) -> bool:
         """Whether the same ops ran on the same shapes."""
@@ -170,11 +171,12 @@ def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:
             return f"{call.func} did not run where it does now"
         op_at[at] = op
         at += 1
-    again: defaultdict[int, list[int]] = defaultdict(list)
-    for before, which in decided.replays:
-        if which in op_at:
-            again[before].append(op_at[which])
-    parts: tuple[list[int], list[int]] = ([], [])
+    again: defaultdict[int, list[Do]] = defaultdict(list)
+    for each in decided.replays:
+        if each.which in op_at:
+            along = tuple(sorted(op_at[at] for at in each.along))
+            again[each.before].append(Do(Action.COMPUTE, op_at[each.which], along, each.parts))
+    parts: tuple[list[int | Do], list[int | Do]] = ([], [])
     for at in range(end):
         part = parts[at >= decided.n_forward]
         part += again[at]

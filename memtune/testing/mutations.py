@@ -222,11 +222,13 @@ def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
         self._pairs = pairs
         pairs[0][1].grad = None
 
-    def stays(self: Any, piece: Any, host: Any, seed: int) -> None:
+    def stays(self: Any, piece: Any, host: Any, seed: int) -> Any:
+        if seed:  # others may not be there
+            return on_ssd(self, piece, host, seed)
         before = local(piece.device).clone()
         on_ssd(self, piece, host, seed)
-        if seed == 0:
-            local(piece.device).copy_(before)
+        local(piece.device).copy_(before)
+        return None
 
     def one_stays(self: Any, domain: int, *args: Any) -> None:
         before = self._parameters[0].device.detach().clone()
@@ -263,9 +265,9 @@ def _gradient_stays(technique: type[Technique]) -> Iterator[None]:
         kept.append(self._source.grad)
         original(self, host)
 
-    def update(self: Any, piece: Any, host: Any, seed: int) -> None:
+    def update(self: Any, piece: Any, host: Any, seed: int) -> Any:
         kept.append(piece.device.grad)
-        on_ssd(self, piece, host, seed)
+        return on_ssd(self, piece, host, seed)
 
     def down(self: Any, *args: Any) -> None:
         kept.extend(each.device.grad for each in self._parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,7 @@ class TechniqueSuite:
     Attributes:
         technique: The class under test.
         models: Workload files by name; every test that trains or records runs on each.
+        others: Names and files of further models, which single tests name themselves.
         variants: Knob settings to test; the defaults when empty.
         quick: Names of the models on which the seeded mutations are tried, cheapest first.
         not_shown: Names of mutations that change nothing about this technique; say beside them why.
@@ -44,6 +46,7 @@ class TechniqueSuite:
 
     technique: ClassVar[type[Technique]]
     models: ClassVar[Mapping[str, Path]]
+    others: ClassVar[Mapping[str, Path]] = {}
     variants: ClassVar[tuple[Technique, ...]] = ()
     quick: ClassVar[tuple[str, ...]] = ()
     not_shown: ClassVar[tuple[str, ...]] = ()
@@ -125,7 +128,7 @@ class TechniqueSuite:
 
     def test_audit_tells_whether_it_is_in_effect(self) -> None:
         """The audit passes after a step, and fails when a parameter is in no group or the technique was undone."""
-        workload, model, optimizer = build(self.models[self._quick()[0]])
+        workload, model, optimizer = build(self._path(self._quick()[0]))
         tuned = apply(model, optimizer, self._config(self._quick()[0], self.default()), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED)
         assert tuned.audit()
@@ -156,7 +159,7 @@ class TechniqueSuite:
             pytest.skip(f"no model {mutation.needs} in this suite")
         check = {"drift": self.check_drift, "training": self.check_training, "untouched": self.check_untouched}[mutation.shown_by]
         model = mutation.needs or self._quick()[0]
-        plain(self.models[model])  # what it is compared with is made before the defect
+        plain(self._path(model))  # what it is compared with is made before the defect
         variant = (self.variants or (self.default(),))[0]
         with mutation.seed(self.technique):
             try:
@@ -169,19 +172,19 @@ class TechniqueSuite:
 
     def check_training(self, model: str, variant: Technique) -> None:
         """Raise AssertionError where training with `variant` differs from the plain model's."""
-        path = self.models[model]
+        path = self._path(model)
         tolerance = self.tolerance if variant.exactly() is not Exactness.BITWISE else 0.0
         found = differences(train_under(path, self._config(model, variant)), plain(path), tolerance)
         assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
 
     def check_drift(self, model: str, variant: Technique) -> None:
         """Raise AssertionError where the recording of `apply` differs from `rewrite`."""
-        found = drift(self.models[model], variant)
+        found = drift(self._path(model), variant)
         assert not found, found
 
     def check_untouched(self, model: str, variant: Technique) -> None:
         """Raise AssertionError where a failure in `apply` leaves a trace."""
-        path = self.models[model]
+        path = self._path(model)
         config = self._config(model, variant)
         for _ in range(2):  # what is imported or built at the first use is not counted
             calls = _Failing(None)
@@ -207,17 +210,20 @@ class TechniqueSuite:
             assert all(torch.equal(got[1][name], wanted[1][name]) for name in wanted[1])
 
     def _plan(self, model: str, variant: Technique) -> Plan:
-        return variant.plan(plain_program(self.models[model]), target_of(variant))
+        return variant.plan(plain_program(self._path(model)), target_of(variant))
 
     def _config(self, model: str, variant: Technique) -> dict[str, Any]:
-        return config_of(self.models[model], variant)
+        return config_of(self._path(model), variant)
 
     def _skip_unless_it_fits(self, model: str, variant: Technique) -> None:
         import pytest
 
-        reason = variant.fits(plain_program(self.models[model]), target_of(variant))
+        reason = variant.fits(plain_program(self._path(model)), target_of(variant))
         if reason is not None:
             pytest.skip(str(reason))
+
+    def _path(self, model: str) -> Path:
+        return self.models[model] if model in self.models else self.others[model]
 
     def _quick(self) -> tuple[str, ...]:
         return self.quick or tuple(self.models)[:1]
@@ -240,11 +246,14 @@ class _Failing:
         self.count, self._at = 0, at
 
     def __enter__(self) -> _Failing:
+        gc.collect()  # what ends meanwhile, of models before this one, is not counted
+        gc.disable()
         self._before = sys.gettrace()
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        gc.enable()
         sys.settrace(self._before)
 
     def _call(self, frame: FrameType, event: str, arg: object) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import abc
+import os
 from typing import ClassVar
 
 from memtune.arena_settings import VARIABLE, ArenaSettings
 from memtune.program import Program
 from memtune.runtime import arena
 from memtune.runtime.context import Context
+from memtune.search_spaces.allocator import not_remapped
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
+
+SEARCHED = "MEMTUNE_SEARCH_OWN_ALLOCATORS"
+"""Set to 1, searches on GPUs try these techniques, too."""
 
 
 class OwnAllocator(Technique):
@@ -23,10 +28,18 @@ class OwnAllocator(Technique):
         """The knobs as the allocator takes them."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Not searched on CPU, where a config may name it all the same, and not on GPUs yet."""
+        """Not searched on CPU; on GPUs only where the user asks for it, and where NCCL does not register its memory.
+
+        A config may name it on both. CUDA graphs, which memtune never captures, end with a message while the model trains; legacy
+        IPC handles of its memory cannot be had, and torch raises where user code asks for one.
+        """
         if target.device == "cpu":
             return Reason("malloc loses nothing to fragmentation that a budget on CPU counts", "a config may still name it")
-        return Reason("memtune's own allocator has not been run on a GPU yet", "allocator: {kind: expandable_segments}")
+        if (reason := not_remapped(target)) is not None:
+            return reason
+        if os.environ.get(SEARCHED) != "1":
+            return Reason("memtune's own allocator has not been measured on a GPU yet", f"{SEARCHED}=1, or name it in a config")
+        return None
 
     def env(self) -> dict[str, str]:
         """Which allocator, with which knobs; read by the simulator, and by whoever starts the process."""

@@ -13,6 +13,7 @@ from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_class, op_costs
 from memtune.passes.by_data import depends_on_data
+from memtune.passes.in_parts import elements_of
 from memtune.passes.online import online_policy
 from memtune.passes.policy import Frozen, freeze, least_bytes, region_trace
 from memtune.passes.region import region_of
@@ -216,7 +217,7 @@ def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> 
     region = region_of(step)
     assert not isinstance(region, str)  # `solved` has seen to it
     op_s = op_costs(step, hardware).op_s[region.rows]
-    return region_trace(region, op_s, _is_cheap, keep_written=keep_written, online=online)
+    return region_trace(region, op_s, _is_cheap, elements_of(step, region), keep_written=keep_written, online=online)
 
 
 def _is_cheap(name: str) -> bool:

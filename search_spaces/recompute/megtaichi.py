@@ -16,7 +16,7 @@ class Megtaichi(_Dynamic):
     """Trades second runs of ops for bytes in an arena, counting the free bytes beside a tensor as its own.
 
     The budget is one arena with addresses on the policy's books; what was brought back often is spared a little. What the policy
-    did on the recorded step is frozen into a schedule. Of the paper, splitting one tensor's op into parts is not offered here.
+    did on the recorded step is frozen into a schedule. A tensor that is missing may be made and read part by part.
 
     Distinguishing test: of two tensors alike, the one beside a hole goes.
     """
@@ -30,6 +30,10 @@ class Megtaichi(_Dynamic):
 
     foresight: bool = False
     """Age is the time until the next use, as the recorded step shows it (the paper's access pattern), not that since the last."""
+    parts: Annotated[int, Field(ge=1, le=64)] = 4
+    """Where room is short, an element-wise op and those that make what it misses run together in so many parts, so that what is
+    made again in between never exists whole (the paper's tensor partition); 1: never. Only ops that make the same bits in parts:
+    on a GPU all that work by elements, on CPU not those with an exponential."""
     cost_power: Annotated[float, Field(ge=0)] = 1.0
     """Power of the cost in the score."""
     size_power: Annotated[float, Field(ge=0)] = 1.0

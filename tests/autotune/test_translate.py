@@ -128,6 +128,48 @@ def test_attention_and_dropout_are_what_torch_s_cuda_ops_save(
     assert np.array_equal(*sizes)
 
 
+def test_an_rms_norm_saves_what_a_layer_norm_does_but_the_mean(tmp_path: Path) -> None:
+    """Both are one CUDA op: input, weight and fp32 statistics are saved. CPU has that op for layer norm alone."""
+    recordings = []
+    for norm in ("layer_norm", "rms_norm"):
+        path = tmp_path / f"{norm}.py"
+        text = MODEL.format(cuda=False, kernel="", dtype="bfloat16", drop=0.0, kv=4, optimizer="SGD", extra="", foreach="")
+        text = text.replace("self.q(x)", f"self.q(F.{norm}(x, (DIM,), self.scale))").replace(
+            "        self.q, self.kv", "        self.scale = nn.Parameter(torch.ones(DIM, dtype=DTYPE))\n        self.q, self.kv"
+        )
+        path.write_text(text)
+        recordings.append(translate(record(Workload.load(path), target="cuda"), find("a100")))
+    layer, rms = (each.step for each in recordings)
+    rows = 2 * 24
+    assert any("fused RMS norm × 2" in note for note in recordings[1].notes)
+    assert "aten.rsqrt.default" not in [rms.names[i] for i in rms.op_name]
+    assert len(layer.save_storage) == len(rms.save_storage) + 2  # the means of two norms
+    forward = np.flatnonzero(layer.op_phase == Phase.FORWARD)
+    assert np.array_equal(forward, np.flatnonzero(rms.op_phase == Phase.FORWARD))
+    difference = layer.live_bytes()[forward] - rms.live_bytes()[forward]
+    assert sorted(set(difference.tolist())) == [0, 4 * rows, 2 * 4 * rows]
+
+
+def test_attention_without_a_kernel_is_recorded_as_what_it_is_composed_of(tmp_path: Path) -> None:
+    """Grouped queries in float32: CUDA runs torch's composite, which keeps the scaled and repeated operands and the weights."""
+    text = MODEL.format(cuda=False, kernel="", dtype="float32", drop=0.0, kv=2, optimizer="SGD", extra="", foreach="")
+    text = text.replace("x + drop(", "x + (")
+    plain, forced = tmp_path / "plain.py", tmp_path / "forced.py"
+    plain.write_text(text)
+    forced.write_text(
+        text.replace(
+            "        return F.scaled",
+            "      with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):\n        return F.scaled",
+        )
+    )
+    ours = translate(record(Workload.load(plain), target="cuda"), find("h100"))
+    truth = record(Workload.load(forced), target="cpu")
+    assert any("math attention × 2" in note for note in ours.notes)
+    names = [[each.step.names[i] for i in each.step.op_name[each.step.op_phase < Phase.OPTIMIZER]] for each in (ours, truth)]
+    assert names[0] == names[1]
+    assert ours.step.saved_bytes() == truth.step.saved_bytes()
+
+
 @pytest.mark.parametrize(
     ("optimizer", "extra"),
     [("AdamW", ""), ("SGD", ", momentum=0.9, weight_decay=0.1"), ("RMSprop", ", momentum=0.5")],
@@ -162,7 +204,9 @@ def test_the_table_chooses_as_torch_does() -> None:
     for changes, kernel in [
         ({"dtype": "float32"}, "efficient"), ({"masked": True}, "efficient"), ({"D": 20, "E": 20}, "flash"),
         ({"D": 288, "E": 288}, "efficient"), ({"causal": True, "K": 64}, "efficient"), ({"dense": False}, "math"),
-        ({"dtype": "float64"}, "math"), ({"D": 20, "E": 20, "masked": True}, "math"),
+        ({"dtype": "float64"}, "math"), ({"G": 2}, "flash"), ({"G": 2, "masked": True}, "math"),
+        ({"G": 2, "dtype": "float32"}, "math"),
+        ({"D": 20, "E": 20, "masked": True}, "math"),
     ]:  # fmt: skip
         assert table.attention_kernel(replace(call, **changes), "sm80").name == kernel, changes
     assert table.attention_kernel(replace(call, dropout=0.1), "sm90").name == "flash"  # cuDNN knows sixteenths

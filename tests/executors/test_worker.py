@@ -1,7 +1,8 @@
-"""What a trial tells of the gradients: all of them, also those that have left before the optimizer's step."""
+"""What a trial tells of the gradients, also those that have left early; and models larger than the budget."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +56,35 @@ def test_gradients_of_host_weights_are_told_of(kind: str) -> None:
     )
     assert found.status == "ok", found.log_tail
     assert found.gradients_sha256 == plain.gradients_sha256
+
+
+LARGE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def model(): return nn.Sequential(*(Block() for _ in range(16)))
+def batch(size): return torch.randn(size, 64)
+def loss(model, batch): return model(batch).square().mean()
+def optimizer(params): return torch.optim.SGD(params, lr=0.01)
+"""
+LARGE_BYTES = 16 * 4 * (2 * 64 * 512 + 512 + 64)
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_the_budget_is_built_in_shards(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text(LARGE)
+    document = {"settings": {"execution": {"micro_batch": 2}, "sharding": {"states": {"kind": "zero3"}}}}
+    each: dict[str, Any] = {"executor": "local", "ranks": 4, "steps": 1, "warmup_steps": 1}
+    whole = run_trial(str(tmp_path / "large.py"), document, **each)
+    shards = run_trial(str(tmp_path / "large.py"), document, budget_bytes=int(0.95 * LARGE_BYTES), **each)
+    assert (shards.status, shards.losses) == ("ok", whole.losses), shards.log_tail
+    plain = run_trial(str(tmp_path / "large.py"), {"settings": {}}, budget_bytes=int(0.95 * LARGE_BYTES), **{**each, "ranks": 1})
+    assert plain.status == "oom"

@@ -62,6 +62,7 @@ BAD = [
     ("config chek c.yaml", 2, "Did you mean 'check'"),
     ("search model.py --goa memory", 2, "--goal"),
     ("search", 2, "MODEL.PY"),
+    ("search model.py --nodes", 2, "memtune search --help"),
     ("search model.py --trials none --device cpu", 2, "integer"),
     ("search nope.py --device cpu", 2, "no file nope.py"),
     ("search model.py --device tpu", 2, "--device cpu or cuda"),

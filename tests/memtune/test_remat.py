@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtune.remat import CALL, CONSTANT, EVICT, OVERWRITE, REPLAY, RUN, Policy, Trace, TraceWriter, replay
+from memtune.remat import ALONG, CALL, CONSTANT, EVICT, OVERWRITE, REPLAY, RUN, Policy, Trace, TraceWriter, replay
 
 DTR = Policy()
 MEGTAICHI = Policy(rule="megtaichi", addressed=True, best_fit=True, replay_base=1.0001, epsilon=0.01)
@@ -28,6 +28,8 @@ POLICIES = {
     "until_used": replace(DTR, keep_replayed=False, in_place=True),
     "forgets": replace(DTR, forget=True, keep_replayed=False),
     "forgets_coop": replace(COOP, forget=True),
+    "parts": replace(DTR, parts=2, forget=True, in_place=True),
+    "parts_arena": replace(MEGTAICHI, parts=3),
     "arena": replace(DTR, addressed=True),
     "megtaichi": MEGTAICHI,
     "foresight": replace(MEGTAICHI, foresight=True),
@@ -58,13 +60,16 @@ def traces(draw: st.DrawFn) -> Trace:
         alive.append(trace.constant(draw(st.integers(0, 4))))
     for _ in range(draw(st.integers(1, 24))):
         args = draw(st.lists(st.sampled_from(alive), min_size=1, max_size=3))
-        what = draw(st.sampled_from(["make", "make", "make", "view", "write", "once"]))
+        what = draw(st.sampled_from(["make", "make", "make", "view", "write", "once", "elements", "elements"]))
         cost = draw(st.integers(0, 5))
         if what == "view":
             outs, takes_over = [(0, args[0])], -1
         elif what == "write":
             takes_over = -1 if trace.is_view(args[0]) else args[0]
             outs = [(trace.storage_bytes(args[0]), -1)]
+        elif what == "elements" and not any(trace.is_view(each) or trace.storage_bytes(each) not in (4, 8) for each in args):
+            alive += trace.call(cost, args, [(draw(st.sampled_from([4, 8])), -1)], elements=4)
+            continue
         else:
             takes_over = -1
             outs = [(n_bytes, -1) for n_bytes in draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))]
@@ -119,13 +124,28 @@ class Machine:
         assert self.live_bytes + second <= self.limit_bytes
         self.runs[op] += 1
 
+    def run_in_parts(self, op: int, along: list[int], parts: int) -> None:
+        """What runs along reads what is there or is made along before it; its values are never there."""
+        trace, made, left_bytes = self.trace, set(), 0
+        for each in (*along, op):
+            args = set(trace.op_args[trace.op_args_at[each] : trace.op_args_at[each + 1]].tolist())
+            assert args <= self.present | made, f"op {each} reads what is not there"
+            assert (trace.op_elements[each], len(self.outs[each])) == (4, 1)
+            (out,) = self.outs[each]
+            made.add(out)
+            left_bytes += int(trace.tensor_bytes[out]) // 4 * -(-4 // parts)
+            self.runs[each] += 1
+        assert not made & self.present
+        self.grow(self.outs[op][0])
+        assert self.live_bytes + left_bytes <= self.limit_bytes
+
 
 def check(trace: Trace, policy: Policy, budget_bytes: int) -> bool:
     """Whether the trace could be played under the budget; the journal must make sense in any case."""
     done = replay(trace, policy, budget_bytes, settle=True, journal=True)
     assert done.peak_bytes <= budget_bytes
     machine, journal, over = Machine(trace, budget_bytes, 0), iter(done.journal), False
-    calls = 0
+    calls, along = 0, []
     for kind, _ in zip(trace.event_kind.tolist(), range(done.events_done + 1), strict=False):
         if kind == CALL:
             machine.outs.append([machine.make() for _ in range(int(trace.op_outs[calls]))])
@@ -142,6 +162,14 @@ def check(trace: Trace, policy: Policy, budget_bytes: int) -> bool:
             machine.evict(index)
         elif act == OVERWRITE:
             over = True
+        elif act == ALONG:
+            assert trace.op_again[index]
+            assert machine.runs[index]
+            along.append(index)
+        elif along:
+            assert (act == RUN) == (machine.runs[index] == 0)
+            machine.run_in_parts(index, along, policy.parts)
+            along = []
         else:
             assert (act == RUN) == (machine.runs[index] == 0)
             assert act != REPLAY or trace.op_again[index]
@@ -267,3 +295,24 @@ def test_foresight_evicts_what_is_used_last() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="rule must be"):
         replay(chain(1), replace(DTR, rule="fifo"))  # type: ignore[arg-type]
+
+
+def test_what_a_reader_misses_is_made_along_with_it() -> None:
+    """Where room is short, of two ops by elements the first one's value never exists whole; else, and without parts, it does."""
+    trace = TraceWriter()
+    x, y = (trace.call(9, [], [(400, -1)])[0] for _ in range(2))
+    (v,) = trace.call(1, [x], [(400, -1)], elements=100)
+    (big,) = trace.call(1, [], [(600, -1)])
+    trace.release(big)
+    (out,) = trace.call(1, [v, y], [(400, -1)], elements=100)
+    trace.release(out)
+    (end,) = trace.call(1, [x, y], [(400, -1)])
+    for tensor in (x, y, v, end):
+        trace.release(tensor)
+    done = trace.done()
+    policy = replace(DTR, neighbours="own", by_staleness=False, parts=4)
+    roomy, tight = (replay(done, policy, budget, journal=True) for budget in (2400, 1400))
+    assert ALONG not in {act for act, _ in roomy.journal}
+    assert tight.journal[tight.journal.index((ALONG, 2)) + 1] == (RUN, 4)
+    assert tight.replay_cost == 1
+    assert replay(done, replace(policy, parts=1), 1400).replay_cost >= 9  # x or y had to go, and to come again

@@ -11,6 +11,7 @@ from memtune.program import Program
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.shelf import Shelf
+from memtune.search_spaces.offload.activations._shares import leading, shares_of
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 
 
@@ -47,6 +48,8 @@ class CopyOut(Technique):
         """Needs blocks, in eager mode, and something in them that is large enough."""
         if self.target == "ssd" and (reason := no_directory(target)) is not None:
             return reason
+        if self.target == "ssd" and program.stages is not None:
+            return Reason("tensors of several micro-batches on SSD are not built", "target: cpu")
         if not program.step.blocks:
             return Reason("the model has no blocks whose activations could move", "def blocks(model) in model.py")
         if target.compiled == "model":
@@ -58,8 +61,10 @@ class CopyOut(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Copies out after each save, copies back before each first use."""
-        claims = [MoveClaim(i, share, self.min_bytes) for i, share in enumerate(self._shares(len(program.step.blocks)))]
-        return program.with_step(move_activations(program.step, claims, self.ahead if self.target == "ssd" else None))
+        shares, stages = shares_of(program, lambda n: leading(self.ratio, n)), program.stages
+        claims = [MoveClaim(i, share, self.min_bytes) for i, share in enumerate(shares)]
+        ahead = self.ahead if self.target == "ssd" else None
+        return program.with_step(move_activations(program.step, claims, ahead, stages=stages))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim the blocks' shares in the activation table; for SSD the offload directory must be usable."""
@@ -69,13 +74,9 @@ class CopyOut(Technique):
             offload_dir.checked()
             table.shelf = Shelf(self.ahead)
             context.checks["offload.activations"] = lambda: {"ssd_written_bytes": table.shelf.written_bytes}
-        for region, share in zip(regions, self._shares(len(regions)), strict=True):
+        for region, share in zip(regions, leading(self.ratio, len(regions)), strict=True):
             if share > 0:
                 table.claim_move(region.index, share, self.min_bytes, ssd=ssd)
-
-    def _shares(self, n_blocks: int) -> list[float]:
-        """Share of each block: 1 for the first `ratio` of them, the rest of it for the next, 0 for the last."""
-        return [min(max(self.ratio * n_blocks - i, 0.0), 1.0) for i in range(n_blocks)]
 
     def record(self, target: Target) -> dict[str, Any]:
         """Where the activations go, and how many."""

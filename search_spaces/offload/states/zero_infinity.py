@@ -1,4 +1,4 @@
-"""Optimizer state on SSD, streamed through the host while it steps (ZeRO-Infinity, Rajbhandari et al. 2021)."""
+"""Optimizer state on SSD, parameters there or on the host if wanted (ZeRO-Infinity, Rajbhandari et al. 2021)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.passes.ssd_optimizer import optimizer_on_ssd
+from memtune.errors import ApplyError
+from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd
+from memtune.passes.stream import stream_parameters
 from memtune.program import Kind, Program
+from memtune.residency import Residency, window
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.ssd_optimizer import SsdOptimizer
+from memtune.runtime.ssd_parameters import KeptParameters
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run
 from memtune.search_spaces.offload.states._native_update import no_native_update
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 
@@ -22,8 +27,14 @@ class ZeroInfinity(Technique):
     the next ones are read and those of the last ones written, so host memory holds a few pieces whatever the model's size.
     24 bytes per parameter cross the drive in a step with AdamW; drives wear, so what is written is shown.
 
+    With `parameters: ssd` (or `host`) the blocks' weights come and go: while one block computes, the next comes up from the host
+    and the one after that is read from SSD. Each is read for forward and for backward (the last ones of forward stay), and
+    written once a step. Their gradients go down as they land and wait on the host, so clipping by norm is noticed and refused.
+    Not in it: gradients on SSD, which would be read and written once more per micro-batch.
+
     Distinguishing test: 12 bytes per parameter are read and 12 written in a step, the read of the third parameter begins before
-    the first is updated, and host memory holds no more pieces than are on their way.
+    the first is updated, and host memory holds no more pieces than are on their way; a block is read from SSD while the one two
+    before it computes.
     """
 
     kind: Literal["zero_infinity"] = "zero_infinity"
@@ -43,6 +54,13 @@ class ZeroInfinity(Technique):
     """After a crash training goes on from the user's own checkpoint, or from the last complete step: then each piece has two
     slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive."""
 
+    parameters: Literal["device", "host", "ssd"] = "device"
+    """Where the weights of blocks are while they are not used; those of no block stay on the device."""
+    on_device: Annotated[int, Field(ge=1, le=64)] = 2
+    """Blocks on the device at once where parameters come and go: with 2 the next one comes up while the current one computes."""
+    read_ahead: Annotated[int, Field(ge=0, le=64)] = 1
+    """Moments by which a block is read from SSD before it comes up; each takes the bytes of a block's weights on the host."""
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a directory on a drive, and something to update in a type that the native update knows."""
         if (reason := no_directory(target)) is not None:
@@ -50,17 +68,36 @@ class ZeroInfinity(Technique):
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
-        return no_native_update(step, self.update)
+        if (reason := no_native_update(step, self.update)) is not None or self.parameters == "device":
+            return reason
+        return cannot_run(program, target, natively=False)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State and masters to SSD; reads, updates and writes in place of the optimizer's ops."""
-        return program.with_step(optimizer_on_ssd(program.step, self.ahead, 2 if self._keeps else 1))
+        step, away = program.step, None
+        if self.parameters != "device":
+            read_ahead = self.read_ahead if self.parameters == "ssd" else None
+            step = stream_parameters(step, self._residency(len(step.blocks)), early=False, read_ahead=read_ahead)
+            away = Away.of(step)
+        return program.with_step(optimizer_on_ssd(step, self.ahead, 2 if self._keeps else 1, away))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Rebind the optimizer to tensors on SSD."""
+        """Rebind the optimizer to tensors on SSD, then have the blocks' parameters come and go."""
+        if self.parameters != "device" and context.compiled is not None:
+            raise ApplyError(
+                f"zero_infinity with  parameters: {self.parameters}  does not work with compiled blocks.",
+                evidence=f"{EAGER_ONLY[:1].upper()}{EAGER_ONLY[1:]}.",
+                fix="parameters: device, or  execution: {compile: false}", code="MT315",
+            )  # fmt: skip
         offload_dir.checked()
         moved = SsdOptimizer(context, master=self.update == "master", ahead=self.ahead, keep=self._keeps)
         context.checks["offload.states"] = moved.check
+        if self.parameters != "device":
+            store = KeptParameters(context, self._residency(len(context.blocks)), moved, self.read_ahead, self.parameters)
+            context.checks["offload.states"] = store.check
+
+    def _residency(self, blocks: int) -> Residency:
+        return window(blocks, min(self.on_device, blocks))
 
     @property
     def _keeps(self) -> bool:
@@ -68,12 +105,15 @@ class ZeroInfinity(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, and how it is updated."""
-        how = {"optimizer": "ssd", "trigger": "end_of_step", "update": self.update, "ahead": self.ahead}
+        how: dict[str, Any] = {"optimizer": "ssd", "trigger": "end_of_step", "update": self.update, "ahead": self.ahead}
+        if self.parameters != "device":
+            ahead = {"read_ahead": self.read_ahead} if self.parameters == "ssd" else {}
+            how |= {"parameters": self.parameters, "on_device": self.on_device, **ahead}
         return {"states.offload": {**how, **({"resume": self.resume} if self._keeps else {})}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """One way for each type of parameter."""
-        return {"update": ("native", "master")}
+        return {"update": ("native", "master"), "parameters": ("device", "host", "ssd")}
 
     def exactly(self) -> Exactness:
         """Lossy with masters: it trains as bfloat16 with float32 masters does, not as the user's optimizer."""

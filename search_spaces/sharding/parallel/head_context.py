@@ -10,7 +10,8 @@ from pydantic import Field
 from memtune.linear_pairs import whole_in_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.runtime.head_context import HEAD_CONTEXT, Split, divide_sequence
+from memtune.runtime.contexts import Split
+from memtune.runtime.head_context import HEAD_CONTEXT, divide_sequence
 from memtune.search_spaces.sharding.parallel._layers import TakingTurns, needs_plan, of_another
 from memtune.technique import Plan, Reason, Target
 
@@ -23,17 +24,25 @@ class HeadContext(TakingTurns):
     all-to-alls of queries, keys, values and outputs), and keys and values go round the contexts: `ring attention`, its results
     merged by their log-sum-exp. Embeddings, the last norm and the head see all positions.
 
+    Where later positions are masked, `balance` says how ranks come to equal work. In zigzag it is equal, and blocks go all the
+    way round. With `helpers` contexts follow one another (no sequence need divide twice) and nothing goes more than half round:
+    ranks that have seen all their keys attend for others, and send back what they find. That is equal for odd contexts; for even
+    ones, the first half has one block of c/2 + 1/2 less to do.
+
     Reordered: softmax is that of the plain step, its sums over keys are taken context by context; a weight's gradient in the
     blocks is a sum of `degree` partial sums over the positions.
 
     Distinguishing test: a rank saves 1/degree of what the blocks save, and where it exchanges heads attention's output of its
     own positions once more. With Q and K the bytes of its own queries and keys, an attention sends 4·(Q + K)·(h - 1)/h in
     all-to-alls and 6·K·(c - 1) in rings (h ranks a context, c contexts; 16-bit keys 8·K, as their gradients go round in fp32).
+    With helpers the last context, which gets most, receives 4·K·⌊c/2⌋ + (2·Q + L)·⌊(c - 1)/2⌋ (L of a log-sum-exp).
     """
 
     kind: Literal["head_context"] = "head_context"
     title: ClassVar[str] = "Positions divided over ranks, attention over heads and contexts"
-    source: ClassVar[str] = "Gu et al. 2024, LoongTrain, arXiv:2406.18485, sections 3 and 4"
+    source: ClassVar[str] = (
+        "Gu et al. 2024, LoongTrain, arXiv:2406.18485, sections 3 and 4; helpers: Li et al. 2023, DistFlashAttn, arXiv:2310.03294"
+    )
 
     head_degree: Annotated[int, Field(ge=1)] = 1
     """Ranks of a context, which divide the heads of attention; the others of the group have other contexts."""
@@ -41,8 +50,8 @@ class HeadContext(TakingTurns):
     """Which ranks are neighbours: those that exchange heads, or those that pass keys and values on."""
     inner_ring: Annotated[int, Field(ge=2)] | Literal["node"] | None = None
     """Contexts of an inner ring, round which blocks go on their way to the next one; `node`: those of one; None: one ring."""
-    balance: Literal["zigzag", "none"] = "zigzag"
-    """Contexts have a piece from the front and one from the back: causal attention is equal work; or they follow one another."""
+    balance: Literal["zigzag", "helpers", "none"] = "zigzag"
+    """Contexts have a piece from the front and one from the back; or they follow one another, the first ones helping the last."""
 
     def split(self, ranks: int, node: int) -> Split | Reason:
         """The settings that count, of `ranks` in all with `node` of them on a node; or why there are none."""
@@ -54,6 +63,10 @@ class HeadContext(TakingTurns):
         contexts = degree // self.head_degree
         context_first = self.placement == "context_first" and self.head_degree > 1 and contexts > 1
         zigzag = self.balance == "zigzag" and contexts > 1
+        if self.balance == "helpers" and contexts > 2:
+            if isinstance(self.inner_ring, int):
+                return Reason("ranks that help each other are no rings", "inner_ring: null")
+            return Split(self.head_degree, contexts, contexts, context_first, zigzag=False, helpers=True)
         if self.inner_ring == "node":
             inner = min(node, contexts) if context_first else node // self.head_degree
             inner = inner if inner > 1 and contexts % inner == 0 else contexts
@@ -128,6 +141,7 @@ class HeadContext(TakingTurns):
         except (KeyError, TypeError):
             return ()
         rings = "" if split.inner == split.contexts else f", in inner rings of {split.inner}"
+        rings += ", the first of which attend for the last" if split.helpers else ""
         return (
             f"{split.ranks} ranks share every sequence: {split.heads} with some heads each × {split.contexts} contexts{rings}",
             "each rank brings its own micro-batches, and they take turns",
@@ -146,4 +160,5 @@ class HeadContext(TakingTurns):
             "head_degree": tuple(each for each in range(1, node + 1) if node % each == 0),
             "placement": ("head_first", "context_first") if several else ("head_first",),
             "inner_ring": ("node",) if several else (None,),
+            "balance": ("zigzag", "helpers"),
         }

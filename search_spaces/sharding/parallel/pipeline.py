@@ -11,11 +11,11 @@ from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.op_costs import op_costs
 from memtune.parameters import columns_of
-from memtune.passes.pipeline import Piped, pipelined
+from memtune.passes.pipeline import Piped, piped, pipelined
 from memtune.passes.stages import Chain, chain_of
-from memtune.pipeline_order import idle_share
+from memtune.pipeline_order import Stages, idle_share
 from memtune.planners.stages import balanced
-from memtune.program import Program, RankClass, Resource, Step
+from memtune.program import Program, RankClass, Step
 from memtune.runtime.context import Context
 from memtune.search_spaces.sharding.parallel._layers import needs_plan, of_another
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
@@ -24,9 +24,11 @@ from memtune.units import format_bytes
 if TYPE_CHECKING:
     from memtune.runtime.pipeline import Layout
 
-_ALONE = ("sharding.states", "sharding.communication", "offload.states", "offload.activations", "split", "execution.order")
+_ALONE = ("sharding.states", "sharding.communication", "offload.states", "split", "execution.order")
 _BESIDE = ("none", "full", "selective")
 """What else may be done to the blocks: what is decided block by block, without a plan for the whole model's memory."""
+_MOVING = ("none", "copy_out", "pipelined")
+"""What may move their activations."""
 
 
 class Pipeline(Technique):
@@ -80,6 +82,12 @@ class Pipeline(Technique):
         recompute = target.chosen.get("recompute")
         if recompute is not None and recompute.kind not in _BESIDE:
             return Reason(f"recompute: {recompute.kind} is planned for a rank that has all blocks", "recompute: {kind: full}")
+        moving = target.chosen.get("offload.activations")
+        if moving is not None and moving.kind not in _MOVING:
+            return Reason(
+                f"offload.activations: {moving.kind} is planned for a rank that has all blocks",
+                "offload.activations: {kind: pipelined}",
+            )
         if target.compiled:
             return Reason("compiled models train on one rank so far", "execution.compile: false")
         return self._uncut(program.step, self._count(target.ranks))
@@ -116,36 +124,26 @@ class Pipeline(Technique):
         """The step of a later micro-batch, of which each pipeline has those of all its ranks; `finish` puts it into stages."""
         degree = self.degree or target.ranks
         step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
+        blocks = {name: index for index, name in enumerate(step.blocks)}
+        stages = Stages(tuple(blocks[stage[0]] for stage in plan.decisions["stages"]), degree, self.schedule)
         ranks = (RankClass(program.ranks, step),)
-        return Program(ranks, program.micro_batch, program.accumulate * degree, program.notes, sharers=degree)
+        accumulate = program.accumulate * degree
+        return Program(ranks, program.micro_batch, accumulate, program.notes, sharers=degree, stages=stages)
 
     def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
         """The step of each rank of a pipeline, all micro-batches in it; the fullest one first."""
-        degree, node = self.degree or target.ranks, target.hardware.local_ranks(target.ranks)
-        blocks = {name: index for index, name in enumerate(program.step.blocks)}
-        starts = tuple(blocks[stage[0]] for stage in plan.decisions["stages"])
-        link = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
-        between = Resource.INTER_LINK if degree % node == 0 else Resource.INTRA_LINK
-        count, copies = program.accumulate, target.ranks // degree
-        times = self._times(count // degree)
-        how = Piped(starts, degree, self.schedule, count // times, copies, link, between, waiting=count - count // times)
+        how, times = piped(program, target.hardware)
         kinds = _kinds(program.step, how, target)
         try:
             steps = pipelined(program.step, how, list(kinds))
         except ValueError as error:
             return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
-        classes = [RankClass(copies * n, step) for n, step in zip(kinds.values(), steps, strict=True)]
+        classes = [RankClass(how.copies * n, step) for n, step in zip(kinds.values(), steps, strict=True)]
         classes.sort(key=lambda each: each.step.peak_bytes(), reverse=True)
         return Program(
-            tuple(classes), program.micro_batch, times, program.notes, sharers=degree,
-            unrolled=count // times, idle=idle_share(degree, how.stages_per_rank, count),
+            tuple(classes), program.micro_batch, times, program.notes, sharers=how.ranks, unrolled=how.micro_batches,
+            idle=idle_share(how.ranks, how.stages_per_rank, program.accumulate),
         )  # fmt: skip
-
-    def _times(self, rounds: int) -> int:
-        """How often the rows of a step stand for its rounds of `degree` micro-batches: two rounds or a few show what is held."""
-        if self.schedule == "gpipe":  # all of them are held
-            return 1
-        return rounds // next((each for each in range(2, rounds + 1) if rounds % each == 0), 1)
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Keep this rank's stages, as the plan has them."""

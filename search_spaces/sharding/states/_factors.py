@@ -28,6 +28,10 @@ class _Divided(_Units):
     @abc.abstractmethod
     def _factors(self, ranks: int, plan: Plan) -> Factors: ...
 
+    def divides_parameters(self, ranks: int, plan: Plan) -> bool:
+        """Where their factor is not one."""
+        return self._factors(ranks, plan).parameters > 1
+
     def _why_not(self, factors: Factors, program: Program, target: Target) -> Reason | None:
         """Why `factors` cannot be used on `program`, or are another technique."""
         problem = factors.problem(target.ranks)
@@ -62,7 +66,7 @@ class _Divided(_Units):
         """Divide the model's states and rebind the optimizer to what this rank holds."""
         divide(
             context,
-            self._factors(context.ranks, plan),
+            self._factors(context.copies, plan),
             kind=self.kind,
             bucket_cap_mb=self.bucket_cap_mb,
             reshard_after_forward=self.reshard_after_forward,

@@ -38,6 +38,10 @@ class _Units(Technique):
         """Whether gradients are averaged between the copies once a step, not in every micro-batch."""
         return False
 
+    def divides_parameters(self, ranks: int, plan: Plan) -> bool:
+        """All of them."""
+        return self._degree(ranks, plan) > 1
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs two ranks, and units that FSDP2 can flatten and gather in one place."""
         if target.ranks < 2:
@@ -80,7 +84,7 @@ class _Units(Technique):
         """Shard the model with FSDP2 and rebind the optimizer to the shards."""
         shard(
             context,
-            degree=self._degree(context.ranks, plan),
+            degree=self._degree(context.copies, plan),
             reshard_after_forward=self.reshard_after_forward,
             blocks_per_unit=self.blocks_per_unit,
             two_hop=self._averages_once(),

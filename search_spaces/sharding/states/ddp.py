@@ -8,6 +8,7 @@ from pydantic import Field
 
 from memtune.passes.replicate import Replication, replicate
 from memtune.program import Program
+from memtune.runtime.buckets import Buckets
 from memtune.runtime.context import Context
 from memtune.runtime.replicate import Replicas
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
@@ -56,8 +57,9 @@ class Ddp(Technique):
         return program.with_step(replicate(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Wrap the model; the wrapper is what trains."""
-        Replicas(context, bucket_cap_mb=self.bucket_cap_mb, find_unused_parameters=self.find_unused_parameters)
+        """Wrap the model; the wrapper is what trains. Where ranks have parts of a model, the copies of each part are averaged."""
+        kind = Replicas if context.parts == 1 else Buckets
+        kind(context, bucket_cap_mb=self.bucket_cap_mb, find_unused_parameters=self.find_unused_parameters)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Nothing is divided; gradients are averaged in buckets."""

@@ -51,7 +51,7 @@ class Zero2(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to this rank's rows of every parameter."""
-        divide(context, Factors(1, context.ranks, context.ranks), kind=self.kind, bucket_cap_mb=self.bucket_cap_mb)
+        divide(context, Factors(1, context.copies, context.copies), kind=self.kind, bucket_cap_mb=self.bucket_cap_mb)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Ranks over which each state is divided, and the buckets."""

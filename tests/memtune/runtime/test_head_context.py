@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gloo import run_ranks
-from torch import Tensor
+from whole_attention import HEAD, HEADS, LENGTH, SAMPLES, SHARED, made, one_rank
 
 from memtune.errors import ApplyError
 from memtune.runtime import head_context
-from memtune.runtime.head_context import Split, divided_attention, enough_heads, grid_of, require_plain_attention
+from memtune.runtime.contexts import Split, grid_of
+from memtune.runtime.head_context import divided_attention, enough_heads, require_plain_attention
 from memtune.runtime.transfer import COUNTERS
 
-SAMPLES, HEADS, SHARED, LENGTH, HEAD = 2, 8, 2, 32, 4
 EIGHT = [
     Split(heads, 8 // heads, inner, first, zigzag)
     for heads in (1, 2, 4, 8)
@@ -25,21 +25,6 @@ EIGHT = [
     for zigzag in (False, True)
     if 8 // heads % inner == 0
 ]
-
-
-def made() -> list[Tensor]:
-    """Query, key, value and a gradient of the output, the same on every rank."""
-    torch.manual_seed(0)
-    return [torch.randn(SAMPLES, n, LENGTH, HEAD) for n in (HEADS, SHARED, SHARED, HEADS)]
-
-
-def one_rank(causal: bool) -> list[Tensor]:
-    """Output and gradients."""
-    *given, gradient = made()
-    given = [each.requires_grad_() for each in given]
-    out = F.scaled_dot_product_attention(*given, is_causal=causal, enable_gqa=True)
-    out.backward(gradient)
-    return [out.detach(), *(each.grad for each in given if each.grad is not None)]
 
 
 def shares(splits: list[Split]) -> list[tuple[dict[str, int], dict[bool, float]]]:

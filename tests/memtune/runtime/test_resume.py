@@ -25,15 +25,18 @@ FRESH = multiprocessing.get_context("forkserver")
 STEPS = 3
 
 
-def fresh() -> nn.Module:
+def fresh(blocks: int = 1) -> nn.Module:
     torch.manual_seed(1)
-    block = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 6))
-    return nn.Sequential(block, nn.Linear(6, 2))
+    layers = [nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 6)) for _ in range(blocks)]
+    return nn.Sequential(*layers, nn.Linear(6, 2))
 
 
 def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
+    """`resume`, and after a comma where the blocks' parameters are."""
+    resume, _, parameters = resume.partition(",")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    settings = {"offload": {"states": {"kind": "zero_infinity", "resume": resume}}}
+    knobs = {"resume": resume, **({"parameters": parameters, "read_ahead": 0} if parameters else {})}
+    settings = {"offload": {"states": {"kind": "zero_infinity", **knobs}}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it goes on
         return memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean())
@@ -45,7 +48,7 @@ def train(directory: str, resume: str, kill_at: int, log: str) -> None:
     torch.set_num_threads(1)
     if kill_at >= 0:
         kill_at_durable_act(kill_at)
-    tuned = tuned_of(fresh(), resume)
+    tuned = tuned_of(fresh(2 if "," in resume else 1), resume)
     with open(log, "a") as out:
         print("start", tuned.resumed_steps, file=out, flush=True)
         for step in range(tuned.resumed_steps, STEPS):
@@ -91,21 +94,21 @@ def same(one: Path, other: Path) -> None:
         )
 
 
-def killed_and_resumed(tmp_path: Path, acts: range, again: int = -1) -> int:
+def killed_and_resumed(tmp_path: Path, acts: range, again: int = -1, resume: str = "last_step") -> int:
     """Kill at each of `acts`, resume (killed once more at act `again`), and compare. Returns at how many it was killed."""
     plain = tmp_path / "plain"
-    assert run(tmp_path_of(tmp_path, "plain"), plain) == 0
+    assert run(tmp_path_of(tmp_path, "plain"), plain, resume=resume) == 0
     kills = 0
     for act in acts:
         directory, log = tmp_path_of(tmp_path, f"{act}"), tmp_path / f"log{act}"
-        if run(directory, log, act) == 0:
+        if run(directory, log, act, resume) == 0:
             break
         kills += 1
         done = sum(line.startswith("done") for line in log.read_text().splitlines()) if log.exists() else 0
         if again >= 0:
-            run(directory, tmp_path / f"again{act}", again)
+            run(directory, tmp_path / f"again{act}", again, resume)
         resumed = tmp_path / f"resumed{act}"
-        assert run(directory, resumed) == 0
+        assert run(directory, resumed, resume=resume) == 0
         start = int(resumed.read_text().split()[1])
         if done < STEPS:  # else it was killed when nothing need be kept any more
             assert start in (done, done + 1) or (again >= 0 and start > done), (act, start, done)
@@ -122,6 +125,12 @@ def tmp_path_of(tmp_path: Path, name: str) -> Path:
 def test_killed_in_a_step_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     """At three of the acts of apply and three steps; at all of them in the slow tier."""
     assert killed_and_resumed(tmp_path, range(20, 60, 14)) == 3
+
+
+@pytest.mark.slow
+def test_killed_with_parameters_on_ssd_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """Weights that come and go are made from the masters that were kept."""
+    assert killed_and_resumed(tmp_path, range(20, 140, 17), resume="last_step,ssd") > 5
 
 
 @pytest.mark.slow

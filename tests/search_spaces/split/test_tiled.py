@@ -30,10 +30,11 @@ from memtune.testing.training import build, config_of, plain, settings_of
 from memtune.workload import Workload
 
 MODELS = Path(__file__).parent / "models"
-LARGE, CAPPED, SHIFTED, NO_HEAD, OWN_HEAD, WIDE = (
-    MODELS / f"{name}.py" for name in ("large_vocabulary", "capped_autocast", "shifted", "no_head", "own_head", "wide_mlp")
+LARGE, CAPPED, SHIFTED, SHIFTED_AUTOCAST, NO_HEAD, OWN_HEAD, WIDE, BOTH = (
+    MODELS / f"language_models.py:{name}"
+    for name in ("large", "capped", "shifted", "shifted_autocast", "no_head", "own_head", "wide_mlp", "wide_both")
 )
-BOTH, NORMS = MODELS / "wide_both.py", MODELS / "plain_norms.py"
+NORMS = MODELS / "plain_norms.py"
 
 
 class TestTiled(TechniqueSuite):
@@ -152,7 +153,7 @@ class TestTiled(TechniqueSuite):
 
     @pytest.mark.parametrize("chunks", [2, 32])
     def test_logits_cast_and_cut_before_the_loss(self, chunks: int) -> None:
-        assert not drift(MODELS / "shifted_autocast.py", Tiled(chunks=chunks))
+        assert not drift(SHIFTED_AUTOCAST, Tiled(chunks=chunks))
 
     def test_small_logits_are_refused_and_so_are_those_made_inside_a_block(self) -> None:
         assert "of the peak" in str(Tiled().fits(plain_program(ZOO["gpt"]), target_of()))

@@ -29,7 +29,7 @@ from memtune.testing.drift import compare, plain_program, recording_of, target_o
 from memtune.testing.training import build, config_of, settings_of
 from memtune.workload import Workload
 
-WIDE = Path(__file__).parents[2] / "split" / "models" / "wide_mlp.py"
+WIDE = Path(__file__).parents[2] / "split" / "models" / "language_models.py:wide_mlp"
 WHOLE = TSplit(share=0.0, parts=1, min_bytes=64)
 PARTS = TSplit(share=0.0, parts=4, min_bytes=64)
 

@@ -42,6 +42,7 @@ def in_backward(step: Step, name: str) -> float:
 class TestLohan(LayersSuite):
     technique = Lohan
     models: ClassVar = {"tied": ZOO["tied"]}
+    others: ClassVar = ZOO
     variants = (SMALL, Lohan(kind="lohan"))
     quick = ("tied",)
 

@@ -105,6 +105,7 @@ def train_and_say_who(connection: Any, directory: str) -> None:
 class TestSmartInfinity(TechniqueSuite):
     technique = SmartInfinity
     models: ClassVar = {"tied": ZOO["tied"]}
+    others: ClassVar = ZOO
     variants = (SMALL,)
     quick = ("tied",)
     tolerance = 1e-5

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from layers_suite import block_bytes
 from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
 from memtune.errors import EnvironmentFault
-from memtune.program import Kind, Resource, Step, Tier
+from memtune.program import Kind, Phase, Resource, Step, Tier
 from memtune.runtime import disk, offload_dir
+from memtune.runtime.ssd_parameters import Where
 from memtune.runtime.tiers import DEVICE, SSD, mark, tier_of
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
@@ -36,6 +39,7 @@ def total(step: Step, resource: Resource) -> int:
 class TestZeroInfinity(TechniqueSuite):
     technique = ZeroInfinity
     models: ClassVar = {name: ZOO[name] for name in ("tied", "tobf16")}
+    others: ClassVar = ZOO
     quick = ("tied",)
     tolerance = 1e-5
 
@@ -75,6 +79,37 @@ class TestZeroInfinity(TechniqueSuite):
         assert kept.peak_bytes() == step.peak_bytes()
         self.check_drift("tied", keeps)
         disk.folder().remove()
+
+    @pytest.mark.parametrize("where", ["ssd", pytest.param("host", marks=pytest.mark.slow)])
+    def test_parameters_on_another_tier_have_the_same_bits(self, where: Where) -> None:
+        away = DEFAULT.model_copy(update={"parameters": where})
+        self.check_drift("tied", away)
+        native = train(ZOO["tied"], OptimizerCpu(kind="optimizer_cpu", update="native"))
+        found = train(ZOO["tied"], away)
+        assert not differences(replace(found, gradients=[]), replace(native, gradients=[]))
+
+    def test_blocks_are_read_three_deep_and_bytes_are_the_formula(self) -> None:
+        """The mechanism: while block i computes, i + 1 comes up and i + 2 is being read; without reading ahead not."""
+        plain = rewritten(ZOO["gpt"])
+        for read_ahead in (1, 0):
+            step = rewritten(ZOO["gpt"], DEFAULT.model_copy(update={"parameters": "ssd", "read_ahead": read_ahead}))
+            numel = sum(int(plain.bytes[each.gradient]) // 4 for each in plain.parameters)
+            sizes = block_bytes(plain)
+            twice = 2 * sum(sizes) - sum(sizes[-2:])  # the last two stay at the turn
+            assert total(step, Resource.SSD_READ) == 12 * numel + twice
+            assert total(step, Resource.SSD_WRITE) == 12 * numel + sum(sizes)
+            assert step.peak_bytes(Tier.SSD) == 12 * numel + sum(sizes)
+            there = replace(step, tier=np.where(step.kind == Kind.COMMUNICATION, step.tier, Tier.SSD).astype(np.uint8))
+            assert there.peak_bytes() == sizes[0] + sizes[1]
+            in_forward = [row for row in rows(step, "from_ssd") if step.op_phase[row] == Phase.FORWARD]
+            third = in_forward[2 * len(in_forward) // len(sizes)]
+            assert (third < self._begins(step, 0)) == (read_ahead == 1)
+            assert third < self._begins(step, 1)
+
+    @staticmethod
+    def _begins(step: Step, block: int) -> int:
+        computes = (step.op_phase == Phase.FORWARD) & (step.op_block == block) & (step.op_resource == Resource.COMPUTE)
+        return int(np.flatnonzero(computes)[0])
 
     def test_reads_go_ahead_of_updates(self) -> None:
         """The mechanism: three deep. Without reading ahead, each read waits for the update before it."""
@@ -119,6 +154,22 @@ class TestZeroInfinity(TechniqueSuite):
             one_step(workload, model, optimizer, tuned, seed=SEED + 1)
         assert caught.value.code == "MT363"
         assert name in caught.value.what
+
+    def test_a_damaged_weight_stops_the_forward_with_its_name(self) -> None:
+        workload, model, optimizer = build(ZOO["tied"])
+        away = DEFAULT.model_copy(update={"parameters": "ssd"})
+        tuned = apply(model, optimizer, config_of(ZOO["tied"], away), strict=False)
+        one_step(workload, model, optimizer, tuned, seed=SEED)
+        kept = next(iter(tuned._context.represented))  # outside of the blocks: its piece is read in the step alone
+        assert kept.untyped_storage().nbytes()
+        name, weight = next((n, p) for n, p in model.named_parameters() if p.untyped_storage().nbytes() == 0)
+        ssd = model.state_dict()[name]
+        assert ssd.shape == weight.shape
+        with open(disk.current().path, "r+b") as file:
+            file.seek(disk.current().extent(ssd).offset)
+            file.write(b"\xff\x00\xff")
+        with pytest.raises(EnvironmentFault, match=f"the weight {name}"):
+            one_step(workload, model, optimizer, tuned, seed=SEED + 1)
 
     def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "master" in str(DEFAULT.fits(plain_program(ZOO["tobf16"]), target_of()))

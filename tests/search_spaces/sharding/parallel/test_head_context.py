@@ -36,7 +36,8 @@ from memtune.errors import ApplyError
 from memtune.factors import Contexts, Schedule, by_link
 from memtune.program import Phase, Resource, Step
 from memtune.runtime import nodes, shim
-from memtune.runtime.head_context import HEAD_CONTEXT, Split
+from memtune.runtime.contexts import Split
+from memtune.runtime.head_context import HEAD_CONTEXT
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.parallel.head_context import HeadContext
@@ -46,7 +47,7 @@ from memtune.workload import Workload
 
 KIND = "head_context"
 CONTEXTS = MODELS / "contexts.py"
-SEQ, DIM, LAYERS = 16, 32, 2
+SEQ, DIM, LAYERS, HEADS = 16, 32, 2, 4
 BLOCKS, WHOLE = 84992, 95488
 """Bytes of the gradients of `SEPARATE`'s blocks, of one of which a layer is frozen, and of all."""
 
@@ -57,12 +58,13 @@ def split_of(ranks: int, **knobs: Any) -> Split:
     return found
 
 
-def sent(ranks: int, parts: int = 1, node: int = 8, **knobs: Any) -> tuple[float, float]:
-    """By the formula: bytes inside a node and between nodes, per rank and step; every rank brings `parts` micro-batches."""
+def sent(ranks: int, parts: int = 1, node: int = 8, rank: int = 0, **knobs: Any) -> tuple[float, float]:
+    """By the formula: bytes inside a node and between nodes, of a rank in a step; every rank brings `parts` micro-batches."""
     split = split_of(ranks, **knobs)
     own = SIZE * SEQ * DIM * 4 / split.ranks
     shape = split.heads, split.contexts, split.inner, split.context_first
-    contexts = Contexts(*shape, *(LAYERS * own,) * 3, own, BLOCKS, WHOLE)
+    helped = split.place(rank % split.ranks)[0] if split.helpers else None
+    contexts = Contexts(*shape, *(LAYERS * own,) * 3, own, BLOCKS, WHOLE, helped, LAYERS * own * HEADS / DIM)
     found = by_link(contexts.hops(Schedule(ranks, node, parts * split.ranks)), node)
     return found.intra_bytes, found.inter_bytes
 
@@ -99,6 +101,7 @@ def test_settings_that_make_no_groups_are_refused() -> None:
         ({"inner_ring": 3}, "inner_ring=3 does not divide a ring of 8 contexts"),
         ({"inner_ring": 8}, "does not divide a ring of 8 contexts into several"),
         ({"head_degree": 8, "inner_ring": 2}, "a ring of 1 contexts"),
+        ({"balance": "helpers", "inner_ring": 2}, "ranks that help each other are no rings"),
     ):
         assert said in str(HeadContext(**knobs).split(8, 8))
 
@@ -256,8 +259,8 @@ def assert_as_predicted(found: list[Measured], knobs: dict[str, dict[str, Any]],
     for name, each in knobs.items():
         of_split = {knob: value for knob, value in each.items() if knob not in ("accumulate", "beside")}
         predicted = simulate(candidate(KIND, SEPARATE, ranks, **each).program, hardware.detect("cpu")).peak_allocated_bytes
-        wanted = sent(ranks, each.get("accumulate", 1), node, **of_split)
-        for rank in found:
+        for number, rank in enumerate(found):
+            wanted = sent(ranks, each.get("accumulate", 1), node, number, **of_split)
             assert shim.available() is not None or abs(rank[name][0] - predicted) <= 0.02 * predicted, (name, rank, predicted)
             assert rank[name][1:] == wanted or "beside" in each, (name, rank, wanted)
 
@@ -278,6 +281,7 @@ KNOBS: dict[int, dict[str, dict[str, Any]]] = {
         "context first": {"head_degree": 2, "placement": "context_first"},
         "double ring": {"inner_ring": 2},
         "unbalanced double ring": {"inner_ring": 2, "balance": "none"},
+        "helpers": {"balance": "helpers"},
         "copies": {"degree": 2},
         "copies of heads, accumulated": {"degree": 2, "head_degree": 2, "accumulate": 4},
     },

@@ -1,0 +1,206 @@
+"""Allocators under real training: what each reserves, what it costs, and whether the replay puts them in the right order.
+
+    python benchmarks/gpu_allocator.py                # CUDA: the GPT of 350M parameters
+    python benchmarks/gpu_allocator.py --device cpu   # the same code path on CPU, with the tiny GPT
+
+Every allocator trains the same steps in a process of its own: of equal batches, and of batches of several sizes in turn, plain,
+with recompute and with offload. Of each: peak reserved / peak allocated bytes, the median time of a step (the last half of them),
+the driver calls after ten steps, and the reserved bytes that the replay predicts. Bars: `planned_layout` reserves 1.02 of what is
+allocated and `gmlake` 1.10; both take 1.02 of native's time and call the driver no more. At last, data is written through a
+stitched block and read back. Results go to `benchmarks/results/<device name>/allocators.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import memtune  # first: where the environment names an allocator, torch takes it now or never
+
+# isort: split
+import numpy as np
+import torch
+from gpu import ROOT, device_name
+
+from memtune import _native, hardware
+from memtune.arena_settings import ArenaSettings
+from memtune.autotune.allocator_model import AllocatorSettings, event_stream, replay
+from memtune.autotune.candidates import Choice, Rewriter
+from memtune.autotune.record import record
+from memtune.autotune.translate import translate
+from memtune.program import Program
+from memtune.runtime import arena
+from memtune.runtime.ledger import Ledger
+from memtune.search_spaces import find
+from memtune.technique import Target
+from memtune.workload import Workload
+
+WORKLOAD = ROOT / "examples" / "gpt.py"
+SETTLED, BATCH, MIB = 10, 6, 1 << 20
+KINDS = ("native", "expandable_segments", "lifetime_pools", "gmlake", "planned_layout")
+UNDER: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full recompute": {"recompute": {"kind": "full"}},
+    "copied out": {"offload": {"activations": {"kind": "copy_out", "ratio": 0.5}}},
+}
+SIZES = {"equal": [BATCH], "varying": [BATCH, 2, 5, 3, 6, 4]}
+BARS = {"planned_layout": 1.02, "gmlake": 1.10}
+"""Of reserved / allocated; a plan is one of a step that repeats, so it is judged on equal batches."""
+TIME_BAR = 1.02
+Row = dict[str, Any]
+
+
+def rows_of(device: str) -> list[Row]:
+    """All cases that `device` has."""
+    kinds = [kind for kind in KINDS if device == "cuda" or kind != "expandable_segments"]
+    return [
+        {"under": under, "sizes": sizes, "kind": kind, "settings": {**UNDER[under], "allocator": {"kind": kind}}}
+        for under, sizes, kind in itertools.product(UNDER, SIZES, kinds)
+    ]
+
+
+def replayed(rows: list[Row], device: str) -> None:
+    """Adds the reserved bytes that the allocator's replay says of each case of equal batches."""
+    machine = hardware.detect(device)
+    recording = translate(record(Workload.load(WORKLOAD), sizes={BATCH}), machine)
+    rewriter = Rewriter(recording, Target(machine, 1, None))
+    for row in rows:
+        if row["sizes"] == "equal":
+            choice = Choice.from_document({"execution": {"micro_batch": BATCH}, **UNDER[row["under"]]})
+            program = rewriter.program(choice)
+            assert isinstance(program, Program), program
+            settings = AllocatorSettings.from_env(find("allocator", row["kind"])().env())
+            row["replayed_bytes"] = replay(event_stream(program.step, 6), settings, None).peak_reserved_bytes
+
+
+def in_a_process(arguments: list[str], env: dict[str, str]) -> Row:
+    """What this file says when it runs with `arguments`, in a fresh process."""
+    done = subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, **env}, capture_output=True, text=True)
+    if done.returncode != 0:
+        return {"status": "crash", "reason": done.stderr[-1000:]}
+    return {"status": "ok", **json.loads(done.stdout.splitlines()[-1])}
+
+
+def train(settings: dict[str, Any], sizes: list[int], steps: int, device: str) -> Row:
+    """Steps of these batch sizes in turn; peaks are those after the first ten, times those of the last half."""
+    torch.manual_seed(0)
+    workload, where = Workload.load(WORKLOAD), torch.device(device)
+    ledger = Ledger.open(where)
+    model = workload.build_model().to(where).train()
+    optimizer = workload.make_optimizer([each for each in model.parameters() if each.requires_grad])
+    tuned = memtune.apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
+    number = 0 if device == "cuda" else _native.ARENA_CPU
+    calls, step_s, losses = [], [], []
+    for step in range(steps):
+        if step == SETTLED:
+            ledger.reset_peak()
+        batch = workload.make_batch(sizes[step % len(sizes)])
+        started = time.perf_counter()
+        losses.append(float(tuned.step([batch])))
+        step_s.append(time.perf_counter() - started)
+        calls.append(_native.arena_statistics(number).driver_calls)
+    return {
+        "reserved_bytes": ledger.peak_reserved_bytes(),
+        "allocated_bytes": ledger.peak_allocated_bytes(),
+        "step_s": statistics.median(step_s[steps // 2 :]),
+        "driver_calls": calls[-1],
+        "driver_calls_once_settled": calls[-1] - calls[SETTLED],
+        "losses": losses,
+        "audit": tuned.audit().get("allocator"),
+    }
+
+
+def read_back(device: str) -> Row:
+    """Every second of 32 blocks is freed, a stitched one takes their place and is written; all are read."""
+    number = 0 if device == "cuda" else _native.ARENA_CPU
+    if device == "cpu":
+        arena.install(ArenaSettings(kind="gmlake"))
+    blocks = [torch.full((4 * MIB,), value, dtype=torch.uint8, device=device) for value in range(32)]
+    del blocks[::2]
+    before = _native.arena_statistics(number).states[2]
+    stitched = torch.full((60 * MIB,), 77, dtype=torch.uint8, device=device)
+    return {
+        "stitched": _native.arena_statistics(number).states[2] - before,
+        "right": bool((stitched == 77).all()) and all(bool((each == 2 * i + 1).all()) for i, each in enumerate(blocks)),
+    }
+
+
+def rank_correlation(one: list[float], other: list[float]) -> float:
+    """Spearman's, with the mean rank for equals."""
+
+    def ranks(values: list[float]) -> Any:
+        array = np.array(values, float)
+        return np.array([(array < each).sum() + ((array == each).sum() - 1) / 2 for each in array])
+
+    return float(np.corrcoef(ranks(one), ranks(other))[0, 1])
+
+
+def judged(rows: list[Row], stitched: Row) -> dict[str, Any]:
+    """Each bar: what was found, and whether it holds. Figures of time and native's bytes mean something on a GPU alone."""
+    ran = [row for row in rows if row["status"] == "ok"]
+    native_s = {(row["under"], row["sizes"]): row["step_s"] for row in ran if row["kind"] == "native"}
+    found: dict[str, Any] = {"cases": len(rows), "ran": len(ran), "stitched_data_reads_back": stitched}
+    told = [row for row in ran if "replayed_bytes" in row]
+    if len(told) > 2:
+        found["rank_correlation"] = rank_correlation(
+            [row["replayed_bytes"] for row in told], [row["reserved_bytes"] for row in told]
+        )
+    for kind, bar in BARS.items():
+        own = [row for row in ran if row["kind"] == kind]
+        if not own:
+            continue
+        ratios = {
+            sizes: max((row["reserved_bytes"] / row["allocated_bytes"] for row in own if row["sizes"] == sizes), default=0.0)
+            for sizes in SIZES
+        }
+        worst = ratios["equal"] if kind == "planned_layout" else max(ratios.values())
+        steady = [row["driver_calls_once_settled"] for row in own if row["sizes"] == "equal"]
+        slower = [row["step_s"] / native_s[row["under"], row["sizes"]] for row in own if (row["under"], row["sizes"]) in native_s]
+        found[kind] = {
+            "reserved_by_allocated": ratios, "bar": bar, "within": 0 < worst <= bar,
+            "driver_calls_once_settled": max(steady, default=None),
+            "step_by_native": statistics.median(slower) if slower else None, "step_bar": TIME_BAR,
+        }  # fmt: skip
+    return found
+
+
+def main() -> int:
+    """Replay all, train all, write; exit code 1 where something did not run or reads back wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--limit", type=int, help="only so many cases, spread over all")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    parser.add_argument("--read-back", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.train or asked.read_back:
+        print(json.dumps(train(**json.loads(asked.train), device=asked.device) if asked.train else read_back(asked.device)))
+        return 0
+    os.environ |= {"MEMTUNE_GPT_SIZE": "tiny", "OMP_NUM_THREADS": "1"} if asked.device == "cpu" else {"MEMTUNE_GPT_SIZE": "350m"}
+    rows = rows_of(asked.device)
+    rows = rows[:: -(-len(rows) // asked.limit)] if asked.limit else rows
+    replayed(rows, asked.device)
+    for row in rows:
+        what = json.dumps({"settings": row["settings"], "sizes": SIZES[row["sizes"]], "steps": asked.steps})
+        row |= in_a_process(["--device", asked.device, "--train", what], find("allocator", row["kind"])().env())
+        print(row["under"], row["sizes"], row["kind"], row["status"], row.get("reason", ""), flush=True)
+    stitched = in_a_process(["--device", asked.device, "--read-back"], find("allocator", "gmlake")().env())
+    found = judged(rows, stitched)
+    file = asked.results / device_name(asked.device) / "allocators.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"judged": found, "cases": rows}, indent=1) + "\n")
+    print(json.dumps(found))
+    return int(len(rows) != found["ran"] or not stitched.get("right") or not stitched.get("stitched"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The rows of a step of a schedule whose op runs in parts, with others along: what `runtime.frozen_code` writes for it, op by op.
+
+What the op makes is there first, empty. Then, part by part: each op along makes its part, the op itself makes its own of those,
+which is copied to its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+
+from memtune.passes.region import Region
+from memtune.program import I32, ON_GPU_ONLY, READS, WRITES, Kind, Resource, Step
+from memtune.schedule import Do, parts_of
+
+
+class Role(Enum):
+    """What a row does for its step."""
+
+    EMPTY = auto()
+    """Allocates what the op makes."""
+    ALONG = auto()
+    """Makes a part of a value that never exists whole."""
+    RESULT = auto()
+    """Makes a part of what the op makes."""
+    COPY = auto()
+    """Puts that part in its place."""
+
+
+@dataclass(frozen=True)
+class PartRow:
+    """One row of such a step."""
+
+    role: Role
+    op: int
+    """Of the region."""
+    share: float
+    """Of all elements."""
+    bytes: int = 0
+    """Of the storage that it makes, but for EMPTY, which makes the op's own."""
+    uses: list[tuple[int, int]] = field(default_factory=list)
+    """(storage, how), filled when storages are known."""
+
+
+def elements_of(step: Step, region: Region) -> Sequence[int]:
+    """(n,) elements that each op of the region makes one by one of those that it reads, 0 for all others."""
+    graph = region.graph
+    found = []
+    for op, (row, made) in enumerate(zip(region.rows.tolist(), graph.makes, strict=True)):
+        size = int(step.op_by_element[row])
+        written = bool(graph.writes[op]) or any(value in graph.writers for value in made)
+        plain = 0 < size < ON_GPU_ONLY and len(made) == 1 and not written and not region.scratch_bytes[op]
+        found.append(int(region.bytes[made[0]]) // size if plain else 0)
+    return found
+
+
+def part_rows(step: Step, region: Region, compute: Do) -> list[PartRow]:
+    """The rows of `compute`, in order."""
+    size = {op: int(step.op_by_element[region.rows[op]]) for op in (*compute.along, compute.of)}
+    n_elements = int(region.bytes[region.graph.makes[compute.of][0]]) // size[compute.of]
+    rows = [PartRow(Role.EMPTY, compute.of, 0.0)]
+    for start, end in parts_of(n_elements, compute.parts):
+        share = (end - start) / n_elements
+        rows += [PartRow(Role.ALONG, op, share, (end - start) * size[op]) for op in compute.along]
+        rows += [PartRow(role, compute.of, share, (end - start) * size[compute.of]) for role in (Role.RESULT, Role.COPY)]
+    return rows
+
+
+class PartStorages:
+    """Gives the rows of such steps their storages, and says what each row uses.
+
+    Args:
+        step: The plain step.
+        region: Of it.
+        rows: New row → what it is.
+    """
+
+    def __init__(self, step: Step, region: Region, rows: dict[int, PartRow]) -> None:
+        self._step, self._region, self._rows = step, region, rows
+        self._start = np.searchsorted(step.use_op, np.arange(step.n_ops + 1))
+        self._parts: dict[int, int] = {}  # storage of the plain step → its part, as it is now
+        self._result = -1
+
+    def enter(self, new: int, now: dict[int, int], number: int) -> bool:
+        """Fill in what row `new` uses; whether it makes a storage that is a part, which is then `number`.
+
+        Args:
+            new: The row.
+            now: Storage of the plain step → the one that has its value now.
+            number: Of the next storage.
+        """
+        part, region = self._rows[new], self._region
+        storage = int(region.storages[region.graph.makes[part.op][0]])
+        if part.role is Role.EMPTY:
+            self._parts.clear()
+            return False
+        if part.role is Role.COPY:
+            whole = now.get(storage, storage)
+            part.uses[:] = [(whole, int(READS)), (self._result, int(READS)), (whole, int(WRITES))]
+            return False
+        row = int(region.rows[part.op])
+        span = slice(self._start[row], self._start[row + 1])
+        read, how = self._step.use_storage[span].tolist(), self._step.use_mutates[span].tolist()
+        part.uses[:] = [(self._parts.get(s, now.get(s, s)), h) for s, h in zip(read, how, strict=True)]
+        if part.role is Role.ALONG:
+            self._parts[storage] = number
+        else:
+            self._result = number
+        return True
+
+
+def part_columns(ops: dict[str, Any], rows: dict[int, PartRow], empty: int, copy: int) -> None:
+    """Change the columns of ops where a row is of such a step; `empty` and `copy` are names."""
+    at = np.asarray(list(rows), np.int32)
+    share = np.asarray([part.share for part in rows.values()])
+    ops["op_flops"][at] *= share
+    ops["op_traffic_bytes"][at] = (ops["op_traffic_bytes"][at] * share).astype(np.int64)
+    ops["op_by_element"][at] = 0
+    for new, part in rows.items():
+        if part.role is Role.EMPTY:
+            ops["op_name"][new], ops["op_resource"][new] = empty, Resource.NOTHING
+        elif part.role is Role.COPY:
+            ops["op_name"][new], ops["op_flops"][new], ops["op_traffic_bytes"][new] = copy, 0.0, 2 * part.bytes
+
+
+def part_storages(columns: dict[str, Any], bytes_of: dict[int, int]) -> None:
+    """Change the columns of storages that are parts: how large each is, and that it is nobody's gradient."""
+    at = np.asarray(list(bytes_of), np.int32)
+    columns["bytes"][at] = list(bytes_of.values())
+    columns["kind"][at], columns["owner"][at], columns["ready_after"][at] = Kind.TEMPORARY, -1, -1
+
+
+def use_columns(step: Step, order: I32, patches: dict[int, dict[int, int]], rows: dict[int, PartRow]) -> dict[str, Any]:
+    """The columns of uses: those of the old rows, with other storages where `patches` says so, or what a part uses."""
+    start = np.searchsorted(step.use_op, np.arange(step.n_ops + 1))
+    count = (start[1:] - start[:-1])[order]
+    count[list(rows)] = [len(part.uses) for part in rows.values()]
+    new_start = np.concatenate([[0], np.cumsum(count)])
+    index = np.arange(new_start[-1]) - np.repeat(new_start[:-1], count) + np.repeat(start[:-1][order], count)
+    index = np.minimum(index, len(step.use_op) - 1)  # a part may use more than the op did; what it uses follows
+    storage, how = step.use_storage[index], step.use_mutates[index]
+    for row, part in rows.items():
+        at = slice(new_start[row], new_start[row + 1])
+        storage[at], how[at] = [each for each, _ in part.uses], [each for _, each in part.uses]
+    for row, changed in patches.items():
+        at = slice(new_start[row], new_start[row + 1])
+        storage[at] = [changed.get(each, each) for each in storage[at].tolist()]
+    return {"use_op": np.repeat(np.arange(len(order), dtype=np.int32), count), "use_storage": storage, "use_mutates": how}

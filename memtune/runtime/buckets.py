@@ -1,0 +1,211 @@
+"""Gradients averaged bucket by bucket while backward runs, as DistributedDataParallel does it, among the ranks that hold the same part.
+
+DDP's reducer takes plain tensors that all ranks of its group have whole; parameters of which a rank has a part are DTensors. Its
+rules, which `passes.replicate` has as well, hold here too:
+
+1. Buckets are filled in the order in which gradients arrive, closed when they reach their size, one dtype each, and never freed.
+   In the first step nothing is known of the order: gradients are averaged when backward ends, and the order is taken from there.
+2. A gradient is copied into its bucket as soon as autograd has put it in place, and becomes a view of it. With several
+   micro-batches that happens in the last one.
+3. A full bucket is averaged while backward goes on, in order; all are done before backward returns. A parameter without a
+   gradient is an error, or, where it is said that there are such ones, counts as zeros if another rank has one, else as nothing.
+4. Buffers follow those of the first copy before the first forward of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+
+from memtune.errors import ApplyError
+from memtune.runtime.context import Context
+from memtune.runtime.nodes import count_collective
+from memtune.runtime.parts import same_part
+from memtune.runtime.ranks import require_ranks
+from memtune.runtime.tree import local
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Gradients that travel together."""
+
+    parameters: list[nn.Parameter]
+    whole: Tensor
+    views: dict[nn.Parameter, Tensor]
+    missing: set[nn.Parameter] = field(default_factory=set)
+    work: Any = None
+
+
+class Buckets:
+    """Averages the gradients of the model in `context` over the ranks that hold the same part, after the last micro-batch.
+
+    Args:
+        context: Gets a `sync` and a check.
+        bucket_cap_mb: Gradients are averaged in buckets of about this many MiB.
+        find_unused_parameters: Ask all ranks which parameters got no gradient in this step.
+
+    Raises:
+        ApplyError: There is no process group, or the weights of these ranks differ.
+    """
+
+    def __init__(self, context: Context, *, bucket_cap_mb: int, find_unused_parameters: bool) -> None:
+        require_ranks(context, "ddp")
+        self._model, self._cap_bytes = context.model, bucket_cap_mb << 20
+        self._finds_unused = find_unused_parameters
+        self._group = same_part(context)
+        self._parameters = [p for p in context.model.parameters() if p.requires_grad]
+        self._arrival: list[nn.Parameter] = []
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._last, self._queued, self._next, self._fresh = True, False, 0, True
+        self._averaged_bytes = 0
+        for parameter in self._parameters:
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
+        context.undo.callback(context.model.register_forward_pre_hook(self._send_buffers).remove)
+        context.sync, context.averaged = self._sync, True
+        context.checks["sharding.states"] = self._check
+
+    @contextmanager
+    def _sync(self, last: bool) -> Iterator[None]:
+        self._last = last
+        try:
+            yield
+        finally:
+            self._last = True
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self._last:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._finish)
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:
+            self._arrival.append(parameter)
+            return
+        self._copy_in(bucket, parameter)
+        self._average_what_is_full()
+
+    @torch.no_grad()
+    def _copy_in(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
+        gradient, view = parameter.grad, bucket.views[parameter]
+        bucket.missing.discard(parameter)
+        if gradient is None:
+            view.zero_()
+        elif local(gradient).untyped_storage()._cdata != view.untyped_storage()._cdata:
+            view.copy_(local(gradient))
+            parameter.grad = _like(view, parameter)
+
+    def _average_what_is_full(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            bucket = self._buckets[self._next]
+            self._next += 1
+            ranks = self._group.size()
+            bucket.whole.div_(ranks)
+            self._averaged_bytes += bucket.whole.nbytes
+            count_collective(self._group, 2 * bucket.whole.nbytes * (ranks - 1) // ranks)
+            bucket.work = dist.all_reduce(bucket.whole, group=self._group, async_op=True)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Backward has ended."""
+        self._queued = False
+        self._fresh = True
+        if not self._buckets:
+            self._fill()
+        unused = self._without_gradient()
+        for bucket in self._buckets:
+            for parameter in tuple(bucket.missing):
+                self._copy_in(bucket, parameter)
+        self._average_what_is_full()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+            bucket.work, bucket.missing = None, set(bucket.parameters)
+        for parameter in unused:
+            parameter.grad = _like(self._bucket_of[parameter].views[parameter], parameter)
+        self._next = 0
+
+    def _without_gradient(self) -> list[nn.Parameter]:
+        """Parameters that have no gradient here and one on another rank (rule 3)."""
+        mine = [parameter for parameter in self._parameters if parameter.grad is None]
+        if not self._finds_unused:
+            if mine:
+                raise ApplyError(
+                    f"{len(mine)} parameters got no gradient in this step.",
+                    evidence=f"One has the shape {tuple(mine[0].shape)}.", fix="find_unused_parameters: true", code="MT326",
+                )  # fmt: skip
+            return mine
+        used = torch.tensor([int(p.grad is not None) for p in self._parameters], dtype=torch.int32)
+        used = used.to(self._parameters[0].device)
+        dist.all_reduce(used, group=self._group)
+        somewhere = dict(zip(self._parameters, used.tolist(), strict=True))
+        return [parameter for parameter in mine if somewhere[parameter]]
+
+    def _fill(self) -> None:
+        """Rule 1."""
+        place = {parameter: index for index, parameter in enumerate(self._arrival)}
+        late = [p for p in reversed(self._parameters) if p not in place]
+        open_: dict[torch.dtype, list[nn.Parameter]] = {}
+        closed: list[list[nn.Parameter]] = []
+        order = [*self._arrival, *late]
+        for parameter in order:
+            filling = open_.setdefault(parameter.dtype, [])
+            filling.append(parameter)
+            if sum(local(each).nbytes for each in filling) >= self._cap_bytes:
+                closed.append(open_.pop(parameter.dtype))
+        place = {parameter: index for index, parameter in enumerate(order)}
+        for parameters in sorted([*closed, *open_.values()], key=lambda bucket: place[bucket[0]]):
+            self._buckets.append(_bucket(parameters))
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._arrival = []
+
+    # -- buffers -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _send_buffers(self, model: nn.Module, args: Any) -> None:
+        """Rule 4: one message."""
+        buffers = [buffer for buffer in model.buffers() if buffer.numel()] if self._fresh and model.training else []
+        self._fresh = False
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in buffers:
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        for same in by_type.values():
+            message = torch.cat([buffer.reshape(-1) for buffer in same])
+            dist.broadcast(message, group=self._group, group_src=0)
+            for buffer, sent in zip(same, message.split([b.numel() for b in same]), strict=True):
+                buffer.copy_(sent.view_as(buffer))
+
+    def _check(self) -> dict[str, Any]:
+        mine = {p for p in self._model.parameters() if p.requires_grad}
+        if mine != set(self._parameters):
+            raise ApplyError("the model's parameters are no longer those whose gradients are averaged.", code="MT324")
+        return {"ranks": self._group.size(), "averaged_bytes": self._averaged_bytes}
+
+
+def _bucket(parameters: list[nn.Parameter]) -> _Bucket:
+    sizes = [local(each).numel() for each in parameters]
+    whole = local(parameters[0]).detach().new_empty(sum(sizes))
+    parts = whole.split(sizes)
+    views = {p: part.view(local(p).shape) for p, part in zip(parameters, parts, strict=True)}
+    return _Bucket(parameters, whole, views, set(parameters))
+
+
+def _like(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """`part` as a gradient of `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

@@ -1,0 +1,40 @@
+"""An optimizer's `step` replaced on the object: hooks, profilers and learning rate schedulers find what they look for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """From here on `optimizer.step(...)` is `step(...)`, and a scheduler, built before or after, counts it as one.
+
+    A scheduler wraps `step` when it is built, marks what it made, and warns when the mark is gone at its own first step; the
+    wrapper's business is to note that the optimizer was called. What is put here notes it and bears the mark: a scheduler that is
+    built later leaves it as it is.
+
+    Args:
+        optimizer: Whose step it is.
+        step: What runs, the optimizer's step hooks included; without the optimizer as an argument.
+    """
+
+    @functools.wraps(type(optimizer).step)  # GradScaler and others read its signature
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True  # what the scheduler's wrapper would note
+        return step(*args, **kwargs)
+
+    vars(called)["_wrapped_by_lr_sched"] = True
+    optimizer.step = MethodType(called, optimizer)  # type: ignore[method-assign]
+
+
+def with_hooks(optimizer: Optimizer, update: Callable[..., Any]) -> Callable[..., Any]:
+    """`update` with the optimizer's step hooks before and after it, as its own step has them."""
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return update(*args, **kwargs)
+
+    return MethodType(Optimizer.profile_hook_step(step), optimizer)

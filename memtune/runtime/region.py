@@ -1,0 +1,44 @@
+"""A region of the activation table: a block, and what techniques have claimed for what its forward saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from memtune.calls import Call
+from memtune.runtime.kept import Keep
+
+
+@dataclass
+class Region:
+    """One block and what has been claimed for what its forward saves."""
+
+    name: str
+    module: nn.Module
+    index: int
+    recompute: bool = False
+    keep: Keep | None = None
+    """Which ops' outputs a recomputed region keeps; None keeps none and needs no dispatch mode."""
+    move: float = 0.0
+    """Fraction of the claimable bytes that goes to the host."""
+    min_bytes: int = 0
+    """Smaller tensors are never moved."""
+    only: frozenset[Call] | None = None
+    """Calls whose outputs may move, `INPUTS` for what the region is called with; None: all that is claimable."""
+    watched: bool = False
+    """Its first run was looked through for collectives."""
+    reads_back: frozenset[str] | None = None
+    """Buffers that its forward changes and may read, as far as its runs have shown; None before the first one."""
+    ssd: bool = False
+    """What moves goes on from the host to SSD."""
+
+
+@dataclass
+class Traffic:
+    """What the table has done so far, for the audit."""
+
+    forwards: set[str] = field(default_factory=set)
+    """Names of the claimed regions that ran."""
+    recomputed_regions: set[str] = field(default_factory=set)
+    moved_bytes: int = 0

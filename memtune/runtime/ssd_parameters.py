@@ -1,0 +1,133 @@
+"""Blocks' parameters kept on SSD or on the host beside an optimizer whose state is on SSD (ZeRO-Infinity, section 5.1 and 6.2).
+
+Four rules on top of those of `runtime.store` and `runtime.ssd_optimizer`:
+
+Rule 1. A parameter's values are kept once more, in its own type and apart from its master weight and moments: backward and
+        forward read only them. A parameter that is not trained is kept there alone.
+Rule 2. Three deep: while a moment computes, units of the next moments come up from the host (the residency's window), and those
+        that come up within the `ahead` moments after it are read from SSD. What is asked for and not being read is read then.
+Rule 3. What was read is let go on the host when it has come up.
+Rule 4. What was read for a use that did not come is dropped when the step begins: it writes new values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.residency import Residency, reads_ahead
+from memtune.runtime import transfer
+from memtune.runtime.chunks import Piece
+from memtune.runtime.context import Context
+from memtune.runtime.host_parameters import copy_of
+from memtune.runtime.ssd_optimizer import SsdOptimizer
+from memtune.runtime.store import ParameterStore
+from memtune.runtime.tiers import SSD, mark
+
+Where = Literal["host", "ssd"]
+
+
+class _AtTheEnd:
+    """What the store knows of an optimizer that does all its work in `step`."""
+
+    def __init__(self, optimizer: SsdOptimizer) -> None:
+        self.check = optimizer.check
+
+    def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
+        """`SsdOptimizer.keep_in` says so."""
+
+    def update(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Not before `step`."""
+
+
+class KeptParameters(ParameterStore):
+    """Makes the blocks' parameters of `context` come and go, updated by `optimizer` at the end of the step.
+
+    Args:
+        context: Its model; hooks are put on its blocks and their parameters.
+        residency: Which block is on the device when.
+        optimizer: Of the same model, its state on SSD.
+        ahead: Moments by which a block is read from SSD before it comes up.
+        where: Between uses.
+
+    Raises:
+        ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
+        EnvironmentFault: There is no room on SSD; says for which parameter.
+    """
+
+    def __init__(self, context: Context, residency: Residency, optimizer: SsdOptimizer, ahead: int, where: Where) -> None:
+        self._where, self._ahead = where, reads_ahead(residency, ahead)
+        self._reading: dict[Tensor, Tensor] = {}  # by what is on SSD: where it comes to
+        self.read_bytes = 0
+        super().__init__(context, residency, _AtTheEnd(optimizer), early=False, copy=self._up)
+        optimizer.keep_in(self._hosts)
+
+    def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Rule 1."""
+        if self._where == "host":
+            return {parameter: copy_of(parameter) for parameter in mine}
+        names = {parameter: name for name, parameter in context.model.named_parameters()}
+        return {parameter: self._on_ssd(parameter, names[parameter]) for parameter in mine}
+
+    def _on_ssd(self, parameter: nn.Parameter, name: str) -> Tensor:
+        ssd: Tensor = torch.ops.memtune.to_ssd(copy_of(parameter), f"the weight {name}")
+        transfer.written(ssd)
+        mark(ssd, SSD)
+        return ssd
+
+    # -- reads -------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, moment: int) -> None:
+        if moment == self._moment:
+            return
+        super()._begin(moment)
+        if self._where == "ssd":  # Rule 2
+            for unit in self._ahead[moment][1]:
+                if unit not in self._there:
+                    self._read(self._units[unit])
+
+    def _read(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if piece.host not in self._reading:
+                self._reading[piece.host] = torch.ops.memtune.from_ssd(piece.host)
+                self.read_bytes += piece.host.nbytes
+
+    def _bring_pieces(self, pieces: Iterable[Piece]) -> None:
+        if self._where == "ssd":
+            self._read(pieces)
+        super()._bring_pieces(pieces)
+
+    def _up(self, there: Tensor, kept: Tensor) -> None:
+        """Rule 3."""
+        host = kept if self._where == "host" else self._reading.pop(kept)
+        torch.ops.memtune.copy_to_device_(there, host)
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Rule 4."""
+        while self._reading:
+            transfer.abandon(self._reading.popitem()[1])
+        super()._step_begins(optimizer, args, kwargs)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _loaded(self, index: int) -> None:
+        if self._where == "host":
+            super()._loaded(index)
+            return
+        for parameter in self._blocks[index]:
+            torch.ops.memtune.write_ssd_(self._hosts[parameter], copy_of(parameter))
+            transfer.written(self._hosts[parameter])
+        self._release(self._of_block[index])
+
+    def check(self) -> dict[str, Any]:
+        """Where the blocks' parameters are, and what has been read of them.
+
+        Raises:
+            ApplyError: Some are on the device between two steps, or some state is not on SSD.
+        """
+        return super().check() | {"parameters_on": self._where, "parameter_bytes_read": self.read_bytes}

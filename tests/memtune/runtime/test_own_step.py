@@ -1,0 +1,83 @@
+"""A replaced `step`: learning rate schedulers, hooks and GradScaler's look at its signature see the optimizer's own."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LinearLR
+from zoo_paths import ZOO
+
+from memtune._apply import apply
+from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
+from memtune.search_spaces.offload.states.smart_infinity import SmartInfinity
+from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
+from memtune.technique import Technique
+from memtune.testing.training import SEED, build, config_of, one_step
+
+STATES: list[Technique] = [
+    OptimizerCpu(kind="optimizer_cpu"),
+    OptimizerCpu(kind="optimizer_cpu", update="native"),
+    ZeroInfinity(kind="zero_infinity"),
+    SmartInfinity(kind="smart_infinity", domains=1),
+]
+
+
+def _rates(states: Technique, before: bool) -> tuple[list[float], int, int]:
+    """The rate of each of three steps under a scheduler that is built before `apply` or after it, and what it has counted."""
+    workload, model, optimizer = build(ZOO["tied"])
+
+    def schedule() -> LinearLR:
+        return LinearLR(optimizer, start_factor=1.0, end_factor=0.25, total_iters=3)
+
+    first = schedule() if before else None
+    tuned = apply(model, optimizer, config_of(ZOO["tied"], states), strict=False)
+    scheduler = first or schedule()
+    used, calls = [], 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    optimizer.register_step_post_hook(count)
+    for turn in range(3):
+        used.append(float(optimizer.param_groups[0]["lr"]))
+        one_step(workload, model, optimizer, tuned, seed=SEED + turn)
+        scheduler.step()
+    return [rate / used[0] for rate in used], scheduler.last_epoch, calls
+
+
+@pytest.mark.usefixtures("ssd", "one_thread")
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("before", [True, False], ids=["scheduler first", "apply first"])
+@pytest.mark.parametrize("states", STATES, ids=["own", "native", "ssd", "updaters"])
+def test_a_scheduler_counts_steps_and_nobody_warns(states: Technique, before: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rates, epoch, calls = _rates(states, before)
+    assert rates == pytest.approx([1.0, 0.75, 0.5])
+    assert (epoch, calls) == (3, 3)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_scheduler_that_steps_first_is_still_told(recwarn: pytest.WarningsRecorder) -> None:
+    """The mark must not hide the mistake that torch looks for."""
+    _, model, optimizer = build(ZOO["tied"])
+    scheduler = LinearLR(optimizer)
+    apply(model, optimizer, config_of(ZOO["tied"], STATES[1]), strict=False)
+    scheduler.step()
+    assert any("before `optimizer.step()`" in str(each.message) for each in recwarn)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_signature_is_the_optimizers_own() -> None:
+    _, model, optimizer = build(ZOO["tied"])
+    wanted = inspect.signature(optimizer.step)
+    apply(model, optimizer, config_of(ZOO["tied"], STATES[1]), strict=False)
+    assert inspect.signature(optimizer.step) == wanted
+    assert str(inspect.signature(AdamW([nn.Parameter(torch.zeros(1))]).step)) == str(wanted)

@@ -1,0 +1,322 @@
+"""Activations in the slots of a pipeline: which copies run when, what stays on each stage, and that nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from shared_layers import MODELS, SIZE, rewriter, settings
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice
+from memtune.autotune.simulate import simulate
+from memtune.errors import ApplyError
+from memtune.pipeline_order import Action, order, slots_between
+from memtune.program import Kind, Program, Step
+from memtune.runtime import shim
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.slots import Slots
+from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.offload.activations.pipelined import Pipelined
+from memtune.search_spaces.recompute.full import Full
+from memtune.technique import Technique
+from memtune.testing import TechniqueSuite, differences, drift, rewritten, train
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, plain
+
+CHAIN = MODELS / "chain.py"
+ALL, HALF = Pipelined(ratio=1.0, min_bytes=0), Pipelined(ratio=0.5, min_bytes=0)
+STEPS = 3
+
+
+class TestPipelined(TechniqueSuite):
+    """Without a pipeline: keyed by layer."""
+
+    technique = Pipelined
+    models = ZOO
+    quick = ("tied",)
+    variants = (ALL, HALF)
+
+    @classmethod
+    def default(cls) -> Technique:
+        return HALF
+
+    @pytest.mark.drawn(1)
+    @pytest.mark.parametrize("model", ZOO)
+    def test_composes_with_recompute(self, model: str) -> None:
+        assert drift(ZOO[model], Full(kind="full"), HALF) == ""
+
+    def test_trains_with_recompute(self) -> None:
+        assert not differences(train(ZOO["gpt"], Full(kind="full"), HALF), plain(ZOO["gpt"]))
+
+    def test_the_smallest_ratio_within_the_budget_is_chosen(self) -> None:
+        """As a search through all eighths finds it."""
+        program = plain_program(ZOO["gpt"])
+        peaks = [rewritten(ZOO["gpt"]).peak_bytes()]
+        peaks += [rewritten(ZOO["gpt"], Pipelined(ratio=n / 8, min_bytes=0)).peak_bytes() for n in range(1, 9)]
+        for budget in sorted({(min(peaks) + each) // 2 for each in peaks}):
+            found = Pipelined(budget_bytes=budget, min_bytes=0).plan(program, target_of(ALL)).decisions
+            wanted = next(n for n, peak in enumerate(peaks) if peak <= budget)
+            assert found["ratios"] == [wanted / 8]
+            assert found["told"]["peak_bytes"] == peaks[wanted]
+
+    def test_refusals(self) -> None:
+        program, target = plain_program(ZOO["gpt"]), target_of(ALL)
+        assert "no budget to plan for" in str(Pipelined(min_bytes=0).fits(program, target))
+        assert "everything fits" in str(Pipelined(budget_bytes=1 << 40, min_bytes=0).fits(program, target))
+        assert "no ratio stays within" in str(Pipelined(budget_bytes=1, min_bytes=0).fits(program, target))
+        assert "1048576" in str(Pipelined(ratio=1.0).fits(program, target))
+
+    @pytest.mark.parametrize("plan", [{}, {"ratios": [2.0], "ahead": 1}, {"ratios": [0.5, 0.5], "ahead": 1}])
+    def test_configs_without_a_plan_of_this_model_are_refused(self, plan: dict[str, Any]) -> None:
+        workload, model, optimizer = build(ZOO["gpt"])
+        document = {"settings": {"offload": {"activations": {"kind": "pipelined"}}}, "plan": {"offload.activations": plan}}
+        with pytest.raises(ApplyError, match="needs a plan"):
+            apply(model, optimizer, document, loss=workload.loss, strict=False)
+
+
+# -- what the pass says of the stages of a pipeline ----------------------------------------------------------------------
+
+
+@cache
+def found(ranks: int, accumulate: int = 2, beside: str = "none", knobs: tuple[tuple[str, Any], ...] = (), **moves: Any) -> Any:
+    moving = {"offload": {"activations": dict(moves)}} if moves else {}
+    document = {**settings("pipeline", accumulate=accumulate, **dict(knobs)), "recompute": {"kind": beside}, **moving}
+    return document, rewriter(CHAIN, ranks).candidate(Choice.from_document(document))
+
+
+def candidate(ranks: int, **how: Any) -> Candidate:
+    made = found(ranks, **how)[1]
+    assert isinstance(made, Candidate), made
+    return made
+
+
+def config(ranks: int, **how: Any) -> dict[str, Any]:
+    plans = candidate(ranks, **how).plans
+    return {"settings": found(ranks, **how)[0], "plan": {slot: plan.decisions for slot, plan in plans.items()}}
+
+
+PIPELINED: dict[str, Any] = {"kind": "pipelined", "min_bytes": 0}
+
+
+def activation_bytes(step: Step, blocks: range) -> int:
+    """A: what the blocks of a stage have made and autograd saves of it, for one micro-batch."""
+    made = np.where(step.producer >= 0, step.op_block[step.producer], -1)
+    rows = (
+        np.isin(step.save_block, blocks)
+        & np.isin(made[step.save_storage], blocks)
+        & (step.kind[step.save_storage] != Kind.PARAMETER)
+    )
+    storages = np.unique(step.save_storage[rows])
+    return int(step.bytes[storages].sum())
+
+
+def test_device_bytes_are_those_of_the_formula() -> None:
+    """(1 - r)·(p - i)·A + 2·r·A: of p - i micro-batches two have what moves on the device; a copied tensor is not cut."""
+    step = rewriter(CHAIN, 4).recording.at(SIZE)
+    plainly, largest = candidate(4).program, int(step.bytes[step.save_storage].max())
+    for ratio in (0.5, 1.0):
+        made = candidate(4, ratio=ratio, **PIPELINED)
+        a_bytes = activation_bytes(step, range(2))
+        moved, *others = made.plans["offload.activations"].decisions["told"]["moved_bytes"]
+        assert ratio * a_bytes - largest < moved <= ratio * a_bytes
+        assert others[1:] == [0, 0]  # nothing waits for two slots on the last two stages
+        assert made.program.step.peak_bytes() == plainly.step.peak_bytes() - (4 - 2) * moved
+
+
+def test_each_rank_moves_as_little_as_fits() -> None:
+    """The same ratios as trying all of them; the first rank holds more micro-batches than the second, so it moves more."""
+    peaks = [by_rank(candidate(4).program)]
+    peaks += [by_rank(candidate(4, ratio=n / 8, **PIPELINED).program) for n in range(1, 9)]
+    for budget in (peaks[8][0], (peaks[0][0] + peaks[8][0]) // 2, peaks[0][1]):
+        made = candidate(4, budget_bytes=budget, **PIPELINED)
+        ratios = made.plans["offload.activations"].decisions["ratios"]
+        assert ratios == [*(next(n for n in range(9) if peaks[n][rank] <= budget) / 8 for rank in (0, 1)), 0, 0]
+        assert ratios[0] > ratios[1]
+        assert made.program.step.peak_bytes() <= budget
+    assert "no ratio stays within" in str(found(4, budget_bytes=peaks[8][0] - 1, **PIPELINED)[1])
+
+
+def by_rank(program: Program) -> list[int]:
+    """Peaks, in the order of the ranks as far as equal stages hold more the earlier they are."""
+    return sorted((each.step.peak_bytes() for each in program.rank_classes for _ in range(each.count)), reverse=True)
+
+
+def test_pipelines_without_slots_are_refused() -> None:
+    assert "no micro-batch waits for two slots" in str(found(2, ratio=1.0, **PIPELINED)[1])
+    assert isinstance(found(2, ratio=1.0, knobs=(("schedule", "interleaved_1f1b"),), **PIPELINED)[1], Candidate)
+    assert "not built" in str(found(2, kind="copy_out", min_bytes=0, target="ssd")[1]) or "no directory" in str(
+        found(2, kind="copy_out", min_bytes=0, target="ssd")[1]
+    )
+    assert "planned for a rank that has all blocks" in str(found(2, kind="tsplit", share=0.5)[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("micro_batches", [1, 2, 6, 12])
+def test_a_micro_batch_waits_as_long_as_1f1b_says(ranks: int, micro_batches: int) -> None:
+    """The one that waits least has p - i - 1 others between its forward and its backward."""
+    for rank in range(ranks):
+        between = slots_between(order("1f1b", rank, ranks, 1, micro_batches))
+        assert between == {rank: min(ranks - rank, micro_batches) - 1}
+    program = candidate(4).program
+    assert program.stages is None  # put into stages
+
+
+def test_the_link_has_a_forward_and_a_backward_of_time() -> None:
+    """The pipeline waits for copies as soon as r·A is more than the link moves in t_F + t_B, and hardly before that."""
+    base, moves = candidate(4, accumulate=4).program, candidate(4, accumulate=4, ratio=1.0, **PIPELINED)
+    here = hardware.detect("cpu")
+    n_bytes = moves.plans["offload.activations"].decisions["told"]["moved_bytes"][0]
+    plain_s = simulate(base, here, level="events").step_s
+    slots_s = simulate(base, here).busy_s["compute"] / base.unrolled / base.accumulate
+
+    def slower(share: float) -> float:
+        link = {f"{way}_bytes_per_s": n_bytes / (slots_s * share) for way in ("host_to_device", "device_to_host")}
+        return simulate(moves.program, replace(here, **link), level="events").step_s / plain_s
+
+    assert slower(0.25) < 1.05
+    assert slower(4.0) > 1.5
+
+
+# -- on gloo ranks -------------------------------------------------------------------------------------------------------
+
+
+def _comes_when_asked(self: Slots, action: Action) -> None:
+    self._now, self._slot = action, self._slot + 1
+
+
+def _stays_on_its_way(self: Slots) -> None:
+    return None
+
+
+DEFECTS: dict[str, Callable[[], Any]] = {
+    "": nullcontext,
+    "comes back when asked": lambda: patch.object(Slots, "begins", _comes_when_asked),
+    "sources stay": lambda: patch.object(Slots, "ends", _stays_on_its_way),
+}
+
+
+def trained(config: dict[str, Any], accumulate: int) -> dict[str, Any]:
+    """Losses, weights and state of a few steps; the peak, bytes and trace of the last one."""
+    gc.collect()
+    ledger = Ledger.open("cpu") if shim.available() is None else None
+    empty = ledger.live_bytes() if ledger else 0
+    workload, model, optimizer = build(CHAIN)
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+    losses, peak = [], 0
+    for step in range(STEPS):
+        with tier(HOST):
+            torch.manual_seed(100 * step + dist.get_rank())
+            batches = [workload.make_batch(SIZE) for _ in range(accumulate)]
+        if ledger:
+            ledger.reset_peak()
+        COUNTERS.take()
+        losses.append(float(tuned.step(batches)))
+        peak = ledger.peak_allocated_bytes() - empty if ledger else 0
+    slots, moved = tuned._context.activations.slots, COUNTERS.take()
+    state = tuned.state_dict()
+    gc.collect()
+    return {
+        "losses": losses, "peak": peak, "moved": moved, "trace": slots.trace if slots else [],
+        "model": state["model"], "optimizer": state["optimizer"]["state"], "audit": tuned.audit(),
+    }  # fmt: skip
+
+
+def both(plainly: dict[str, Any], config: dict[str, Any], accumulate: int, defect: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    torch.set_num_threads(1)
+    wanted = trained(plainly, accumulate)
+    with DEFECTS[defect]():
+        return wanted, trained(config, accumulate)
+
+
+def check(ranks: int, defect: str = "", accumulate: int = 2, **how: Any) -> None:
+    """Bitwise as the pipeline alone, peaks as predicted, bytes by the formula, copies in their slots."""
+    other = {name: value for name, value in how.items() if name in ("beside", "knobs")}
+    arguments = config(ranks, accumulate=accumulate, **other), config(ranks, accumulate=accumulate, **how), accumulate, defect
+    runs = run_ranks(both, ranks, *arguments, deadline_s=200)
+    made = candidate(ranks, accumulate=accumulate, **how)
+    told = made.plans["offload.activations"].decisions["told"]["moved_bytes"] if how["kind"] == "pipelined" else None
+    knobs = dict(how.get("knobs", ()))
+    for rank, (wanted, got) in enumerate(runs):
+        for what in ("losses", "model", "optimizer"):
+            torch.testing.assert_close(got[what], wanted[what], rtol=0, atol=0)
+        if told is not None:
+            uploads = wanted["moved"].get("host_to_device", 0)
+            sent = accumulate * ranks * sum(told[rank::ranks])
+            assert got["moved"].get("device_to_host", 0) == got["moved"].get("host_to_device", 0) - uploads == sent
+            per_rank = len(told) // ranks
+            actions = order(knobs.get("schedule", "1f1b"), rank, ranks, per_rank, accumulate * ranks)
+            assert_in_slots(got["trace"], actions, {stage: told[stage] for stage in range(rank, len(told), ranks)})
+    if shim.available() is None:
+        peaks = sorted(got["peak"] for _, got in runs)
+        steps = [each.step for each in made.program.rank_classes]
+        assert peaks[-1] == pytest.approx(steps[0].peak_bytes(), rel=0.02)
+        for step in steps:
+            assert any(peak == pytest.approx(step.peak_bytes(), rel=0.02) for peak in peaks), (step.peak_bytes(), peaks)
+
+
+def assert_in_slots(trace: list[Any], actions: list[Action], n_bytes: dict[int, int]) -> None:
+    """Copies start in the forward's slot, have arrived a slot later, and come back in the slot before the backward."""
+    at = {action: n for n, action in enumerate(actions)}
+    seen: dict[tuple[int, int, str], int] = {}
+    for each in trace:
+        forward, backward = (at[Action(each.stage, each.micro_batch, way)] for way in (False, True))
+        wanted = {"leaves": (forward,), "arrived": (forward, forward + 1), "comes": (backward - 1,)}[each.what]
+        assert each.slot in wanted, each
+        key = each.stage, each.micro_batch, each.what
+        seen[key] = seen.get(key, 0) + each.n_bytes
+    moving = [action for action in actions if n_bytes[action.stage] and not action.backward]
+    wanted_bytes = {(a.stage, a.micro_batch, what): n_bytes[a.stage] for a in moving for what in ("leaves", "arrived", "comes")}
+    assert seen == wanted_bytes
+
+
+def test_copies_keep_to_the_slots_of_the_schedule() -> None:
+    check(3, ratio=1.0, **PIPELINED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", [each for each in DEFECTS if each])
+def test_fails_without_its_mechanism(defect: str) -> None:
+    with pytest.raises(AssertionError):
+        check(3, defect, ratio=1.0, **PIPELINED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("beside", ["none", "full", "selective"])
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_four_stages(ratio: float, beside: str, accumulate: int) -> None:
+    check(4, accumulate=accumulate, beside=beside, ratio=ratio, **PIPELINED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "gpipe"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_other_schedules(ranks: int, schedule: str) -> None:
+    check(ranks, knobs=(("schedule", schedule),), ratio=1.0, **PIPELINED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["none", "full", "selective"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "gpipe"])
+def test_copy_out_on_the_stages_of_a_pipeline(schedule: str, beside: str) -> None:
+    check(2, knobs=(("schedule", schedule),), beside=beside, kind="copy_out", ratio=0.75, min_bytes=0)
+
+
+@pytest.mark.slow
+def test_a_budget_that_the_pipeline_alone_exceeds() -> None:
+    budget = (candidate(4).program.step.peak_bytes() + candidate(4, ratio=1.0, **PIPELINED).program.step.peak_bytes()) // 2
+    check(4, budget_bytes=budget, **PIPELINED)
