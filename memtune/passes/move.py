@@ -16,7 +16,7 @@ import numpy.typing as npt
 from memtune.calls import INPUTS, Call
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
-from memtune.passes.recompute import calls_of
+from memtune.passes.recompute import calls_of, read_by_second_order, saved_in_backward
 from memtune.program import FOREVER, I32, I64, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES, reads
 
@@ -73,8 +73,7 @@ def _move_calls(step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead
     moved = _Moved(storage, block, claimed)
     edit = Edit(step)
 
-    readers = _reader_rows(step, moved)
-    moved_save = _shared_saves(step, moved)
+    readers, moved_save = _readers_and_saves(step, moved)
     first, asked = _first_asked(step, moved_save, len(storage))
     by_next = np.append(step.save_before[rows][1:], step.n_ops) <= lands_after[block]
     landing = _Landing(lands_after[block], by_next, int(first.min(initial=step.n_ops)))
@@ -216,9 +215,10 @@ def _forward_end(step: Step) -> I32:
 
 def _end_without(step: Step, moved: _Moved) -> I32:
     """(m,) `step.end` as it would be if autograd did not hold what moves."""
-    stays = _shared_saves(step, moved) < 0
+    readers, moved_save = _readers_and_saves(step, moved)
+    stays = moved_save < 0
     end = np.maximum(step.held_until, step.producer)
-    np.maximum.at(end, step.use_storage, np.where(_reader_rows(step, moved) < 0, step.use_op, -1))
+    np.maximum.at(end, step.use_storage, np.where(readers < 0, step.use_op, -1))
     np.maximum.at(end, step.save_storage[stays], step.save_until[stays])
     return end
 
@@ -239,16 +239,23 @@ def _hold_over_leavers(edit: Edit, step: Step, rows: I32, leave: I32, write: I32
     edit.hold_through(np.flatnonzero(held).astype(np.int32), last_leave[until[held]])
 
 
-def _shared_saves(step: Step, moved: _Moved) -> I32:
-    """(v,) index of the moved storage that a save row now finds on the host: in its own block and in claimed later ones."""
-    return np.where(moved.claimed[step.save_block], moved.index(step)[step.save_storage], -1).astype(np.int32)
+def _readers_and_saves(step: Step, moved: _Moved) -> tuple[I32, I32]:
+    """(u,) and (v,) index of the moved storage that a use or a save finds back from the host, -1 for all others.
 
-
-def _reader_rows(step: Step, moved: _Moved) -> I32:
-    """(u,) index of the moved storage that a use reads after it left: in backward or recomputation of a claimed block."""
+    Those are reads in backward or recomputation of a claimed block, and saves in the block itself and in claimed later ones;
+    where backward is differentiated itself, also what it saves of what it reads there, and who reads that.
+    """
+    index = moved.index(step)
     later = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     inside = later & moved.claimed[step.op_block[step.use_op]]
-    return np.where(inside, moved.index(step)[step.use_storage], -1).astype(np.int32)
+    readers = np.where(inside, index[step.use_storage], -1)
+    saves = np.where(moved.claimed[step.save_block], index[step.save_storage], -1)
+    again = (saves < 0) & saved_in_backward(step, readers >= 0)
+    if again.any():
+        second_order = (readers < 0) & read_by_second_order(step, again, again | (saves >= 0))
+        readers = np.where(second_order, index[step.use_storage], readers)
+        saves = np.where(again, index[step.save_storage], saves)
+    return readers.astype(np.int32), saves.astype(np.int32)
 
 
 def _first_asked(step: Step, moved_save: I32, count: int) -> tuple[I32, I32]:

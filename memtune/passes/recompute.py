@@ -77,8 +77,8 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     # Backward of the same block now reads the second run's products; so does a recomputation of the model's own in it.
     redirect = np.isin(step.op_phase[step.use_op], (Phase.RECOMPUTE, Phase.BACKWARD)) & (new[step.use_storage] >= 0)
     redirect &= (step.op_block[step.use_op] == made_in[step.use_storage]) & ~left_out[step.producer[step.use_storage]]
-    again_saved = ~number & _saved_in_backward(step, redirect)
-    redirect |= (new[step.use_storage] >= 0) & _read_by_second_order(step, again_saved, again_saved | number)
+    again_saved = ~number & saved_in_backward(step, redirect)
+    redirect |= (new[step.use_storage] >= 0) & read_by_second_order(step, again_saved, again_saved | number)
     edit.use_storage = np.where(redirect, new[edit.use_storage], edit.use_storage).astype(np.int32)
     edit.save_storage = np.where(wanted | again_saved, new[edit.save_storage], edit.save_storage).astype(np.int32)
     handed_out = wanted & (step.save_asked >= 0)  # each once
@@ -96,7 +96,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     return edit.done()
 
 
-def _saved_in_backward(step: Step, redirect: Mask) -> Mask:
+def saved_in_backward(step: Step, redirect: Mask) -> Mask:
     """(saves,) what a backward that is differentiated itself (`create_graph`) saves of a second run's products: it reads those.
 
     Autograd saves what an op reads just before the op runs.
@@ -106,7 +106,7 @@ def _saved_in_backward(step: Step, redirect: Mask) -> Mask:
     return np.isin(saves, pairs)
 
 
-def _read_by_second_order(step: Step, again_saved: Mask, known: Mask) -> Mask:
+def read_by_second_order(step: Step, again_saved: Mask, known: Mask) -> Mask:
     """(uses,) what the derivative of a backward reads of what that backward saved, where nobody else saved the same tensor."""
     first, last = np.full(step.n_storages, step.n_ops, np.int32), np.full(step.n_storages, -1, np.int32)
     np.minimum.at(first, step.save_storage[again_saved], step.save_before[again_saved])
