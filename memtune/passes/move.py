@@ -16,7 +16,8 @@ import numpy.typing as npt
 from memtune.calls import INPUTS, Call
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
-from memtune.passes.recompute import calls_of, read_by_second_order, saved_in_backward
+from memtune.passes.recompute import calls_of
+from memtune.passes.second_order import read_by_second_order, saved_in_backward
 from memtune.program import FOREVER, I32, I64, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES, reads
 
