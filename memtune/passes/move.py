@@ -406,14 +406,17 @@ def _hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
 
 
 def _twins(step: Step) -> I32:
-    """(m,) what the second run made in place of each storage, -1 for none."""
+    """(m,) what the second run made in place of each storage, -1 for none; what a third one makes is not looked at."""
     twin = np.full(step.n_storages, -1, np.int32)
     copies = np.flatnonzero((step.producer >= 0) & (step.op_copy_of[step.producer] >= 0))
-    copy_of = np.full(step.n_ops, -1, np.int32)
-    again = np.flatnonzero(step.op_copy_of >= 0)
-    copy_of[step.op_copy_of[again]] = again
-    originals = np.flatnonzero((step.producer >= 0) & (copy_of[step.producer] >= 0))
+    copied = np.zeros(step.n_ops, bool)
+    copied[step.op_copy_of[step.op_copy_of >= 0]] = True
+    originals = np.flatnonzero((step.producer >= 0) & copied[step.producer])
     copies = copies[np.lexsort((copies, step.op_copy_of[step.producer[copies]]))]
     originals = originals[np.lexsort((originals, step.producer[originals]))]
+    if len(copies) > len(originals):
+        of = step.op_copy_of[step.producer[copies]]
+        n_made = np.bincount(step.producer[originals], minlength=step.n_ops)
+        copies = copies[np.arange(len(of)) - np.searchsorted(of, of) < n_made[of]]
     twin[originals] = copies
     return twin

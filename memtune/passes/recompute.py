@@ -92,7 +92,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     before_run &= step.save_turn < runs.turn[step.save_block]
     edit.save_asked = np.where(before_run, starts[edit.save_call], edit.save_asked).astype(np.int32)
     if third is not None:
-        _run_a_third_time(edit, step, third, again, end, buffers)
+        _run_a_third_time(edit, step, third, np.flatnonzero(again).astype(np.int32), left_out, end, buffers)
     kept = kept_op & (np.arange(step.n_ops) < runs.settled[step.op_block])
     _hold_inputs_and_kept(edit, step, kept, made_in, end, runs, starts, _taken_before(step, kept, again, new_op, runs.anchor))
     if keep is not None:
@@ -100,14 +100,18 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     return edit.done()
 
 
-def _run_a_third_time(edit: Edit, step: Step, third: ThirdRuns, again: Mask, end: I32, buffers: tuple[I32, I32]) -> None:
+def _run_a_third_time(
+    edit: Edit, step: Step, third: ThirdRuns, again: I32, left_out: Mask, end: I32, buffers: tuple[I32, I32]
+) -> None:
     """Rule 2 of `second_order`: what the last backward asks for again is made once more; the second run's is let go before."""
-    ops = np.flatnonzero(again & (np.arange(step.n_ops) < third.stop[step.op_block])).astype(np.int32)
+    ops = again[again < third.stop[step.op_block[again]]]
+    n_made = np.bincount(step.producer[step.producer >= 0], minlength=step.n_ops)
+    ops = np.repeat(ops, np.where(left_out[ops], n_made[ops], 1))
     where = step.op_block[ops]
     in_third = third.anchor[buffers[0]] < step.n_ops
     changed = buffers[0][in_third], buffers[1][in_third]
     _, copies = _save_buffers(edit, step, changed, third.anchor)
-    _, new = edit.copy_ops(ops, third.anchor[where], Phase.RECOMPUTE, end[where])
+    _, new = edit.copy_ops(ops, third.anchor[where], Phase.RECOMPUTE, end[where], left_out[ops])
     _put_back_buffers(edit, step, changed, copies, third.anchor)
     reads = third.reads & (new[step.use_storage] >= 0)
     edit.use_storage = np.where(reads, new[step.use_storage], edit.use_storage).astype(np.int32)
