@@ -21,6 +21,7 @@ from memtune.calls import INPUTS, Call
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
 from memtune.passes.recompute import calls_of
+from memtune.passes.second_order import read_by_second_order, saved_in_backward
 from memtune.pipeline_order import Stages
 from memtune.program import FOREVER, I32, I64, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES, reads
@@ -94,8 +95,7 @@ def _move_calls(
     in_slots = stages is not None and stages.in_slots
     edit = Edit(step)
 
-    readers = _reader_rows(step, moved)
-    moved_save = _shared_saves(step, moved)
+    readers, moved_save = _readers_and_saves(step, moved)
     first, asked = _before_backward(step, moved, moved_save) if in_slots else _first_asked(step, moved_save, len(storage))
     by_next = np.append(step.save_before[rows][1:], step.n_ops) <= lands_after[block]
     landing = _Landing(lands_after[block], by_next, int(first.min(initial=step.n_ops)))
@@ -253,9 +253,10 @@ def _forward_end(step: Step) -> I32:
 
 def _end_without(step: Step, moved: _Moved) -> I32:
     """(m,) `step.end` as it would be if autograd did not hold what moves."""
-    stays = _shared_saves(step, moved) < 0
+    readers, moved_save = _readers_and_saves(step, moved)
+    stays = moved_save < 0
     end = np.maximum(step.held_until, step.producer)
-    np.maximum.at(end, step.use_storage, np.where(_reader_rows(step, moved) < 0, step.use_op, -1))
+    np.maximum.at(end, step.use_storage, np.where(readers < 0, step.use_op, -1))
     np.maximum.at(end, step.save_storage[stays], step.save_until[stays])
     return end
 
@@ -276,15 +277,22 @@ def _hold_over_leavers(edit: Edit, step: Step, rows: I32, leave: I32, write: I32
     edit.hold_through(np.flatnonzero(held).astype(np.int32), last_leave[until[held]])
 
 
-def _shared_saves(step: Step, moved: _Moved) -> I32:
-    """(v,) index of the moved storage that a save row now finds on the host: in its own block and in claimed later ones."""
-    return moved.seen_by(step, step.save_storage, step.save_block)
+def _readers_and_saves(step: Step, moved: _Moved) -> tuple[I32, I32]:
+    """(u,) and (v,) index of the moved storage that a use or a save finds back from the host, -1 for all others.
 
-
-def _reader_rows(step: Step, moved: _Moved) -> I32:
-    """(u,) index of the moved storage that a use reads after it left: in backward or recomputation of a claimed block."""
+    Those are reads in backward or recomputation of a claimed block, and saves in the block itself and in claimed later ones;
+    where backward is differentiated itself, also what it saves of what it reads there, and who reads that.
+    """
     later = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
-    return np.where(later, moved.seen_by(step, step.use_storage, step.op_block[step.use_op]), -1).astype(np.int32)
+    readers = np.where(later, moved.seen_by(step, step.use_storage, step.op_block[step.use_op]), -1)
+    saves = moved.seen_by(step, step.save_storage, step.save_block)
+    again = (saves < 0) & saved_in_backward(step, readers >= 0)
+    if again.any():
+        index = moved.index(step)
+        second_order = (readers < 0) & read_by_second_order(step, again, again | (saves >= 0))
+        readers = np.where(second_order, index[step.use_storage], readers)
+        saves = np.where(again, index[step.save_storage], saves)
+    return readers.astype(np.int32), saves.astype(np.int32)
 
 
 def _before_backward(step: Step, moved: _Moved, moved_save: I32) -> tuple[I32, I32]:
@@ -463,14 +471,17 @@ def _hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
 
 
 def _twins(step: Step) -> I32:
-    """(m,) what the second run made in place of each storage, -1 for none."""
+    """(m,) what the second run made in place of each storage, -1 for none; what a third one makes is not looked at."""
     twin = np.full(step.n_storages, -1, np.int32)
     copies = np.flatnonzero((step.producer >= 0) & (step.op_copy_of[step.producer] >= 0))
-    copy_of = np.full(step.n_ops, -1, np.int32)
-    again = np.flatnonzero(step.op_copy_of >= 0)
-    copy_of[step.op_copy_of[again]] = again
-    originals = np.flatnonzero((step.producer >= 0) & (copy_of[step.producer] >= 0))
+    copied = np.zeros(step.n_ops, bool)
+    copied[step.op_copy_of[step.op_copy_of >= 0]] = True
+    originals = np.flatnonzero((step.producer >= 0) & copied[step.producer])
     copies = copies[np.lexsort((copies, step.op_copy_of[step.producer[copies]]))]
     originals = originals[np.lexsort((originals, step.producer[originals]))]
+    if len(copies) > len(originals):
+        of = step.op_copy_of[step.producer[copies]]
+        n_made = np.bincount(step.producer[originals], minlength=step.n_ops)
+        copies = copies[np.arange(len(of)) - np.searchsorted(of, of) < n_made[of]]
     twin[originals] = copies
     return twin

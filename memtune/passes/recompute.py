@@ -15,6 +15,7 @@ import numpy.typing as npt
 from memtune.calls import Call, Calls
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
+from memtune.passes.second_order import ThirdRuns, read_by_second_order, saved_in_backward, third_runs
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Step
 
 Mask = npt.NDArray[np.bool_]
@@ -77,8 +78,9 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     # Backward of the same block now reads the second run's products; so does a recomputation of the model's own in it.
     redirect = np.isin(step.op_phase[step.use_op], (Phase.RECOMPUTE, Phase.BACKWARD)) & (new[step.use_storage] >= 0)
     redirect &= (step.op_block[step.use_op] == made_in[step.use_storage]) & ~left_out[step.producer[step.use_storage]]
-    again_saved = ~number & _saved_in_backward(step, redirect)
-    redirect |= (new[step.use_storage] >= 0) & _read_by_second_order(step, again_saved, again_saved | number)
+    again_saved = ~number & saved_in_backward(step, redirect)
+    third = third_runs(step, wanted, redirect, again_saved)
+    redirect |= (new[step.use_storage] >= 0) & read_by_second_order(step, again_saved, again_saved | number)
     edit.use_storage = np.where(redirect, new[edit.use_storage], edit.use_storage).astype(np.int32)
     edit.save_storage = np.where(wanted | again_saved, new[edit.save_storage], edit.save_storage).astype(np.int32)
     handed_out = wanted & (step.save_asked >= 0)  # each once
@@ -89,6 +91,8 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     before_run = (step.save_block >= 0) & ~wanted & (step.save_asked == runs.anchor[step.save_block])
     before_run &= step.save_turn < runs.turn[step.save_block]
     edit.save_asked = np.where(before_run, starts[edit.save_call], edit.save_asked).astype(np.int32)
+    if third is not None:
+        _run_a_third_time(edit, step, third, np.flatnonzero(again).astype(np.int32), left_out, end, buffers)
     kept = kept_op & (np.arange(step.n_ops) < runs.settled[step.op_block])
     _hold_inputs_and_kept(edit, step, kept, made_in, end, runs, starts, _taken_before(step, kept, again, new_op, runs.anchor))
     if keep is not None:
@@ -96,25 +100,34 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     return edit.done()
 
 
-def _saved_in_backward(step: Step, redirect: Mask) -> Mask:
-    """(saves,) what a backward that is differentiated itself (`create_graph`) saves of a second run's products: it reads those.
-
-    Autograd saves what an op reads just before the op runs.
-    """
-    pairs = np.unique(step.use_op[redirect].astype(np.int64) * step.n_storages + step.use_storage[redirect])
-    saves = step.save_before.astype(np.int64) * step.n_storages + step.save_storage
-    return np.isin(saves, pairs)
-
-
-def _read_by_second_order(step: Step, again_saved: Mask, known: Mask) -> Mask:
-    """(uses,) what the derivative of a backward reads of what that backward saved, where nobody else saved the same tensor."""
-    first, last = np.full(step.n_storages, step.n_ops, np.int32), np.full(step.n_storages, -1, np.int32)
-    np.minimum.at(first, step.save_storage[again_saved], step.save_before[again_saved])
-    np.maximum.at(last, step.save_storage[again_saved], step.save_until[again_saved])
-    last[step.save_storage[~known]] = -1
-    reads = (step.op_phase[step.use_op] == Phase.BACKWARD) & (step.use_op > first[step.use_storage])
-    found: Mask = reads & (step.use_op <= last[step.use_storage])
-    return found
+def _run_a_third_time(
+    edit: Edit, step: Step, third: ThirdRuns, again: I32, left_out: Mask, end: I32, buffers: tuple[I32, I32]
+) -> None:
+    """Rule 2 of `second_order`: what the last backward asks for again is made once more; the second run's is let go before."""
+    ops = again[again < third.stop[step.op_block[again]]]
+    n_made = np.bincount(step.producer[step.producer >= 0], minlength=step.n_ops)
+    ops = np.repeat(ops, np.where(left_out[ops], n_made[ops], 1))
+    where = step.op_block[ops]
+    in_third = third.anchor[buffers[0]] < step.n_ops
+    changed = buffers[0][in_third], buffers[1][in_third]
+    _, copies = _save_buffers(edit, step, changed, third.anchor)
+    _, new = edit.copy_ops(ops, third.anchor[where], Phase.RECOMPUTE, end[where], left_out[ops])
+    _put_back_buffers(edit, step, changed, copies, third.anchor)
+    reads = third.reads & (new[step.use_storage] >= 0)
+    edit.use_storage = np.where(reads, new[step.use_storage], edit.use_storage).astype(np.int32)
+    saves = third.saves
+    until = np.full(len(step.save_until), -1, np.int32)
+    until[saves] = third.first_until
+    edit.save_until = np.where(until >= 0, until, edit.save_until).astype(np.int32)
+    edit.save_used_until = np.where(until >= 0, until, edit.save_used_until).astype(np.int32)
+    edit.add_saves(
+        new[step.save_storage[saves]],
+        before=third.anchor[step.save_block[saves]],
+        until=step.save_used_until[saves],
+        call=step.save_call[saves],
+        asked=third.asked,
+        turn=step.save_turn[saves],
+    )
 
 
 @dataclass(frozen=True)
