@@ -174,7 +174,7 @@ class BlockFold:
 def optimizer_mark(tracer: Tracer) -> None:
     """Write one op that stands for the optimizer's whole phase: what is held until its end is held until this op."""
     tracer.draft.append(
-        [("memtune.optimizer", 0, -1, int(Phase.OPTIMIZER), int(Resource.NOTHING), 0.0, 0, 0, 0, -1)], [""], [], []
+        [("memtune.optimizer", 0, -1, int(Phase.OPTIMIZER), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0)], [""], [], []
     )
 
 

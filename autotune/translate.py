@@ -326,7 +326,7 @@ class _Fusion:
             op_flops=self.flops,
             op_traffic_bytes=self.traffic,
             op_rng=self.rng,
-            op_by_element=self.step.op_by_element & (ON_GPU_ONLY - 1),
+            op_by_element=(self.step.op_by_element & (ON_GPU_ONLY - 1)).astype(np.uint8),
             producer=self.producer,
             bytes=self.bytes,
         )

@@ -238,6 +238,7 @@ class Unfolding:
         """Which columns are rows of which space, and what their values refer to."""
         ops, storages, blocks = self._ops, self._storages, self._blocks
         plain = ["name", "phase", "resource", "flops", "traffic_bytes", "rng", "group", "copy_of", "stream", "prefetch", "match"]
+        plain.append("by_element")
         own = dict.fromkeys(f"op_{name}" for name in plain)
         return {
             "ops": (ops, {**own, "op_module": self._modules, "op_call": blocks, "op_node": self._nodes}),

@@ -21,8 +21,9 @@ from memtune.program import Program, RankClass, Step
 from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
-from memtune.runtime.online import OnlineRegion, OnlineSettings
-from memtune.runtime.op_facts import Costs
+from memtune.runtime.online import OnlineRegion, OnlineSettings, _Mode
+from memtune.runtime.online_table import OnlineTable
+from memtune.runtime.op_facts import Costs, OpFacts
 from memtune.runtime.workspace import WorkspaceTable
 from memtune.search_spaces.recompute._online import told_online, too_little_online
 from memtune.search_spaces.recompute.coop import Coop
@@ -290,3 +291,28 @@ def test_what_fits_trains_whatever_the_accumulation(kind: type[Dtr | Coop | Megt
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     assert tuned.audit()["recompute"]["online_peak_bytes"] <= plan.decisions["online"]["budget_bytes"]
+
+
+def test_what_is_missing_is_made_part_by_part() -> None:
+    """A gate's gate is brought back while others take the room: the value between them never exists whole."""
+    policy = replace(DTR, in_place=True, forget=True, neighbours="own", by_staleness=False, parts=4)
+    x, weight = torch.randn(64, 64), torch.randn(64, 64)
+    with Ledger.open(CPU) as ledger:
+        facts = OpFacts(COSTS, {})
+        table = OnlineTable(nn.Module(), policy, 11 * x.nbytes // 2, 0, facts)
+        with _Mode(table, facts):
+            made = x @ weight
+            first = nn.functional.leaky_relu(made, 0.1)
+            second = nn.functional.leaky_relu(first, 0.2)
+            wanted = second.clone()
+            kept = table.pack(made), table.pack(second)
+            del made, first, second
+            others = [wanted @ weight, wanted @ weight]
+            table.leave_room(3 * x.nbytes // 2)
+            ledger.reset_peak()
+            before_bytes = ledger.live_bytes()
+            again = table.unpack(kept[1])
+    assert [(each.which, each.along) for each in table.replays] == [(2, (1,))]
+    assert torch.equal(again, wanted)
+    assert 0 < ledger.peak_allocated_bytes() - before_bytes <= 3 * x.nbytes // 2
+    assert len(others) == 2

@@ -1,14 +1,13 @@
-"""Blocks with a gate whose input autograd keeps: what the gate makes can be had part by part, bit by bit."""
+"""Blocks with gates whose inputs autograd keeps: what a gate makes can be had part by part, bit by bit."""
 
 import torch
 from torch import nn
 
 
 class Gated(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.gate, self.up, self.down = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.leaky_relu(self.gate(x), 0.1) * self.up(x))
@@ -16,7 +15,7 @@ class Gated(nn.Module):
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Gated(32) for _ in range(3)), nn.Linear(32, 8))
+    return nn.Sequential(*(Gated(32, 128) for _ in range(3)), nn.Linear(32, 8))
 
 
 def batch(size: int) -> torch.Tensor:
