@@ -1,4 +1,4 @@
-"""Gradients averaged bucket by bucket while backward runs, as DistributedDataParallel does it, among the ranks that hold the same part.
+"""Gradients averaged bucket by bucket while backward runs, as DistributedDataParallel does it, among copies of a part.
 
 DDP's reducer takes plain tensors that all ranks of its group have whole; parameters of which a rank has a part are DTensors. Its
 rules, which `passes.replicate` has as well, hold here too:

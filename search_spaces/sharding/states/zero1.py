@@ -32,6 +32,7 @@ class Zero1(Technique):
 
     kind: Literal["zero1"] = "zero1"
     slot: ClassVar[str] = "sharding.states"
+    among_copies: ClassVar[bool] = True
     title: ClassVar[str] = "Optimizer state divided over the ranks"
     source: ClassVar[str] = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
