@@ -286,16 +286,18 @@ class Rewriter:
     def _finished(self, node: Node, technique: Technique, plan: Plan, choice: Choice) -> Node:
         """The node below `node` in which `technique` has done what comes after all other passes."""
         known = node.made.setdefault((self._number(technique), "finished"), [])
-        there = next((each.node for each in known if each.plan == plan), None)
+        same = found([each for each in known if each.plan == plan], choice.chosen)
+        there = None if same is None else same.node
         if there is None:
             assert isinstance(node.result, Program)
-            result = technique.finish(node.result, plan, self._seen_by(_Watched(choice.chosen), choice, technique))
+            watched = _Watched(choice.chosen)
+            result = technique.finish(node.result, plan, self._seen_by(watched, choice, technique))
             n_rows = 0
             if isinstance(result, Program):
                 self._check(result)
                 n_rows = sum(each.step.n_ops for each in result.rank_classes)
             there = self._memory.count(Node(result, n_rows))
-            known.append(Pass({}, there, plan))
+            known.append(Pass(watched.seen, there, plan))
         return there
 
     def _root(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...] = ()) -> Node:

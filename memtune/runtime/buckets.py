@@ -144,7 +144,7 @@ class Buckets:
             if mine:
                 raise ApplyError(
                     f"{len(mine)} parameters got no gradient in this step.",
-                    evidence=f"One has the shape {tuple(mine[0].shape)}.", fix="find_unused_parameters: true", code="MT326",
+                    evidence=f"One has the shape {tuple(mine[0].shape)}.", fix="find_unused_parameters: true", code="MT346",
                 )  # fmt: skip
             return mine
         used = torch.tensor([int(p.grad is not None) for p in self._parameters], dtype=torch.int32)
