@@ -18,6 +18,7 @@ from typing import Any
 
 from memtune.autotune.program_memory import Node, Pass, ProgramMemory, found
 from memtune.config import Settings, load_config
+from memtune.copies import all_parts, among_copies, one_part
 from memtune.edit import accumulate_gradients
 from memtune.program import Program, RankClass, Recording
 from memtune.runtime.compiled import Compiling
@@ -222,12 +223,17 @@ class Rewriter:
         return known
 
     def _record_pairs(self, technique: Technique, choice: Choice) -> frozenset[str]:
-        asked = self._number(technique), choice.execution.compile, choice.execution.compile_backend
+        asked = (
+            self._number(technique),
+            choice.execution.compile,
+            choice.execution.compile_backend,
+            self._parts(technique, choice),
+        )
         known = self._pairs.get(asked)
         if known is not None:
             return known
         watched = _Watched(choice.chosen)
-        found = frozenset(_flat("", technique.record(self._seen_by(watched, choice))))
+        found = frozenset(_flat("", technique.record(self._seen_by(watched, choice, technique))))
         if not watched.seen:  # the same whatever other slots hold
             self._pairs[asked] = found
         return found
@@ -243,10 +249,20 @@ class Rewriter:
         self._known[id(setting)] = setting, number
         return number
 
-    def _seen_by(self, watched: _Watched, choice: Choice) -> Target:
+    def _seen_by(self, watched: _Watched, choice: Choice, technique: Technique) -> Target:
         target = self.target
         compiled, backend = choice.execution.compile, choice.execution.compile_backend
-        return Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
+        seen = Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
+        parts = self._parts(technique, choice)
+        return seen if parts == 1 else among_copies(seen, parts)
+
+    def _parts(self, technique: Technique, choice: Choice) -> int:
+        """Ranks that hold parts of one copy, for `technique` if it works among the copies: what it sees follows from it.
+
+        A program below the pass that made the parts holds for these parts alone, so this is nothing to be noted (rule 2).
+        """
+        parallel = choice.chosen.get("sharding.parallel") if technique.among_copies else None
+        return 1 if parallel is None else parallel.ranks_of_a_copy(self.target.ranks)
 
     def _walk(self, choice: Choice) -> tuple[Program | Reason, Mapping[str, Plan]]:
         """What all passes of `choice` make, or why one of them cannot be, and the plans by slot that are not empty."""
@@ -270,16 +286,18 @@ class Rewriter:
     def _finished(self, node: Node, technique: Technique, plan: Plan, choice: Choice) -> Node:
         """The node below `node` in which `technique` has done what comes after all other passes."""
         known = node.made.setdefault((self._number(technique), "finished"), [])
-        there = next((each.node for each in known if each.plan == plan), None)
+        same = found([each for each in known if each.plan == plan], choice.chosen)
+        there = None if same is None else same.node
         if there is None:
             assert isinstance(node.result, Program)
-            result = technique.finish(node.result, plan, self._seen_by(_Watched(choice.chosen), choice))
+            watched = _Watched(choice.chosen)
+            result = technique.finish(node.result, plan, self._seen_by(watched, choice, technique))
             n_rows = 0
             if isinstance(result, Program):
                 self._check(result)
                 n_rows = sum(each.step.n_ops for each in result.rank_classes)
             there = self._memory.count(Node(result, n_rows))
-            known.append(Pass({}, there, plan))
+            known.append(Pass(watched.seen, there, plan))
         return there
 
     def _root(self, execution: Execution, partitioning: tuple[tuple[str, Any], ...] = ()) -> Node:
@@ -317,8 +335,9 @@ class Rewriter:
     def _judged(self, node: Node, technique: Technique, choice: Choice) -> Pass:
         """The way down from `node`, and what it holds for; techniques with equal records (rule 1) share one, if they fit."""
         assert isinstance(node.result, Program)
-        watched = _Watched(choice.chosen)
-        reason = technique.fits(node.result, self._seen_by(watched, choice))
+        watched, parts = _Watched(choice.chosen), self._parts(technique, choice)
+        program = node.result if parts == 1 else one_part(node.result, parts)
+        reason = technique.fits(program, self._seen_by(watched, choice, technique))
         if reason is not None:
             return Pass(watched.seen, Node(reason))
         known = node.made.setdefault((technique.slot, self._record_pairs(technique, choice)), [])
@@ -332,18 +351,24 @@ class Rewriter:
         """What the pass of `technique`, which fits, makes of `node`, and what it saw of other slots (rule 2)."""
         assert isinstance(node.result, Program)
         watched = _Watched(choice.chosen)
-        result, plan = self._pass(node.result, technique, self._seen_by(watched, choice))
+        result, plan = self._pass(
+            node.result, technique, self._seen_by(watched, choice, technique), self._parts(technique, choice)
+        )
         there = node.after(technique.slot, result)
         if there is None:
             there = self._memory.count(Node(result, 0 if result is node.result else result.step.n_ops))
         return Pass(watched.seen, there, plan)
 
-    def _pass(self, program: Program, technique: Technique, target: Target) -> tuple[Program, Plan]:
-        plan = technique.plan(program, target)
+    def _pass(self, program: Program, technique: Technique, target: Target, parts: int) -> tuple[Program, Plan]:
+        before = program if parts == 1 else one_part(program, parts)
+        plan = technique.plan(before, target)
         self.n_passes += 1
-        after = technique.rewrite(program, plan, target)
-        if after is not program:
-            self._check(after)
+        after = technique.rewrite(before, plan, target)
+        if after is before:
+            return program, plan
+        if parts > 1:
+            after = all_parts(after, parts, self.target.hardware)
+        self._check(after)
         return after, plan
 
     def _check(self, program: Program) -> None:

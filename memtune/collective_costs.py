@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,11 +55,13 @@ def collective_s(
     ranks: F64,  # (c,) in the group
     n_bytes: F64,  # (c,)
     hardware: Hardware,
+    *,
+    apart: npt.NDArray[np.int32] | int = 1,  # (c,) ranks from one member of the group to the next
 ) -> F64:
     """(c,) seconds of each collective."""
     algorithms, rounds = (column[name] for column in _by_name(names))
     steps = np.maximum(ranks - 1, 0.0)
-    bytes_per_s, latency_s = _ring_link(resource, ranks, hardware)
+    bytes_per_s, latency_s = _ring_link(resource, ranks, np.maximum(hardware.gpus_per_node // apart, 1), hardware)
     seconds = rounds * (steps / ranks * n_bytes / bytes_per_s + steps * latency_s)
     if algorithms.any():
         local = np.minimum(ranks, hardware.gpus_per_node) if hardware.device == "cuda" else ranks
@@ -72,15 +75,15 @@ def collective_s(
     return seconds
 
 
-def _ring_link(resource: npt.NDArray[np.uint8], ranks: F64, hardware: Hardware) -> tuple[F64, F64]:
-    """(c,) rate and latency of the link that a ring is as slow as."""
+def _ring_link(resource: npt.NDArray[np.uint8], ranks: F64, local: npt.NDArray[Any] | int, hardware: Hardware) -> tuple[F64, F64]:
+    """(c,) rate and latency of the link that a ring is as slow as; `local` members of it may be on one node, with a card each."""
     inter = resource == Resource.INTER_LINK
     bytes_per_s = np.where(inter, hardware.inter_link_bytes_per_s, hardware.intra_link_bytes_per_s)
     latency_s = np.where(inter, hardware.inter_link_latency_s, hardware.intra_link_latency_s)
     if hardware.device == "cuda":
-        across = ~inter & (ranks > hardware.gpus_per_node)
-        network = hardware.inter_link_bytes_per_s * hardware.gpus_per_node
-        bytes_per_s[across] = min(hardware.intra_link_bytes_per_s, network)
+        across = ~inter & (ranks > local)
+        network = np.minimum(hardware.intra_link_bytes_per_s, hardware.inter_link_bytes_per_s * local)
+        bytes_per_s = np.where(across, network, bytes_per_s)
         latency_s[across] = hardware.inter_link_latency_s
     return bytes_per_s, latency_s
 

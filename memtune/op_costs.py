@@ -15,7 +15,7 @@ from memtune.collective_costs import collective_s
 from memtune.hardware import Hardware
 from memtune.measured import Curve
 from memtune.parameters import columns_of
-from memtune.program import F64, Resource, Step
+from memtune.program import APART, F64, Resource, Step
 
 
 class OpCosts(NamedTuple):
@@ -197,14 +197,17 @@ def op_s(kind: str, dtype: str, flops: float, traffic_bytes: float, hardware: Ha
 
 def _transfers_s(step: Step, ops: np.ndarray[tuple[int], np.dtype[np.intp]], hardware: Hardware, local: int) -> F64:
     """Seconds of ops that are not compute."""
-    resource, group = step.op_resource[ops], step.op_group[ops].astype(np.float64)
+    resource, group = step.op_resource[ops], (step.op_group[ops] % APART).astype(np.float64)
     bytes_per_s = np.array(_bytes_per_s(hardware, local))[resource]
     seconds: F64 = step.op_traffic_bytes[ops] / bytes_per_s + np.array(_latency_s(hardware))[resource]
     together = np.flatnonzero((group > 0) & ((resource == Resource.INTRA_LINK) | (resource == Resource.INTER_LINK)))
     if len(together):
         rows = ops[together]
         traffic = step.op_traffic_bytes[rows].astype(np.float64)
-        seconds[together] = collective_s(step.names, step.op_name[rows], resource[together], group[together], traffic, hardware)
+        apart = step.op_group[rows] // APART + 1
+        seconds[together] = collective_s(
+            step.names, step.op_name[rows], resource[together], group[together], traffic, hardware, apart=apart
+        )
     return seconds
 
 

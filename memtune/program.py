@@ -109,7 +109,7 @@ class Step:
     op_flops: F64  # (n,)
     op_traffic_bytes: I64  # (n,) read + written by the kernel; for copies and collectives, bytes on the link
     op_rng: U8  # (n,) 1 where the op draws random numbers
-    op_group: I32  # (n,) ranks in the collective, 0 for none
+    op_group: I32  # (n,) ranks in the collective, 0 for none; + APART · (a - 1) where members are a ranks apart, not neighbours
     op_node: I32  # (n,) autograd node that runs a backward op (its sequence number), -1 for all others
     op_copy_of: I32  # (n,) the forward op that this op runs once more or only allocates for, -1 for all others
     op_stream: U8  # (n,) its order: 0 its resource's own stream, 1 the compute stream, 2 to 7 a side stream, which goes first
@@ -273,6 +273,10 @@ class Step:
 def _check(invariant: str, holds: npt.NDArray[np.bool_]) -> None:
     if not holds.all():
         raise ValueError(f"step breaks '{invariant}' at rows {np.flatnonzero(~holds)[:5].tolist()}")
+
+
+APART = 1 << 16
+"""See `Step.op_group`."""
 
 
 @dataclass(frozen=True)

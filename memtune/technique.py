@@ -131,8 +131,14 @@ class Technique(BaseModel):
     eager_only: ClassVar[str] = ""
     """Why it cannot work beside torch.compile (it needs a dispatch mode, or the model's own ops); empty where it can."""
 
+    among_copies: ClassVar[bool] = False
+    """It divides or replicates states, among the ranks that hold the same part of a model: it sees these alone as `ranks`."""
     averages: ClassVar[bool] = False
     """It averages gradients over all ranks itself, so that `sharding.states: none` is right on several."""
+
+    def ranks_of_a_copy(self, ranks: int) -> int:
+        """Of `ranks`, the consecutive ones that hold one copy of the model together, each a part of it."""
+        return 1
 
     def exactly(self) -> Exactness:
         """The class of exactness with these knobs; `exactness` is that of the defaults."""

@@ -35,14 +35,18 @@ class Reductions:
 def _reductions(step: Step, blocks_per_unit: int, kept: Sums) -> Reductions:
     units, gradient = units_of(step, blocks_per_unit), columns_of(step.parameters).gradient
     raw = gradient if kept == "whole" else raw_gradients(step)
-    order = np.argsort(units.last_backward, kind="stable")
+    # What a hook makes of a gradient belongs to no block, and comes when autograd puts it in place.
+    made = np.where(raw >= 0, step.producer[raw], -1)[units.parameters.values]
+    after = units.last_backward.copy()
+    np.maximum.at(after, units.parameters.part, made)
+    order = np.argsort(after, kind="stable")
     parameters = units.parameters.picked(order)
     parameters = parameters.where(raw[parameters.values] >= 0)
     used = np.flatnonzero(parameters.count)
     parameters = parameters.picked(used)
     sums = parameters.where((step.producer[gradient[parameters.values]] < 0) & (kept == "shards"))
     accumulated = bool(((raw >= 0) & (raw != gradient)).any())
-    return Reductions(parameters, units.last_backward[order][used], raw, sums, accumulated)
+    return Reductions(parameters, after[order][used], raw, sums, accumulated)
 
 
 @dataclass(frozen=True, eq=False)

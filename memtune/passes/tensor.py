@@ -70,18 +70,35 @@ def average(edit: Edit, step: Step, which: npt.NDArray[np.bool_] | np.bool_, ran
         link: What the messages cross.
         accumulate: Micro-batches of a step.
     """
-    columns = columns_of(step.parameters)
-    gradients = columns.gradient[columns.trainable & (columns.gradient >= 0) & which]
     end = np.flatnonzero(step.op_phase == Phase.BACKWARD)
-    if not len(gradients) or not len(end):
+    if len(end):
+        # What runs once per step although it stands at the end of backward belongs to the boundary.
+        phase = Phase.BACKWARD if accumulate == 1 else Phase.BOUNDARY
+        _average_after(edit, step, int(end[-1]), phase, which, ranks, link)
+
+
+def sum_shards(step: Step, how: Sharing) -> Step:
+    """`step`, whose states have been divided, with what is left of the gradients in `how.summed` averaged inside a group."""
+    edit, before = Edit(step), np.flatnonzero(step.op_phase < Phase.OPTIMIZER)
+    which = np.isin(columns_of(step.parameters).names, list(how.summed))
+    _average_after(edit, step, int(before[-1]), Phase.BOUNDARY, which, how.ranks, how.inside)
+    return edit.done()
+
+
+def _average_after(
+    edit: Edit, step: Step, op: int, phase: Phase, which: npt.NDArray[np.bool_] | np.bool_, ranks: int, link: Resource
+) -> None:
+    columns = columns_of(step.parameters)
+    mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0) & which)
+    if not len(mine):
         return
+    gradients = columns.gradient[mine]
     averaged = edit.add_ops(
         "memtune.all_reduce_.default",
-        after=np.full(len(gradients), end[-1], np.int32),
-        # What runs once per step although it stands at the end of backward belongs to the boundary.
-        phase=Phase.BACKWARD if accumulate == 1 else Phase.BOUNDARY,
+        after=np.full(len(gradients), op, np.int32),
+        phase=phase,
         resource=link,
-        traffic_bytes=step.bytes[gradients],
+        traffic_bytes=columns.numel[mine] * columns.itemsize[mine],
         group=ranks,
     )
     edit.add_uses(averaged, gradients, mutates=True)

@@ -1,4 +1,4 @@
-"""Gradients averaged bucket by bucket while backward runs, as DistributedDataParallel does it, among the ranks that hold the same part.
+"""Gradients averaged bucket by bucket while backward runs, as DistributedDataParallel does it, among copies of a part.
 
 DDP's reducer takes plain tensors that all ranks of its group have whole; parameters of which a rank has a part are DTensors. Its
 rules, which `passes.replicate` has as well, hold here too:
@@ -144,7 +144,7 @@ class Buckets:
             if mine:
                 raise ApplyError(
                     f"{len(mine)} parameters got no gradient in this step.",
-                    evidence=f"One has the shape {tuple(mine[0].shape)}.", fix="find_unused_parameters: true", code="MT326",
+                    evidence=f"One has the shape {tuple(mine[0].shape)}.", fix="find_unused_parameters: true", code="MT346",
                 )  # fmt: skip
             return mine
         used = torch.tensor([int(p.grad is not None) for p in self._parameters], dtype=torch.int32)

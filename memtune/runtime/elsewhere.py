@@ -6,7 +6,7 @@ it becomes is never used. State dicts leave it out (checkpoints, which each rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from memtune.errors import ApplyError
 from memtune.runtime.context import Context
 
 
@@ -58,6 +59,34 @@ class Elsewhere:
     def _sent(self, value: Tensor, name: str) -> Tensor:
         dist.broadcast(value, group=self.group, group_src=self.owner[name])
         return value
+
+
+class NormAlone(Tensor):
+    """The gradient of a parameter in the place of another stage's: one value, the 2-norm of the real one, and no more."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As of a plain tensor.
+
+        Raises:
+            ApplyError: Another norm is asked for.
+        """
+        given = kwargs or {}
+        if func in _NORMS:
+            order = args[1] if len(args) > 1 else given.get("ord", given.get("p", 2))
+            if order not in (2, 2.0, None, "fro"):
+                raise ApplyError(
+                    f"the {order}-norm of gradients is not known on the ranks of a pipeline.",
+                    evidence="Of another stage's gradient a rank has the 2-norm alone.",
+                    fix="clip by norm_type=2, or parallel: {kind: none}", code="MT398",
+                )  # fmt: skip
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **given)
+
+
+_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm, torch.norm, Tensor.norm)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Whole:
         return cls(placement, parameter.shape, parameter.stride())
 
     def rows(self, mine: Tensor, mesh: DeviceMesh) -> DTensor:
-        """`mine`, this rank's rows of its part, as a tensor of the whole's shape over `mesh`: the parts, then what divides rows."""
+        """`mine`, this rank's rows of its part, as a tensor of the whole's shape over `mesh`: parts, then who divides rows."""
         placements = [self.placement, *[Shard(0)] * (mesh.ndim - 1)]
         return DTensor.from_local(mine, mesh, placements, run_check=False, shape=self.shape, stride=self.stride)
 
@@ -142,7 +142,7 @@ def see_whole(unit: Any, wholes: Wholes, both: DeviceMesh) -> None:
 
 
 def part_of(mine: Tensor, like: DTensor) -> DTensor:
-    """`mine`, whole or the part of it that this rank has, as `like` is divided: only rows are left of it, a tensor of their own."""
+    """Of `mine`, all that this rank had of a tensor, the rows that `like` leaves it, in memory of their own."""
     rows, ranks = local(like), like.device_mesh.size(1)
     first = min(-(-mine.shape[0] // ranks) * like.device_mesh.get_local_rank(1), mine.shape[0])
     kept = mine.detach().narrow(0, first, rows.shape[0]).clone(memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
 """A model's blocks over a chain of ranks: each runs a part of them, and what passes from block to block passes between ranks.
 
-Five rules:
+Six rules:
 
 1. The user's code runs as it is written, on every rank, with that rank's micro-batch data. Blocks of earlier stages hand on a
    tensor that is not there (`runtime.stage`), the stage's first block gets what the rank before has sent, and its last block
@@ -12,7 +12,9 @@ Five rules:
 4. Each rank brings its own micro-batches (`runtime.turns`), and all of a pipeline's ranks work on them together.
 5. After the last backward a weight that first and last stage both use has the sum of their gradients; pipelines beside each
    other average theirs; and the parameter in the place of an absent one gets a gradient of the norm of the real one, so that a
-   norm over all parameters (p = 2), and clipping by it, is the whole model's on every rank.
+   norm over all parameters (p = 2, others are refused), and clipping by it, is the whole model's on every rank.
+6. Where optimizer state is divided among pipelines beside each other (`zero1`), what rule 5 averages is reduced to this rank's
+   rows in its place, when the last backward has ended (`runtime.states`).
 
 Source: Huang et al. 2019, GPipe; Narayanan et al. 2021, Efficient Large-Scale Language Model Training, section 2.2 (1F1B,
 interleaved).
@@ -20,7 +22,7 @@ interleaved).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,12 +37,13 @@ from memtune.errors import ApplyError, MemtuneError
 from memtune.pipeline_order import Action, Schedule, order
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context
-from memtune.runtime.elsewhere import Elsewhere, keep_own
+from memtune.runtime.elsewhere import Elsewhere, NormAlone, keep_own
 from memtune.runtime.loop import LossFunction
 from memtune.runtime.own_outputs import OwnOutputs
 from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.sharding import meshes
 from memtune.runtime.stage import Run, Stage, StageModule, become_pieces
+from memtune.runtime.tree import local
 from memtune.runtime.turns import Turns
 
 
@@ -98,6 +101,8 @@ class Pipeline:
         self._made_for: Any = None
         self._owners = {name: layout.owners(name) for name, _ in context.model.named_parameters()}
         self.sent_bytes = 0
+        self.reduce: Callable[[], None] | None = None
+        """Divides the sums of gradients among the ranks of other pipelines, in the place of averaging them; see `states`."""
 
     def __call__(self, model: nn.Module, loss_function: LossFunction, batches: Iterable[Any]) -> Tensor:
         """Forward and backward over the micro-batches of all ranks of the pipeline; leaves the mean gradient.
@@ -191,8 +196,10 @@ class Pipeline:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.ops.memtune.all_reduce_(gradient, self._tied.group_name, 2, "sum")
                 parameter.grad = gradient
-            if self._copies is not None and parameter.grad is not None:
+            if self._copies is not None and self.reduce is None and parameter.grad is not None:
                 torch.ops.memtune.all_reduce_(parameter.grad, self._copies.group_name, self._copies.size(), "avg")
+        if self.reduce is not None:
+            self.reduce()
         self._share_norms(held)
 
     def _share_norms(self, held: Elsewhere) -> None:
@@ -200,14 +207,19 @@ class Pipeline:
         mine = [i for i, (name, p) in enumerate(trained) if p.grad is not None and held.answers(name)]
         norms = torch.zeros(2, len(trained), device=self._context.device)
         if mine:
-            norms[0, mine] = torch.stack([norm.float() for norm in torch._foreach_norm([_grad(trained[i][1]) for i in mine])])
+            found = torch._foreach_norm([local(_grad(trained[i][1])) for i in mine])
+            norms[0, mine] = torch.stack([norm.float() for norm in found])
             norms[1, mine] = 1
+        if self.reduce is not None and self._copies is not None:  # each copy has some rows of what the stage holds
+            norms[0].square_()
+            torch.ops.memtune.all_reduce_(norms[0], self._copies.group_name, self._copies.size(), "sum")
+            norms[0].sqrt_()
         torch.ops.memtune.all_reduce_(norms, self._group.group_name, self._group.size(), "sum")
         there = norms[1].tolist()
         for index, (name, parameter) in enumerate(trained):
             if name in held.absent:
                 norm = norms[0, index].to(parameter.dtype).reshape(parameter.shape)
-                parameter.grad = norm.clone() if there[index] else None
+                parameter.grad = norm.clone().as_subclass(NormAlone) if there[index] else None
 
 
 def _grad(parameter: Tensor) -> Tensor:
@@ -261,7 +273,7 @@ def pipe(context: Context, layout: Layout) -> None:
     context.activations = table = ActivationTable(context.model, context.blocks)
     table.own, table.stages, pipeline.run.activations = OwnOutputs(), [s for s in mine for _ in layout.stages[s]], table
     table.last = {n for n, (stage, after) in enumerate(pairwise([*table.stages, -1])) if stage != after}
-    context.pipeline, context.turns = pipeline, pipeline.turns
+    context.pipeline, context.turns, context.parts = pipeline, pipeline.turns, layout.degree
     context.checks["sharding.parallel"] = lambda: _check(context, layout, mine)
 
 

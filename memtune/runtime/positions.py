@@ -169,7 +169,7 @@ def sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> N
 
 
 def _sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> None:
-    """Once it is known who holds what of them: FSDP2 has a parameter come and go, and another one in its place for the optimizer."""
+    """When it is known who holds what of them: FSDP2 has a parameter come and go, and a shard of it for the optimizer."""
     come_and_go = {parameter for _, unit in units_of(context.model) for parameter in unit}
     summed = [context.model.get_parameter(name) for name in names]
     for name in context.blocks:

@@ -115,7 +115,7 @@ def require_same_config(said: str, device: torch.device) -> None:
 
 
 def _require_same_weights(context: Context) -> None:
-    """Sums of the weights' bits are equal on all ranks that hold the same ones. Nothing is overwritten: a failure can be undone."""
+    """Sums of the weights' bits are equal where ranks hold the same ones; nothing is overwritten, so failures can be undone."""
     there = ((name, p) for name, p in context.model.named_parameters() if not p.is_meta)
     named = [(name, p) for name, p in there if not isinstance(p, FakeTensor)]
     if not named:

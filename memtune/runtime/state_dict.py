@@ -74,7 +74,10 @@ def full_state_dict(context: Context) -> dict[str, Any]:
     plain = context.optimizer.state_dict()
     held = held_parameters(context)
     if elsewhere is not None:
-        found = {index: elsewhere.states(each.name, plain["state"].get(index, {})) for index, each in enumerate(held)}
+        found = {}
+        for index, each in enumerate(held):
+            here = {what: whole(each.divided(value)) for what, value in plain["state"].get(index, {}).items()}
+            found[index] = elsewhere.states(each.name, here)
         return {"model": model, "optimizer": {**plain, "state": {index: state for index, state in found.items() if state}}}
     plain["state"] = {
         index: {name: whole(held[index].divided(value)) for name, value in state.items()}

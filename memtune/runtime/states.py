@@ -33,6 +33,7 @@ from memtune.runtime.parts import divided
 from memtune.runtime.ranks import require_ranks
 from memtune.runtime.rows import Axes, Part, Rows
 from memtune.runtime.sharding import rebind, shard, units_of
+from memtune.runtime.tensor import mix_plain_and_sharded
 
 _DIMS = ("copies", "parameters", "gradients", "optimizer")
 
@@ -126,11 +127,12 @@ class _Levels:
         self._factors = factors
         self._queued = False
         self.rows: list[Rows] = []
-        held = {name: p for name, p in context.model.named_parameters() if p.requires_grad and p.numel()}
+        absent = {} if context.elsewhere is None else context.elsewhere.absent
+        held = {n: p for n, p in context.model.named_parameters() if p.requires_grad and p.numel() and n not in absent}
         inputs = list(held.values())
         self._parts: list[list[Part]] = [[] for _ in inputs]  # (trainable parameters,) its parts, from the outside in
         for axes, every_micro_batch in _divisions(context, factors):
-            kind = Hop if self.rows or factors.parameters > 1 else Partition
+            kind = Hop if self.rows or factors.parameters > 1 or context.pipeline is not None else Partition
             level = kind(context, inputs, axes, bucket_cap_mb=bucket_cap_mb, every_micro_batch=every_micro_batch)
             self.rows.append(level)
             part_of = {part.parameter: part for part in level.parts}
@@ -152,6 +154,10 @@ class _Levels:
     def _listen(self, context: Context) -> None:
         """Hear of the end of a backward that reduces, and beforehand of every sum that FSDP2 is about to add to."""
         first = self.rows[0]
+        if context.pipeline is not None:
+            mix_plain_and_sharded()
+            context.pipeline.reduce = self._end  # type: ignore[attr-defined]
+            return
         if isinstance(first, Partition):
             first.on_end = self._end
             return
@@ -213,7 +219,8 @@ class _Levels:
 def _divisions(context: Context, factors: Factors) -> Iterator[tuple[Axes, bool]]:
     """Who divides among whom after FSDP2, and whether in every micro-batch."""
     if context.parts > 1:  # one division of whole parts (rule 2)
-        yield Axes(divided(context, factors.optimizer).both), factors.gradients > 1
+        grid = divided(context, factors.optimizer)  # a stage's weights are whole where they are
+        yield Axes(grid.both if context.elsewhere is None else grid.sharers), factors.gradients > 1
         return
     mesh = mesh_of(context.device.type, factors)
     names = mesh.mesh_dim_names or ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -11,10 +12,18 @@ from pydantic import Field
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.linear_pairs import Pair, find_pairs
-from memtune.passes.tensor import Sharing, share
+from memtune.passes.tensor import Sharing, share, sum_shards
 from memtune.program import Program, RankClass, Resource
 from memtune.runtime.context import Context
 from memtune.technique import CutRecording, Exactness, Plan, Reason, Target, Technique
+
+_BESIDE_PARTS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "mics")
+"""What divides parts of a model as it divides a whole one."""
+
+
+def _divides_states(target: Target) -> bool:
+    states = target.chosen.get("sharding.states")
+    return states is not None and states.kind != "none"
 
 
 class Shared(Technique):
@@ -44,14 +53,21 @@ class Shared(Technique):
             return Reason(
                 "each degree must be recorded, which is done when the slot is asked for", "--axes sharding.parallel,recompute"
             )
-        for slot in ("sharding.states", "sharding.communication", "offload.states"):
+        for slot in ("sharding.communication", "offload.states"):
             other = target.chosen.get(slot)
             if other is not None and other.kind != "none":
                 return Reason(f"{slot}: {other.kind} does not work on layers that ranks share", f"{slot}: {{kind: none}}")
-        if target.compiled:
-            return Reason("graphs are made of whole layers", "execution.compile: false")
+        states = target.chosen.get("sharding.states")
+        wrong = None if states is None or states.kind == "none" else self._not_beside(states, target)
+        if wrong is not None:
+            return wrong
         found = target.cut(degree, self.asked(target), target.ranks)
         return found if isinstance(found, Reason) else None
+
+    def _not_beside(self, states: Technique, target: Target) -> Reason | None:
+        """Why `states`, which divides or replicates the model's states, cannot do so here."""
+        text = f"sharding.states: {states.kind} does not work on layers that ranks share"
+        return Reason(text, "sharding.states: {kind: none}")
 
     def plan(self, program: Program, target: Target) -> Plan:
         """Which layers are divided, as the recording has shown that they may be."""
@@ -75,20 +91,61 @@ class TakingTurns(Shared):
         return frozenset()
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """The step as recorded with the layers cut, batches sent round, gradients averaged between the groups."""
+        """The step as recorded with the layers cut, batches sent round, gradients averaged between the groups.
+
+        What divides or replicates states averages gradients itself; what is summed inside a group is what that leaves (`finish`).
+        """
         degree, node = self.degree or target.ranks, target.hardware.local_ranks(target.ranks)
         accumulate = program.accumulate * degree
-        step = accumulate_gradients(self._recorded(target).recording.at(program.micro_batch))
         between = Resource.INTER_LINK if degree % node == 0 else Resource.INTRA_LINK
-        inside = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
-        groups = Sharing(degree, target.ranks // degree, between, accumulate, self.summed(program, plan), inside)
-        step = share(step, groups)
-        ranks = (RankClass(program.ranks, step),)
-        return Program(ranks, program.micro_batch, accumulate, program.notes, sharers=degree)
+        alone = not _divides_states(target)
+        copies, summed = (target.ranks // degree, self.summed(program, plan)) if alone else (1, frozenset[str]())
+        return _taking_turns(
+            program, self._recorded(target), Sharing(degree, copies, between, accumulate, summed, self._inside(target))
+        )
+
+    def _inside(self, target: Target) -> Resource:
+        """The link inside a group."""
+        return Resource.INTER_LINK if target.hardware.local_ranks(target.ranks) == 1 else Resource.INTRA_LINK
+
+    def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
+        """What is summed inside a group, where each rank has a part of it left, after the states' own reductions."""
+        degree = self.ranks_of_a_copy(target.ranks)
+        if degree == 1 or not _divides_states(target):
+            return program  # who averages over all ranks averages over the group's as well
+        summed = self.summed(program, plan)
+        if not summed:
+            return program
+        how = Sharing(degree, 1, Resource.NOTHING, program.accumulate, summed, self._inside(target))
+        return program.with_step(sum_shards(program.step, how))
+
+
+@lru_cache(maxsize=32)
+def _taking_turns(program: Program, recorded: CutRecording, how: Sharing) -> Program:
+    """One object for all states that the same copies hold: what other passes make of it is shared as well."""
+    step = share(accumulate_gradients(recorded.recording.at(program.micro_batch)), how)
+    ranks = (RankClass(program.ranks, step),)
+    return Program(ranks, program.micro_batch, how.accumulate, program.notes, sharers=how.ranks)
 
 
 class CutLayers(TakingTurns):
-    """Layers that a group of ranks has in parts."""
+    """Layers that a group of ranks has in parts; states are divided among the ranks that hold the same part."""
+
+    def ranks_of_a_copy(self, ranks: int) -> int:
+        """Those of a group."""
+        return self.degree or ranks
+
+    def _not_beside(self, states: Technique, target: Target) -> Reason | None:
+        degree = self.degree or target.ranks
+        if degree == target.ranks:
+            text = f"all {degree} ranks share layers: sharding.states: {states.kind} has no copies of a part to work on"
+            return Reason(text, "a smaller degree, or sharding.states: {kind: none}")
+        if states.kind not in _BESIDE_PARTS:
+            return super()._not_beside(states, target)
+        if not isinstance(getattr(states, "reshard_after_forward", True), bool):
+            text = f"sharding.states: {states.kind} keeps parts of units over ranks that are neighbours, which share layers here"
+            return Reason(text, "reshard_after_forward: true")
+        return None
 
     @abstractmethod
     def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:

@@ -13,7 +13,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.contexts import Split
 from memtune.runtime.head_context import HEAD_CONTEXT, divide_sequence
 from memtune.search_spaces.sharding.parallel._layers import TakingTurns, needs_plan, of_another
-from memtune.technique import Plan, Reason, Target
+from memtune.technique import Plan, Reason, Target, Technique
 
 
 class HeadContext(TakingTurns):
@@ -103,6 +103,9 @@ class HeadContext(TakingTurns):
     def plan(self, program: Program, target: Target) -> Plan:
         """The split, as the recording has shown that it may be."""
         return Plan(decisions={**self._recorded(target).decisions, "split": self._split(target).document()})
+
+    def _not_beside(self, states: Technique, target: Target) -> Reason | None:
+        return None  # weights are whole: states are divided over all ranks, whatever they work on together
 
     def summed(self, program: Program, plan: Plan) -> frozenset[str]:
         """Trainable parameters of the blocks."""

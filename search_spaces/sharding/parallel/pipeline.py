@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
+from memtune.copies import all_parts, among_copies, one_part
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.op_costs import op_costs
@@ -18,13 +20,13 @@ from memtune.planners.stages import balanced
 from memtune.program import Program, RankClass, Step
 from memtune.runtime.context import Context
 from memtune.search_spaces.sharding.parallel._layers import needs_plan, of_another
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.technique import NO_PLAN, Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 if TYPE_CHECKING:
     from memtune.runtime.pipeline import Layout
 
-_ALONE = ("sharding.states", "sharding.communication", "offload.states", "split", "execution.order")
+_ALONE = ("sharding.communication", "offload.states", "split", "execution.order")
 _BESIDE = ("none", "full", "selective")
 """What else may be done to the blocks: what is decided block by block, without a plan for the whole model's memory."""
 _MOVING = ("none", "copy_out", "pipelined")
@@ -79,6 +81,9 @@ class Pipeline(Technique):
             other = target.chosen.get(slot)
             if other is not None and other.kind not in ("none", "program"):
                 return Reason(f"{slot}: {other.kind} does not work on the stages of a pipeline", f"{slot}: {{kind: none}}")
+        wrong = self._wrong_states(target)
+        if wrong is not None:
+            return wrong
         recompute = target.chosen.get("recompute")
         if recompute is not None and recompute.kind not in _BESIDE:
             return Reason(f"recompute: {recompute.kind} is planned for a rank that has all blocks", "recompute: {kind: full}")
@@ -91,6 +96,25 @@ class Pipeline(Technique):
         if target.compiled:
             return Reason("compiled models train on one rank so far", "execution.compile: false")
         return self._uncut(program.step, self._count(target.ranks))
+
+    def _wrong_states(self, target: Target) -> Reason | None:
+        """Why model states cannot be divided as asked for among the ranks of other pipelines that have the same stages."""
+        states, degree = target.chosen.get("sharding.states"), self.degree or target.ranks
+        if states is None or states.kind == "none":
+            return None
+        if states.kind == "ddp":
+            text = "sharding.states: ddp: pipelines beside each other average their gradients as it is"
+        elif states.kind != "zero1":
+            text = f"sharding.states: {states.kind} does not work on the stages of a pipeline"
+        elif degree == target.ranks:
+            text = "sharding.states: zero1: with one pipeline there is one copy of each stage"
+        else:
+            return None
+        return Reason(text, "sharding.states: {kind: none}, or {kind: zero1} beside pipelines of a smaller degree")
+
+    def ranks_of_a_copy(self, ranks: int) -> int:
+        """Those of a pipeline."""
+        return self.degree or ranks
 
     def _uncut(self, step: Step, count: int) -> Reason | None:
         """Why the blocks of `step` cannot be put into `count` stages."""
@@ -133,11 +157,19 @@ class Pipeline(Technique):
     def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
         """The step of each rank of a pipeline, all micro-batches in it; the fullest one first."""
         how, times = piped(program, target.hardware)
+        states = target.chosen.get("sharding.states")
+        alone = states is None or states.kind == "none"
         kinds = _kinds(program.step, how, target)
         try:
-            steps = pipelined(program.step, how, list(kinds))
+            steps = pipelined(program.step, how if alone else replace(how, copies=1), list(kinds))
         except ValueError as error:
             return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
+        if states is not None and not alone:
+            seen = among_copies(target, how.ranks)
+            for index, step in enumerate(steps):
+                mine = replace(program.with_step(step), accumulate=times, unrolled=how.micro_batches, stages=None)
+                divided = states.rewrite(one_part(mine, how.ranks), NO_PLAN, seen)
+                steps[index] = all_parts(divided, how.ranks, target.hardware).step
         classes = [RankClass(how.copies * n, step) for n, step in zip(kinds.values(), steps, strict=True)]
         classes.sort(key=lambda each: each.step.peak_bytes(), reverse=True)
         return Program(

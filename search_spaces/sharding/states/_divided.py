@@ -25,6 +25,7 @@ def partitioning(program: Program, target: Target, bucket_cap_mb: int, *, every_
         accumulate=program.accumulate,
         every_micro_batch=every_micro_batch,
         stages_messages=target.device == "cpu",
+        at_end=program.unrolled > 1,
     )
 
 

@@ -23,6 +23,7 @@ class _Units(Technique):
     """
 
     slot: ClassVar[str] = "sharding.states"
+    among_copies: ClassVar[bool] = True
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     reshard_after_forward: bool = True

@@ -29,6 +29,7 @@ class Ddp(Technique):
 
     kind: Literal["ddp"] = "ddp"
     slot: ClassVar[str] = "sharding.states"
+    among_copies: ClassVar[bool] = True
     title: ClassVar[str] = "Replicas that average their gradients"
     source: ClassVar[str] = "Li et al. 2020, PyTorch Distributed, arXiv:2006.15704"
     exactness: ClassVar[Exactness] = Exactness.REORDERED

@@ -32,6 +32,7 @@ class Zero1(Technique):
 
     kind: Literal["zero1"] = "zero1"
     slot: ClassVar[str] = "sharding.states"
+    among_copies: ClassVar[bool] = True
     title: ClassVar[str] = "Optimizer state divided over the ranks"
     source: ClassVar[str] = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
@@ -45,6 +46,9 @@ class Zero1(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Gradients into buckets as they arrive, state at the size of a shard, weights gathered after the step."""
+        parallel = target.chosen.get("sharding.parallel")
+        if parallel is not None and parallel.kind == "pipeline" and program.unrolled == 1:
+            return program  # the pass of the stages asks again, of each rank's own step
         how = partitioning(program, target, self.bucket_cap_mb, every_micro_batch=False)
         return program.with_step(partition_states(program.step, how))
 

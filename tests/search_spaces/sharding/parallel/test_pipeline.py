@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,8 +26,9 @@ from memtune.autotune.simulate import simulate
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.passes.pipeline import Piped, pipelined
-from memtune.program import Phase, Step
+from memtune.program import Kind, Phase, Step
 from memtune.runtime import shim
+from memtune.runtime.elsewhere import NormAlone
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.loop import train_step
 from memtune.runtime.tiers import HOST, tier
@@ -355,6 +357,49 @@ def test_four_ranks_train_as_one_as_predicted(knobs: dict[str, Any], clip: bool)
 )
 def test_beside_what_claims_activations(path: Path, beside: dict[str, Any]) -> None:
     check(path, 2, beside=beside)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_optimizer_state_is_divided_among_pipelines(schedule: str, accumulate: int) -> None:
+    knobs = {"degree": 2, "schedule": schedule}
+    beside = {"sharding": {"parallel": {"kind": KIND, **knobs}, "states": {"kind": "zero1"}}}
+    found = check(CHAIN, 4, clip=accumulate == 4, accumulate=accumulate, beside=beside, **knobs)
+    whole = candidate(CHAIN, 4, accumulate=accumulate, **knobs).program.step
+    state_bytes = sum(int(whole.bytes[row]) for row in np.flatnonzero(whole.kind == Kind.OPTIMIZER) if whole.producer[row] < 0)
+    divided = candidate(CHAIN, 4, beside, accumulate=accumulate, **knobs).program.step
+    held = np.flatnonzero((divided.kind == Kind.OPTIMIZER) & (divided.producer < 0))
+    assert int(divided.bytes[held].sum()) == pytest.approx(state_bytes / 2, rel=0.01)
+    assert all(run["audit"]["sharding.states"]["ranks"] == 2 for _, run in found)
+
+
+@pytest.mark.slow
+def test_a_division_among_pipelines_is_in_no_checkpoint(tmp_path: Path) -> None:
+    beside = {"sharding": {"parallel": {"kind": KIND, "degree": 2}, "states": {"kind": "zero1"}}}
+    assert_portable(run_ranks(portable, 4, SEPARATE, str(tmp_path), document(SEPARATE, 4, beside, degree=2)), tmp_path)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_norms_that_are_not_known_are_refused(foreach: bool) -> None:
+    """Of another stage's gradient a rank has the 2-norm."""
+    mine, absent = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    mine.grad, absent.grad = torch.tensor([2.0, 3.0]), torch.tensor([6.0]).as_subclass(NormAlone)
+    assert float(nn.utils.clip_grad_norm_([mine, absent], 7.0, foreach=foreach)) == 7.0
+    for order in (1.0, float("inf")):
+        with pytest.raises(ApplyError, match="norm of gradients is not known"):
+            nn.utils.clip_grad_norm_([mine, absent], 7.0, norm_type=order, foreach=foreach)
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        optimizer = kind([mine, absent], lr=0.1, foreach=foreach)
+        optimizer.step()
+        held = [value for state in optimizer.state.values() for value in state.values() if value is not None]
+        assert all(type(value) is torch.Tensor for value in held)
+
+
+def test_division_among_pipelines_needs_several() -> None:
+    for states, reason in (("zero1", "with one pipeline there is one copy"), ("ddp", "average their gradients as it is")):
+        both = {"sharding": {"parallel": {"kind": KIND}, "states": {"kind": states}}}
+        assert reason in refusal(KIND, beside=both)
 
 
 def under(

@@ -1,0 +1,200 @@
+"""States divided among the ranks that hold the same part of a model: gloo ranks train as one, peaks and bytes as predicted."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shared_layers
+import torch
+from gloo import run_ranks
+from shared_layers import MODELS, SIZE, Reason, assert_trained_as_one, candidate, rewriter, settings, trained
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice
+from memtune.autotune.simulate import simulate
+from memtune.copies import all_parts, among_copies, one_part
+from memtune.op_costs import op_costs
+from memtune.program import APART, Program, RankClass, Resource, Step
+from memtune.runtime import shim
+from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.sharding.states.zero3 import Zero3
+from memtune.technique import NO_PLAN, Target
+from memtune.testing.training import build
+
+PATH = MODELS / "momentum.py"
+RANKS, PARTS, COPIES = 4, 2, 2
+HIDDEN = SIZE * 16 * 32 * 4
+"""Bytes of what a block is given."""
+FROZEN = "h.0.mlp.0.weight"
+Case = tuple[str, dict[str, Any], int, bool]
+"""What is parallel, how states are divided, accumulation, clipping."""
+
+STATES = {
+    "ddp": {"kind": "ddp"},
+    "zero1": {"kind": "zero1"},
+    "zero2": {"kind": "zero2"},
+    "zero3": {"kind": "zero3"},
+    "kept": {"kind": "fsdp", "reshard_after_forward": False, "blocks_per_unit": 2},
+}
+
+
+def document(kind: str, states: dict[str, Any], accumulate: int = 1) -> dict[str, Any]:
+    found = settings(kind, accumulate, degree=PARTS)
+    found["sharding"]["states"] = states
+    return found
+
+
+def predicted(kind: str, states: dict[str, Any], accumulate: int = 1) -> Candidate:
+    found = rewriter(PATH, RANKS).candidate(Choice.from_document(document(kind, states, accumulate)))
+    assert isinstance(found, Candidate), found
+    return found
+
+
+def config(kind: str, states: dict[str, Any], accumulate: int) -> dict[str, Any]:
+    plans = predicted(kind, states, accumulate).plans
+    return {"settings": document(kind, states, accumulate), "plan": {slot: plan.decisions for slot, plan in plans.items()}}
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+def refused(kind: str, states: dict[str, Any], **knobs: Any) -> str:
+    asked = settings(kind, **knobs)
+    asked["sharding"]["states"] = states
+    found = rewriter(PATH, RANKS).candidate(Choice.from_document(asked))
+    assert isinstance(found, Reason), found
+    return str(found)
+
+
+def test_refusals_name_what_is_in_the_way() -> None:
+    assert "has no copies of a part" in refused("tensor", {"kind": "fsdp"})
+    assert "paro does not work on layers that ranks share" in refused("tensor", {"kind": "paro", "group": 2}, degree=2)
+    kept = {"kind": "fsdp", "reshard_after_forward": 2}
+    assert "neighbours, which share layers" in refused("tensor", kept, degree=2)
+    assert "degree=4 is more than the 2 ranks" in refused("tensor", {"kind": "fsdp", "degree": 4}, degree=2)
+
+
+# -- the rank's step ---------------------------------------------------------------------------------------------------
+
+
+def collectives(step: Step, name: str) -> list[int]:
+    return [op for op in range(step.n_ops) if name in step.names[step.op_name[op]]]
+
+
+def test_a_rank_has_its_rows_of_its_part() -> None:
+    step = predicted("tensor", STATES["zero3"]).program.step
+    shapes = {p.name: p.shape for p in step.parameters}
+    assert shapes["h.1.attn.q_proj.weight"] == (8, 32)
+    assert shapes["h.1.attn.out_proj.weight"] == (16, 16)
+    assert shapes["h.1.ln_1.weight"] == (16,)
+
+
+@pytest.mark.parametrize(
+    ("parts", "copies", "link", "rate"),
+    [(2, 4, Resource.INTRA_LINK, 1.0), (2, 16, Resource.INTRA_LINK, 4.0), (8, 4, Resource.INTER_LINK, 1.0)],
+)
+def test_copies_talk_on_the_links_that_lie_between_them(parts: int, copies: int, link: Resource, rate: float) -> None:
+    """On nodes of 8: four copies of a part share a node, or one; a ring over nodes has the cards of its own ranks alone."""
+    here = hardware.find("h100-80g")
+    before = Program((RankClass(parts * copies, rewriter(PATH, RANKS).recording.at(SIZE)),), SIZE)
+    seen = among_copies(Target(here, parts * copies), parts)
+    assert (seen.ranks, seen.hardware.gpus_per_node) == (copies, max(8 // parts, 1))
+    after = all_parts(Zero3().rewrite(one_part(before, parts), NO_PLAN, seen), parts, here)
+    step = after.step
+    gathers = collectives(step, "all_gather_into_")
+    assert gathers
+    assert {int(step.op_group[op]) for op in gathers} == {copies + APART * (parts - 1)}
+    assert {int(step.op_resource[op]) for op in gathers} == {link}
+    assert after.ranks == parts * copies
+    op = max(gathers, key=lambda each: step.op_traffic_bytes[each])
+    across = parts * copies > 8
+    bytes_per_s = here.inter_link_bytes_per_s * rate if across else here.intra_link_bytes_per_s
+    latency_s = here.inter_link_latency_s if across else here.intra_link_latency_s
+    each_s = float(step.op_traffic_bytes[op]) / copies / min(bytes_per_s, here.intra_link_bytes_per_s) + latency_s
+    assert op_costs(step, here, ranks=after.ranks).op_s[op] == pytest.approx((copies - 1) * each_s)
+
+
+# -- on gloo ranks -----------------------------------------------------------------------------------------------------
+
+
+def on_rank(cases: list[tuple[dict[str, Any], int, bool]], folder: str) -> list[dict[str, Any]]:
+    """Per config: five steps; the ledger's peak; what a step receives inside a node of `PARTS` ranks and between nodes."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(PARTS)
+    found = []
+    for number, (asked, accumulate, clip) in enumerate(cases):
+        run = trained(RANKS, asked, clip, accumulate, path=PATH)
+        shared_layers.SEPARATE = PATH  # the model that `peak` builds
+        gc.collect()  # the model before is in cycles
+        run["peak"] = shared_layers.peak(asked) if shim.available() is None else 0
+        workload, model, optimizer = build(PATH)
+        tuned = apply(model, optimizer, asked, loss=workload.loss, strict=False)
+        torch.manual_seed(torch.distributed.get_rank())
+        for _ in range(2):
+            COUNTERS.take()
+            tuned.step([workload.make_batch(SIZE) for _ in range(accumulate)])
+        run["sent"] = COUNTERS.take()
+        tuned.save(f"{folder}/{number}")
+        run["saved"] = tuned.state_dict()
+        found.append(run)
+    return found
+
+
+def between_copies(kind: str, states: str, accumulate: int) -> int:
+    """Bytes that a rank receives from the other copies of its part in a step: the formulas of `memtune.factors`, with padding."""
+    parts = kind != "head_context"
+    ranks = COPIES if parts else RANKS
+    step = candidate(kind, PATH, RANKS, degree=PARTS).program.step if parts else rewriter(PATH, RANKS).recording.step
+    turns = accumulate * PARTS
+    rows = {p.name: (p.shape[0] + ranks - 1) // ranks * ranks * 4 for p in step.parameters}
+    whole = {p.name: rows[p.name] * (p.shape[1] if len(p.shape) > 1 else 1) for p in step.parameters}
+    blocks = sum(n_bytes for name, n_bytes in whole.items() if name.startswith("h."))
+    every, trained_bytes = sum(whole.values()), sum(whole.values()) - whole[FROZEN]
+    if states == "ddp":
+        return 2 * trained_bytes * (ranks - 1) // ranks
+    if states in ("zero1", "zero2"):  # the messages have a flag for every parameter
+        reduced = trained_bytes + 4 * ranks * (len(whole) - 1)
+        return (reduced * (1 if states == "zero1" else turns) + trained_bytes) * (ranks - 1) // ranks
+    gathered = every + (blocks if states == "zero3" else 0)
+    return turns * (gathered + trained_bytes) * (ranks - 1) // ranks
+
+
+def check(cases: list[tuple[str, str, int, bool]], folder: Path) -> None:
+    """Trained as one rank does, peaks within 2 %, bytes as the formula says, and checkpoints that the plain model loads."""
+    asked = [(config(kind, STATES[states], accumulate), accumulate, clip) for kind, states, accumulate, clip in cases]
+    found = run_ranks(on_rank, RANKS, asked, str(folder), deadline_s=280)
+    wanted = {key: trained(RANKS, None, key[1], key[0], path=PATH) for key in {(each[2], each[3]) for each in cases}}
+    for number, (kind, states, accumulate, clip) in enumerate(cases):
+        runs = [each[number] for each in found]
+        assert_trained_as_one(runs, wanted[accumulate, clip])
+        program = predicted(kind, STATES[states], accumulate).program
+        bytes_predicted = simulate(program, hardware.detect("cpu")).peak_allocated_bytes
+        for run in runs:
+            assert shim.available() is not None or abs(run["peak"] - bytes_predicted) <= 0.02 * bytes_predicted, run["peak"]
+            assert run["sent"].get("inter_link", 0) == between_copies(kind, states, accumulate), cases[number]
+        loaded_plain(folder / str(number), runs[0]["saved"])
+
+
+def loaded_plain(folder: Path, saved: dict[str, Any]) -> None:
+    """By one process, with nothing divided."""
+    workload, model, optimizer = build(PATH)
+    tuned = apply(model, optimizer, {"settings": {}}, loss=workload.loss, strict=False)
+    tuned.load(folder)
+    state = tuned.state_dict()
+    torch.testing.assert_close(state["model"], saved["model"], rtol=0, atol=0)
+    torch.testing.assert_close(state["optimizer"]["state"], saved["optimizer"]["state"], rtol=0, atol=0)
+
+
+def test_four_ranks_train_as_one_as_predicted_and_save(tmp_path: Path) -> None:
+    check([("sequence_parallel", "zero3", 4, True), ("tensor", "ddp", 1, False)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "head_context"])
+@pytest.mark.parametrize("states", list(STATES))
+def test_every_division_of_states(kind: str, states: str, tmp_path: Path) -> None:
+    check([(kind, states, accumulate, clip) for accumulate, clip in ((1, False), (1, True), (4, False), (4, True))], tmp_path)
