@@ -215,6 +215,7 @@ class RingReduction(SeamReduceScatter):
                 if arrived is not None:
                     arrived.wait()
                 mine.add_(arriving)
+                arriving = None
             if turn < nodes - 1:
                 arriving, arrived = self._send(mine, between.group_name)
         if name == "avg":
