@@ -6,6 +6,7 @@ Hardware, shapes and settings are those of `published/`, written down before the
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,9 @@ def compared(paper: Paper) -> list[dict[str, Any]]:
     return rows
 
 
-def all_compared() -> list[dict[str, Any]]:
-    """All claims of all papers."""
-    return [row for paper in PAPERS for row in compared(paper)]
+def all_compared(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """All claims of the papers that are wanted."""
+    return [row for paper in PAPERS if wanted(paper.name) for row in compared(paper)]
 
 
 def _with_network(hardware: Hardware, gbit_per_s: int) -> Hardware:

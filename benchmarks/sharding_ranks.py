@@ -70,7 +70,8 @@ def cases(ranks: int) -> list[Case]:
 
 def _communications(*, lossy: bool) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
-        "hierarchical": {"kind": "hierarchical"}, "ho_ring": {"kind": "ho_ring"}, "zeropp hpZ": {"kind": "zeropp"},
+        "hierarchical": {"kind": "hierarchical"}, "ho_ring": {"kind": "ho_ring"},
+        "ho_ring, both ways": {"kind": "ho_ring", "reductions": True}, "zeropp hpZ": {"kind": "zeropp"},
     }  # fmt: skip
     if lossy:
         quantised = {"kind": "zeropp", "hpz": False, "exact_below": 1000}
@@ -121,13 +122,18 @@ def _five_steps(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def exact() -> list[dict[str, Any]]:
-    """The largest difference from one rank after five steps, over the ranks, per technique, accumulation and clipping."""
+def exact(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """The largest difference from one rank after five steps, over the ranks, per technique, accumulation and clipping.
+
+    Args:
+        wanted: Of a technique's name; what is not wanted is not run. As of the other parts.
+    """
     rows = []
     for ranks in (2, 4):
         asked = {name: sharding for name, sharding, _ in cases(ranks)} | _rotations(2)  # the rows of some layers are seven
         if ranks > NODE:
             asked |= _communications(lossy=False)
+        asked = {name: sharding for name, sharding in asked.items() if wanted(name)}
         for each in zip(*run_ranks(_five_steps, ranks, asked, deadline_s=DEADLINE_S), strict=True):
             worst = {key: max(row[key] for row in each) for key in ("weights", "momenta", "losses")}
             rows.append({"ranks": ranks, **each[0], **worst, "within": max(worst.values()) <= EXACT})
@@ -158,6 +164,7 @@ def _formulas(parts: int) -> dict[str, tuple[float, float]]:
     return {
         "hierarchical": by_node,
         "ho_ring": by_node,
+        "ho_ring, both ways": (3 * parts * inside, 3 * parts * between),
         "zeropp hpZ": (parts * inside, 2 * parts * flat),
         "zeropp qwZ": (0, parts * (2 * 3 * 3 * _SHARD_Q8 + flat)),
         "zeropp qgZ": (parts * 3 * 2 * _SHARD_Q4, parts * (2 * flat + 3 * _SHARD_Q4)),
@@ -181,24 +188,25 @@ def _counted(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def bytes_sent() -> list[dict[str, Any]]:
+def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     """Bytes that a rank receives in a step on each class of link beside the formula, four ranks on two nodes."""
     found = cases(4)
     asked = {name: sharding for name, sharding, _ in found} | _communications(lossy=True) | _rotations(2, 4)
+    asked = {name: sharding for name, sharding in asked.items() if wanted(name)}
     factors = {name: each for name, _, each in found}
     rows = []
     for each in zip(*run_ranks(_counted, 4, asked, deadline_s=DEADLINE_S), strict=True):
         name, parts = each[0]["technique"], each[0]["accumulate"]
         if name in factors:
             sum_of = traffic(factors[name], Bytes(_WHOLE, _WHOLE, 0), Schedule(4, NODE, parts))
-            wanted = (sum_of.intra_bytes, sum_of.inter_bytes)
+            formula = (sum_of.intra_bytes, sum_of.inter_bytes)
         else:
-            wanted = _formulas(parts)[name]
+            formula = _formulas(parts)[name]
         flags = 6 * 4 * 8 * parts  # divided by hops: a number for each of six parameters, in few messages
         counted = [tuple(row["counted"].get(link, 0) for link in ("intra_link", "inter_link")) for row in each]
-        within = all(0 <= ours - wants <= flags for row in counted for ours, wants in zip(row, wanted, strict=True))
+        within = all(0 <= ours - wants <= flags for row in counted for ours, wants in zip(row, formula, strict=True))
         rows.append(
-            {"technique": name, "accumulate": parts, "counted": list(max(counted)), "formula": list(wanted), "within": within}
+            {"technique": name, "accumulate": parts, "counted": list(max(counted)), "formula": list(formula), "within": within}
         )
     return rows
 
@@ -223,13 +231,14 @@ _BESIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def peak() -> list[dict[str, Any]]:
+def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
     """The native ledger's peak on four ranks beside that of the rewritten program, alone and with what else changes peaks."""
     plain = recording_of(ZOO["gpt"])
     cut = CutRecordings(Workload.load(ZOO["gpt"]), plain)
     rewriter = Rewriter(plain, Target(hardware.detect("cpu"), 4, cut=cut))
     few = ("zero1", "zero2", "zero3", "mics", "paro IIG", "paro ING", "amsp 2, 4, 4")
     asked = {name: sharding for name, sharding, _ in cases(4) if name in few} | _communications(lossy=False) | _rotations(4)
+    asked = {name: sharding for name, sharding in asked.items() if only(name)}
     rows = []
     for parts in (1, 2):
         settings, plans, wanted = {}, {}, {}
@@ -272,11 +281,11 @@ def peak_lines(rows: list[dict[str, Any]]) -> list[str]:
 # -- what quantising costs ----------------------------------------------------------------------------------------
 
 
-def quantised() -> list[dict[str, Any]]:
+def quantised(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     """The loss of a small GPT after 200 steps on four ranks, exact and with all that ZeRO++ quantises."""
     found = run_ranks(converged, 4, str(ZOO["gpt"]), STEPS, deadline_s=DEADLINE_S)[0]
     off = found["lossy"] / found["exact"] - 1
-    return [{"steps": STEPS, **found, "off": off, "within": abs(off) <= LOSS}]
+    return [{"technique": "zeropp", "steps": STEPS, **found, "off": off, "within": abs(off) <= LOSS}]
 
 
 def quantised_lines(rows: list[dict[str, Any]]) -> list[str]:

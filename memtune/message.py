@@ -81,13 +81,20 @@ class Communication:
     """Exchanged in this form, first inside the node, then between nodes (ZeRO++ qgZ); None: reduce-scattered as they are."""
     gather: Gathering = "flat"
     """All ranks in one ring; between nodes and then inside them (MiCS); or both at once, node by node (PaRO's HO-Ring)."""
+    ring_reductions: bool = False
+    """Gradients are added up inside each node and, at the same time, in rings over the nodes (HO-Ring backwards)."""
     feedback: bool = False
     """Whether what the first hop loses of the gradients is added to the next ones, which takes float32 memory of their size."""
 
     @property
     def by_node(self) -> bool:
         """Whether it matters which ranks share a node."""
-        return self.secondary or self.gradients is not None or self.gather != "flat"
+        return self.secondary or self.gradients is not None or self.gather != "flat" or self.ring_reductions
+
+    @property
+    def changes_reductions(self) -> bool:
+        """Whether gradients go apart otherwise than by one reduce-scatter."""
+        return self.gradients is not None or self.ring_reductions
 
     @property
     def changes_gathers(self) -> bool:

@@ -133,6 +133,8 @@ def communicate(step: Step, how: Communication, degree: int, *, stages_messages:
         _gathers(edit, step, how, degree, _COMPUTE_STREAM if stages_messages else _GATHER_STREAM)
     if how.gradients is not None:
         _exchanges(edit, step, how, how.gradients, degree)
+    elif how.ring_reductions:
+        _ring_reductions(edit, step, degree, how.ranks_per_node, stages_messages=stages_messages)
     return edit.done()
 
 
@@ -214,6 +216,36 @@ def _rings(edit: Edit, step: Step, found: Messages, mine: I32, degree: int, loca
         )  # fmt: skip
         _reads_and_writes(edit, inside, part, buffer)
         part = arriving
+
+
+def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_messages: bool) -> None:
+    """Node by node: sums for a node are made inside this one while those of the node before are on their way to the next."""
+    found, nodes = reductions(step, degree), degree // local
+    dropped = np.zeros(step.n_ops, bool)
+    dropped[found.ops] = True
+    edit.drop_ops(dropped)
+    whole, sums, arriving = step.bytes[found.buffer], _used(step, found.ops, mutates=True), None
+    add = functools.partial(edit.add_ops, before=found.ops, phase=Phase.BACKWARD)
+    stream = step.op_stream[found.ops]
+    ring_stream = stream if stages_messages else _RING_STREAM
+    for turn in range(nodes):
+        mine = sums
+        if turn < nodes - 1:
+            mine = edit.add_storages(whole // degree, producer=add(_EMPTY, resource=Resource.NOTHING), kind=Kind.COMMUNICATION)
+        inside = add(REDUCE, resource=Resource.INTRA_LINK, group=local, stream=stream, traffic_bytes=whole // nodes)
+        _reads_and_writes(edit, inside, found.buffer, mine)
+        if stages_messages:
+            edit.add_storages(whole // nodes, producer=inside, kind=Kind.WORKSPACE)
+        if arriving is not None:
+            _reads_and_writes(edit, add("aten.add_.Tensor", stream=stream, traffic_bytes=3 * whole // degree), arriving, mine)
+        if turn < nodes - 1:
+            make = add(_EMPTY, resource=Resource.NOTHING)
+            arriving = edit.add_storages(whole // degree, producer=make, kind=Kind.COMMUNICATION)
+            ring = add(
+                SEND_NEXT, resource=Resource.INTER_LINK, group=nodes, stream=ring_stream, traffic_bytes=whole // degree
+            )  # fmt: skip
+            _reads_and_writes(edit, ring, mine, arriving)
+    edit.add_uses(add("aten.div_.Tensor", stream=stream, traffic_bytes=2 * whole // degree), sums, mutates=True)
 
 
 def _quantised(edit: Edit, step: Step, found: Messages, mine: I32, form: Form, degree: int, stream: int, phase: Phase) -> None:

@@ -53,6 +53,8 @@ def communicate(context: Context, how: Communication) -> None:
             unit.set_custom_all_gather(Gather(group, how, place, forward))
         if how.gradients is not None and place is not None:
             unit.set_custom_reduce_scatter(Exchange(group, how.gradients, place, feedback=how.feedback))
+        elif how.ring_reductions and place is not None:
+            unit.set_custom_reduce_scatter(RingReduction(place))
     context.checks["sharding.communication"] = lambda: _check(how, groups)
 
 
@@ -71,8 +73,8 @@ def _place(context: Context, how: Communication, degree: int) -> Nodes | None:
 def _check(how: Communication, groups: list[Any]) -> dict[str, Any]:
     mine = [group for group in groups if group is not None]
     gathers = sum(isinstance(group._all_gather_comm, Gather) for group in mine)
-    exchanges = sum(isinstance(group._reduce_scatter_comm, Exchange) for group in mine)
-    for name, there, expected in (("gathers", gathers, how.changes_gathers), ("exchanges", exchanges, how.gradients is not None)):
+    exchanges = sum(isinstance(group._reduce_scatter_comm, Exchange | RingReduction) for group in mine)
+    for name, there, expected in (("gathers", gathers, how.changes_gathers), ("exchanges", exchanges, how.changes_reductions)):
         if there != (len(mine) if expected else 0):
             raise ApplyError(f"{there} of {len(mine)} units have the {name} that the config asks for.", code="MT343")
     return {"units": len(mine), "ranks_per_node": how.ranks_per_node, "gathers": gathers, "exchanges": exchanges}
@@ -180,6 +182,61 @@ class Gather(SeamAllGather):
         """Changes with every write into a shard of the unit, be it through the DTensor or through what it wraps."""
         parameters = [p.sharded_param for p in self._group.fsdp_params]
         return tuple(version for p in parameters for version in (p._version, p._local_tensor._version))
+
+
+class RingReduction(SeamReduceScatter):
+    """Reduce-scatter of one unit's gradients inside nodes and, at the same time, in rings over them (HO-Ring backwards).
+
+    Args:
+        place: This rank's nodes.
+    """
+
+    def __init__(self, place: Nodes) -> None:
+        self._place = place
+        self._ring: torch.cuda.Stream | None = None
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce `input_tensor` (ranks · numel) over the ranks and keep this rank's part in `output_tensor` (numel).
+
+        A node's sums for the ranks of another go round, node by node: each adds its own, and the last to add is their node.
+        """
+        inside, between, nodes = self._place.inside, self._place.between, self._place.nodes
+        name = {dist.ReduceOp.AVG: "avg", dist.ReduceOp.SUM: "sum"}.get(op)
+        if name is None or async_op:
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        parts, arriving, arrived = input_tensor.chunk(nodes), None, None
+        for turn in range(nodes):
+            mine = _like(output_tensor) if turn < nodes - 1 else output_tensor
+            of_node = parts[(self._place.node - 1 - turn) % nodes]
+            torch.ops.memtune.reduce_scatter_into_(mine, of_node, inside.group_name, inside.size(), name)
+            if arriving is not None:
+                if arrived is not None:
+                    arrived.wait()
+                mine.add_(arriving)
+                arriving = None
+            if turn < nodes - 1:
+                arriving, arrived = self._send(mine, between.group_name)
+        if name == "avg":
+            output_tensor.div_(nodes)
+        return None
+
+    def _send(self, sums: Tensor, between: str) -> tuple[Tensor, torch.cuda.Event | None]:
+        arriving = _like(sums)
+        if sums.is_cuda:
+            self._ring = self._ring or torch.cuda.Stream(sums.device)
+            self._ring.wait_stream(torch.cuda.current_stream(sums.device))
+        with torch.cuda.stream(self._ring) if self._ring is not None else nullcontext():
+            torch.ops.memtune.send_next_into_(arriving, sums, between, self._place.nodes)
+            if self._ring is None:
+                return arriving, None
+            sums.record_stream(self._ring)  # it is let go before it has left
+            return arriving, self._ring.record_event()
+
+
+def _like(sums: Tensor) -> Tensor:
+    return torch.empty(sums.shape, dtype=sums.dtype, device=sums.device)
 
 
 class Exchange(SeamReduceScatter):

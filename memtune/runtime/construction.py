@@ -14,7 +14,7 @@ for real, in the same order, each tensor is whole only from the first op whose w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,7 +173,7 @@ class _Memory:
             ).untyped_storage()  # fmt: skip
             self.storages[ref.storage] = storage
         empty = torch.empty(0, dtype=ref.dtype, device=storage.device)
-        return empty.set_(storage, ref.offset, ref.size, ref.stride)  # type: ignore[arg-type]
+        return empty.set_(storage, ref.offset, ref.size, ref.stride)
 
     def run(self, line: Line, *, useful: bool) -> None:
         """The op of `line`; where it is only there to draw, what it writes is let go (rule 2)."""
@@ -195,7 +195,7 @@ class Recorder(TorchDispatchMode):
     """Runs a model's construction on fake tensors and writes it down."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.construction = Construction(device, states={which: _state(which) for which in _generators()})
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._storages: dict[int, int] = {}
@@ -208,11 +208,11 @@ class Recorder(TorchDispatchMode):
         Raises:
             ApplyError: Something cannot be.
         """
-        whole = torch.nn.init._no_grad_trunc_normal_  # type: ignore[attr-defined]
+        whole = torch.nn.init._no_grad_trunc_normal_
 
         def at_once(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not isinstance(tensor, FakeTensor):
-                return whole(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+                return whole(tensor, *args, **kwargs)
             self._note_generator(kwargs)
             fills, ref = self._filled(tensor), self.ref(tensor)
             reads = frozenset(() if fills >= 0 else (ref.storage,))
@@ -220,12 +220,12 @@ class Recorder(TorchDispatchMode):
             self.construction.lines.append(line)
             return tensor
 
-        torch.nn.init._no_grad_trunc_normal_ = at_once  # type: ignore[attr-defined]
+        torch.nn.init._no_grad_trunc_normal_ = at_once
         try:
             with self:
                 yield
         finally:
-            torch.nn.init._no_grad_trunc_normal_ = whole  # type: ignore[attr-defined]
+            torch.nn.init._no_grad_trunc_normal_ = whole
 
     def ref(self, tensor: Tensor) -> Ref:
         """Where a fake `tensor` is.
@@ -260,7 +260,7 @@ class Recorder(TorchDispatchMode):
             self._write_down(func, args, kwargs, fakes, out, draws)
         return out
 
-    def _write_down(self, func: Any, args: Any, kwargs: dict[str, Any], fakes: list[Tensor], out: Any, draws: bool) -> None:
+    def _write_down(self, func: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[Tensor], out: Any, draws: bool) -> None:
         written = mutated(func, args, kwargs)
         made = tuple(self._new(each) for each in tensors_in((out,)))
         if not any(made) and not written:
@@ -268,12 +268,12 @@ class Recorder(TorchDispatchMode):
         if any(not isinstance(each, FakeTensor) for each in written):
             raise not_deferred(f"{func} writes what was computed into a tensor that was made of values")
         self._note_generator(kwargs)
-        refs = _mapped(lambda each: self.ref(each) if isinstance(each, FakeTensor) else each, (args, kwargs))
+        named, more = _mapped(lambda each: self.ref(each) if isinstance(each, FakeTensor) else each, (args, kwargs))
         fills = self._filled(args[0]) if str(func.overloadpacket) in _FILLS else -1
         storages = [self.ref(each).storage for each in fakes]
         reads = frozenset(each for each in storages if each != fills or storages.count(each) > 1)
         writes = frozenset(self.ref(each).storage for each in written)
-        self.construction.lines.append(Line(func, *refs, made, writes, reads, fills, draws))
+        self.construction.lines.append(Line(func, named, more, made, writes, reads, fills, draws))
 
     def _new(self, tensor: Tensor) -> Ref | None:
         storage = tensor.untyped_storage()

@@ -66,19 +66,20 @@ def backward(
     """
     questions = _Questions(ring, (query, gradient, *all_keys), pair)
     to_query, to_pair = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (query, pair))
-    own = attend_backward(gradient, query, *pair, all_keys, causal=True, scale=scale)
+    own = attend_backward(gradient, query, pair[0], pair[1], all_keys, causal=True, scale=scale)
     to_query.add_(own[0])
     _add_pair(to_pair, own[1:])
     del own
     for turn in turns(ring.ranks, ring.rank):
         come, found = questions.next(), list[Tensor]()
         if turn.attends:
-            mine = attend_backward(gradient, query, *come[0], all_keys, causal=False, scale=scale)
+            key, value = come[0]
+            mine = attend_backward(gradient, query, key, value, all_keys, causal=False, scale=scale)
             to_query.add_(mine[0])
             found += mine[1:]
-            del mine
+            del mine, key, value
         elif turn.helps:
-            theirs = attend_backward(come[1], come[0], *pair, Attended(*come[2:]), causal=False, scale=scale)
+            theirs = attend_backward(come[1], come[0], pair[0], pair[1], Attended(*come[2:]), causal=False, scale=scale)
             found.append(theirs[0])
             _add_pair(to_pair, theirs[1:])
             del theirs

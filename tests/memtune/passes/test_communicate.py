@@ -31,7 +31,7 @@ CASES: tuple[tuple[str, Fsdp, Technique], ...] = (
     ("gpt", Fsdp(reshard_after_forward=False), ZeroPp(hpz=False, qgz=True, weight_bits=4, **LOSSY)),
     ("lora", Fsdp(), ZeroPp(qgz=True, error_feedback=True, **LOSSY)),
     ("gpt", Fsdp(), Hierarchical()),
-    ("gpt", Fsdp(), HoRing()),
+    ("gpt", Fsdp(), HoRing(reductions=True)),
 )
 
 

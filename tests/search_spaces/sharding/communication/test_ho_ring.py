@@ -17,13 +17,13 @@ from zoo_paths import ZOO
 from memtune.autotune.simulate import Prediction, simulate
 from memtune.message import Communication
 from memtune.runtime import nodes
-from memtune.runtime.communication import Gather
+from memtune.runtime.communication import Gather, RingReduction
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces import find
 from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
 from memtune.search_spaces.sharding.communication.ho_ring import HoRing
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
-from memtune.technique import Target, Technique
+from memtune.technique import Exactness, Target, Technique
 
 RANKS, LOCAL, NUMEL = 6, 2, 5
 SIMULATED = 16
@@ -40,12 +40,31 @@ def gathered() -> tuple[bool, dict[str, int]]:
     return torch.equal(whole, wanted), COUNTERS.take()
 
 
-def test_rings_over_three_nodes_bring_every_shard_into_place() -> None:
+def reduced() -> tuple[bool, dict[str, int]]:
+    """As `gathered`, of sums and of means over the ranks, counted once."""
+    nodes.declare(LOCAL)
+    reduction, mine = RingReduction(nodes.nodes_of("cpu", RANKS, LOCAL)), torch.empty(NUMEL)
+    given = torch.arange(RANKS * NUMEL) + 100.0 * (dist.get_rank() + 1)
+    sums = (RANKS * torch.arange(RANKS * NUMEL) + 100.0 * RANKS * (RANKS + 1) / 2).view(RANKS, -1)[dist.get_rank()]
+    right = []
+    for op, wanted in ((dist.ReduceOp.SUM, sums), (dist.ReduceOp.AVG, sums / RANKS)):
+        COUNTERS.take()
+        reduction(mine, given, dist.distributed_c10d._get_default_group(), op)
+        right.append(torch.allclose(mine, wanted, rtol=1e-6))
+    return all(right), COUNTERS.take()
+
+
+def both_ways() -> list[tuple[bool, dict[str, int]]]:
+    return [gathered(), reduced()]
+
+
+def test_rings_over_three_nodes_bring_every_shard_and_every_sum_into_place() -> None:
     shard, each_node = 4 * NUMEL, 4 * NUMEL * (LOCAL - 1)
-    for right, counted in run_ranks(gathered, RANKS):
-        assert right
-        assert counted["inter_link"] == (RANKS // LOCAL - 1) * shard
-        assert counted["intra_link"] == RANKS // LOCAL * each_node
+    for rank in run_ranks(both_ways, RANKS):
+        for right, counted in rank:
+            assert right
+            assert counted["inter_link"] == (RANKS // LOCAL - 1) * shard
+            assert counted["intra_link"] == RANKS // LOCAL * each_node
 
 
 def slow(ranks: int = SIMULATED) -> Target:
@@ -75,6 +94,15 @@ def test_links_of_both_sorts_work_at_once() -> None:
     # Of eight turns that take as long on either link, seven steps of the ring run beside gathers; reductions take the rest.
     saved_s = one_after_the_other.step_s - ring.step_s
     assert 0.75 * ring.busy_s["inter_link"] < saved_s <= ring.busy_s["inter_link"]
+
+
+def test_reductions_in_rings_hide_one_link_behind_the_other() -> None:
+    flat, rings = predicted(HoRing()), predicted(HoRing(reductions=True))
+    assert rings.step_s < 0.8 * flat.step_s
+    # A gather and a reduction of every unit, of which seven of eight turns run on both links at once.
+    assert rings.step_s == pytest.approx(rings.busy_s["inter_link"] * 8 / 7, rel=0.05)
+    assert HoRing(reductions=True).exactly() is Exactness.REORDERED
+    assert HoRing().exactly() is Exactness.BITWISE
 
 
 def test_it_fits_where_nodes_are_several_and_not_too_many() -> None:

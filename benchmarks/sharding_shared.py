@@ -1,0 +1,144 @@
+"""Techniques that share a model's layers, on real gloo ranks: five steps against one rank, and counted bytes beside the formula.
+
+The models and loops are those of the tests: blocks of which several ranks work on one micro-batch, or that are stages.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "search_spaces" / "sharding" / "parallel"))
+
+import shared_layers
+import test_head_context as contexts
+import test_pipeline as stages
+import torch
+from gloo import run_ranks
+
+from memtune.runtime import nodes
+
+NODE, DEADLINE_S = 2, 3500
+RTOL, ATOL = 1e-5, 1e-6
+"""Of weights and moments; AdamW divides by the gradient's size, and rounding grows where that is tiny."""
+Knobs = dict[str, Any]
+
+
+def techniques(ranks: int) -> dict[str, tuple[str, Knobs]]:
+    """By name: kind and knobs of what is run on so many ranks."""
+    found: dict[str, tuple[str, Knobs]] = {
+        "tensor": ("tensor", {}),
+        "sequence_parallel": ("sequence_parallel", {}),
+        "head_context, ring": ("head_context", {}),
+        "head_context, heads": ("head_context", {"head_degree": ranks}),
+        "pipeline, 1F1B": ("pipeline", {"schedule": "1f1b"}),
+        "pipeline, interleaved": ("pipeline", {"schedule": "interleaved_1f1b"}),
+    }
+    if ranks > 2:
+        found |= {
+            "head_context, both": ("head_context", {"head_degree": 2}),
+            "head_context, double ring": ("head_context", {"inner_ring": 2}),
+            "head_context, helpers": ("head_context", {"balance": "helpers"}),
+        }
+    return found
+
+
+def _document(kind: str, knobs: Knobs, ranks: int, parts: int) -> dict[str, Any]:
+    if kind == "pipeline":
+        return stages.document(stages.CHAIN, ranks, accumulate=parts, **knobs)
+    return shared_layers.config(kind, ranks, accumulate=parts, **knobs)
+
+
+def _trained(kind: str, ranks: int, document: dict[str, Any] | None, clip: bool, parts: int) -> dict[str, Any]:
+    if kind == "pipeline":
+        return stages.trained(stages.CHAIN, ranks, document, clip, parts)
+    return shared_layers.trained(ranks, document, clip, parts)
+
+
+def _all_trained(ranks: int, asked: list[tuple[str, str, int, bool, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [_trained(kind, ranks, document, clip, parts) for _, kind, parts, clip, document in asked]
+
+
+def exact(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """As `sharding_ranks.exact`, of techniques that share layers."""
+    rows = []
+    for ranks in (2, 4):
+        asked = [
+            (name, kind, parts, clip, _document(kind, knobs, ranks, parts))
+            for name, (kind, knobs) in techniques(ranks).items() if wanted(name)
+            for parts in (1, 4) for clip in (False, True)
+        ]  # fmt: skip
+        if not asked:
+            continue
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as on the ranks
+        plain = {(kind == "pipeline", parts, clip): _trained(kind, ranks, None, clip, parts) for _, kind, parts, clip, _ in asked}
+        torch.set_num_threads(threads)
+        found = run_ranks(_all_trained, ranks, ranks, asked, deadline_s=DEADLINE_S)
+        for (name, kind, parts, clip, _), runs in zip(asked, zip(*found, strict=True), strict=True):
+            off = _off(runs, plain[kind == "pipeline", parts, clip])
+            rows.append({"technique": name, "ranks": ranks, "accumulate": parts, "clipping": 0.5 * clip, **off})
+    return rows
+
+
+def _off(runs: tuple[dict[str, Any], ...], wanted: dict[str, Any]) -> dict[str, Any]:
+    pairs = {"weights": [(run["model"][name], each) for run in runs for name, each in wanted["model"].items()], "momenta": []}
+    for run in runs:
+        for index, state in wanted["optimizer"].items():
+            name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+            pairs["momenta"].append((run["optimizer"][index][name], state[name]))
+    off = {state: max(float((a - b).abs().max()) for a, b in each) for state, each in pairs.items()}
+    losses = torch.tensor([run["losses"] for run in runs], dtype=torch.float64).mean(0)
+    off["losses"] = float((losses - torch.tensor(wanted["losses"], dtype=torch.float64)).abs().max())
+    within = all(torch.allclose(a, b, rtol=RTOL, atol=ATOL) for each in pairs.values() for a, b in each)
+    return {**off, "within": within and off["losses"] <= ATOL * max(1.0, *map(abs, wanted["losses"]))}
+
+
+def _counted(asked: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[float, float]]:
+    """Bytes that this rank receives inside its node and between nodes; of a pipeline, that it sends."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
+    found: list[tuple[float, float]] = []
+    for _, kind, document in asked:
+        if kind == "pipeline":
+            found.append((float(stages.measured(stages.CHAIN, document)[1]), 0.0))
+        else:
+            found.append(contexts.measured({"one": document}, NODE)["one"][1:])
+        nodes.declare(None)
+    return found
+
+
+def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """As `sharding_ranks.bytes_sent`, a row per rank whose bytes are others: of `head_context` and of pipelines."""
+    rows: list[dict[str, Any]] = []
+    chosen = [
+        (name, kind, knobs, parts)
+        for name, (kind, knobs) in techniques(4).items() if kind in ("head_context", "pipeline") and wanted(name)
+        for parts in (1, 4)
+    ]  # fmt: skip
+    if not chosen:
+        return rows
+    asked = [(name, kind, _document(kind, knobs, 4, parts)) for name, kind, knobs, parts in chosen]
+    counted = run_ranks(_counted, 4, asked, deadline_s=DEADLINE_S)
+    for at, (name, kind, knobs, parts) in enumerate(chosen):
+        seen = set()
+        for rank in range(4):
+            formula = _stage_bytes(rank, parts, knobs) if kind == "pipeline" else contexts.sent(4, parts, NODE, rank, **knobs)
+            ours = counted[rank][at]
+            if (ours, formula) not in seen:
+                seen.add((ours, formula))
+                label = name if not seen - {(ours, formula)} else f"{name}, rank {rank}"
+                row = {"technique": label, "accumulate": parts, "counted": list(map(int, ours)), "formula": list(formula)}
+                rows.append({**row, "within": tuple(ours) == tuple(formula)})
+    return rows
+
+
+def _stage_bytes(rank: int, parts: int, knobs: Knobs) -> tuple[float, float]:
+    """A block's output goes to the next stage and its gradient to the one before, for each micro-batch of all four ranks."""
+    stages_per_rank = 2 if knobs["schedule"] == "interleaved_1f1b" else 1
+    mine = [rank + 4 * turn for turn in range(stages_per_rank)]
+    messages = sum((stage < 4 * stages_per_rank - 1) + (stage > 0) for stage in mine)
+    return float(4 * parts * messages * stages.PASSED), 0.0
