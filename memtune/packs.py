@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 Span = tuple[int, int]
 """First block, and the one after the last."""
@@ -71,3 +73,54 @@ def spans(sizes: Sequence[int]) -> tuple[Span, ...]:
 def _is_chain(packs: Sequence[Span], blocks: int) -> bool:
     firsts = [0, *(last for _, last in packs)]
     return firsts[-1] == blocks and all(first == begin < end for first, (begin, end) in zip(firsts, packs, strict=False))
+
+
+class Use(NamedTuple):
+    """A stage that a rank brings in, for all micro-batches."""
+
+    stage: int
+    kind: Literal["forward", "turn", "backward"]
+
+
+@dataclass(frozen=True)
+class OnRanks:
+    """More stages than ranks, of which each rank takes its own in turn, over all micro-batches of all ranks.
+
+    The last stage is the turn: its forward and backward are one use. A rank whose last use of forward is also its first one of
+    backward keeps that stage in between.
+
+    Raises:
+        ValueError: The stages are not those of one chain, or neighbours are on one rank.
+    """
+
+    stages: tuple[Span, ...]
+    ranks: tuple[int, ...]
+    """Where each stage is."""
+    prefetch: bool = True
+    """The next stage's weights come in while one computes."""
+
+    def __post_init__(self) -> None:
+        """Refuse what leaves blocks out, or passes nothing between ranks."""
+        if not self.stages or not _is_chain(self.stages, self.stages[-1][1]) or len(self.ranks) != len(self.stages):
+            raise ValueError(f"stages {self.stages} on ranks {self.ranks} do not follow one another")
+        if any(one == other for one, other in pairwise(self.ranks)):
+            raise ValueError(f"stages that follow one another are on one rank: {self.ranks}")
+
+    def mine(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank."""
+        return tuple(stage for stage, where in enumerate(self.ranks) if where == rank)
+
+    def uses(self, rank: int) -> tuple[Use, ...]:
+        """What a rank brings in, in order."""
+        last, mine = len(self.stages) - 1, self.mine(rank)
+        forward = [Use(stage, "turn" if stage == last else "forward") for stage in mine]
+        return (*forward, *(Use(stage, "backward") for stage in reversed(mine) if stage != last))
+
+    def stays(self, rank: int, number: int) -> bool:
+        """Whether the stage of a rank's use stays for its next one."""
+        uses = self.uses(rank)
+        return number + 1 < len(uses) and uses[number + 1].stage == uses[number].stage
+
+    def blocks(self, stage: int) -> range:
+        """The blocks of a stage."""
+        return range(*self.stages[stage])

@@ -87,12 +87,12 @@ def pipelined(step: Step, how: Piped, ranks: Sequence[int] | None = None) -> lis
     chain = chain_of(step)
     if isinstance(chain, str) or set(how.starts[1:]) - set(chain.cuts):
         raise ValueError(chain if isinstance(chain, str) else chain.obstacle)
-    parts = _Parts.of(step, chain, how)
+    parts = Parts.of(step, chain, how)
     return [_rank(parts, rank) for rank in (range(how.ranks) if ranks is None else ranks)]
 
 
 @dataclass(frozen=True, eq=False)
-class _Parts:
+class Parts:
     """A step taken apart by stage."""
 
     step: Step
@@ -107,7 +107,8 @@ class _Parts:
     sums: _Sums
 
     @classmethod
-    def of(cls, step: Step, chain: Chain, how: Piped) -> _Parts:
+    def of(cls, step: Step, chain: Chain, how: Piped) -> Parts:
+        """`step` in the stages that `how` names."""
         blocks = np.maximum(np.minimum((chain.place - 1) // 2, len(step.blocks) - 1), 0)
         stage = (np.searchsorted(np.asarray(how.starts), blocks, side="right") - 1).astype(np.int32)
         stage[chain.place < 0] = -1
@@ -219,16 +220,16 @@ def _tied(step: Step, stage: I32, foreign: Sequence[int]) -> list[_Tied]:
     return sorted(found, key=lambda each: int(step.producer[each.part]))
 
 
-def _rank(parts: _Parts, rank: int) -> Step:
+def _rank(parts: Parts, rank: int) -> Step:
     """The step of one rank."""
     how = parts.how
     stages = [s for s in range(len(how.starts)) if s % how.ranks == rank]
     held = parts.owners()[stages].max(0)
     rows = Rows(parts.step, held)
     rows.sums(parts.sums.part, parts.sums.total)
-    _upload(parts, rows)
+    upload(parts, rows)
     for stage in stages:
-        _declare(parts, rows, stage)
+        declare(parts, rows, stage)
     held_lists: Lists = {}
     actions = order(how.schedule, rank, how.ranks, how.stages_per_rank, how.micro_batches)
     moves = SlotMoves(parts.step, parts.stage, actions) if how.in_slots else None
@@ -244,7 +245,7 @@ def _rank(parts: _Parts, rank: int) -> Step:
     return rows.done()
 
 
-def _kept_bytes(parts: _Parts, stages: Sequence[int]) -> int:
+def _kept_bytes(parts: Parts, stages: Sequence[int]) -> int:
     """What a rank holds to the end of the step for a micro-batch: its tensors, at first; and under `interleaved` all it sent."""
     kept = int(parts.step.bytes[parts.uploaded].sum())
     if parts.how.schedule == "1f1b":
@@ -253,7 +254,8 @@ def _kept_bytes(parts: _Parts, stages: Sequence[int]) -> int:
     return kept + parts.chain.passed_bytes * sum((stage > 0) + (stage < last) for stage in stages)
 
 
-def _upload(parts: _Parts, rows: Rows) -> None:
+def upload(parts: Parts, rows: Rows) -> None:
+    """Rule 4: all micro-batches come and are sent round."""
     ops = np.unique(parts.step.producer[parts.uploaded]).astype(np.int32)
     rows.declare(_UPLOAD, parts.uploaded)
     for micro_batch in range(parts.how.micro_batches):
@@ -266,7 +268,7 @@ def _upload(parts: _Parts, rows: Rows) -> None:
             )  # fmt: skip
 
 
-def _declare(parts: _Parts, rows: Rows, stage: int) -> None:
+def declare(parts: Parts, rows: Rows, stage: int) -> None:
     """What the storages of a stage are called while it runs."""
     step = parts.step
     made = (step.producer >= 0) & ((parts.stage == stage) | parts.shared)[step.producer]
@@ -277,7 +279,7 @@ def _declare(parts: _Parts, rows: Rows, stage: int) -> None:
             rows.alias(stage, each.added, each.other)
 
 
-def _run(parts: _Parts, rows: Rows, action: Action, lists: Lists, moves: SlotMoves | None) -> None:
+def _run(parts: Parts, rows: Rows, action: Action, lists: Lists, moves: SlotMoves | None) -> None:
     """One forward or backward, with what comes before and after it, and what it lets go of (rule 3).
 
     Args:
@@ -336,7 +338,7 @@ def _run(parts: _Parts, rows: Rows, action: Action, lists: Lists, moves: SlotMov
         _message(parts, rows, _SEND, action, (rows.of(key, gradient), READS))
 
 
-def _take(parts: _Parts, rows: Rows, ops: I32, action: Action) -> None:
+def _take(parts: Parts, rows: Rows, ops: I32, action: Action) -> None:
     """The ops of a forward or backward; the last stage's part of a tied weight's gradient is added up as soon as it is there."""
     step, key = parts.step, (action.stage, action.micro_batch)
     for each in parts.tied if action.backward and action.micro_batch else ():
@@ -349,7 +351,7 @@ def _take(parts: _Parts, rows: Rows, ops: I32, action: Action) -> None:
     rows.take(ops, key, backward=action.backward)
 
 
-def _receive(parts: _Parts, rows: Rows, action: Action, storage: int, lists: Lists) -> None:
+def _receive(parts: Parts, rows: Rows, action: Action, storage: int, lists: Lists) -> None:
     key = action.stage, action.micro_batch
     number = rows.received(key, storage)
     at = _message(parts, rows, _RECEIVE, action, (number, WRITES))
@@ -362,12 +364,12 @@ def _receive(parts: _Parts, rows: Rows, action: Action, storage: int, lists: Lis
     lists[action.stage, name] = key, storage
 
 
-def _message(parts: _Parts, rows: Rows, name: str, action: Action, use: tuple[int, int]) -> int:
+def _message(parts: Parts, rows: Rows, name: str, action: Action, use: tuple[int, int]) -> int:
     phase = Phase.BACKWARD if action.backward else Phase.FORWARD
     return rows.add(name, phase, resource=parts.how.link, traffic_bytes=parts.chain.passed_bytes, group=2, uses=[use])
 
 
-def _finish(parts: _Parts, rows: Rows, stages: Sequence[int], held: npt.NDArray[np.bool_]) -> None:
+def _finish(parts: Parts, rows: Rows, stages: Sequence[int], held: npt.NDArray[np.bool_]) -> None:
     """Gradients added up between stages and pipelines, their norms, and the optimizer."""
     how, columns = parts.how, columns_of(parts.step.parameters)
     mine = np.flatnonzero(held & columns.trainable & (columns.gradient >= 0))

@@ -146,6 +146,31 @@ class Rows:
         copy.received.add(number)
         return number
 
+    def new(self, n_bytes: int, tier: Tier, kind: Kind, owner: int = -1, *, forever: bool = False) -> int:
+        """A storage that the next op makes, or that is there from before the step for ever; its number."""
+        self._storages.append({"bytes": [n_bytes], "tier": [tier], "kind": [kind], "owner": [owner]})
+        self._storages[-1] |= {"held_until": FOREVER} if forever else {"producer": self.n_ops}
+        self._n_storages += 1
+        return self._n_storages - 1
+
+    def changed(self, storages: I32, column: str, value: int) -> None:
+        """Set the bytes or the tier of `storages` of the step that are there from before it."""
+        self._storages[0][column][self._single[storages]] = value
+
+    def stands_for(self, storage: int, number: int) -> None:
+        """Stages and micro-batches that begin from here on find `number` where the step has `storage`."""
+        self._single[storage] = number
+
+    def put(self, key: Key, storage: int, number: int) -> None:
+        """A stage and micro-batch finds `number`, which others hold as well, where the step has `storage`."""
+        copy = self._copy(key)
+        copy.number[storage] = number
+        copy.received.add(number)
+
+    def hold_number(self, number: int, until: int) -> None:
+        """The storage of that number is held until that row at least."""
+        self._holds.append((number, until))
+
     def there(self, n_bytes: int, until: int) -> None:
         """As many bytes of the batch are there from the beginning until that row."""
         self._storages.append({"bytes": [n_bytes], "tier": [Tier.DEVICE], "kind": [Kind.BATCH], "owner": [-1]})
@@ -165,7 +190,7 @@ class Rows:
 
     def add(
         self, name: str, phase: Phase, *, uses: Sequence[tuple[int, int]], resource: Resource = Resource.COMPUTE,
-        traffic_bytes: int = 0, group: int = 0,
+        traffic_bytes: int = 0, group: int = 0, stream: int = 0, prefetch: int = 0,
     ) -> int:  # fmt: skip
         """Append one op, which uses storages by their numbers here; returns its row."""
         if name not in self._names:
@@ -173,7 +198,7 @@ class Rows:
         self._ops.append({
             "op_name": [self._names.index(name)], "op_module": [0], "op_call": [-1], "op_phase": [phase],
             "op_resource": [resource], "op_flops": [0.0], "op_traffic_bytes": [traffic_bytes], "op_rng": [0],
-            "op_group": [group], "op_node": [-1], "op_copy_of": [-1], "op_stream": [0], "op_prefetch": [0],
+            "op_group": [group], "op_node": [-1], "op_copy_of": [-1], "op_stream": [stream], "op_prefetch": [prefetch],
             "op_match": [0], "op_by_element": [0],
         })  # fmt: skip
         if uses:
@@ -194,10 +219,14 @@ class Rows:
         here = storages >= 0
         self._taken(ops, uses[here], storages[here], hows[here])
 
-    def take_rest(self) -> None:
-        """Append the ops that run once, of what this rank holds; one that works on several parameters does on fewer."""
+    def take_rest(self, of: npt.NDArray[np.bool_] | None = None) -> None:
+        """Append the ops that run once, of what this rank holds; one that works on several parameters does on fewer.
+
+        Args:
+            of: (parameters,) those that they work on; None: all that are here.
+        """
         step, owner = self._step, self._owner[self._step.use_storage]
-        here = (owner < 0) | self._held[owner]
+        here = (owner < 0) | (self._held if of is None else of)[owner]
         others, mine = np.zeros(step.n_ops, bool), np.zeros(step.n_ops, bool)
         others[step.use_op[~here]] = True
         mine[step.use_op[(owner >= 0) & here]] = True

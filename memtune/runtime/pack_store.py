@@ -32,15 +32,16 @@ class PackStore(HostParameters):
     Args:
         context: Its model; hooks are put on its blocks and their parameters.
         optimizer: Holds the host copies, and updates them.
+        averages: Ranks that have all weights average gradients.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
     """
 
-    def __init__(self, context: Context, optimizer: HostOptimizer) -> None:
+    def __init__(self, context: Context, optimizer: HostOptimizer, *, averages: bool = True) -> None:
         super().__init__(context, optimizer)
         self._updates = optimizer
-        self._group = dist.group.WORLD if context.ranks > 1 else None
+        self._group = dist.group.WORLD if averages and context.ranks > 1 else None
         self.is_stepping = False
         """Inside a step: packs are brought in and let go by `begin` and `end` alone."""
         self.is_last = False
@@ -80,10 +81,11 @@ class PackStore(HostParameters):
                 for index in range(*ahead):
                     self._fetch_block(index)
 
-    def end(self, pack: Span, *, update: bool) -> None:
-        """Rules 1 to 3."""
+    def end(self, pack: Span, *, update: bool, stays: bool = False) -> None:
+        """Rules 1 to 3; what `stays` is used next."""
         self._arrive()
-        self._release(range(*pack))
+        if not stays:
+            self._release(range(*pack))
         if update:
             ready = [each for index in range(*pack) for each in self._blocks[index]]
             self._show(ready)

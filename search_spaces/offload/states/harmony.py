@@ -7,10 +7,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.packs import Packs, Span
+from memtune.hardware import Hardware
+from memtune.packs import OnRanks, Packs, Span
 from memtune.planners.packs import balanced, greedy
 from memtune.program import Program
 from memtune.runtime.context import Context
+from memtune.search_spaces.offload.states._in_turn import (
+    apply_in_turn,
+    decisions_of,
+    divided,
+    first_that_fits,
+    layout_of,
+    not_in_turn,
+    on_ranks,
+    told_on_ranks,
+)
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY
 from memtune.search_spaces.offload.states._packs import (
     apply_packs,
@@ -40,7 +51,9 @@ class Harmony(Technique):
     split and join the user's samples.
 
     On several ranks each has its own micro-batches and all weights on its host (Harmony-DP): a gradient is averaged before it
-    leaves the device, and each rank moves its 3|W|. Such a config is written by hand, with `sharding: {states: {kind: none}}`.
+    leaves the device, and each rank moves its 3|W|. With `across: pipeline` (Harmony-PP) pack j is on rank j mod g, which alone
+    holds it, all ranks work on all micro-batches, and 3|W| are moved by all of them together, less the last pack of each rank,
+    which stays between forward and backward. Such configs are written by hand, with `sharding: {states: {kind: none}}`.
 
     Distinguishing test: bytes on the link do not grow with the number of micro-batches, and each pack is updated before the
     pack before it runs backward.
@@ -66,22 +79,38 @@ class Harmony(Technique):
     """Where what packs start from waits for backward."""
     prefetch: bool = False
     """The next pack comes in while one computes (double buffering), for the bytes of both."""
+    across: Literal["data", "pipeline"] = "data"
+    """On several ranks: each runs all packs on its own micro-batches, or its own packs on all of them."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that are a chain without random numbers and statistics, in float32; ranks must not divide or replicate."""
-        return not_in_packs(program, target, alone=False)
+        if not self._is_pipeline(target.ranks):
+            return not_in_packs(program, target, alone=False)
+        if self.forward is not None or self.group is not None:
+            return Reason("packs on several ranks run forward and backward alike, over all micro-batches", "no forward, no group")
+        return not_in_turn(program, target, None)
+
+    def _is_pipeline(self, ranks: int) -> bool:
+        return ranks > 1 and self.across == "pipeline"
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """Which blocks are in which pack."""
+        """Which blocks are in which pack, and where."""
+        if self._is_pipeline(program.ranks):
+            return Plan(decisions=decisions_of(program, _on_ranks(self, program, target.hardware, target.budget_bytes)))
         packs = _planned(self, program, target.budget_bytes)
         return Plan(decisions={**packs.document(), "swapped_bytes": _swapped(program, packs)})
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """All micro-batches, pack by pack."""
+        if self._is_pipeline(program.ranks):
+            return on_ranks(program, layout_of(plan, self.kind, prefetch=self.prefetch), target.hardware)
         return in_packs(program, packs_of(plan.decisions, **self._settings()), self.boundaries)
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Weights and optimizer to the host; `Tuned.step` runs packs."""
+        if self._is_pipeline(context.ranks):
+            apply_in_turn(context, plan, self.kind, prefetch=self.prefetch)
+            return
         apply_packs(context, planned_packs(plan, context, self.kind, **self._settings()), self.boundaries, self.kind)
 
     def _settings(self) -> dict[str, Any]:
@@ -89,6 +118,8 @@ class Harmony(Technique):
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """How many packs there are, and what they move."""
+        if "spans" in plan.decisions:
+            return told_on_ranks(plan)
         backward, swapped = plan.decisions.get("backward"), plan.decisions.get("swapped_bytes")
         if not backward or not isinstance(swapped, int):
             return ()
@@ -106,6 +137,16 @@ def _swapped(program: Program, packs: Packs) -> int:
     weights, gradients = block_bytes(program.step)[:2]
     groups = len(packs.groups(program.accumulate))
     return groups * (2 * sum(weights) - sum(weights[slice(*packs.turn)]) + sum(gradients))
+
+
+@functools.lru_cache(maxsize=32)
+def _on_ranks(technique: Harmony, program: Program, hardware: Hardware, budget_bytes: int | None) -> OnRanks:
+    """The fewest packs, as many on each rank, that fit; those of `backward` blocks at most where that is given."""
+    ranks, blocks = program.ranks, len(program.step.blocks)
+    least = -(-blocks // technique.backward) if technique.backward else 1
+    counts = list(range(-(-least // ranks) * ranks, blocks + 1, ranks)) or [blocks // ranks * ranks]
+    each = [divided(program, hardware, n, prefetch=technique.prefetch, crossed=False) for n in counts]
+    return first_that_fits(program, [layout for layout in each if layout is not None], hardware, budget_bytes)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Stages over all micro-batches, the next one coming in while one computes (Mobius, Feng et al. 2023), on one device."""
+"""Stages over all micro-batches, the next one coming in while one computes (Mobius, Feng et al. 2023)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,23 @@ from pydantic import Field
 
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
-from memtune.packs import Packs, Span, spans
+from memtune.packs import OnRanks, Packs, Span, spans
 from memtune.passes.layer_major import parts_of
 from memtune.planners.stages_in_turn import StageCosts, fastest_stages
+from memtune.planners.stages_on_ranks import step_s
 from memtune.program import Program
 from memtune.runtime.context import Context
+from memtune.search_spaces.offload.states._in_turn import (
+    apply_in_turn,
+    costs_of,
+    decisions_of,
+    divided,
+    first_that_fits,
+    layout_of,
+    not_in_turn,
+    on_ranks,
+    told_on_ranks,
+)
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY
 from memtune.search_spaces.offload.states._packs import (
     apply_packs,
@@ -35,16 +47,21 @@ _TRIES = 3
 class Mobius(Technique):
     """Trades one more forward for the blocks' weights, gradients and state, and hides the weights' way behind compute.
 
-    Blocks are joined to stages, more than there are devices: here one device, which takes them in turn. All micro-batches of a
+    Blocks are joined to stages, more than there are devices, which take them in turn. All micro-batches of a
     stage run before the next one; meanwhile the next one's weights come in, forward and back, so two stages' weights are on the
     device. What stages start from waits on the host. Backward runs a stage forward again; its gradients leave once and the host
     updates it at once. A step moves the weights twice, but for the last stage's, which stay between forward and backward, and
     the gradients once: 2|W| - |W of the last stage| + |gradients|. The planner finds the partition of smallest step time under
-    which a stage, what comes in, its gradients and its activations stay within the budget; it is exact. Stages on several
-    devices, and their placing under root complexes, are not part of this version.
+    which a stage, what comes in, its gradients and its activations stay within the budget; it is exact.
 
-    Distinguishing test: weights of every stage but the first come in while another computes, and the partition is the fastest
-    of all (brute force).
+    On g ranks stage j is on the rank of place j mod g, each rank holds its stages alone, and ranks bring their own micro-batches
+    and work on all of them; what passes between stages goes by way of the hosts. The last stage of each rank stays between its
+    forward and its backward. Cross mapping places ranks so that stages in turn are under different root complexes. The partition
+    is then, of the balanced ones into each multiple of g, the fastest that fits. Such a config is written by hand, with
+    `sharding: {states: {kind: none}}`.
+
+    Distinguishing test: weights of every stage but the first come in while another computes, the partition is the fastest of all
+    (brute force), and no mapping has less contention.
     """
 
     kind: Literal["mobius"] = "mobius"
@@ -53,12 +70,17 @@ class Mobius(Technique):
     source: ClassVar[str] = "Feng et al. 2023, Mobius: Fine Tuning Large-Scale Models on Commodity GPU Servers, ASPLOS 23"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
+    averages: ClassVar[bool] = True
 
     stages: Annotated[int, Field(ge=1)] | None = None
-    """Number of stages; none given: solved for."""
+    """Number of stages, on several ranks a multiple of them; none given: solved for."""
+    mapping: Literal["cross", "in_order"] = "cross"
+    """Of stages to ranks: away from the root complex of their neighbours, or rank by rank."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that are a chain without random numbers and statistics, on one rank, in float32, and enough of them."""
+        """Needs blocks that are a chain without random numbers and statistics, in float32, and enough of them."""
+        if target.ranks > 1:
+            return not_in_turn(program, target, self.stages)
         if (reason := not_in_packs(program, target)) is not None:
             return reason
         if self.stages is not None and self.stages > len(program.step.blocks):
@@ -66,20 +88,30 @@ class Mobius(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """Which blocks are in which stage."""
+        """Which blocks are in which stage, and where."""
+        if program.ranks > 1:
+            layout = _on_ranks(program, target.hardware, target.budget_bytes, self.stages, self.mapping == "cross")
+            return Plan(decisions={**decisions_of(program, layout), "stages": len(layout.stages)})
         packs = _solved(program, target.hardware, target.budget_bytes, self.stages)
         return Plan(decisions={**packs.document(), "stages": len(packs.backward), "moved_bytes": _moved(program, packs)})
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """All micro-batches, stage by stage."""
+        if program.ranks > 1:
+            return on_ranks(program, layout_of(plan, self.kind, prefetch=True), target.hardware)
         return in_packs(program, packs_of(plan.decisions, prefetch=True), "host")
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Weights and optimizer to the host; `Tuned.step` runs stages."""
+        if context.ranks > 1:
+            apply_in_turn(context, plan, self.kind, prefetch=True)
+            return
         apply_packs(context, planned_packs(plan, context, self.kind, prefetch=True), "host", self.kind)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """How many stages there are, and what they move."""
+        if "spans" in plan.decisions:
+            return told_on_ranks(plan)
         stages, moved = plan.decisions.get("stages"), plan.decisions.get("moved_bytes")
         if not isinstance(stages, int) or not isinstance(moved, int):
             return ()
@@ -88,6 +120,7 @@ class Mobius(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, when stages are updated, and how many there are."""
         settings = {"stages": self.stages or "solved", "boundaries": "host", "prefetch": True}
+        settings |= {"mapping": self.mapping} if target.ranks > 1 else {}
         return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "in_backward", "packs": settings}}
 
 
@@ -114,6 +147,18 @@ def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, coun
             return _in_turn(found)
         room -= over
     return _in_turn(smallest if count is None else fastest_stages(costs, math.inf, count) or smallest)
+
+
+@functools.lru_cache(maxsize=32)
+def _on_ranks(program: Program, hardware: Hardware, budget_bytes: int | None, count: int | None, crossed: bool) -> OnRanks:
+    """Of the balanced partitions the fastest that fits; where none does, that into most stages, which need least."""
+    ranks, blocks = program.ranks, len(program.step.blocks)
+    counts = [count] if count else list(range(ranks, blocks + 1, ranks))
+    each = [divided(program, hardware, n, prefetch=True, crossed=crossed) for n in counts]
+    layouts = [layout for layout in each if layout is not None]
+    costs, micro_batches = costs_of(program.step, hardware), program.accumulate * ranks
+    quick = sorted(layouts, key=lambda layout: (step_s(costs, layout, micro_batches), len(layout.stages)))[:_TRIES]
+    return first_that_fits(program, [*quick, layouts[-1]], hardware, budget_bytes)
 
 
 def _in_turn(stages: tuple[Span, ...]) -> Packs:

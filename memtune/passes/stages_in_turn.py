@@ -1,0 +1,305 @@
+"""The pass of `runtime.stages_in_turn`: the step of each rank, which takes its own stages in turn over all micro-batches.
+
+The rows are those of a pipeline's stages (`passes.pipeline`), in another order and with a stage's forward written twice; weights
+and gradients of blocks are there by use. Comments name the rules of `runtime.stages_in_turn` and `runtime.messages`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from memtune.packs import OnRanks, Use
+from memtune.parameters import columns_of
+from memtune.passes.pipeline import Parts, Piped, declare, upload
+from memtune.passes.stages import chain_of
+from memtune.passes.stream import native_update_bytes, whole_state
+from memtune.passes.unroll import Key, Rows
+from memtune.pipeline_order import Action
+from memtune.program import I32, READS, WRITES, Kind, Phase, Resource, Step, Tier
+
+_ALLOCATE, _IN = "memtune.allocate", "memtune.copy_to_device_.default"
+_DOWN, _UP = "memtune.to_host.default", "memtune.to_device.default"
+_SEND, _RECEIVE = "c10d.send.default", "c10d.recv_.default"
+_ADD, _REDUCE, _UPDATE = "aten.add_.Tensor", "memtune.all_reduce_.default", "memtune.host_update_.default"
+
+
+def in_turn(step: Step, layout: OnRanks, micro_batches: int, link: Resource = Resource.INTRA_LINK) -> list[Step]:
+    """The step of each rank, but for the optimizer of what is in no block, from that of one rank that has all.
+
+    Args:
+        step: That of a later micro-batch.
+        layout: Which stage is where.
+        micro_batches: Of all ranks.
+        link: Between the ranks' hosts.
+
+    Raises:
+        ValueError: The blocks are no chain that can be cut there.
+    """
+    chain, starts = chain_of(step), tuple(first for first, _ in layout.stages)
+    if isinstance(chain, str) or set(starts[1:]) - set(chain.cuts):
+        raise ValueError(chain if isinstance(chain, str) else chain.obstacle)
+    ranks = max(layout.ranks) + 1
+    parts = Parts.of(step, chain, Piped(starts, ranks, "1f1b", micro_batches, link=link))
+    return [_Rank(parts, layout, rank, micro_batches, link).done() for rank in range(ranks)]
+
+
+class _Rank:
+    """Follows `runtime.stages_in_turn.StagesInTurn`, method by method."""
+
+    def __init__(self, parts: Parts, layout: OnRanks, rank: int, count: int, link: Resource) -> None:
+        self._parts, self._step, self._layout, self._rank = parts, parts.step, layout, rank
+        self._count, self._link, self._columns = count, link, columns_of(parts.step.parameters)
+        self._held = parts.owners()[list(layout.mine(rank))].max(0)
+        self._rows = Rows(self._step, self._held)
+        self._rows.sums(parts.sums.part, parts.sums.total)
+        self._n_bytes = self._columns.numel * self._columns.itemsize
+        self._inside = self._held & (self._columns.block >= 0)
+        self._hosts = self._to_host()
+        self._there: dict[int, list[int]] = {}
+        """By stage: its weights on the device."""
+        self._given: dict[Key, int] = {}
+        """What a stage starts from, on the host."""
+        self._leaving: tuple[int, Phase] | None = None
+        self._gradient: int | None = None
+        """On its way to the host."""
+        self._sent: list[int] = []
+        self._sent_before: list[int] = []
+        self._adds = self._landing()
+
+    def _to_host(self) -> dict[int, int]:
+        """Blocks' weights and state are on the host from before the step."""
+        mine, columns, rows = np.flatnonzero(self._inside), self._columns, self._rows
+        gradients = columns.gradient[mine]
+        rows.changed(columns.storage[mine], "bytes", 0)
+        rows.changed(gradients[(gradients >= 0) & (self._step.producer[gradients] < 0)], "bytes", 0)
+        state = np.flatnonzero((self._step.kind == Kind.OPTIMIZER) & (self._step.producer < 0) & np.isin(self._step.owner, mine))
+        rows.changed(state.astype(np.int32), "tier", Tier.HOST)
+        return {row: rows.new(int(self._n_bytes[row]), Tier.HOST, Kind.PARAMETER, row, forever=True) for row in mine.tolist()}
+
+    def _landing(self) -> dict[int, int]:
+        """The op that adds to each block parameter's sum → the parameter."""
+        step, of = self._step, {int(self._columns.gradient[row]): row for row in np.flatnonzero(self._inside).tolist()}
+        adder = np.zeros(step.n_ops, bool)
+        adder[self._parts.sums.adder] = True
+        rows = np.flatnonzero((step.use_mutates == WRITES) & adder[step.use_op] & np.isin(step.use_storage, list(of)))
+        return {int(step.use_op[row]): of[int(step.use_storage[row])] for row in rows}
+
+    def done(self) -> Step:
+        """The rank's step."""
+        rows, parts = self._rows, self._parts
+        upload(parts, rows)
+        for stage in self._layout.mine(self._rank):
+            declare(parts, rows, stage)
+            rows.declare(("forward", stage), self._made_forward(stage))
+        uses = self._layout.uses(self._rank)
+        for number, use in enumerate(uses):
+            self._use(use, uses[number + 1] if number + 1 < len(uses) else None)
+        for number in (*self._sent_before, *self._sent):
+            rows.hold_number(number, rows.n_ops - 1)
+        for index in range(self._count):
+            rows.hold_all(("upload", index), rows.n_ops - 1)
+        self._add_tied()
+        rows.take_rest(self._held & ~self._inside)
+        step = rows.done()
+        columns = columns_of(step.parameters)
+        used = np.where(columns.block >= 0, -1, columns.gradient).astype(np.int32)
+        return replace(step, parameters=replace(columns, gradient=used))
+
+    def _made_forward(self, stage: int) -> I32:
+        step = self._step
+        here = (self._parts.stage == stage) | self._parts.shared
+        made = (step.producer >= 0) & here[step.producer] & (step.op_phase[step.producer] == Phase.FORWARD)
+        return np.flatnonzero(made).astype(np.int32)
+
+    # -- a use -------------------------------------------------------------------------------------------------------------
+
+    def _use(self, use: Use, following: Use | None) -> None:
+        rows, backward = self._rows, use.kind != "forward"
+        phase = Phase.BACKWARD if use.kind == "backward" else Phase.FORWARD
+        posted = self._posts(use, phase)
+        self._begin(use.stage, phase, ahead=False)
+        if following is not None and self._layout.prefetch:
+            self._begin(following.stage, phase, ahead=True)
+        if backward:
+            self._sums_begin(use.stage)
+        down: dict[int, int] = {}
+        for index in range(self._count):
+            if backward:
+                self._backward(use, index, posted, down if index == self._count - 1 else None)
+            else:
+                self._forward(use.stage, index, posted)
+        self._arrive()
+        for number in self._sent_before:
+            rows.hold_number(number, rows.n_ops - 1)
+        self._sent_before, self._sent = self._sent, []
+        if following is None or following.stage != use.stage:
+            for number in self._there.pop(use.stage):
+                rows.hold_number(number, rows.n_ops - 1)
+        self._update(down)
+
+    def _posts(self, use: Use, phase: Phase) -> list[int]:
+        """Rule 2 of messages: the host memory that is received into."""
+        if use.kind != "backward" and use.stage == 0:
+            return []
+        rows, n_bytes, found = self._rows, self._parts.chain.passed_bytes, []
+        for _ in range(self._count):
+            found.append(rows.new(n_bytes, Tier.HOST, Kind.COMMUNICATION))
+            rows.add(_ALLOCATE, phase, resource=Resource.NOTHING, uses=[])
+        return found
+
+    def _begin(self, stage: int, phase: Phase, *, ahead: bool) -> None:
+        """Rule 4."""
+        if stage in self._there:
+            return
+        rows, columns, numbers = self._rows, self._columns, []
+        inside = np.flatnonzero(self._inside & np.isin(columns.block, list(self._layout.blocks(stage))))
+        for row in inside.tolist():
+            number = rows.new(int(self._n_bytes[row]), Tier.DEVICE, Kind.COMMUNICATION, row)
+            rows.add(_ALLOCATE, phase, resource=Resource.NOTHING, uses=[])
+            rows.add(
+                _IN, phase, resource=Resource.HOST_TO_DEVICE, traffic_bytes=int(self._n_bytes[row]),
+                uses=[(self._hosts[row], READS), (number, WRITES)], stream=0 if ahead else 1, prefetch=1 if ahead else 0,
+            )  # fmt: skip
+            rows.stands_for(int(columns.storage[row]), number)
+            numbers.append(number)
+        self._there[stage] = numbers
+
+    def _sums_begin(self, stage: int) -> None:
+        """The first micro-batch's gradients become the sums, on the device for as long as the stage is."""
+        columns, blocks = self._columns, list(self._layout.blocks(stage))
+        for row in np.flatnonzero(self._inside & np.isin(columns.block, blocks) & (columns.gradient >= 0)).tolist():
+            number = self._rows.new(int(self._step.bytes[columns.gradient[row]]), Tier.DEVICE, Kind.GRADIENT, row)
+            self._rows.stands_for(int(columns.gradient[row]), number)
+
+    def _start(self, use: Use, index: int, key: Key, posted: list[int]) -> int | None:
+        """Rule 3: what the stage starts from comes to the device."""
+        if use.stage == 0:
+            return None
+        rows, storage, n_bytes = self._rows, self._parts.given(use.stage), self._parts.chain.passed_bytes
+        if use.kind != "backward":
+            self._receive(posted[index], Phase.FORWARD)
+            self._given[use.stage, index] = posted[index]
+        number = rows.received(key, storage)
+        phase = Phase.FORWARD if use.kind != "backward" else Phase.BACKWARD
+        host = self._given[use.stage, index]
+        rows.add(_UP, phase, resource=Resource.HOST_TO_DEVICE, traffic_bytes=n_bytes, uses=[(host, READS)], stream=1)
+        return number
+
+    def _receive(self, host: int, phase: Phase) -> None:
+        n_bytes = self._parts.chain.passed_bytes
+        self._rows.add(_RECEIVE, phase, resource=self._link, traffic_bytes=n_bytes, group=2, uses=[(host, WRITES)])
+
+    def _ops(self, stage: int, *, backward: bool) -> I32:
+        step, parts = self._step, self._parts
+        within = (parts.stage == stage) & ((step.op_phase > Phase.FORWARD) == backward)
+        within |= parts.shared & (not backward)
+        within[[each.adder for each in parts.tied]] = False
+        return np.flatnonzero(within).astype(np.int32)
+
+    def _forward(self, stage: int, index: int, posted: list[int]) -> None:
+        """Rule 2."""
+        rows, key = self._rows, (("forward", stage), index)
+        given = self._start(Use(stage, "forward"), index, key, posted)
+        rows.take(self._ops(stage, backward=False), key)
+        output = rows.of(key, self._parts.given(stage + 1))
+        self._send(output, Phase.FORWARD)
+        if given is not None:
+            rows.hold_number(given, rows.n_ops - 1)
+
+    def _backward(self, use: Use, index: int, posted: list[int], down: dict[int, int] | None) -> None:
+        """Rule 2; `down` gets the host's gradients in the last micro-batch."""
+        rows, parts, key = self._rows, self._parts, (use.stage, index)
+        held = [self._start(use, index, key, posted)]
+        rows.take(self._ops(use.stage, backward=False), key)
+        if use.kind == "backward":
+            self._receive(posted[index], Phase.BACKWARD)
+            held.append(rows.received(key, parts.gradient[use.stage + 1]))
+            rows.add(
+                _UP, Phase.BACKWARD, resource=Resource.HOST_TO_DEVICE, traffic_bytes=parts.chain.passed_bytes,
+                uses=[(posted[index], READS)], stream=1,
+            )  # fmt: skip
+            held.append(rows.of(key, parts.given(use.stage + 1)))
+        ops = self._ops(use.stage, backward=True)
+        if index == 0:
+            ops = ops[~np.isin(ops, parts.sums.adder)]
+        self._take_backward(ops, Action(use.stage, index, True), down)
+        if use.stage > 0:
+            self._send(rows.of(key, parts.gradient[use.stage]), Phase.BACKWARD)
+        for number in held:
+            if number is not None:
+                rows.hold_number(number, rows.n_ops - 1)
+
+    def _take_backward(self, ops: I32, action: Action, down: dict[int, int] | None) -> None:
+        """Rows of backward; the head's part of a tied weight is added up at once, and gradients leave as they land."""
+        rows, step, key = self._rows, self._step, (action.stage, action.micro_batch)
+        tied = {int(step.producer[each.part]): each for each in self._parts.tied if action.micro_batch}
+        stops = sorted({op for op in ops.tolist() if op in tied or (down is not None and op in self._adds)})
+        for op in stops:
+            rows.take(ops[ops <= op], key, backward=True)
+            ops = ops[ops > op]
+            if op in tied:
+                each = tied[op]
+                uses = [(rows.of(key, each.part), READS), (rows.of(key, each.sum), WRITES)]
+                rows.add(_ADD, Phase.BACKWARD, traffic_bytes=3 * int(step.bytes[each.sum]), uses=uses)
+            if down is not None and op in self._adds:
+                down[self._adds[op]] = self._leave(self._adds[op])
+        rows.take(ops, key, backward=True)
+
+    # -- on the way ----------------------------------------------------------------------------------------------------------
+
+    def _leave(self, parameter: int) -> int:
+        """A gradient leaves; the device lets go of the one before it. Returns what is on the host."""
+        rows, number = self._rows, self._rows.once(int(self._columns.gradient[parameter]))
+        if self._gradient is not None:
+            rows.hold_number(self._gradient, rows.n_ops - 1)
+        self._gradient = number
+        return self._down(number, Phase.BACKWARD, int(self._n_bytes[parameter]), Kind.GRADIENT, parameter)
+
+    def _send(self, number: int, phase: Phase) -> None:
+        """Rule 1 of messages."""
+        self._arrive()
+        self._sent.append(self._down(number, phase, self._parts.chain.passed_bytes, Kind.COMMUNICATION, -1))
+        self._leaving = number, phase
+
+    def _down(self, number: int, phase: Phase, n_bytes: int, kind: Kind, owner: int) -> int:
+        """A copy to the host starts; the number of what it makes."""
+        host = self._rows.new(n_bytes, Tier.HOST, kind, owner)
+        down = Resource.DEVICE_TO_HOST
+        self._rows.add(_DOWN, phase, resource=down, traffic_bytes=n_bytes, uses=[(number, READS)], prefetch=1)
+        return host
+
+    def _arrive(self) -> None:
+        if self._leaving is None:
+            return
+        (number, phase), self._leaving = self._leaving, None
+        self._rows.hold_number(number, self._rows.n_ops - 1)
+        n_bytes, uses = self._parts.chain.passed_bytes, [(self._sent[-1], READS)]
+        self._rows.add(_SEND, phase, resource=self._link, traffic_bytes=n_bytes, group=2, uses=uses)
+
+    def _update(self, down: dict[int, int]) -> None:
+        """Rule 4: what has come down is used."""
+        rows, step = self._rows, self._step
+        if self._gradient is not None:
+            rows.hold_number(self._gradient, rows.n_ops - 1)
+            self._gradient = None
+        n_bytes, state = native_update_bytes(step), whole_state(step)
+        for parameter in sorted(down):
+            mine = state[step.owner[state] == parameter].tolist()
+            rows.add(
+                _UPDATE, Phase.BOUNDARY, resource=Resource.HOST_THREADS, traffic_bytes=int(n_bytes[parameter]),
+                uses=[(down[parameter], READS), (self._hosts[parameter], WRITES), *((rows.once(each), WRITES) for each in mine)],
+            )  # fmt: skip
+        for host in down.values():
+            rows.hold_number(host, rows.n_ops - 1)
+
+    def _add_tied(self) -> None:
+        """Rule 6."""
+        if self._rank not in (self._layout.ranks[0], self._layout.ranks[-1]):
+            return
+        for total in sorted({each.sum for each in self._parts.tied}):
+            self._rows.add(
+                _REDUCE, Phase.BOUNDARY, resource=self._link, traffic_bytes=int(self._step.bytes[total]), group=2,
+                uses=[(self._rows.once(total), WRITES)],
+            )  # fmt: skip

@@ -1,0 +1,274 @@
+"""Stages of Mobius and packs of Harmony-PP on several ranks: trained as one rank does, bytes by formula, peaks as predicted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from layers_suite import block_bytes
+from shared_layers import MODELS, SEPARATE, SIZE, rewriter
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.simulate import simulate
+from memtune.errors import ApplyError
+from memtune.packs import OnRanks
+from memtune.program import Phase, Resource, Tier
+from memtune.runtime import shim
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.pack_store import PackStore
+from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.transfer import COUNTERS
+from memtune.testing.training import build
+
+CHAIN = MODELS / "chain.py"
+PASSED = SIZE * 8 * 16 * 4
+"""Bytes of a block's output in `CHAIN`."""
+STEPS = 3
+MOBIUS: dict[str, Any] = {"kind": "mobius", "stages": 4}
+HARMONY: dict[str, Any] = {"kind": "harmony", "across": "pipeline", "backward": 2}
+
+
+def settings(accumulate: int, states: dict[str, Any]) -> dict[str, Any]:
+    alone = {"sharding": {"states": {"kind": "none"}}}
+    return {"execution": {"micro_batch": SIZE, "accumulate": accumulate}, **alone, "offload": {"states": states}}
+
+
+@cache
+def _found(path: Path, ranks: int, accumulate: int, states: tuple[tuple[str, Any], ...]) -> Any:
+    return rewriter(path, ranks).candidate(Choice.from_document(settings(accumulate, dict(states))))
+
+
+def candidate(ranks: int, accumulate: int = 2, path: Path = CHAIN, **states: Any) -> Candidate:
+    made = _found(path, ranks, accumulate, tuple(states.items()))
+    assert isinstance(made, Candidate), made
+    return made
+
+
+def config(ranks: int, accumulate: int = 2, path: Path = CHAIN, **states: Any) -> dict[str, Any]:
+    plans = candidate(ranks, accumulate, path, **states).plans
+    return {"settings": settings(accumulate, states), "plan": {slot: plan.decisions for slot, plan in plans.items()}}
+
+
+# -- on gloo ranks -------------------------------------------------------------------------------------------------------
+
+
+def _never(self: PackStore, pack: Any, *, update: bool, stays: bool = False, end: Any = PackStore.end) -> None:
+    end(self, pack, update=update)
+
+
+def _all_stay(self: PackStore, pack: Any, *, update: bool, stays: bool = False, end: Any = PackStore.end) -> None:
+    end(self, pack, update=update, stays=True)
+
+
+DEFECTS: dict[str, Callable[[], Any]] = {
+    "": nullcontext,
+    "no stage stays": lambda: patch.object(PackStore, "end", _never),
+    "all stages stay": lambda: patch.object(PackStore, "end", _all_stay),
+}
+
+
+def trained(path: Path, ranks: int, config: dict[str, Any], accumulate: int, defect: str = "") -> dict[str, Any]:
+    """A few steps; each rank brings its own samples, and one rank alone all of them in the order of turns."""
+    torch.set_num_threads(1)
+    gc.collect()
+    with DEFECTS[defect]():
+        ledger = Ledger.open("cpu") if shim.available() is None else None
+        empty = (ledger.live_bytes(), ledger.live_bytes(HOST)) if ledger else (0, 0)
+        workload, model, optimizer = build(path)
+        tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+        alone, losses = not dist.is_initialized(), []
+        rank, peaks, counted = 0 if alone else dist.get_rank(), (0, 0), {}
+        for step in range(STEPS):
+            with tier(HOST):
+                torch.manual_seed(step)
+                batches = [workload.make_batch(SIZE) for _ in range(ranks * accumulate)]
+            mine = batches[rank * accumulate :][:accumulate]
+            turns = [batches[each * accumulate + n] for n in range(accumulate) for each in range(ranks)]
+            if ledger:
+                ledger.reset_peak()
+            COUNTERS.take()
+            losses.append(float(tuned.step(turns if alone else mine)))
+            counted = COUNTERS.take()
+            peaks = (ledger.peak_allocated_bytes() - empty[0], ledger.peak_allocated_bytes(HOST) - empty[1]) if ledger else (0, 0)
+        state, pipeline = tuned.state_dict(), tuned._context.pipeline
+        return {
+            "losses": losses, "model": state["model"], "optimizer": state["optimizer"]["state"], "counted": counted,
+            "peaks": peaks, "order": getattr(pipeline, "order", []), "audit": tuned.audit(),
+            "here": sum(p.nbytes for p in tuned._context.represented.values()),
+        }  # fmt: skip
+
+
+def check(
+    ranks: int, accumulate: int = 2, path: Path = CHAIN, defect: str = "", bitwise: bool = True, **states: Any
+) -> list[Any]:
+    made, found = candidate(ranks, accumulate, path, **states), config(ranks, accumulate, path, **states)
+    runs: list[Any] = run_ranks(trained, ranks, path, ranks, found, accumulate, defect, deadline_s=200)
+    alone = {"settings": {"offload": {"states": {"kind": "optimizer_cpu", "update": "native"}}}}
+    wanted = trained(path, ranks, alone, accumulate)
+    close = {"rtol": 0.0, "atol": 0.0} if bitwise else {"rtol": 1e-5, "atol": 2e-6}
+    for run in runs:
+        for what in ("losses", "model", "optimizer"):
+            torch.testing.assert_close(run[what], wanted[what], **close)
+    if shim.available() is None:
+        steps = {each.step.peak_bytes(): each.step for each in made.program.rank_classes}
+        for run in runs:
+            nearest = steps[min(steps, key=lambda peak: abs(peak - run["peaks"][0]))]
+            assert run["peaks"][0] == pytest.approx(nearest.peak_bytes(), rel=0.02)
+        assert max(run["peaks"][0] for run in runs) == pytest.approx(made.program.step.peak_bytes(), rel=0.02)
+    return runs
+
+
+def layout(ranks: int, **states: Any) -> OnRanks:
+    told = candidate(ranks, **states).plans["offload.states"].decisions
+    return OnRanks(tuple(map(tuple, told["spans"])), tuple(told["ranks"]))
+
+
+def assert_bytes(ranks: int, runs: list[Any], **states: Any) -> None:
+    """Weights in twice, but for each rank's last stage; gradients out once; boundaries by way of the hosts."""
+    step, where, count = rewriter(CHAIN, ranks).recording.at(SIZE), layout(ranks, **states), 2 * ranks
+    sizes, last = block_bytes(step), len(where.stages) - 1
+    outside = {p.name: 4 * int(np.prod(p.shape)) for p in step.parameters if p.block < 0}
+    batch = int(step.op_traffic_bytes[(step.op_resource == Resource.HOST_TO_DEVICE) & (step.op_phase == Phase.FORWARD)].sum())
+    first, ends = (where.ranks[0], where.ranks[-1])
+    before = sum(n_bytes for name, n_bytes in outside.items() if name.startswith("w"))
+    moved = 0
+    for rank, run in enumerate(runs):
+        mine = where.mine(rank)
+        own = {stage: sum(sizes[slice(*where.stages[stage])]) for stage in mine}
+        beside = before * (rank == first) + (sum(outside.values()) - before) * (rank == ends)
+        weights = 2 * sum(own.values()) - own[mine[-1]]
+        given = sum((stage > 0) + (stage > 0) * (stage < last) + (stage < last) for stage in mine)  # forward, again, gradient
+        passed = sum((stage < last) + (stage > 0) for stage in mine)
+        assert run["counted"]["host_to_device"] == weights + beside + given * count * PASSED + 2 * batch
+        assert run["counted"]["device_to_host"] == sum(own.values()) + beside + passed * count * PASSED
+        assert run["here"] < sum(sizes)  # nothing of another rank's stages
+        moved += weights + sum(own.values())
+    assert moved == candidate(ranks, **states).plans["offload.states"].decisions["moved_bytes"]
+
+
+def test_mobius_on_two_ranks_trains_as_one_and_moves_what_the_formula_says() -> None:
+    runs = check(2, **MOBIUS)
+    assert_bytes(2, runs, **MOBIUS)
+    kinds = [list(dict.fromkeys((kind, stage) for kind, stage, _ in run["order"])) for run in runs]
+    assert kinds[0] == [("forward", 0), ("forward", 2), ("backward", 2), ("backward", 0)]
+    assert kinds[1] == [("forward", 1), ("turn", 3), ("backward", 1)]
+    assert [index for kind, stage, index in runs[0]["order"] if (kind, stage) == ("backward", 2)] == [0, 1, 2, 3]
+    assert [run["audit"]["offload.states"]["mine"] for run in runs] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [{**MOBIUS, "stages": 8}, {"kind": "mobius", "stages": 4}, HARMONY], ids=lambda s: s["kind"])
+def test_on_four_ranks(states: dict[str, Any]) -> None:
+    assert_bytes(4, check(4, **states), **states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [HARMONY, {**HARMONY, "prefetch": True, "backward": 1}, {**MOBIUS, "stages": 8}], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_on_two_ranks(states: dict[str, Any], accumulate: int) -> None:
+    check(2, accumulate, **states)
+
+
+@pytest.mark.slow
+def test_a_tied_head_gets_the_sum_of_both_stages() -> None:
+    check(2, path=SEPARATE, bitwise=False, kind="mobius")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", [each for each in DEFECTS if each])
+def test_bytes_and_peaks_tell_whether_stages_come_and_go(defect: str) -> None:
+    with pytest.raises(AssertionError):
+        assert_bytes(2, check(2, defect=defect, **MOBIUS), **MOBIUS)
+
+
+# -- what the pass and the plan say ----------------------------------------------------------------------------------------
+
+
+def test_all_ranks_together_move_what_one_would() -> None:
+    """Harmony-PP: 3|W| over all ranks, less the last pack of each; Harmony-DP: that on every rank."""
+    step = rewriter(CHAIN, 4).recording.at(SIZE)
+    sizes = block_bytes(step)
+    pp = candidate(4, **HARMONY).plans["offload.states"].decisions["moved_bytes"]
+    assert pp == 3 * sum(sizes) - 4 * 2 * sizes[0]
+    dp = candidate(4, **{**HARMONY, "across": "data"}).plans["offload.states"].decisions["swapped_bytes"]
+    assert dp == 3 * sum(sizes) - 2 * sizes[0]
+    assert 4 * dp > 3 * pp
+
+
+def test_each_rank_holds_its_stages_alone() -> None:
+    program = candidate(4, **{**MOBIUS, "stages": 8}).program
+    assert (len(program.rank_classes), program.unrolled, program.sharers, program.samples) == (4, 8, 4, 4 * 2 * SIZE)
+    names = [p.name for each in program.rank_classes for p in each.step.parameters]
+    plain = rewriter(CHAIN, 4).recording.at(SIZE)
+    assert sorted(names) == sorted(p.name for p in plain.parameters)
+    for each in program.rank_classes:
+        device = sum(p.itemsize * int(np.prod(p.shape)) for p in each.step.parameters if p.block >= 0)
+        assert each.step.peak_bytes(Tier.HOST) > 3 * device  # weights and two moments
+
+
+def test_a_step_takes_less_when_stages_come_in_early() -> None:
+    slow = replace(hardware.detect("cpu"), host_to_device_bytes_per_s=3e7)
+    packs = {"kind": "harmony", "across": "pipeline", "backward": 1}
+    times = [simulate(candidate(2, **packs, prefetch=each).program, slow, level="events").step_s for each in (True, False)]
+    assert times[0] < 0.98 * times[1]
+
+
+def test_the_fewest_packs_that_fit_are_taken() -> None:
+    def packs(budget: int | None) -> tuple[int, int]:
+        target = rewriter(CHAIN, 2).target
+        choice = Choice.from_document(settings(2, {"kind": "harmony", "across": "pipeline"}))
+        made = Rewriter(rewriter(CHAIN, 2).recording, replace(target, budget_bytes=budget)).candidate(choice)
+        assert isinstance(made, Candidate)
+        return len(made.plans["offload.states"].decisions["spans"]), made.program.step.peak_bytes()
+
+    count, whole = packs(None)
+    assert count == 2
+    more, less = packs(whole - 1)
+    assert more > 2
+    assert less < whole
+
+
+@pytest.mark.parametrize(
+    ("states", "reason"),
+    [
+        ({"kind": "mobius", "stages": 3}, "no multiple of 2 ranks"),
+        ({"kind": "mobius", "stages": 10}, "8 blocks are fewer than 10 stages"),
+        ({**HARMONY, "forward": 3}, "forward and backward alike"),
+    ],
+)
+def test_refusals(states: dict[str, Any], reason: str) -> None:
+    assert reason in str(_found(CHAIN, 2, 2, tuple(states.items())))
+
+
+def test_other_slots_are_refused() -> None:
+    document = {**settings(2, MOBIUS), "sharding": {"states": {"kind": "fsdp"}}}
+    assert "sharding.states: {kind: none}" in str(rewriter(CHAIN, 2).candidate(Choice.from_document(document)))
+
+
+def wrong_plan(path: Path, config: dict[str, Any]) -> str:
+    workload, model, optimizer = build(path)
+    with pytest.raises(ApplyError) as error:
+        apply(model, optimizer, config, loss=workload.loss, strict=False)
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_a_plan_for_other_ranks_is_refused() -> None:
+    for told in run_ranks(wrong_plan, 2, CHAIN, config(4, **{**MOBIUS, "stages": 8})):
+        assert "was made for other ranks" in told
+    damaged = {**config(2, **MOBIUS), "plan": {"offload.states": {"spans": [[0, 8]]}}}
+    for told in run_ranks(wrong_plan, 2, CHAIN, damaged):
+        assert "has no stages for several ranks" in told
