@@ -41,7 +41,8 @@ class Away:
         used = used[(step.kind[used] == Kind.GRADIENT) & (step.tier[used] == Tier.HOST)]
         gradients[step.owner[used]] = used
         kept = np.flatnonzero((step.kind == Kind.PARAMETER) & (step.producer < 0) & (step.tier != Tier.DEVICE)).astype(np.int32)
-        weights[step.owner[kept]] = kept
+        for each in kept.tolist():  # pages hold those of all
+            weights[gradients >= 0 if step.owner[each] < 0 else step.owner[each]] = each
         return cls(gradients, weights)
 
 

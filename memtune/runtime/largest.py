@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memtune.domains import Segment, sent
 from memtune.runtime import transfer
@@ -23,7 +23,7 @@ class Largest:
         share: Of each segment's elements, that are sent.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], share: float) -> None:
+    def __init__(self, parameters: Sequence[Tensor], share: float) -> None:
         self._share = share
         self._kept = [torch.zeros(each.numel(), dtype=each.dtype, device=each.device) for each in parameters]
 

@@ -13,9 +13,10 @@ from memtune.pages import Pages
 from memtune.residency import Residency
 from memtune.runtime.chunks import Piece
 from memtune.runtime.context import Context
-from memtune.runtime.host_parameters import HostCopies
+from memtune.runtime.host_parameters import HostCopies, copy_of
 from memtune.runtime.pages import InFrames, in_frames
 from memtune.runtime.store import ParameterStore
+from memtune.runtime.tiers import SSD, tier_of
 
 
 class PagedStore(ParameterStore):
@@ -39,6 +40,15 @@ class PagedStore(ParameterStore):
         modules = [context.model.get_submodule(name) for name in context.blocks]
         members = [[each for each in module.parameters() if each not in stays] for module in modules]
         super().__init__(context, residency, optimizer, chunks=pages, early=False, members=members)
+
+    @property
+    def hosts(self) -> dict[nn.Parameter, Tensor]:
+        """Each parameter's place in the pages."""
+        return self._hosts
+
+    def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        on_host = {p: held for p in mine if (held := context.represented.get(p)) is not None and tier_of(held) != SSD}
+        return {p: on_host[p].detach() if p in on_host else copy_of(p) for p in mine}
 
     def _put_into(self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages) -> list[list[Piece]]:
         assert isinstance(chunks, Pages)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memtune.pages import Pages, runs
 from memtune.runtime.chunks import Piece, place_in
 from memtune.runtime.context import Context
-from memtune.runtime.tiers import HOST, mark, tier
+from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 
 
 class InFrames(NamedTuple):
@@ -64,8 +64,9 @@ def in_frames(context: Context, parameters: Sequence[nn.Parameter], hosts: dict[
         place = place_in(memory, parameter, page * pages.page_bytes + at)
         place.copy_(hosts[parameter])
         in_pages[parameter] = place
-        if parameter in context.represented:
-            context.represented[parameter].data = place
+        held = context.represented.get(parameter)
+        if held is not None and tier_of(held) != SSD:
+            held.data = place
     for parameter in parameters:  # their memory first, or both would be there at once
         parameter.data = parameter.detach().new_empty(0)
     frames = like.detach().new_zeros(pages.frame_bytes, dtype=torch.uint8)

@@ -31,7 +31,7 @@ from memtune.runtime.tiers import SSD, mark
 Where = Literal["host", "ssd"]
 
 
-class _AtTheEnd:
+class AtTheEnd:
     """What the store knows of an optimizer that does all its work in `step`."""
 
     def __init__(self, optimizer: SsdOptimizer) -> None:
@@ -63,7 +63,7 @@ class KeptParameters(ParameterStore):
         self._where, self._ahead = where, reads_ahead(residency, ahead)
         self._reading: dict[Tensor, Tensor] = {}  # by what is on SSD: where it comes to
         self.read_bytes = 0
-        super().__init__(context, residency, _AtTheEnd(optimizer), early=False, copy=self._up)
+        super().__init__(context, residency, AtTheEnd(optimizer), early=False, copy=self._up)
         optimizer.keep_in(self._hosts)
 
     def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:

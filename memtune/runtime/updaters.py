@@ -36,18 +36,38 @@ from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.largest import Largest
 from memtune.runtime.own_step import replace_step, with_hooks
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
+from memtune.runtime.tree import local
 from memtune.runtime.updater_link import UpdaterLink
 
 
 @dataclass(eq=False)
 class _Parameter:
-    """A parameter whose master weight and moments updaters have."""
+    """A parameter whose master weight and moments updaters have; of a divided one, this rank's part."""
 
     name: str
-    device: nn.Parameter
+    held: nn.Parameter
+    """What the optimizer holds."""
+    whole: nn.Parameter | None
+    """Of what is divided without being one itself (rows): the model's parameter, which has the same gradient."""
     group: dict[str, Any]
     moments: list[str]
     steps: int = 0
+
+    @property
+    def device(self) -> Tensor:
+        """Its memory on the device."""
+        return local(self.held.detach())
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Of this step, on the device."""
+        return None if self.held.grad is None else local(self.held.grad)
+
+    def let_go(self) -> None:
+        """The gradient is not needed any more."""
+        self.held.grad = None
+        if self.whole is not None:
+            self.whole.grad = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +125,11 @@ class Updaters:
     def _trained(self, context: Context) -> Iterator[_Parameter]:
         group_of = {each: group for group in self._optimizer.param_groups for each in group["params"]}
         for name, parameter in context.model.named_parameters():
-            if parameter in group_of and parameter.requires_grad:
-                group = group_of[parameter]
-                yield _Parameter(name, parameter, group, self._native.moment_names(group))
+            held = context.represented.get(parameter, parameter)
+            if held in group_of and parameter.requires_grad:
+                group = group_of[held]
+                whole = None if held is parameter else parameter
+                yield _Parameter(name, held, whole, group, self._native.moment_names(group))
 
     # -- the processes -----------------------------------------------------------------------------------------------------
 
@@ -167,7 +189,7 @@ class Updaters:
 
     def _update_all(self) -> None:
         missing = [0] * len(self._parameters)  # parts of each gradient that are not down yet
-        given = [each.device.grad is not None for each in self._parameters]
+        given = [each.held.grad is not None for each in self._parameters]
         active = [[i for i, group in enumerate(groups) if any(given[s.parameter] for s in group.segments)]
                   for groups in self._layout.domains]  # fmt: skip
         for groups, mine in zip(self._layout.domains, active, strict=True):
@@ -203,7 +225,7 @@ class Updaters:
     def _down(self, domain: int, number: int, slot: int, given: list[bool]) -> None:
         memory = self._domains[domain].slots[slot]
         for _, segment, parameter in self._here(domain, number, given):
-            gradient = _flat(parameter.device.grad, parameter.device)[segment.start : segment.start + segment.numel]
+            gradient = _flat(parameter.gradient, parameter.device)[segment.start : segment.start + segment.numel]
             there = memory[segment.slot :]
             if self._largest is None:
                 torch.ops.memtune.copy_to_host_(_as(there, gradient.dtype, segment.numel), gradient)
@@ -218,7 +240,7 @@ class Updaters:
             for _, segment, parameter in self._here(domain, number, given):
                 missing[segment.parameter] -= 1
                 if not missing[segment.parameter]:
-                    parameter.device.grad = None
+                    parameter.let_go()
 
     def _update(self, domain: int, number: int, index: int, given: list[bool]) -> None:
         there, buffer, slot = self._domains[domain], index % self._n_buffers, index % SLOTS
@@ -290,7 +312,7 @@ class Updaters:
                     state["step"] = torch.tensor(float(each.steps))
             for value in state.values():
                 mark(value, HOST)
-            self._optimizer.state[each.device] = state
+            self._optimizer.state[each.held] = state
 
     def _state_goes(self) -> None:
         self._optimizer.state.clear()
@@ -298,10 +320,10 @@ class Updaters:
     @torch.no_grad()
     def _store(self, *, first: bool = False) -> None:
         """The device's weights, and what state the optimizer has (none: what the updaters have, at `first` zeros), to SSD."""
-        held = {each.device: self._optimizer.state.pop(each.device, {}) for each in self._parameters}
+        held = {each.held: self._optimizer.state.pop(each.held, {}) for each in self._parameters}
         for each in self._parameters:
-            each.steps = int(held[each.device].get("step", each.steps))
-        state = [[held[each.device].get(name) for name in each.moments] for each in self._parameters]
+            each.steps = int(held[each.held].get("step", each.steps))
+        state = [[held[each.held].get(name) for name in each.moments] for each in self._parameters]
         for domain, number, group, memory in self._sub_groups():
             if not first:
                 self._move(READ, domain, number, 0)
@@ -311,7 +333,7 @@ class Updaters:
                 memory[segment.weight :][: segment.numel].copy_(_flat(device, device)[part])
                 for mine, values in zip(_moments(group, segment, memory, state), state[segment.parameter], strict=True):
                     if values is not None:
-                        mine.copy_(_flat(values, device)[part])
+                        mine.copy_(_flat(local(values), device)[part])
                     elif first:
                         mine.zero_()
             self._move(WRITE, domain, number, 0)
@@ -343,7 +365,7 @@ def _as(memory: Tensor, dtype: torch.dtype, count: int) -> Tensor:
     return memory[: count * dtype.itemsize].view(dtype)
 
 
-def _flat(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor:
+def _flat(tensor: Tensor | None, parameter: Tensor) -> Tensor:
     """`tensor` as a row, in the order of `parameter` in memory."""
     assert tensor is not None
     tensor = tensor.detach()

@@ -231,9 +231,9 @@ def _weights_stay_down(technique: type[Technique]) -> Iterator[None]:
         return None
 
     def one_stays(self: Any, domain: int, *args: Any) -> None:
-        before = self._parameters[0].device.detach().clone()
+        before = self._parameters[0].device.clone()
         from_updater(self, domain, *args)
-        self._parameters[0].device.detach().copy_(before)
+        self._parameters[0].device.copy_(before)
 
     def others_stay(self: Any, expert: int) -> None:
         bring(self, expert)
@@ -270,7 +270,7 @@ def _gradient_stays(technique: type[Technique]) -> Iterator[None]:
         return on_ssd(self, piece, host, seed)
 
     def down(self: Any, *args: Any) -> None:
-        kept.extend(each.device.grad for each in self._parameters)
+        kept.extend(each.held.grad for each in self._parameters)
         to_updater(self, *args)
 
     def land(self: Any, parameter: Any) -> None:

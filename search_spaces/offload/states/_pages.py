@@ -8,36 +8,55 @@ from typing import Any
 
 import numpy as np
 
+from memtune.chunks import ALIGNMENT
 from memtune.hardware import Hardware
 from memtune.pages import Pages, paged, timeline
 from memtune.parameters import columns_of
 from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.pieces import in_blocks
+from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd
 from memtune.passes.stays import cannot_part, updated_first
 from memtune.passes.stream import sizes_in_blocks, stream_parameters
 from memtune.planners.pages import PagePlan, count_pages, in_frames, schedule
-from memtune.program import Kind, Program
+from memtune.program import Kind, Program, Step
 from memtune.residency import Units
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.lock_free import LockFreeOptimizer
 from memtune.runtime.paged_store import PagedStore
+from memtune.runtime.ssd_optimizer import SsdOptimizer
+from memtune.runtime.ssd_parameters import AtTheEnd
 from memtune.search_spaces.offload.states._chunks import beside, no_plan, sizes_of
 from memtune.search_spaces.offload.states._layers import compute_s_of_moments
 from memtune.technique import Plan
+from memtune.units import MIB
 
 
 @functools.lru_cache(maxsize=8)
-def in_pages(program: Program, how: PagePlan) -> Program:
-    """The program with its blocks' parameters in pages that come and go, and its optimizer on the host but for what is cached."""
+def in_pages(program: Program, how: PagePlan, ssd_ahead: int | None = None) -> Program:
+    """The program with its blocks' parameters in pages that come and go, and its optimizer on the host but for what is cached.
+
+    Args:
+        program: Any.
+        how: Pages, frames, what is cached.
+        ssd_ahead: The optimizer is on SSD, read so many parameters ahead; None: it is on the host.
+    """
     step, ops = program.step, 0
     block = columns_of(step.parameters).block
     if how.cached:
         stays = np.zeros(len(block), bool)
         stays[in_blocks(step)[: how.cached]] = True
         step, ops = updated_first(step, stays)
-    step = optimizer_on_host(stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False), stay=ops)
+    step = stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False)
+    step = optimizer_on_host(step, stay=ops) if ssd_ahead is None else optimizer_on_ssd(step, ssd_ahead, away=Away.of(step))
     return program.with_step(replace(step, parameters=replace(columns_of(step.parameters), block=block)))
+
+
+def page_bytes_for(step: Step) -> int:
+    """The paper's 4 MiB, or a power of two of which the largest block has eight: one page is then no large part of it."""
+    n_bytes, block = sizes_in_blocks(step)
+    largest = int(np.bincount(block, n_bytes).max()) if block else 0
+    return int(max(min(4 * MIB, 1 << max(largest // 8, 1).bit_length() - 1), ALIGNMENT))
 
 
 @functools.lru_cache(maxsize=64)
@@ -101,7 +120,7 @@ def planned(sizes: tuple[Units, Units], plan: Plan) -> PagePlan:
     return PagePlan(pages, tuple(int(each) for each in found["ahead"]), cached)
 
 
-def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | None) -> None:
+def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | None, ssd_ahead: int | None = None) -> None:
     """Move the optimizer to the host, then the blocks' parameters into pages.
 
     Args:
@@ -109,6 +128,7 @@ def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | No
         kind: Of the technique, for messages.
         plan: As `plan_of` wrote it.
         max_staleness: Of lock-free updates; None: at the end of the step, by the user's own optimizer.
+        ssd_ahead: As in `in_pages`.
 
     Raises:
         ApplyError: The plan is none for this model.
@@ -119,6 +139,12 @@ def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | No
     except (KeyError, TypeError, ValueError) as wrong:
         raise no_plan(context, kind, plan) from wrong
     stays = [p for name in context.blocks for p in context.model.get_submodule(name).parameters()][: how.cached]
+    if ssd_ahead is not None:
+        on_ssd = SsdOptimizer(context, master=False, ahead=ssd_ahead)
+        store = PagedStore(context, residency, AtTheEnd(on_ssd), how.pages)
+        on_ssd.keep_in(store.hosts)
+        context.checks["offload.states"] = functools.partial(_check, store, how)
+        return
     optimizer = HostOptimizer(context, stays=stays) if max_staleness is None else LockFreeOptimizer(context, max_staleness)
     store = PagedStore(context, residency, optimizer, how.pages, set(stays))
     if isinstance(optimizer, LockFreeOptimizer):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from memtune.chunks import ALIGNMENT
 from memtune.passes.lock_free import swept_beside_the_next_step
 from memtune.passes.stream import sizes_in_blocks
 from memtune.program import Program
+from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run
-from memtune.search_spaces.offload.states._pages import apply_pages, in_pages, plan_of, planned, solved
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.search_spaces.offload.states._pages import apply_pages, in_pages, page_bytes_for, plan_of, planned, solved
+from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB, format_bytes
 
 
@@ -27,8 +28,9 @@ class AngelPtm(Technique):
     hides it. Gradients leave as they land, so clipping by norm is refused; the user's own optimizer works on the host's pages
     after backward: the bits of a host optimizer with weights in place. What is in no block, as embeddings, stays on the device,
     and so do, with their optimizer state, as many parameters as the budget holds beside frames for all pages. With `lock_free` a
-    thread updates when it can and training never waits for it, which is lossy and off by default. Not in it: optimizer pages on
-    SSD, activations in pages, gathers (one rank only), frames whose number changes within a step.
+    thread updates when it can and training never waits for it, which is lossy and off by default. With `optimizer: ssd` master
+    weights and moments are on SSD, in pieces of a parameter each, and stream through the host in the step. Not in it: activations
+    in pages, gathers (one rank only), frames whose number changes within a step, lock-free updates from SSD.
 
     Distinguishing test: no page holds three parameters and less than a page per parameter is wasted, frames hold some pages of
     a parameter and not the others; no other placement of moves takes less time (brute force) and just in time takes more; of
@@ -45,38 +47,53 @@ class AngelPtm(Technique):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
 
-    page_mib: Annotated[float, Field(ge=0.001, le=64)] = 4.0
+    page_mib: Annotated[float, Field(ge=0.001, le=64)] | None = None
     """Size of a page. A smaller one wastes less and fills gaps between computations better, a larger one makes better use of the
-    link; useful are 1 to 64."""
+    link; useful are 1 to 64. Default: the paper's 4, or where blocks are small an eighth of the largest one, a power of two."""
     moves: Literal["scheduled", "just_in_time"] = "scheduled"
     """`just_in_time` brings each page in when the block that uses it is called, and waits."""
 
     device_cache: bool = True
     """What the budget leaves when all pages have a frame holds optimizer state of the parameters that are used first, which are
-    updated on the device, by the user's own optimizer; not under `lock_free`."""
+    updated on the device, by the user's own optimizer; not under `lock_free`, nor with the optimizer on SSD."""
     lock_free: bool = False
     """The host updates when it can, from the sum of the gradients that have been delivered until then, and training goes on with
     the newest weights that are ready."""
+    optimizer: Literal["host", "ssd"] = "host"
+    """Where master weights and moments are; on SSD they stream through the host while the step updates them, natively."""
+    ahead: Annotated[int, Field(ge=0, le=64)] = 3
+    """Parameters whose state is read ahead from SSD."""
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 4
     """Steps that weights may lack under `lock_free`, before training waits; the paper has no bound."""
 
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.lock_free and self.optimizer == "ssd":
+            raise ValueError("lock-free updates are made in host memory: set optimizer: host, or lock_free: false")
+        return self
+
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, on one rank; for lock-free updates, in float32."""
-        return cannot_run(program, target, natively=self.lock_free)
+        """Needs blocks that run one after the other and share nothing, on one rank; for native updates, in float32."""
+        if self._ahead is not None and (reason := no_directory(target)) is not None:
+            return reason
+        return cannot_run(program, target, natively=self.lock_free or self._ahead is not None)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """How many frames there are, what is cached, and how many pages come in beside each moment's computation."""
-        scheduled, cache = self.moves == "scheduled", self.device_cache and not self.lock_free
-        return plan_of(solved(program, target.hardware, target.budget_bytes, self._page_bytes, scheduled=scheduled, cache=cache))
+        page_bytes = page_bytes_for(program.step) if self.page_mib is None else _bytes_of(self.page_mib)
+        how = {"scheduled": self.moves == "scheduled", "cache": self._caches}
+        return plan_of(solved(program, target.hardware, target.budget_bytes, page_bytes, **how))
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Pages that come and go, the optimizer on the host."""
-        found = in_pages(program, planned(sizes_in_blocks(program.step), plan))
+        """Pages that come and go, the optimizer on the host or on SSD."""
+        found = in_pages(program, planned(sizes_in_blocks(program.step), plan), self._ahead)
         return found.with_step(swept_beside_the_next_step(found.step)) if self.lock_free else found
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights into pages on the host and frames on the device, hooks that bring them in."""
-        apply_pages(context, self.kind, plan, self.max_staleness if self.lock_free else None)
+        if self._ahead is not None:
+            offload_dir.checked()
+        apply_pages(context, self.kind, plan, self.max_staleness if self.lock_free else None, self._ahead)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """How many frames of which size."""
@@ -89,16 +106,25 @@ class AngelPtm(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, and when."""
-        cache = self.device_cache and not self.lock_free
-        how: dict[str, Any] = {"unit": "page", "page_bytes": self._page_bytes, "moves": self.moves, "cache": cache}
+        page = "solved" if self.page_mib is None else _bytes_of(self.page_mib)
+        how: dict[str, Any] = {"unit": "page", "page_bytes": page, "moves": self.moves, "cache": self._caches}
         how |= {"max_staleness": self.max_staleness} if self.lock_free else {}
+        how |= {"ahead": self.ahead} if self._ahead is not None else {}
         trigger = "lock_free" if self.lock_free else "end_of_step"
-        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": trigger, **how}}
+        return {"states.offload": {"parameters": "host", "optimizer": self.optimizer, "trigger": trigger, **how}}
 
     def exactly(self) -> Exactness:
         """Lossy where weights may be some steps old."""
         return Exactness.LOSSY if self.lock_free else Exactness.REORDERED
 
     @property
-    def _page_bytes(self) -> int:
-        return max(int(self.page_mib * MIB) // ALIGNMENT, 1) * ALIGNMENT
+    def _ahead(self) -> int | None:
+        return self.ahead if self.optimizer == "ssd" else None
+
+    @property
+    def _caches(self) -> bool:
+        return self.device_cache and not self.lock_free and self.optimizer == "host"
+
+
+def _bytes_of(page_mib: float) -> int:
+    return max(int(page_mib * MIB) // ALIGNMENT, 1) * ALIGNMENT

@@ -23,7 +23,7 @@ class SmartInfinity(Technique):
     is emulated: state still crosses that drive's link, but nothing of it the trainer's. Parameters, flattened, are divided evenly
     over the domains, each of which reads, updates and writes its part sub-group by sub-group. In float32, 4 bytes per parameter
     go to the updaters in a step and 4 come back, where `zero_infinity` moves 12 and 12 besides. An updater that dies ends
-    training with its name.
+    training with its name. Each of several ranks has updaters of its own, for what it holds: under `zero1` and `fsdp` its part.
 
     Distinguishing test: bytes between trainer and updaters are gradients plus weights; every updater is a process with a file of
     its own and an equal part of the state; weights are handed over, then written, before moments are.
@@ -53,9 +53,7 @@ class SmartInfinity(Technique):
     Lossy, with evidence for fine-tuning only, and the device keeps one number per parameter for it. Default: all are sent."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a drive, one rank, and something to update in a type that the native update knows."""
-        if program.ranks > 1 or target.ranks > 1:
-            return Reason("updaters serve one rank", "offload: {states: {kind: zero_infinity}}")
+        """Needs a drive, and something to update in a type that the native update knows."""
         if (reason := no_directory(target)) is not None:
             return reason
         step = program.step

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from layers_suite import NATIVE, OWN, LayersSuite, total
+from layers_suite import NATIVE, OWN, LayersSuite, block_bytes, total, without_gradients
 from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
@@ -31,7 +32,7 @@ from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.technique import Exactness, Target
 from memtune.testing import rewritten
 from memtune.testing.drift import compare, drift, plain_program, recording_of, target_of
-from memtune.testing.training import SEED, build, config_of, one_step, settings_of, train, train_under
+from memtune.testing.training import SEED, build, config_of, differences, one_step, settings_of, train, train_under
 from memtune.workload import Workload
 
 SMALL = AngelPtm(kind="angel_ptm", page_mib=0.01)
@@ -217,6 +218,24 @@ class TestAngelPtm(LayersSuite):
         got, wanted = train_under(ZOO["gpt"], document), train(ZOO["gpt"])
         assert all(torch.equal(one, other) for one, other in zip(got.losses, wanted.losses, strict=True))
         assert all(torch.equal(got.weights[name], value) for name, value in wanted.weights.items())
+
+    def test_optimizer_state_on_ssd_has_the_same_bits(self, ssd: Path) -> None:
+        """12 bytes per parameter are read and written in a step; pages of weights stay on the host."""
+        on_ssd = SMALL.model_copy(update={"optimizer": "ssd"})
+        self.check_drift("tied", on_ssd)
+        plain, step = rewritten(ZOO["tied"]), rewritten(ZOO["tied"], on_ssd)
+        numel = sum(int(plain.bytes[each.gradient]) // 4 for each in plain.parameters)
+        assert total(step, Resource.SSD_READ) == total(step, Resource.SSD_WRITE) == step.peak_bytes(Tier.SSD) == 12 * numel
+        assert not (step.kind[(step.tier == Tier.HOST) & (step.bytes > 4)] == Kind.OPTIMIZER).any()
+        got, wanted = (without_gradients(train(ZOO["tied"], each)) for each in (on_ssd, NATIVE))
+        assert not differences(got, wanted)
+
+    def test_pages_are_no_large_part_of_a_block(self) -> None:
+        for model in ("tied", "gpt"):
+            program = plain_program(ZOO[model])
+            page = AngelPtm(kind="angel_ptm").plan(program, target()).decisions["page_bytes"]
+            largest = max(block_bytes(program.step))
+            assert largest / 16 < page <= largest / 8
 
     @pytest.mark.parametrize("gated", [True, False])
     def test_lock_free_is_adam_without_locks_in_the_order_of_delivery(self, gated: bool) -> None:

@@ -309,7 +309,7 @@ class TestSmartInfinity(TechniqueSuite):
     def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = plain_program(ZOO["tied"])
         assert "master" in str(SMALL.fits(plain_program(ZOO["tobf16"]), target_of()))
-        assert "one rank" in str(SMALL.fits(program, replace(target_of(), ranks=2)))
+        assert SMALL.fits(program, replace(target_of(), ranks=2)) is None
         monkeypatch.delenv(offload_dir.VARIABLE)
         assert "no directory" in str(SMALL.fits(program, target_of()))
         _, net, optimizer = build(ZOO["tied"])
