@@ -4,7 +4,7 @@ Three rules:
 
 1. A candidate *is* its canonical record: choices with equal records are one candidate (`Rewriter.key`).
 2. Every verb of a technique sees the program as the passes before it left it, and may look at what other slots chose.
-   What it looked at is noted (`_Watched`), so that a memoised pass is used again only where it would come out the same.
+   What it looked at is noted (`Watched`), so that a memoised pass is used again only where it would come out the same.
 3. A candidate that does not fit is a Reason, never an exception.
 """
 
@@ -22,7 +22,8 @@ from memtune.copies import all_parts, among_copies, one_part
 from memtune.edit import accumulate_gradients
 from memtune.program import Program, RankClass, Recording
 from memtune.runtime.compiled import Compiling
-from memtune.search_spaces import PASS_ORDER, SLOTS, null
+from memtune.search_spaces import PASS_ORDER, null
+from memtune.search_spaces._watched import Watched
 from memtune.search_spaces.execution import Execution
 from memtune.technique import NO_PLAN, Plan, Reason, Target, Technique
 
@@ -98,26 +99,6 @@ class Candidate:
     program: Program
     plans: Mapping[str, Plan] = field(default_factory=dict)
     """Plans by slot; slots with an empty plan are left out."""
-
-
-class _Watched(Mapping[str, Technique]):
-    """Techniques by slot that note which slots were looked at, absent ones too (rule 2)."""
-
-    def __init__(self, chosen: Mapping[str, Technique]) -> None:
-        self._chosen = chosen
-        self.seen: dict[str, Technique | None] = {}
-
-    def __getitem__(self, slot: str) -> Technique:
-        self.seen[slot] = self._chosen.get(slot)
-        return self._chosen[slot]
-
-    def __iter__(self) -> Iterator[str]:
-        self.seen = {slot: self._chosen.get(slot) for slot in SLOTS}
-        return iter(self._chosen)
-
-    def __len__(self) -> int:
-        self.seen = {slot: self._chosen.get(slot) for slot in SLOTS}
-        return len(self._chosen)
 
 
 class _Depends(Exception):
@@ -232,7 +213,7 @@ class Rewriter:
         known = self._pairs.get(asked)
         if known is not None:
             return known
-        watched = _Watched(choice.chosen)
+        watched = Watched(choice.chosen)
         found = frozenset(_flat("", technique.record(self._seen_by(watched, choice, technique))))
         if not watched.seen:  # the same whatever other slots hold
             self._pairs[asked] = found
@@ -249,7 +230,7 @@ class Rewriter:
         self._known[id(setting)] = setting, number
         return number
 
-    def _seen_by(self, watched: _Watched, choice: Choice, technique: Technique) -> Target:
+    def _seen_by(self, watched: Watched, choice: Choice, technique: Technique) -> Target:
         target = self.target
         compiled, backend = choice.execution.compile, choice.execution.compile_backend
         seen = Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
@@ -290,7 +271,7 @@ class Rewriter:
         there = None if same is None else same.node
         if there is None:
             assert isinstance(node.result, Program)
-            watched = _Watched(choice.chosen)
+            watched = Watched(choice.chosen)
             result = technique.finish(node.result, plan, self._seen_by(watched, choice, technique))
             n_rows = 0
             if isinstance(result, Program):
@@ -335,7 +316,7 @@ class Rewriter:
     def _judged(self, node: Node, technique: Technique, choice: Choice) -> Pass:
         """The way down from `node`, and what it holds for; techniques with equal records (rule 1) share one, if they fit."""
         assert isinstance(node.result, Program)
-        watched, parts = _Watched(choice.chosen), self._parts(technique, choice)
+        watched, parts = Watched(choice.chosen), self._parts(technique, choice)
         program = node.result if parts == 1 else one_part(node.result, parts)
         reason = technique.fits(program, self._seen_by(watched, choice, technique))
         if reason is not None:
@@ -350,7 +331,7 @@ class Rewriter:
     def _made(self, node: Node, technique: Technique, choice: Choice) -> Pass:
         """What the pass of `technique`, which fits, makes of `node`, and what it saw of other slots (rule 2)."""
         assert isinstance(node.result, Program)
-        watched = _Watched(choice.chosen)
+        watched = Watched(choice.chosen)
         result, plan = self._pass(
             node.result, technique, self._seen_by(watched, choice, technique), self._parts(technique, choice)
         )

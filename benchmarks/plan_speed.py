@@ -1,6 +1,6 @@
-"""How long `memtune plan` takes, whole and in a fresh process: a 7B GPT on 64 GPUs, a 405B-shaped one on 16,384.
+"""How long `memtune plan` takes, whole and in a fresh process: a 7B GPT on 64 GPUs and on one, a 405B-shaped one on 16,384.
 
-    python benchmarks/plan_speed.py [7b 405b zoo] [--repeats 3] [--json FILE]
+    python benchmarks/plan_speed.py [7b 7b-one-gpu 405b zoo] [--repeats 3] [--json FILE]
 
 Each plan is the command as a user types it, with its output thrown away. `wall_s` is the time on the clock, which other work on
 the machine lengthens (`load`: processes that wanted to run when it began); `cpu_s` is what it computed for, its child process
@@ -43,6 +43,7 @@ CASES = {
         ["examples/gpt.py", "--gpus", "64", "--gpu-type", "h100-80g", "--nodes", "8"],
         limit_s=15,
     ),
+    "7b-one-gpu": Case({"MEMTUNE_GPT_SIZE": "7b"}, ["examples/gpt.py", "--gpus", "1", "--gpu-type", "a100-40g"], limit_s=15),
     "405b": Case(
         {f"MEMTUNE_GPT_{name}": str(value) for name, value in _LLAMA_405B.items()},
         ["examples/gpt.py", "--gpus", "16384", "--gpu-type", "h100-80g", "--nodes", "2048"],
@@ -80,7 +81,7 @@ def main() -> None:
         best = min(runs, key=lambda run: run["wall_s"])
         rows.append({"case": name, "plan": CASES[name].arguments, "limit_s": CASES[name].limit_s, **best, "runs": runs})
         limit = f"   limit {CASES[name].limit_s:g} s" if CASES[name].limit_s else ""
-        print(f"{name:6} {best['wall_s']:6.1f} s on the clock, {best['cpu_s']:6.1f} s computed, load {best['load']:.1f}{limit}")
+        print(f"{name:10} {best['wall_s']:6.1f} s on the clock, {best['cpu_s']:6.1f} s computed, load {best['load']:.1f}{limit}")
     if asked.json:
         about = {"schema": 1, "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
         asked.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")

@@ -126,7 +126,9 @@ def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[n
     """State storages as large as their parameter (the others count steps), and where that is among `mine`."""
     columns = columns_of(step.parameters)
     sizes = columns.numel[mine] * columns.itemsize[mine]
-    state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & np.isin(step.owner, mine)).astype(np.int32)
+    chosen = np.zeros(len(columns.numel) + 1, bool)  # the last entry serves "none"
+    chosen[mine] = True
+    state = np.flatnonzero((step.kind == Kind.OPTIMIZER) & (step.producer < 0) & chosen[step.owner]).astype(np.int32)
     at = np.searchsorted(mine, step.owner[state])
     moments = step.bytes[state] == sizes[at]
     return state[moments], at[moments]

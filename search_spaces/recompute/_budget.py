@@ -7,6 +7,7 @@ rewritten and run through them. Where its peak is not what was priced, the next 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +16,7 @@ import numpy as np
 from memtune.hardware import Hardware
 from memtune.program import I32, Program, RankClass, Step
 from memtune.search_spaces import NULL_KINDS, PASS_ORDER
+from memtune.search_spaces._watched import Watched
 from memtune.search_spaces.recompute._frontier import Frontier, solve
 from memtune.search_spaces.recompute._levels import Levels, levels, live_bytes, moments, rewritten
 from memtune.technique import Target, Technique
@@ -71,15 +73,37 @@ def later_techniques(target: Target, after: str = "recompute") -> tuple[Techniqu
     return tuple(target.chosen[slot] for slot in _later_slots(after) if slot in target.chosen and _acts(target.chosen[slot]))
 
 
-@lru_cache(maxsize=64)
 def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> Program:
-    """`program` after every pass of `later` that fits it; several plans for one program are held against the same one."""
-    target = Target(hardware, program.ranks, None, {each.slot: each for each in later})
+    """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their first passes."""
+    chosen = {each.slot: each for each in later}
     for technique in later:
-        if technique.fits(program, target) is not None:
+        after = _after(program, technique, chosen, hardware)
+        if after is None:
             break  # the candidate is refused by that technique, whatever is planned here
-        program = technique.rewrite(program, technique.plan(program, target), target)
+        program = after
     return program
+
+
+def _after(program: Program, technique: Technique, chosen: dict[str, Technique], hardware: Hardware) -> Program | None:
+    """What the pass of `technique` makes of `program` beside others; None where it does not fit."""
+    known = _ways(program, technique, hardware)
+    for seen, made in known:
+        if all(chosen.get(slot) is other or chosen.get(slot) == other for slot, other in seen.items()):
+            return made
+    watched, after = Watched(chosen), None
+    target = Target(hardware, program.ranks, None, watched)
+    if technique.fits(program, target) is None:
+        after = technique.rewrite(program, technique.plan(program, target), target)
+    known.append((watched.seen, after))
+    return after
+
+
+@lru_cache(maxsize=64)
+def _ways(
+    program: Program, technique: Technique, hardware: Hardware
+) -> list[tuple[Mapping[str, Technique | None], Program | None]]:
+    """What `_after` has found so far, with what the technique looked at of the others."""
+    return []
 
 
 def _later_slots(after: str) -> tuple[str, ...]:

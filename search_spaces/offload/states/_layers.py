@@ -6,6 +6,7 @@ import numpy as np
 
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
+from memtune.parameters import columns_of
 from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.passes.stream import moment_of_ops, not_in_layers, stream_parameters
 from memtune.program import F64, Kind, Program, Resource, Step
@@ -31,12 +32,14 @@ def cannot_run(program: Program, target: Target, *, natively: bool = True, alone
         return Reason("a schedule takes the place of the blocks' calls", "recompute: {kind: full}")
     if (reason := not_in_layers(step)) != "":
         return Reason(reason, _OTHER)
-    trained = [parameter for parameter in step.parameters if parameter.gradient >= 0]
-    if not any(parameter.block >= 0 for parameter in trained) or not (step.kind == Kind.OPTIMIZER).any():
+    columns = columns_of(step.parameters)
+    trained = columns.gradient >= 0
+    in_blocks = columns.block[trained] >= 0
+    if not in_blocks.any() or not (step.kind == Kind.OPTIMIZER).any():
         return Reason("the optimizer has no state of a block to move")
-    if all(parameter.block >= 0 for parameter in trained):
+    if in_blocks.all():
         return Reason("nothing outside of the blocks is trained, so clipping by norm could not be noticed", _OTHER)
-    if natively and {parameter.itemsize for parameter in trained} != {4}:
+    if natively and (columns.itemsize[trained] != 4).any():
         return Reason("the native update keeps float32 weights", "offload: {states: {kind: optimizer_cpu, update: master}}")
     return None
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+from memtune.parameters import columns_of
 from memtune.program import Step
 from memtune.technique import Reason
 
 
 def no_native_update(step: Step, update: Literal["native", "master"]) -> Reason | None:
     """Why the host's native update is not for these parameters: `native` is for float32, `master` for what is narrower."""
-    sizes = {parameter.itemsize for parameter in step.parameters if parameter.gradient >= 0}
+    columns = columns_of(step.parameters)
+    sizes = set(columns.itemsize[columns.gradient >= 0].tolist())
     if update == "native" and sizes != {4}:
         return Reason("the native update keeps float32 weights", "update: master")
     if update == "master" and 2 not in sizes:
