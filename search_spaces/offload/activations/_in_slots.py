@@ -82,7 +82,7 @@ def _peaks(
     """Of each rank of a pipeline, or of the rank that stands for all."""
     new = moved(program, by_stage(program, ratios), *how) if any(ratios) else program
     if new.stages is None:
-        steps = [after_later(new, later, target).step]
+        steps = [after_later(new, later, target.hardware).step]
     else:
         steps = pipelined(new.step, piped(new, target.hardware)[0])
     return [int(live_bytes(each, target.hardware).max(initial=0)) for each in steps]
