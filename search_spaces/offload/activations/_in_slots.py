@@ -16,7 +16,7 @@ from memtune.program import Phase, Program, RankClass, Resource, Step
 from memtune.search_spaces.offload.activations._shares import leading
 from memtune.search_spaces.recompute._budget import after_later
 from memtune.search_spaces.recompute._levels import live_bytes
-from memtune.technique import Target, Technique
+from memtune.technique import Technique
 
 GRAIN = 8
 """Ratios are eighths, as in the paper."""
@@ -77,15 +77,15 @@ def of_a_block(step: Step, min_bytes: int) -> int:
 
 
 def _peaks(
-    program: Program, ratios: Sequence[float], how: tuple[int, int], later: tuple[Technique, ...], target: Target
+    program: Program, ratios: Sequence[float], how: tuple[int, int], later: tuple[Technique, ...], hardware: Hardware
 ) -> list[int]:
     """Of each rank of a pipeline, or of the rank that stands for all."""
     new = moved(program, by_stage(program, ratios), *how) if any(ratios) else program
     if new.stages is None:
-        steps = [after_later(new, later, target.hardware).step]
+        steps = [after_later(new, later, hardware).step]
     else:
-        steps = pipelined(new.step, piped(new, target.hardware)[0])
-    return [int(live_bytes(each, target.hardware).max(initial=0)) for each in steps]
+        steps = pipelined(new.step, piped(new, hardware)[0])
+    return [int(live_bytes(each, hardware).max(initial=0)) for each in steps]
 
 
 @lru_cache(maxsize=64)
@@ -105,16 +105,15 @@ def smallest(
         hardware: What it runs on.
     """
     program = Program((RankClass(run[0], step),), run[1], run[2], stages=stages)
-    target = Target(hardware, run[0], None, {each.slot: each for each in later})
-    plain = found = _peaks(program, [0.0] * (stages.ranks if stages else 1), how, later, target)
+    plain = found = _peaks(program, [0.0] * (stages.ranks if stages else 1), how, later, hardware)
     low, high = [0 if peak <= budget_bytes else 1 for peak in plain], [0 if peak <= budget_bytes else GRAIN for peak in plain]
     while any(a < b for a, b in zip(low, high, strict=True)):
         middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
-        peaks = _peaks(program, [each / GRAIN for each in middle], how, later, target)
+        peaks = _peaks(program, [each / GRAIN for each in middle], how, later, hardware)
         for rank, peak in enumerate(peaks):
             if low[rank] < high[rank]:
                 low[rank], high[rank] = (low[rank], middle[rank]) if peak <= budget_bytes else (middle[rank] + 1, high[rank])
-    found = _peaks(program, [each / GRAIN for each in low], how, later, target) if any(low) else plain
+    found = _peaks(program, [each / GRAIN for each in low], how, later, hardware) if any(low) else plain
     return Ratios(tuple(low), tuple(found), tuple(plain))
 
 
