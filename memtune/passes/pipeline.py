@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.parameters import columns_of
-from memtune.passes.stages import SHARED, Chain, chain_of, uploads
+from memtune.passes.stages import COMES_BACK, SHARED, Chain, chain_of, uploads
 from memtune.passes.unroll import Rows
 from memtune.pipeline_order import Action, Schedule, order
 from memtune.program import I32, READS, WRITES, Kind, Phase, Resource, Step
@@ -184,6 +184,9 @@ def _tied(step: Step, stage: I32, foreign: Sequence[int]) -> list[_Tied]:
     found = []
     for use in foreign:
         adder, part = int(step.use_op[use]), int(step.use_storage[use])
+        if step.producer[part] >= 0 and step.names[step.op_name[step.producer[part]]] == COMES_BACK:
+            n_bytes = int(step.bytes[part])
+            raise ValueError(f"a tensor of {n_bytes} bytes that blocks of several stages use is moved to the host once for all")
         outputs = np.flatnonzero(step.producer == adder)
         others = [int(each) for each in step.use_storage[step.use_op == adder] if each != part]
         if len(outputs) > 1 or len(others) != 1:

@@ -26,7 +26,8 @@ from memtune.program import I32, Phase, Step, Tier
 SHARED = 0
 """The place of ops before the blocks that every stage runs."""
 PREFIX = 1
-_UPLOAD = "memtune.to_device.default"
+_UPLOAD = COMES_BACK = "memtune.to_device.default"
+"""Of batches in forward, of activations in backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,5 +175,7 @@ def uploads(step: Step) -> I32:
     if _UPLOAD not in step.names:
         return np.empty(0, np.int32)
     made = (step.producer >= 0) & (step.tier == Tier.DEVICE)
-    made[made] = step.op_name[step.producer[made]] == step.names.index(_UPLOAD)
+    # What comes back from the host in backward is an activation.
+    of = step.producer[made]
+    made[made] = (step.op_name[of] == step.names.index(_UPLOAD)) & (step.op_phase[of] <= Phase.FORWARD)
     return np.flatnonzero(made).astype(np.int32)

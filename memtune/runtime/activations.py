@@ -45,6 +45,7 @@ from memtune.runtime.moved import Entry, Moved, View, id_of, is_written_part
 from memtune.runtime.own_checkpoint import autograd_sees
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.shelf import Shelf
+from memtune.runtime.tree import local
 
 
 @dataclass
@@ -249,7 +250,7 @@ class _Frame:
         self.table, self.region, self._forward = table, region, forward
         self._args: Any = (args, kwargs)
         fixed = (*region.module.named_parameters(), *region.module.named_buffers())
-        self.fixed = {id_of(tensor): name for name, tensor in fixed}
+        self.fixed = {id_of(local(tensor)): name for name, tensor in fixed}
         self.inputs = {id_of(t): t for t in tree_leaves(self._args) if _is_plain(t)}
         self.kept: dict[Call, Kept] = {}
         self.left_out = LeftOut()

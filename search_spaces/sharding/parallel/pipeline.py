@@ -26,7 +26,7 @@ from memtune.units import format_bytes
 if TYPE_CHECKING:
     from memtune.runtime.pipeline import Layout
 
-_ALONE = ("sharding.communication", "offload.states", "offload.activations", "split", "execution.order")
+_ALONE = ("sharding.communication", "offload.states", "split", "execution.order")
 _BESIDE = ("none", "full", "selective")
 """What else may be done to the blocks: what is decided block by block, without a plan for the whole model's memory."""
 
@@ -85,6 +85,9 @@ class Pipeline(Technique):
         recompute = target.chosen.get("recompute")
         if recompute is not None and recompute.kind not in _BESIDE:
             return Reason(f"recompute: {recompute.kind} is planned for a rank that has all blocks", "recompute: {kind: full}")
+        wrong = _wrong_moves(target)
+        if wrong is not None:
+            return wrong
         if target.compiled:
             return Reason("compiled models train on one rank so far", "execution.compile: false")
         return self._uncut(program.step, self._count(target.ranks))
@@ -276,3 +279,19 @@ def _layout(technique: Pipeline, context: Context, plan: Plan) -> Layout:
     if not all(stages) or not all(isinstance(name, str) for name in names):
         raise ApplyError("the plan of sharding.parallel: {kind: pipeline} is damaged.", fix="search again", code="MT393")
     return Layout(tuple(map(tuple, stages)), frozenset(first), frozenset(last), degree, technique.schedule)
+
+
+def _wrong_moves(target: Target) -> Reason | None:
+    """Why the activations that are to move do not move in each stage as they would in a model that has all blocks."""
+    moves = target.chosen.get("offload.activations")
+    if moves is None or moves.kind == "none":
+        return None
+    if moves.kind != "copy_out":
+        text = f"offload.activations: {moves.kind} is planned for a rank that has all blocks"
+        return Reason(text, "offload.activations: {kind: none}, or copy_out")
+    knobs = dict(moves.knobs())
+    if knobs["ratio"] < 1:
+        return Reason("copy_out moves the first blocks of a model, and a stage has some of them", "ratio: 1.0")
+    if knobs["target"] != "cpu":
+        return Reason("what copy_out reads from SSD ahead is that of one backward", "target: cpu")
+    return None
