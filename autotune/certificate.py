@@ -2,7 +2,8 @@
 
 Rules:
 1. The reference is the plain model at the largest micro-batch that fits, else full recompute (FSDP2's, where ranks need it), over
-   the same samples as the winner's step.
+   the same samples as the winner's step. Where none fits the budget, the first for which the machine surely has the memory runs
+   without one.
 2. It runs twice, under torch's deterministic algorithms. Where the two are not equal to the bit, what lies between them is the
    least tolerance. Trials of the study that ran it twice and agree to the bit, without those algorithms, serve as well.
 3. Without that: bitwise techniques on the reference's own micro-batches must be equal to the bit; with anything that adds in
@@ -20,6 +21,7 @@ from typing import Any
 from memtune.autotune.candidates import Choice
 from memtune.autotune.driver import Driver, trial_config
 from memtune.autotune.guards import first_that_fits
+from memtune.autotune.scoring import Scored
 from memtune.autotune.setup import Setup
 from memtune.autotune.space import executions
 from memtune.executors.base import Trial, TrialResult
@@ -33,6 +35,8 @@ _NUMBER = 1_000_000
 """Trials of the certificate are not the study's: they have numbers beyond it."""
 _FURTHER_TRIES = 2
 """References that are tried after one that was predicted to fit does not."""
+_SURELY_FREE = 0.5
+"""Share of a machine's memory that a reference without a budget may be predicted to need."""
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -100,23 +104,23 @@ def numerics(driver: Driver, choice: Choice) -> dict[str, Any]:
     Every failure of these trials is a line in it, never an error: the search has its winner.
     """
     runs = _Runs(driver)
-    for tried, reference in enumerate(_references(driver, choice)):
+    for tried, (reference, budgeted) in enumerate(_references(driver, choice)):
         dropout = reference.execution == choice.execution
         repeats = _repeats_to_the_bit(driver, reference)
         if repeats and reference == choice:
             return {"reference": _named(reference), "trials": repeats, **verdict(Difference(), Difference(), 0.0)}
-        first = runs.run(reference, dropout=dropout)
+        first = runs.run(reference, dropout=dropout, budgeted=budgeted)
         if first is None or (first.status == "oom" and tried < _FURTHER_TRIES):
             continue
         if first.status != "ok":
             return {"not_run": f"the reference: {first.status}, {first.reason}"}
-        second = first if repeats else runs.run(reference, dropout=dropout)
+        second = first if repeats else runs.run(reference, dropout=dropout, budgeted=budgeted)
         mine = second if reference == choice else runs.run(choice, dropout=dropout)
         if second is None or mine is None or second.status != "ok" or mine.status != "ok":
             failed = next((each for each in (second, mine) if each is not None and each.status != "ok"), None)
             return {"not_run": f"{failed.status}, {failed.reason}" if failed else "stopped"}
         return {
-            "reference": _named(reference),
+            "reference": _named(reference) + ("" if budgeted else ", which does not fit, without the budget"),
             "steps": STEPS,
             "dropout": dropout,
             **_compared(driver, choice, reference, mine, first, second),
@@ -157,17 +161,26 @@ def _allowed(choice: Choice, reference: Choice, unit: float) -> float | None:
     return math.sqrt(unit) if Exactness.REORDERED in classes or choice.execution != reference.execution else 0.0
 
 
-def _references(driver: Driver, winner: Choice) -> Iterator[Choice]:
-    """By rule 1, what is predicted to fit, the best first."""
-    setup = driver.setup
+def _references(driver: Driver, winner: Choice) -> Iterator[tuple[Choice, bool]]:
+    """By rule 1, the best first: what is predicted to fit, then what runs without the budget; and whether each has the budget."""
+    setup, beyond = driver.setup, list[Scored]()
     by_size = sorted(_same_samples(setup, winner.execution), key=lambda each: -(each.micro_batch or 0))
     sharded = [{"sharding.states": "ddp"}, {"sharding.states": "fsdp"}] if setup.ranks > 1 else [{}]
     for recompute in ({}, {"recompute": "full"}):
         for base in sharded:
             for execution in by_size:
                 scored = first_that_fits(setup.scorer, execution, base | recompute)
-                if not isinstance(scored, Reason) and driver.pruner.reason(scored.prediction) is None:
-                    yield scored.choice
+                if isinstance(scored, Reason):
+                    continue
+                if driver.pruner.reason(scored.prediction) is None:
+                    yield scored.choice, True
+                else:
+                    beyond.append(scored)
+    has_bytes = setup.hardware.usable_bytes(setup.ranks) * _SURELY_FREE
+    here = setup.hardware.local_ranks(setup.ranks) if setup.device == "cpu" else 1
+    for scored in beyond:
+        if scored.prediction.peak_reserved_bytes * here <= has_bytes:
+            yield scored.choice, False
 
 
 def _same_samples(setup: Setup, winner: Execution) -> set[Execution]:
@@ -184,8 +197,8 @@ class _Runs:
     def __init__(self, driver: Driver) -> None:
         self._driver, self._number = driver, _NUMBER
 
-    def run(self, choice: Choice, *, dropout: bool) -> TrialResult | None:
-        """The first steps of `choice`; None if the search is stopped meanwhile."""
+    def run(self, choice: Choice, *, dropout: bool, budgeted: bool = True) -> TrialResult | None:
+        """The first steps of `choice`, within the search's budget or without one; None if the search is stopped meanwhile."""
         driver = self._driver
         setup = driver.setup
         self._number += 1
@@ -196,7 +209,7 @@ class _Runs:
             config=trial_config(setup, choice).document(),
             device=setup.device,
             ranks=setup.ranks,
-            budget_bytes=setup.budget_bytes,
+            budget_bytes=setup.budget_bytes if budgeted else None,
             warmup_steps=0,
             steps=STEPS,
             seed=driver.options.seed,

@@ -242,7 +242,7 @@ class Driver:
             seed=self.options.seed,
             global_batch=samples * choice.execution.accumulate * setup.ranks,
             deadline_s=max(60.0, 5 * slowest) if slowest else self.options.trial_deadline_s,
-            clock_ops=job.role == "guard" and setup.ranks == 1 and not choice.execution.compile,
+            clock_ops=job.role == "guard" and not choice.execution.compile,
             env=choice.env(),
         )
 

@@ -12,11 +12,11 @@ from memtune.autotune.record import SEED, start_session, step_of, why
 from memtune.autotune.simulate import simulate
 from memtune.autotune.translate import translate
 from memtune.batches import tensors_of
-from memtune.copies import among_copies
 from memtune.passes.moments import checkpoint, evaluation, first_step
 from memtune.program import Program, Recording, Step
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.workspace import WorkspaceTable
+from memtune.search_spaces.sharding.parallel._copies import among_copies
 from memtune.technique import Reason, Target
 from memtune.workload import Workload
 

@@ -493,5 +493,17 @@ def why(error: BaseException, workload: Workload) -> str:
     cause = error
     while isinstance(cause, MemtuneError) and cause.__cause__ is not None:
         cause = cause.__cause__
-    found = user_line(cause, workload.path)
-    return summary(cause, 160) + (f" ({workload.path.name}, line {found[0]})" if found else "")
+    found, op = user_line(cause, workload.path), _op_of(cause)
+    text = summary(cause, 160)
+    return (f"{op}: " if op and op not in text else "") + text + (f" ({workload.path.name}, line {found[0]})" if found else "")
+
+
+def _op_of(error: BaseException) -> str:
+    """Name of the op that raised `error` on fake tensors, '' where none did."""
+    name, at = "", error.__traceback__
+    while at is not None:
+        func = at.tb_frame.f_locals.get("func")
+        if isinstance(func, torch._ops.OpOverload):
+            name = str(func)
+        at = at.tb_next
+    return name

@@ -147,6 +147,9 @@ class _Reading:
         self._what_was_never_freed()
         self.before.sort(key=lambda each: each[0])
         reserved = self._reserved(entries)
+        if entries and sum(self.ignored.values()) == len(entries):
+            kinds = ", ".join(f"'{each}'" for each in sorted(self.ignored)[:5])
+            raise _unknown(self.snapshot.name, f"none of its {len(entries)} entries is of a kind that is known: {kinds}")
         rows = [row for _, row in self.before] + self._with_releases(entries, reserved)
         events = AllocatorEvents.of(np.array(rows, np.int64).reshape(-1, 6).T, np.zeros(1, np.int64))
         return Trace(self.device, len(entries), len(self.before), events, self._recorded(entries, reserved), self._notes())

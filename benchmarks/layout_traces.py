@@ -1,6 +1,7 @@
 """Training steps of real models: planned layouts against most live bytes, and against the caching allocator's model.
 
     python benchmarks/layout_traces.py --json out.json --markdown out.md
+    python benchmarks/layout_traces.py --write-traces benchmarks/traces   # the rows of MIXED named in WRITTEN, as tables
 
 `steady`: a step that repeats, its buffers laid out on a circle. `varying`: steps of different micro-batches in turn, as batches
 of varying length make them, laid out on a line. `mixed`: the same under recompute, offload or sharding (two streams), with large
@@ -58,6 +59,8 @@ MIXED: tuple[tuple[str, str, dict[str, dict[str, Any]], int, int], ...] = (
     ("vit", "copied out", COPY_OUT, 1, 256),
 )
 """Model, name, techniques by slot, ranks, largest micro-batch."""
+WRITTEN = (("gpt", "copied out"), ("llama", "full recompute"), ("lora", "copied out"), ("vit", "copied out"))
+HEADER = "id,lower,upper,size,stream"
 
 
 def steps_under(recording: Recording, techniques: dict[str, dict[str, Any]], ranks: int, batches: list[int]) -> list[Step]:
@@ -95,6 +98,39 @@ def lifetimes(events: AllocatorEvents) -> list[tuple[int, int, int]]:
             begin, size = alive.pop(int(storage))
             rows.append((begin, at, size))
     return rows + [(begin, len(events), size) for begin, size in alive.values()]
+
+
+def mixed_events(recording: Recording, techniques: dict[str, dict[str, Any]], ranks: int, largest: int) -> AllocatorEvents:
+    """Eight steps of a quarter of `largest` samples to all of them, under these techniques."""
+    batches = np.random.default_rng(SEED).integers(largest // 4, largest + 1, VARYING).tolist()
+    return varying_events(steps_under(recording, techniques, ranks, batches))
+
+
+def write_trace(events: AllocatorEvents, path: Path) -> None:
+    """A row a buffer, as MiniMalloc's instances have them, and its stream; times count events."""
+    stream = {}
+    for at, (action, one) in enumerate(zip(events.action, events.stream, strict=True)):
+        if action == Action.ALLOC:
+            stream[at] = int(one)
+    rows = sorted(lifetimes(events))
+    lines = [f"{i},{begin},{end},{size},{stream[begin]}" for i, (begin, end, size) in enumerate(rows)]
+    path.write_text("\n".join([HEADER, *lines]) + "\n")
+
+
+def read_trace(path: Path) -> tuple[AllocatorEvents, Buffers]:
+    """What `write_trace` wrote, as events in their order and as buffers to lay out."""
+    rows = np.loadtxt(path, np.int64, delimiter=",", skiprows=1)
+    last = int(rows[:, 2].max())
+    moments = [(int(lower), Action.ALLOC, i) for i, lower, *_ in rows.tolist()]
+    moments += [(int(upper), Action.FREE, i) for i, _, upper, *_ in rows.tolist() if upper < last]
+    moments.sort()
+    number = np.arange(len(moments))
+    storage = np.array([i for _, _, i in moments])
+    action = np.array([int(action) for _, action, _ in moments])
+    n_bytes = np.where(action == Action.ALLOC, rows[storage, 3], 0)
+    columns = np.stack([action, storage, n_bytes, rows[storage, 4], number, number])
+    events = AllocatorEvents.of(columns.astype(np.int64), np.array([0], np.int64))
+    return events, Buffers.of(rows[:, 1:4].tolist(), alignment_bytes=ALIGNMENT_BYTES)
 
 
 def on_a_circle(events: AllocatorEvents) -> Buffers:
@@ -138,10 +174,23 @@ def plot(buffers: Buffers, path: Path) -> None:
     path.write_text("\n".join([*lines, "</svg>"]) + "\n")
 
 
+def recorded(name: str) -> Recording:
+    """A model on a modelled H100."""
+    return translate(record(Workload.load(MODELS / f"{name}.py"), target="cuda"), hardware.find("h100-80g"))
+
+
+def write_traces(folder: Path) -> None:
+    """The rows of `WRITTEN`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for model, kind, techniques, ranks, largest in MIXED:
+        if (model, kind) in WRITTEN:
+            events = mixed_events(recorded(model), techniques, ranks, largest)
+            write_trace(events, folder / f"{model}-{kind.replace(' ', '-')}.csv")
+
+
 def model_rows(name: str, plot_to: Path | None = None) -> list[dict[str, Any]]:
     """All traces of a model on a modelled H100."""
-    recording = record(Workload.load(MODELS / f"{name}.py"), target="cuda")
-    recording = translate(recording, hardware.find("h100-80g"))
+    recording = recorded(name)
     steady = event_stream(recording.at(BATCH), 3)
     batches = np.random.default_rng(SEED).integers(2, BATCH + 1, VARYING).tolist()
     varying = varying_events([recording.at(batch) for batch in batches])
@@ -152,8 +201,7 @@ def model_rows(name: str, plot_to: Path | None = None) -> list[dict[str, Any]]:
     made.append(row(name, "varying", varying, Buffers.of(lifetimes(varying), alignment_bytes=ALIGNMENT_BYTES)))
     for model, kind, techniques, ranks, largest in MIXED:
         if model == name:
-            batches = np.random.default_rng(SEED).integers(largest // 4, largest + 1, VARYING).tolist()
-            events = varying_events(steps_under(recording, techniques, ranks, batches))
+            events = mixed_events(recording, techniques, ranks, largest)
             buffers = Buffers.of(lifetimes(events), alignment_bytes=ALIGNMENT_BYTES)
             made.append(row(name, f"mixed: {kind}, {largest // 4} to {largest}", events, buffers))
     return made
@@ -196,7 +244,11 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw the layout of the first model's steady step (SVG)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--write-traces", type=Path, metavar="FOLDER")
     asked = parser.parse_args()
+    if asked.write_traces:
+        write_traces(asked.write_traces)
+        return
     rows = []
     for name in asked.models:
         rows += model_rows(name, asked.plot if name == asked.models[0] else None)

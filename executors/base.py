@@ -42,7 +42,8 @@ class Trial(BaseModel):
     deterministic: bool = False
     """Use torch's deterministic algorithms where there are any."""
     clock_ops: bool = False
-    """One more step with a clock around every op (`TrialResult.op_times`); for one rank, not beside torch.compile."""
+    """One more step with a clock around every op; not beside torch.compile. Of several ranks the first one tells
+    (`TrialResult.op_times`)."""
     dropout: bool = True
     """Off: drop nothing, so that runs that cut their batch differently can be compared."""
     env: dict[str, str] = {}

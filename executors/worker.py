@@ -129,7 +129,8 @@ def _clock_ops(rank: _Rank, workload: Workload, tuned: Tuned, measured: _Measure
         print(f"ops were not timed: {error}", file=sys.stderr)
         return []
     step_s = statistics.median(measured.step_s)
-    return op_times(clock.observed, step_s, ranks=rank.world, host_computes=trial.device == "cpu")
+    waiting = clock.waiting() if rank.world > 1 else 0.0
+    return op_times(clock.observed, step_s, ranks=rank.world, host_computes=trial.device == "cpu", waiting=waiting)
 
 
 def _stage(trial: Trial, step: int, tuned: Tuned) -> str:

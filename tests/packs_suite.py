@@ -64,17 +64,17 @@ def in_place(micro_batches: int, steps: int = 5, path: Path = CHAIN) -> Run:
     return run
 
 
-def recorded(technique: Technique, micro_batches: int) -> Step:
+def recorded(technique: Technique, micro_batches: int, path: Path = CHAIN) -> Step:
     """The step that the runtime itself runs."""
-    session = start_session(Workload.load(CHAIN), recording_of(CHAIN).rung)
-    trace = traced_under(session, config(technique, micro_batches), 2, micro_batches=micro_batches)
+    session = start_session(Workload.load(path), recording_of(path).rung)
+    trace = traced_under(session, config(technique, micro_batches, path), 2, micro_batches=micro_batches)
     assert isinstance(trace, Trace)
     return trace.step
 
 
-def drifts(technique: Technique, micro_batches: int) -> str:
+def drifts(technique: Technique, micro_batches: int, path: Path = CHAIN) -> str:
     """The first difference between rewrite and recording, in ops, bytes of any tier at any op, and bytes on links."""
-    return compare(planned(technique, micro_batches).program.step, recorded(technique, micro_batches))
+    return compare(planned(technique, micro_batches, path=path).program.step, recorded(technique, micro_batches, path))
 
 
 class PacksSuite(TechniqueSuite):

@@ -1,7 +1,9 @@
 #include "layout/exact.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
+#include <random>
 #include <utility>
 
 #include "layout/search.h"
@@ -12,11 +14,14 @@ namespace {
 
 constexpr std::int32_t kMostBuffers = 8192;
 constexpr std::int64_t kFirstNodes = 1000;
+constexpr double kMorePatience = 1.5, kNoise = 0.4;
 
-// Ranks by the largest total of a section that the buffer is in, by its size, its length and its area, lengths in time and in
-// sections, each with every way to choose a section. None is good for all instances, and each is either lucky soon or lost for
-// long: each gets its turn, with a limit, and the limit grows.
-std::vector<Strategy> strategies(const Instance& instance) {
+struct Keys {
+  std::vector<double> first, second;  // by buffer: larger ones come first
+};
+
+// The largest total of a section that the buffer is in, its size, its length and its area; lengths in time and in sections.
+std::vector<Keys> make_keys(const Instance& instance) {
   const std::vector<std::int64_t> totals = section_totals(instance);
   const std::int32_t n = instance.n();
   std::vector<double> total(n), size(n), length(n), width(n), area(n), cells(n);
@@ -30,21 +35,29 @@ std::vector<Strategy> strategies(const Instance& instance) {
     area[b] = length[b] * size[b];
     cells[b] = width[b] * size[b];
   }
+  return {{total, length}, {length, size}, {size, width}, {area, total}, {total, size}, {cells, total}};
+}
+
+// Ranks by each pair of keys, each with every way to choose a section. None is good for all instances, and each is either lucky soon
+// or lost for long (heavy tails: Gomes, Selman, Kautz, AAAI 1998): each gets its turn, with a limit, and another round, in which the
+// limit is larger, changes the first keys by up to a fifth at random.
+std::vector<Strategy> strategies(const std::vector<Keys>& keys, std::uint64_t round) {
   std::vector<Strategy> made;
-  const auto add = [&](const std::vector<double>& first, const std::vector<double>& second) {
+  std::mt19937_64 random(round);
+  for (Keys each : keys) {
+    if (round > 0) {
+      for (double& key : each.first) key *= std::exp(kNoise * (static_cast<double>(random() >> 11) / 9007199254740992.0 - 0.5));
+    }
+    const auto n = static_cast<std::int32_t>(each.first.size());
     std::vector<std::int32_t> order(n), rank(n);
     std::iota(order.begin(), order.end(), 0);
-    const auto key = [&](std::int32_t b) { return std::pair(first[b], second[b]); };
+    const auto key = [&](std::int32_t b) { return std::pair(each.first[b], each.second[b]); };
     std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) { return key(a) > key(b); });
     for (std::int32_t i = 0; i < n; ++i) rank[order[i]] = i;
-    for (const Choice choice : {Choice::kFewest, Choice::kTightest, Choice::kRanked, Choice::kForced}) made.push_back({choice, rank});
-  };
-  add(total, length);
-  add(length, size);
-  add(size, width);
-  add(area, total);
-  add(total, size);
-  add(cells, total);
+    for (const Choice choice : {Choice::kLearned, Choice::kFewest, Choice::kTightest, Choice::kRanked, Choice::kForced}) {
+      made.push_back({choice, rank});
+    }
+  }
   return made;
 }
 
@@ -58,9 +71,11 @@ Exact improve(const Instance& instance, Layout seed, std::int64_t goal, const Cl
   best.tried = instance.n() <= kMostBuffers;
   if (!best.tried) return best;
   Search search(instance);
-  const std::vector<Strategy> tries = strategies(instance);
+  const std::vector<Keys> keys = make_keys(instance);
+  std::vector<Strategy> tries;
   const auto attempt = [&](std::int64_t capacity, std::int64_t nodes) {
     for (const Strategy& strategy : tries) {
+      if (clock.over()) break;
       const Outcome outcome = search.run(capacity, strategy, nodes, clock);
       best.nodes += search.nodes();
       if (outcome == Outcome::kFound) best.layout = search.layout();
@@ -69,11 +84,13 @@ Exact improve(const Instance& instance, Layout seed, std::int64_t goal, const Cl
     return Outcome::kStopped;
   };
   // Bisection between what is impossible and what is known; what stays open is asked again with more patience.
-  for (std::int64_t nodes = kFirstNodes; !done(); nodes *= 4) {
+  double nodes = kFirstNodes;
+  for (std::uint64_t round = 0; !done(); ++round, nodes *= kMorePatience) {
+    tries = strategies(keys, round);
     std::int64_t lowest = std::max(goal, best.lower_bound);
     while (!done() && lowest < best.layout.height) {
       const std::int64_t capacity = goal >= best.lower_bound ? goal : lowest + (best.layout.height - 1 - lowest) / 2;
-      const Outcome outcome = attempt(capacity, nodes);
+      const Outcome outcome = attempt(capacity, static_cast<std::int64_t>(nodes));
       if (outcome == Outcome::kNone) best.lower_bound = capacity + 1;
       if (outcome != Outcome::kFound) lowest = capacity + 1;
       if (goal >= capacity) break;

@@ -8,6 +8,7 @@ namespace memtune::layout {
 namespace {
 
 constexpr std::size_t kFailures = std::size_t{1} << 18;
+constexpr std::int64_t kScale = 1'000'000;  // of kLearned's quotients
 
 // Spreads a number over 64 bits (the finalizer of SplitMix64, Steele et al. 2014).
 std::uint64_t spread(std::uint64_t x) {
@@ -50,6 +51,7 @@ Search::Search(const Instance& instance)
   placed_.resize(size_.size());
   sections_.resize(instance.n_sections);
   label_.resize(instance.n_sections + 1);
+  too_full_.assign(instance.n_sections, 1);
 }
 
 Outcome Search::run(std::int64_t capacity, const Strategy& strategy, std::int64_t node_limit, const Clock& clock) {
@@ -193,7 +195,7 @@ bool Search::lift(Part part) {
 bool Search::stack(std::int32_t b) {
   const std::int64_t floor = floor_[b], size = size_[b];
   std::int64_t top = 0;
-  bool low = true;
+  bool low = true, lowest = false;  // in all of its sections, in some
   for (const Piece piece : pieces_[b]) {
     for (std::int32_t s = piece.lo; s < piece.hi; ++s) {
       Section& section = sections_[s];
@@ -202,13 +204,21 @@ bool Search::stack(std::int32_t b) {
       if (section.floor < floor) {
         low = false;
         if (section.above == kNever) section.above = floor;
+      } else {
+        lowest = true;
       }
       section.sum += size;
       section.top = std::max(section.top, floor) + size;
       top = std::max(top, section.top);
     }
   }
-  if (top > capacity_) return false;
+  if (top > capacity_) {
+    for (const Piece piece : pieces_[b]) {
+      for (std::int32_t s = piece.lo; s < piece.hi; ++s) too_full_[s] += sections_[s].top > capacity_ ? 1 : 0;
+    }
+    return false;
+  }
+  if (!lowest) return true;
   if (low) low_.push_back(b);
   for (const Piece piece : pieces_[b]) {
     for (std::int32_t s = piece.lo; s < piece.hi; ++s) {
@@ -229,10 +239,14 @@ bool Search::survey(Part part) {
   std::sort(first, last, [&](std::int32_t a, std::int32_t b) { return floor_[a] != floor_[b] ? floor_[a] < floor_[b] : rank[a] < rank[b]; });
   low_.clear();
   smallest_ = kNever;
+  std::int32_t lo = instance_.n_sections, hi = 0;
   for (auto each = first; each != last; ++each) {
     smallest_ = std::min(smallest_, size_[*each]);
-    for (const Piece piece : pieces_[*each]) std::fill(sections_.begin() + piece.lo, sections_.begin() + piece.hi, Section{});
+    for (const Piece piece : pieces_[*each]) {
+      if (piece.lo < piece.hi) lo = std::min(lo, piece.lo), hi = std::max(hi, piece.hi);
+    }
   }
+  std::fill(sections_.begin() + lo, sections_.begin() + hi, Section{});  // some of other parts, which are surveyed anew in their turn
   return std::all_of(first, last, [this](std::int32_t b) { return stack(b); });
 }
 
@@ -247,7 +261,8 @@ bool Search::reachable(std::int32_t b) const {
 }
 
 // What the strategy compares sections by: the smallest first.
-std::array<std::int64_t, 3> Search::urgency(const Section& section) const {
+std::array<std::int64_t, 3> Search::urgency(std::int32_t s) const {
+  const Section& section = sections_[s];
   // If none of the low buffers is next, the section wastes what is below the next floor, or below the end of one that lifts them.
   const bool wasteful = std::min(section.above, section.floor + smallest_) + section.sum <= capacity_;
   const std::int64_t options = section.n_low + (wasteful ? 1 : 0), slack = capacity_ - section.floor - section.sum;
@@ -255,6 +270,7 @@ std::array<std::int64_t, 3> Search::urgency(const Section& section) const {
     case Choice::kFewest: return {options, slack, section.floor};
     case Choice::kForced: return {options > 1, section.floor, slack};
     case Choice::kTightest: return {section.floor, slack, options};
+    case Choice::kLearned: return {options > 1 ? options * kScale / too_full_[s] : 0, slack, section.floor};
     case Choice::kRanked: break;
   }
   return {section.floor, strategy_->rank[section.first], 0};
@@ -268,7 +284,7 @@ std::int32_t Search::choose() const {
     for (const Piece piece : pieces_[b]) {
       for (std::int32_t s = piece.lo; s < piece.hi; ++s) {
         if (sections_[s].first != b || !sections_[s].all_low) continue;
-        const std::array<std::int64_t, 3> each = urgency(sections_[s]);
+        const std::array<std::int64_t, 3> each = urgency(s);
         if (each >= least) continue;
         least = each;
         best = b;

@@ -17,6 +17,7 @@ enum class Choice {
   kForced,   // whether only one buffer could be next, then how low it is filled
   kTightest, // how low it is filled, then how little it may waste
   kRanked,   // how low it is filled, then the rank of the buffer
+  kLearned,  // how few buffers could be next in it for each time that it was too full, then as kFewest
 };
 
 // Which buffer is placed next: one of those that could be next in the chosen section, the one of the lowest rank.
@@ -77,7 +78,7 @@ class Search {
   void raise(std::int32_t buffer, std::int64_t floor);
   bool reachable(std::int32_t buffer) const;
   std::int32_t choose() const;
-  std::array<std::int64_t, 3> urgency(const Section& section) const;
+  std::array<std::int64_t, 3> urgency(std::int32_t section) const;
   Key key(Part part) const;
   bool place(std::int32_t buffer);
   void take_back(std::int32_t buffer, std::size_t changes);
@@ -96,6 +97,7 @@ class Search {
   std::vector<std::int32_t> low_;      // its low buffers
   std::int64_t smallest_ = 0;          // its smallest size
   std::vector<std::int32_t> label_;    // by section: Rule 5
+  std::vector<std::int64_t> too_full_; // by section: how often (Rule 2), plus 1; kept from run to run, since hard ones stay so
   std::vector<Key> failed_;            // a table of the last failures: they hold for all strategies
   std::int64_t capacity_ = -1, nodes_ = 0, node_limit_ = 0;
   const Strategy* strategy_ = nullptr;

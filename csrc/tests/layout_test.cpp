@@ -124,7 +124,7 @@ void five_buffers_fill_twelve_bytes() {
   const Exact exact = improve(instance, stacked, 0, Clock(5));
   CHECK(exact.layout.height * instance.unit == 12 && exact.lower_bound == exact.layout.height);
   Search search(instance);
-  for (const Choice choice : {Choice::kFewest, Choice::kForced, Choice::kTightest, Choice::kRanked}) {
+  for (const Choice choice : {Choice::kFewest, Choice::kForced, Choice::kTightest, Choice::kRanked, Choice::kLearned}) {
     const Strategy strategy{choice, {0, 1, 2, 3, 4}};
     CHECK(search.run(3, strategy, 1000, Clock(5)) == Outcome::kFound && search.layout().height == 3);
     CHECK(search.run(2, strategy, 1000, Clock(5)) == Outcome::kNone);
@@ -157,7 +157,7 @@ void every_strategy_finds_the_optimum_and_proves_it() {
     const Instance instance = compile(random_rows(random, 6, 12, round % 2 ? 12 : 0).problem());
     const std::int64_t lowest = lowest_height(instance);
     Search search(instance);
-    for (const Choice choice : {Choice::kFewest, Choice::kForced, Choice::kTightest, Choice::kRanked}) {
+    for (const Choice choice : {Choice::kFewest, Choice::kForced, Choice::kTightest, Choice::kRanked, Choice::kLearned}) {
       Strategy strategy{choice, {0, 1, 2, 3, 4, 5}};
       std::shuffle(strategy.rank.begin(), strategy.rank.end(), random);
       CHECK(search.run(lowest, strategy, 100000, Clock(5)) == Outcome::kFound && search.layout().height == lowest);

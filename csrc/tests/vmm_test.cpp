@@ -192,6 +192,33 @@ void deviations_are_served_and_planned_again() {
   CHECK(allocator.statistics().deviations == found.deviations);
 }
 
+// Steps of another model in between: what they need does not come on top of the plan's memory, and the plan serves again afterwards.
+void a_plan_that_is_not_followed_gives_its_memory_back() {
+  AllocatorOptions options;
+  options.planned = true;
+  options.plan.watch.replan_after = 1'000'000;
+  AllocatorOptions without = options;
+  without.planned = false;
+  Allocator allocator(page_table(std::int64_t{8} << 30), options), stitched(page_table(std::int64_t{8} << 30), without);
+  std::mt19937_64 noise(2), other_noise(2);
+  std::vector<Block> kept, other_kept;
+  for (int step = 0; step < 6; ++step) one_step(allocator, 5, 0.0, noise, kept);
+  const std::int64_t served = allocator.statistics().plan_served, planned = allocator.statistics().plan_bytes;
+  CHECK(served > 0 && planned > 16 * kMiB);
+  for (int step = 0; step < 4; ++step) {
+    if (step == 1) allocator.restart_peaks();
+    one_step(allocator, 6, 0.0, noise, kept);
+    one_step(stitched, 6, 0.0, other_noise, other_kept);
+  }
+  CHECK(allocator.statistics().peak_reserved_bytes <= stitched.statistics().peak_reserved_bytes + planned / 8);
+  for (int step = 0; step < 4; ++step) one_step(allocator, 5, 0.0, noise, kept);
+  const Statistics resumed = allocator.statistics();
+  CHECK(resumed.plans == 1 && resumed.plan_served > served);
+  one_step(allocator, 5, 0.0, noise, kept);
+  CHECK(allocator.statistics().plan_served == resumed.plan_served + resumed.plan_requests);
+  CHECK(allocator.statistics().driver_calls == resumed.driver_calls);
+}
+
 // Brief and kept blocks in turn; the brief ones go, and one request is as large as all their holes.
 std::int64_t lost_to_holes(bool pools) {
   AllocatorOptions options;
@@ -292,6 +319,7 @@ int main() {
   for (const AllocatorOptions& each : {AllocatorOptions{}, planned, pools}) a_steady_state_asks_the_driver_for_nothing(each);
   what_lives_long_leaves_no_holes_among_what_does_not();
   deviations_are_served_and_planned_again();
+  a_plan_that_is_not_followed_gives_its_memory_back();
   stitching_makes_one_block_of_many();
   what_is_written_is_read(6, 6'000, {});
   what_is_written_is_read(7, 6'000, planned);

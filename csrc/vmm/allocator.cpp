@@ -40,6 +40,7 @@ Address Allocator::serve(Block& block) {
 // Memory has run out: what one side holds unused goes to the other.
 Address Allocator::serve_last(const Block& block) {
   memory_.synchronize();
+  planned_.suspend();
   for (auto& [each, arena] : arenas_) arena.trim();
   if (block.owner == Owner::kStitcher) return stitcher_.allocate_last(block.bytes, block.stream);
   stitcher_.release_unused();
@@ -94,6 +95,9 @@ void Allocator::end_step() {
   if (options_.planned && planned_.end_step()) {
     release_unused();
     planned_.adopt();
+  } else if (options_.planned && planned_.may_resume()) {
+    release_unused();
+    planned_.resume();
   }
 }
 

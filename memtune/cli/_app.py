@@ -204,7 +204,7 @@ def replay(
     snapshot: Annotated[Path, typer.Argument(metavar="SNAPSHOT.PICKLE", help="What torch.cuda.memory._dump_snapshot wrote.")],
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SETTINGS", help="Like max_split_size_mb=128; repeatable, one replay each."),
+        typer.Option("--set", metavar="SETTINGS", help="Like max_split_size_mb=128, or gmlake; repeatable, one replay each."),
     ] = None,
     device: Annotated[int | None, typer.Option(min=0, help="Index of the GPU; default: the one with the longest trace.")] = None,
     capacity: Annotated[str | None, typer.Option(metavar="SIZE", help="What the GPU has for the process, like 80GiB.")] = None,

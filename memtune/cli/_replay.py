@@ -6,16 +6,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from memtune.autotune.allocator_model import AllocatorResult, AllocatorSettings, replay
 from memtune.autotune.snapshot import Trace, read_trace
 from memtune.cli._options import memory
 from memtune.cli._output import emit, say
 from memtune.errors import UsageError
+from memtune.search_spaces import find
 from memtune.units import format_bytes
 
 SCHEMA = 1
 _SUGGESTED = ("expandable_segments:True", "max_split_size_mb:128", "max_split_size_mb:512", "roundup_power2_divisions:8")
 """Tried where nothing is asked for: what PyTorch's documentation offers against fragmentation."""
+_STITCHED, _WITH_STEPS = "gmlake", ("planned_layout", "lifetime_pools")
 
 
 def replay_snapshot(path: Path, given: list[str], device: int | None, capacity: str | None, as_json: bool) -> int:
@@ -34,8 +38,26 @@ def replay_snapshot(path: Path, given: list[str], device: int | None, capacity: 
 
 
 def _settings(text: str) -> tuple[str, AllocatorSettings]:
+    """PYTORCH_ALLOC_CONF's settings, or `gmlake` with its knobs: `gmlake,arena_below_mb:20`."""
     written = text.strip().replace("=", ":")
-    return written, AllocatorSettings.parse(written)
+    kind, _, knobs = written.partition(",")
+    if kind in _WITH_STEPS:
+        raise UsageError(
+            f"--set {kind} cannot be replayed on a recorded trace.",
+            evidence="It learns from one step what the next ones ask for, and a trace does not say where steps end.",
+            fix="--set gmlake, or train with it:  memtune trial", code="MT145",
+        )  # fmt: skip
+    if kind != _STITCHED:
+        return written, AllocatorSettings.parse(written)
+    given = dict(each.partition(":")[::2] for each in knobs.split(",") if each)
+    try:
+        return written, AllocatorSettings.from_env(find("allocator", kind).model_validate_strings(given, strict=False).env())
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise UsageError(
+            f"--set {written} cannot be used: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.",
+            fix="memtune techniques  shows what gmlake can be given", code="MT140",
+        ) from None  # fmt: skip
 
 
 def _replayed(trace: Trace, asked: list[tuple[str, AllocatorSettings]], capacity_bytes: int | None) -> dict[str, AllocatorResult]:

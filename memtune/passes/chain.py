@@ -9,6 +9,7 @@ import numpy as np
 from memtune.parameters import columns_of
 from memtune.passes.layer_major import parts_of
 from memtune.passes.stream import not_in_layers
+from memtune.passes.tied import shared_weights, two_parts
 from memtune.program import WRITES, Kind, Phase, Step
 
 _ATTENTION = "scaled_dot_product"
@@ -78,18 +79,14 @@ def _beside(step: Step) -> str:
 
 
 def _twice(step: Step) -> str:
-    """What comes before the blocks and what comes after them have no gradient in common."""
-    parts, columns = parts_of(step), columns_of(step.parameters)
-    before, after = np.zeros(step.n_ops, bool), np.zeros(step.n_ops, bool)
-    before[parts.before] = after[parts.after] = True
-    uses = [np.unique(step.use_storage[mine[step.use_op]]) for mine in (before, after)]
-    shared = np.intersect1d(uses[0], uses[1])
-    tied = columns.trainable & np.isin(columns.storage, shared)
-    if tied.any():
-        name = columns.names[int(tied.argmax())]
-        return f"{name} is used before and after the blocks, so its gradient's sum would have another order"
-    inside = np.zeros(step.n_ops, bool)
+    """A weight before the blocks and after them has a gradient of two parts; nothing else there has one in common."""
+    parts, inside = parts_of(step), np.zeros(step.n_ops, bool)
     inside[parts.back_before] = True
+    for parameter in shared_weights(step, parts.before, parts.after):
+        found = two_parts(step, parameter)
+        if found is None or step.producer[found.after] not in parts.back_after or not inside[step.producer[found.before]]:
+            return f"the gradient of {columns_of(step.parameters).names[parameter]} is not one sum of what comes before and after"
+        inside[found.adder] = False
     producer = step.producer[step.use_storage]
     skips = inside[step.use_op] & (producer >= 0) & np.isin(producer, parts.back_after)
     if skips.any():

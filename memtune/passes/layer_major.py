@@ -16,6 +16,7 @@ import numpy as np
 from memtune.packs import Packs, Span
 from memtune.passes.pack_states import Gradients, Weights, first_adds
 from memtune.passes.replay import Mask, NewOp, Replay, Rows, Turn, settle
+from memtune.passes.tied import Tied, ready_after, shared_weights, two_parts
 from memtune.program import I32, Kind, Phase, Resource, Step, Tier
 
 Where = Literal["device", "host"]
@@ -142,9 +143,22 @@ class _Writer:
         self._nothing: Mask = np.zeros(step.n_storages, bool)
         self._ignore = self._gradients.storages.copy()
         self._total = -1
+        self._tied = self._two_parts()
+        """What is a part of a tied weight's gradient → the weight."""
         self._other_batches()
         if micro_batches > 1 and self._parts.is_scaled:
             self._ignore[list(self._loss_and_seed())] = True
+
+    def _two_parts(self) -> dict[int, int]:
+        """Where the turn does not go back to the start, a tied weight's parts are added to its sum one by one."""
+        parts, step, found = self._parts, self._step, list[Tied]()
+        if self._packs.turn[0]:
+            both = (two_parts(step, each) for each in shared_weights(step, parts.before, parts.after))
+            found = [each for each in both if each is not None]
+        self._adders = [each.adder for each in found] + [int(self._gradients.adds[each.parameter]) for each in found]
+        of = {part: each.parameter for each in found for part in (each.after, each.before)}
+        self._ignore[list(of)] = True
+        return of
 
     def _other_batches(self) -> None:
         """Micro-batches wait in host memory; the step at hand has one."""
@@ -319,23 +333,30 @@ class _Writer:
         """Rows of backward; gradients of blocks leave as they land in the last micro-batch of a group."""
         gradients, made, kept = self._gradients, self._made[index], self._forward_made[index]
         given = self._given(rows, made)
-        landing = gradients.landing_in(rows)
-        rows = rows[~np.isin(rows, first_adds(gradients, index, group))]
+        stops: list[tuple[int, int, bool]] = []  # after which row, which parameter or part of a tied one's gradient
+        for parameter in gradients.landing_in(rows):
+            begins = index == 0 if gradients.is_outside[parameter] else index == group[0]
+            if parameter not in self._tied.values() and (begins or self._leaves(parameter, index, group)):
+                stops.append((gradients.row_of(parameter), parameter, False))
+        stops += [(ready_after(self._step, part), part, True) for part in self._tied if self._step.producer[part] in rows]
+        rows = rows[~np.isin(rows, [*first_adds(gradients, index, group), *self._adders])]
         done = 0
-        for parameter in landing:
-            outside = bool(gradients.is_outside[parameter])
-            leaves = not outside and index == group[-1]
-            begins = index == 0 if outside else index == group[0]
-            if leaves or begins:
-                end = int(np.searchsorted(rows, gradients.row_of(parameter), side="right"))
-                self._new.run(turn, rows[done:end], made, kept, elsewhere)
-                done = max(done, end)
-            if begins:
-                gradients.begins(parameter, made)
-            if leaves:
-                gradients.leaves(parameter)
+        for row, what, is_part in sorted(stops, key=lambda each: each[0]):
+            end = max(done, int(np.searchsorted(rows, row, side="right")))
+            self._new.run(turn, rows[done:end], made, kept, elsewhere)
+            done = end
+            if is_part:
+                gradients.adds_part(self._tied[what], int(made[what]))
+                continue
+            if index == 0 if gradients.is_outside[what] else index == group[0]:
+                gradients.begins(what, int(made[gradients.raw(what)]))
+            if self._leaves(what, index, group):
+                gradients.leaves(what)
         self._new.run(turn, rows[done:], made, kept, elsewhere)
         self._new.hold(given, self._new.n_ops - 1)
+
+    def _leaves(self, parameter: int, index: int, group: range) -> bool:
+        return not self._gradients.is_outside[parameter] and index == group[-1]
 
     def _given(self, rows: Rows, made: I32) -> I32:
         """Numbers of the gradients that `rows` start from, which other rows of backward made: whoever calls holds them."""

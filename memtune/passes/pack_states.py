@@ -18,6 +18,7 @@ _IN = {phase: NewOp("memtune.copy_to_device_.default", phase, Resource.HOST_TO_D
 _AHEAD = {phase: NewOp("memtune.copy_to_device_.default", phase, Resource.HOST_TO_DEVICE, prefetch=1) for phase in _ALLOCATE}
 _DOWN = NewOp("memtune.to_host.default", Phase.BACKWARD, Resource.DEVICE_TO_HOST, prefetch=1)
 _ADD = NewOp("aten.add_.Tensor", Phase.BACKWARD, Resource.HOST_THREADS)
+_ADD_HERE = NewOp("aten.add_.Tensor", Phase.BACKWARD, Resource.COMPUTE)
 _UPDATE = NewOp("memtune.host_update_.default", Phase.BOUNDARY, Resource.HOST_THREADS)
 
 
@@ -114,13 +115,25 @@ class Gradients:
         """The op after which its gradient has landed."""
         return int(self._lands[parameter])
 
-    def begins(self, parameter: int, made: I32) -> None:
+    def raw(self, parameter: int) -> int:
+        """The storage that a micro-batch's gradient is made in."""
+        return int(self._raw[parameter])
+
+    def begins(self, parameter: int, number: int) -> None:
         """The first micro-batch's gradient becomes the sum."""
-        self._sum[parameter] = number = made[self._raw[parameter]]
-        self._new.remake(int(number), Kind.GRADIENT)
+        self._sum[parameter] = number
+        self._new.remake(number, Kind.GRADIENT)
         gradient = self._columns.gradient[parameter]
         if self._step.producer[gradient] < 0:
             self._new.here[gradient] = number
+
+    def adds_part(self, parameter: int, number: int) -> None:
+        """A part of a tied weight's gradient becomes the sum, or is added to it."""
+        if self._sum[parameter] < 0:
+            self.begins(parameter, number)
+            return
+        n_bytes = int(self._step.bytes[self._raw[parameter]])
+        self._new.new_op(_ADD_HERE, 3 * n_bytes, reads=(number,), writes=(int(self._sum[parameter]),))
 
     def leaves(self, parameter: int) -> None:
         """Rules 2 and 4."""

@@ -39,6 +39,8 @@ class Partitioning:
     """Whether reductions copy their whole message first and compute waits for collectives, as with gloo on CPU."""
     at_end: bool = False
     """Whether gradients have been divided before, by groups whose results are divided further when backward has ended."""
+    after_schedule: bool = False
+    """Whether a pipeline's schedule, and all that it refers to but the micro-batches, has been let go of by then."""
     link: Resource = Resource.INTRA_LINK
     """Between the ranks that divide."""
     copies: int = 1
@@ -184,7 +186,7 @@ def _reduce(edit: Edit, step: Step, how: Partitioning, *, sums_stay: bool) -> I3
 
     landed = np.append(after[1:], end).astype(np.int32)  # rule 4
     edit.hold_through(np.concatenate([given, given]), np.concatenate([landed, rows[at.make + at.per_bucket - 1]]))
-    _hold_to_the_end_of_backward(edit, step, rows[at.make + at.per_bucket - 1][after == end], end)
+    _hold_to_the_end_of_backward(edit, step, rows[at.make + at.per_bucket - 1][after == end], end, batches=how.after_schedule)
     _resize(edit, step, how)
     if len(at.add):
         sums = _sums(edit, step, there, arrivals, n_bytes, stay=how.copies == 1)
@@ -203,10 +205,11 @@ def _has_sums(how: Partitioning, arrivals: _Arrivals) -> bool:
     return how.every_micro_batch and (how.accumulate > 1 if how.at_end else bool(arrivals.adds.any()))
 
 
-def _hold_to_the_end_of_backward(edit: Edit, step: Step, ops: I32, end: int) -> None:
-    """What Python holds until backward returns is still there when the new `ops` run, after what ends it so far."""
+def _hold_to_the_end_of_backward(edit: Edit, step: Step, ops: I32, end: int, *, batches: bool) -> None:
+    """What Python holds until backward returns (of that, `batches` alone) is still there when the new `ops` run, which end it."""
     last = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
     mine = (step.held_until >= last) & (step.held_until <= end) & (step.producer >= 0)
+    mine &= (step.kind == Kind.BATCH) | (not batches)
     mine &= step.kind != Kind.COMMUNICATION  # FSDP2 lets go of gathered parameters by itself
     storages = np.flatnonzero(mine & (step.op_phase[step.producer] == Phase.FORWARD)).astype(np.int32)
     for op in ops.tolist():

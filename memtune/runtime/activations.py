@@ -49,6 +49,7 @@ from memtune.runtime.region import Region as Region
 from memtune.runtime.region import Traffic
 from memtune.runtime.shelf import Shelf
 from memtune.runtime.slots import Slots
+from memtune.runtime.tree import local
 
 
 class ActivationTable:
@@ -233,7 +234,7 @@ class _Frame:
         self._args: Any = (args, kwargs)
         self._foreign = table.own.others(self._args) if table.own is not None else frozenset[int]()
         fixed = (*region.module.named_parameters(), *region.module.named_buffers())
-        self.fixed = {id_of(tensor): name for name, tensor in fixed}
+        self.fixed = {id_of(local(tensor)): name for name, tensor in fixed}
         self.inputs = {id_of(t): t for t in tree_leaves(self._args) if _is_plain(t)}
         self.kept: dict[Call, Kept] = {}
         self.left_out = LeftOut()

@@ -13,8 +13,6 @@ import gc
 import warnings
 from typing import Any
 
-import torch
-
 from memtune import _native
 from memtune.arena_settings import VARIABLE, ArenaSettings
 from memtune.errors import ApplyError
@@ -87,7 +85,7 @@ def use(context: Context, settings: ArenaSettings) -> None:
         ApplyError: As `install` does; on a GPU, it was not put into torch before CUDA started, or is another one.
     """
     if context.device.type == "cuda":
-        number = torch.cuda.current_device() if context.device.index is None else context.device.index
+        number = context.device.index  # a tensor's device always has one
         _require_on_gpu(settings)
     else:
         number = _native.ARENA_CPU

@@ -49,8 +49,9 @@ class Split:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Split:
-        """From plain data; raises KeyError where it is damaged."""
-        return cls(**{name: document[name] for name in cls.__dataclass_fields__})
+        """From plain data, of versions without helpers too; raises KeyError where it is damaged."""
+        named = {name: document[name] for name in cls.__dataclass_fields__ if name != "helpers"}
+        return cls(**named, helpers=bool(document.get("helpers", False)))
 
     @property
     def name(self) -> str:

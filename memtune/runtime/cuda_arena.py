@@ -116,7 +116,7 @@ def _segment(
     device: int, address: int, n_bytes: int, stream: int, kind: str, parts: list[tuple[int, int, bool]]
 ) -> dict[str, Any]:
     in_use = sum(size for _, size, used in parts if used)
-    blocks = [
+    blocks: list[dict[str, Any]] = [
         {"address": at, "size": size, "requested_size": size, "state": "active_allocated" if used else "inactive", "frames": []}
         for at, size, used in parts
     ]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _foreach_utils
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
@@ -86,6 +87,8 @@ class NormAlone(Tensor):
             return func(*args, **given)
 
 
+# As DTensor does: else all gradients would be taken one by one, and those in a list with a DTensor not at all.
+_foreach_utils._foreach_supported_types.append(NormAlone)  # type: ignore[arg-type]
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm, torch.norm, Tensor.norm)
 
 

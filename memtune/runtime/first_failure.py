@@ -45,9 +45,13 @@ def first_failure_is_shown(ranks: int) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def _is_of_a_collective(error: Exception) -> bool:
-    """Gloo's errors are plain RuntimeErrors that name its source file."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+def _is_of_a_collective(error: BaseException | None) -> bool:
+    """Gloo's errors are plain RuntimeErrors that name its source file; in a forward they may be the cause of another."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _tell(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from memtune import flops
+
+_LONG = 20
+"""Times the median: what lies between two ops for longer is no Python between them."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,18 @@ class OpClock(TorchDispatchMode):
     Args:
         device: Where the ops run.
         clock: Seconds from anywhere on; by default `clock_of` the device.
+
+    Attributes:
+        observed: The ops that computed.
+        others_s: Seconds in ops that do not compute: copies between tiers, collectives as far as they are started.
+        gaps_s: Seconds between one op and the next, of any sort.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observed: list[Observed] = []
+        self.others_s, self.gaps_s = 0.0, list[float]()
+        self._end_s: float | None = None
         self._device, self._clock = device, clock or clock_of(device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,18 +56,33 @@ class OpClock(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         start = self._clock()
+        if self._end_s is not None:
+            self.gaps_s.append(start - self._end_s)
         out = func(*args, **kwargs)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = self._clock() - start
-        if not func.is_view and func.namespace == "aten":
+        if func.namespace != "aten":
+            self.others_s += seconds
+        elif not func.is_view:
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
             outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
             if outputs or func._schema.is_mutable:
                 traffic = sum(each.nbytes for each in tensors + outputs)
                 dtype = str((tensors or outputs)[0].dtype).removeprefix("torch.") if tensors or outputs else "float32"
                 self.observed.append(Observed(str(func), dtype, flops.count(func, args, kwargs, out), traffic, seconds))
+        self._end_s = self._clock()
         return out
+
+    def waiting(self) -> float:
+        """Share of the time in which this process did not compute: in ops that do not, and in gaps far longer than most.
+
+        A rank that waits for others does so between two ops: `Work.wait` is none.
+        """
+        usual_s = statistics.median(self.gaps_s) if self.gaps_s else 0.0
+        waited_s = self.others_s + sum(gap_s - usual_s for gap_s in self.gaps_s if gap_s > _LONG * usual_s)
+        whole_s = sum(each.seconds for each in self.observed) + self.others_s + sum(self.gaps_s)
+        return waited_s / whole_s if whole_s > 0 else 0.0
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

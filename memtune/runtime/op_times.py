@@ -29,13 +29,16 @@ class OpTime(BaseModel):
     """Processes that shared the machine."""
 
 
-def op_times(observed: Sequence[Observed], step_s: float, *, ranks: int = 1, host_computes: bool = True) -> list[OpTime]:
-    """Sum up what a clock saw of one step that takes `step_s` without the clock.
+def op_times(
+    observed: Sequence[Observed], step_s: float, *, ranks: int = 1, host_computes: bool = True, waiting: float = 0.0
+) -> list[OpTime]:
+    """Sum up what a clock saw of one step that takes `step_s` without the clock; the share `waiting` of it is nobody's.
 
     The clock and the dispatcher cost every op about what the shortest one took, so that is taken off. Where the host computes,
     the rest of the step is Python's and autograd's, the same for every op; then the rows add up to `step_s`. Ops that took
     longer than the whole step (the machine was busy) are scaled down to it.
     """
+    step_s *= 1 - waiting
     if not observed or step_s <= 0:
         return []
     floor_s = min(each.seconds for each in observed) * 0.99  # nothing takes no time

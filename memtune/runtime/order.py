@@ -11,7 +11,8 @@ Rule 4. The turn, the last pack of backward, runs inside the user's code, from i
         micro-batch does (`runtime.loop`); the blocks before it are skipped, and the last of them returns what was kept.
 Rule 5. Then packs run backward from last to first: each again forward from what was kept, then back from the gradient of what it
         returned. What comes before the blocks runs backward last of all, in the graph that the turn made.
-Rule 6. Every pack takes micro-batches in their order, so each weight's gradient is the plain step's sum, to the bit.
+Rule 6. Every pack takes micro-batches in their order, so each weight's gradient is the plain step's sum, to the bit; but for a
+        weight before the blocks and after them (a tied head), which gets the sum of two such sums, one of each of its uses.
 Rule 7. With groups, all this is done for some micro-batches, then for others; the optimizer's updates come in the last group.
 """
 
@@ -63,28 +64,8 @@ class LayerMajor:
         self._starts: list[Any] = []
         self._edges: dict[int, list[GradientEdge | None]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self._in_turn: set[Tensor] = set()
-        self._at_the_start = False
-        self._watch_outside(context)
         self.order: list[tuple[str, Span, int]] = []
         """What the last step ran, when: direction, pack, micro-batch."""
-
-    def _watch_outside(self, context: Context) -> None:
-        """A weight before the blocks and after them would have another sum: two sums of micro-batches, not one of both."""
-        inside = {id(parameter) for block in self._calls.blocks for parameter in block.parameters()}
-
-        def watch(name: str, parameter: nn.Parameter) -> None:
-            def landed(parameter: Tensor) -> None:
-                if not self._at_the_start:
-                    self._in_turn.add(parameter)
-                elif parameter in self._in_turn:
-                    raise no_chain(f"{name} is used before the blocks and after them, so its sum would have another order")
-
-            context.undo.callback(parameter.register_post_accumulate_grad_hook(landed).remove)
-
-        for name, parameter in context.model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in inside:
-                watch(name, parameter)
 
     def accumulate(
         self,
@@ -188,7 +169,6 @@ class LayerMajor:
         def next_upload(batch: Any, device: torch.device) -> Any:
             self._at = next(indices)
             self._store.is_last = self._at == group[-1]
-            self._in_turn.clear()
             self.order.append(("turn", self._packs.turn, self._at))
             return upload(batch, device)
 
@@ -224,15 +204,12 @@ class LayerMajor:
         self._before.forget(index)
         if index not in self._edges:
             return
-        self._at_the_start = True
         try:
             _back(self._edges.pop(index), self._gradients.pop(index))
         except RuntimeError as error:
             if "second time" not in str(error):
                 raise
             raise no_chain("what comes after the blocks uses what was made before the blocks") from None
-        finally:
-            self._at_the_start = False
 
     def _forget(self) -> None:
         self._before.forget()

@@ -100,8 +100,8 @@ def shard(
             copies and rebinds the optimizer.
 
     Raises:
-        ApplyError: There is no process group, its size is no multiple of `degree`, the ranks' weights differ, or the model is
-            compiled as a whole.
+        ApplyError: There is no process group, its size is no multiple of `degree`, `degree` no proper multiple of the number in
+            `reshard_after_forward`, the ranks' weights differ, or the model is compiled as a whole.
     """
     require_ranks(context, kind)
     if context.compiled is not None and context.compiled.is_whole:
@@ -116,6 +116,13 @@ def shard(
             fix=f"groups of {_divisor(context.copies, degree)}",
             code="MT321",
         )
+    if not isinstance(reshard_after_forward, bool) and (
+        not 1 < reshard_after_forward < degree or degree % reshard_after_forward
+    ):  # fmt: skip
+        raise ApplyError(
+            f"reshard_after_forward={reshard_after_forward} is no proper divisor of the {degree} ranks that share the model.",
+            fix="a proper divisor of them, or true", code="MT321",
+        )  # fmt: skip
     before = dict(context.model.named_parameters())
     grid = divided(context, degree) if context.parts > 1 and sharers is None else None
     if grid is not None:

@@ -16,7 +16,8 @@ class PlannedLayout(OwnAllocator):
 
     The first step makes the optimizer's state and is not watched. What is watched is laid out on a circle, since a step's
     allocations repeat. A request gets its offset only if its size is that of the plan and the place is free; any other one is
-    served by stitched memory, with one message, and after `replan_after` of them another step is watched.
+    served by stitched memory, with one message, and after `replan_after` of them another step is watched. While steps do not
+    follow the plan, the memory that nothing in it uses is given back.
 
     Offsets are decided while training runs, from the requests that this process really makes: no plan from elsewhere can be
     wrong, and results do not depend on addresses.

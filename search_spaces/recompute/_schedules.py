@@ -15,6 +15,7 @@ from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.passes.region import region_of
 from memtune.passes.schedule import run_schedule
+from memtune.planners.late import Late
 from memtune.program import Program, Step
 from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime.context import Context
@@ -29,6 +30,8 @@ _POLICIES = (replace(DTR, neighbours="closure"), replace(DTR, neighbours="own"),
 _LEVELS = 16
 """Budgets, as parts of the plain peak, that every policy is asked for besides the real one."""
 _NODES = 16
+_BACK = 24
+"""Values that are tried once more whether they can stay."""
 _MOST_OPS = 4000
 """Programs with more ops are left to the policies: they take milliseconds where the integer program takes seconds."""
 
@@ -65,6 +68,7 @@ def _fastest(step: Step, budget_bytes: int, hardware: Hardware) -> Found | None:
     if step.n_ops <= _MOST_OPS:
         exact = schedule_for(step, hardware, budget_bytes, 0.0, _NODES, 0.0)
         found.append(None if isinstance(exact, str) else _judged(step, exact.schedule, hardware))
+    found.append(_late(step, budget_bytes, hardware))
     within = [each for each in found if each is not None and each.peak_bytes <= budget_bytes]
     return min(within, key=lambda each: (each.seconds, each.peak_bytes), default=None)
 
@@ -73,6 +77,55 @@ def _fastest(step: Step, budget_bytes: int, hardware: Hardware) -> Found | None:
 def _played(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Found | None:
     frozen = solved(step, policy, budget_bytes, hardware)
     return None if frozen is None else _judged(step, frozen.schedule, hardware)
+
+
+class _LateSearch:
+    """Schedules of one step by what they let go after forward (`planners.late`), judged as far as they were asked for."""
+
+    def __init__(self, step: Step, hardware: Hardware) -> None:
+        region = region_of(step)
+        assert not isinstance(region, str)  # `cannot_freeze` was asked
+        costs = op_costs(step, hardware)
+        op_s = costs.op_s.clip(min=costs.issue_s)[region.rows]
+        self._step, self._hardware, self._graph = step, hardware, region.graph
+        self._late = Late(region.graph, region.bytes, op_s, region.outside_until)
+        self.order = self._late.order()
+        self._known: dict[frozenset[int], Found | None] = {}
+
+    def judged(self, gone: frozenset[int]) -> Found | None:
+        """What it comes to; None where it is not right."""
+        if gone not in self._known:
+            schedule = self._late.schedule(gone)
+            wrong = wrong_with(self._graph, schedule)
+            self._known[gone] = None if wrong else _judged(self._step, schedule, self._hardware)
+        return self._known[gone]
+
+    def within(self, budget_bytes: int) -> Found | None:
+        """As little as meets the budget goes; then what turns out not to be needed for that comes back, the dearest first."""
+        low, high = 0, len(self.order)
+        while low < high:
+            middle = (low + high) // 2
+            found = self.judged(frozenset(self.order[:middle]))
+            low, high = (low, middle) if found is not None and found.peak_bytes <= budget_bytes else (middle + 1, high)
+        gone = frozenset(self.order[:low])
+        best = self.judged(gone)
+        if best is None or best.peak_bytes > budget_bytes:
+            return None
+        for value in self.order[:low][: -_BACK - 1 : -1]:
+            found = self.judged(gone - {value})
+            if found is not None and found.peak_bytes <= budget_bytes and found.seconds < best.seconds:
+                gone, best = gone - {value}, found
+        return best
+
+
+@lru_cache(maxsize=4)
+def _late_search(step: Step, hardware: Hardware) -> _LateSearch:
+    return _LateSearch(step, hardware)
+
+
+@lru_cache(maxsize=64)
+def _late(step: Step, budget_bytes: int, hardware: Hardware) -> Found | None:
+    return _late_search(step, hardware).within(budget_bytes)
 
 
 def _judged(step: Step, schedule: Schedule, hardware: Hardware) -> Found:

@@ -85,6 +85,8 @@ def test_rows_of_a_step_add_up_to_it() -> None:
         assert sum(row.seconds * row.count for row in rows) == pytest.approx(step_s)
         assert {row.ranks for row in rows} == {2}
     assert op_times([], 1.0) == []
+    waits = op_times(observed, 1e-2, ranks=2, waiting=0.75)
+    assert sum(row.seconds * row.count for row in waits) == pytest.approx(2.5e-3)
     alone = op_times(observed, 1e-2, host_computes=False)
     assert sum(row.seconds * row.count for row in alone) < 5e-3
 

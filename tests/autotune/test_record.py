@@ -292,3 +292,31 @@ def test_sparse_gradients_are_refused_with_what_to_change(tmp_path: Path) -> Non
     (tmp_path / "model.py").write_text(PER_ROW.format(sparse=True))
     with pytest.raises(WorkloadError, match="sparse=False"):
         record(Workload.load(tmp_path / "model.py"))
+
+
+REFUSES = """
+import torch
+from torch import nn
+
+@torch.library.custom_op("memtune_test::refuses", mutates_args=())
+def refuses(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@refuses.register_fake
+def _(x):
+    raise RuntimeError("only on real ones")
+
+refuses.register_autograd(lambda ctx, gradient: gradient * 2)
+
+def model(): return nn.Linear(4, 4)
+def batch(size): return torch.randn(size, 4)
+def loss(model, x): return refuses(model(x)).sum()
+"""
+
+
+def test_an_op_that_says_no_to_fake_tensors_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "refuses.py"
+    path.write_text(REFUSES)
+    recording = record(Workload.load(path))
+    assert recording.rung == "real-step"
+    assert any("memtune_test.refuses.default" in note and "only on real ones" in note for note in recording.notes)

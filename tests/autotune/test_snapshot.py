@@ -168,6 +168,7 @@ def test_the_longest_trace_is_taken(tmp_path: Path) -> None:
         ({"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": -5}]]}, "MT143", "has no 'size' but -5"),
         ({"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": 2**60}]]}, "MT143", "has no 'size'"),
         ({"segments": [3], "device_traces": [[{"action": "snapshot"}]]}, "MT143", "segment 0"),
+        ({"segments": [], "device_traces": [[{"action": "new"}, {"action": "new"}]]}, "MT143", "none of its 2 entries"),
     ],
 )  # fmt: skip
 def test_what_is_no_snapshot_is_refused(tmp_path: Path, snapshot: Any, code: str, says: str) -> None:

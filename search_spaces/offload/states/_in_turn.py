@@ -22,7 +22,7 @@ from memtune.planners.stages import balanced
 from memtune.planners.stages_on_ranks import TurnCosts, cross_mapping
 from memtune.program import Program, RankClass, Resource, Step
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._packs import block_bytes, not_in_packs
+from memtune.search_spaces.offload.states._packs import block_bytes, first_within, not_in_packs
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes
 
@@ -84,14 +84,13 @@ def on_ranks(program: Program, layout: OnRanks, hardware: Hardware) -> Program:
     return Program(tuple(classes), program.micro_batch, 1, program.notes, sharers=ranks, unrolled=count, idle=idle)
 
 
-def first_that_fits(program: Program, layouts: Sequence[OnRanks], hardware: Hardware, budget_bytes: int | None) -> OnRanks:
-    """The first of `layouts` under which every rank stays within the budget, as the pass says; else the last."""
+def first_that_fits(
+    program: Program, layouts: Sequence[OnRanks], least: OnRanks, hardware: Hardware, budget_bytes: int | None
+) -> OnRanks:
+    """The first of `layouts` under which every rank stays within the budget, as the pass says; else `least`."""
     if budget_bytes is None:
         return layouts[0]
-    for layout in layouts:
-        if on_ranks(program, layout, hardware).step.peak_bytes() <= budget_bytes:
-            return layout
-    return layouts[-1]
+    return first_within(layouts, lambda each: on_ranks(program, each, hardware).step.peak_bytes(), budget_bytes) or least
 
 
 def decisions_of(program: Program, layout: OnRanks) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,9 @@ _ALONE = {
     "offload.activations": "what a pack saves is used at once",
     "split": "the model's own code runs once more up to the first block",
 }
+_TRIES = 3
+"""Whole rewrites of a plan: what sums of sizes promise is confirmed by the pass."""
+T = TypeVar("T")
 _OF_RANKS = dict.fromkeys(("sharding.states", "sharding.parallel"), "packs average their gradients themselves")
 
 
@@ -79,6 +83,11 @@ def in_packs(program: Program, packs: Packs, boundaries: Where) -> Program:
     step = layer_major(program.step, packs, program.accumulate, boundaries, program.ranks)
     whole = program.micro_batch * program.accumulate
     return program.with_step(optimizer_on_host(step, Native()), micro_batch=whole, accumulate=1)
+
+
+def first_within(choices: Iterable[T], peak_bytes: Callable[[T], int], budget_bytes: int) -> T | None:
+    """The first of the first few `choices` whose peak, as the pass says, is within the budget; None where none of them is."""
+    return next((each for each in itertools.islice(choices, _TRIES) if peak_bytes(each) <= budget_bytes), None)
 
 
 def apply_packs(context: Context, packs: Packs, boundaries: Where, kind: str) -> None:

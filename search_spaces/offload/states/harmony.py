@@ -26,6 +26,7 @@ from memtune.search_spaces.offload.states._layers import EAGER_ONLY
 from memtune.search_spaces.offload.states._packs import (
     apply_packs,
     block_bytes,
+    first_within,
     in_packs,
     not_in_packs,
     packs_of,
@@ -34,8 +35,6 @@ from memtune.search_spaces.offload.states._packs import (
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
-_TRIES = 3
-"""Whole rewrites of a plan: what the sum of sizes promises is confirmed by the pass."""
 Packing = Literal["greedy", "balanced"]
 
 
@@ -146,7 +145,8 @@ def _on_ranks(technique: Harmony, program: Program, hardware: Hardware, budget_b
     least = -(-blocks // technique.backward) if technique.backward else 1
     counts = list(range(-(-least // ranks) * ranks, blocks + 1, ranks)) or [blocks // ranks * ranks]
     each = [divided(program, hardware, n, prefetch=technique.prefetch, crossed=False) for n in counts]
-    return first_that_fits(program, [layout for layout in each if layout is not None], hardware, budget_bytes)
+    layouts = [layout for layout in each if layout is not None]
+    return first_that_fits(program, layouts, layouts[-1], hardware, budget_bytes)
 
 
 @functools.lru_cache(maxsize=64)
@@ -159,10 +159,8 @@ def _planned(technique: Harmony, program: Program, budget_bytes: int | None) -> 
     if len(needs) == 1 or budget_bytes is None:
         return min(needs, key=lambda packs: (needs[packs], len(packs.backward)))
     likely = [packs for packs in needs if needs[packs] <= budget_bytes] or [min(needs, key=lambda packs: needs[packs])]
-    for packs in likely[:_TRIES]:
-        if in_packs(program, packs, technique.boundaries).step.peak_bytes() <= budget_bytes:
-            return packs
-    return min(needs, key=lambda packs: (needs[packs], len(packs.backward)))
+    fits = first_within(likely, lambda packs: in_packs(program, packs, technique.boundaries).step.peak_bytes(), budget_bytes)
+    return fits or min(needs, key=lambda packs: (needs[packs], len(packs.backward)))
 
 
 def _packed(technique: Harmony, program: Program, width: int) -> Packs:

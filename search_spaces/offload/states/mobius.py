@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from memtune.search_spaces.offload.states._layers import EAGER_ONLY
 from memtune.search_spaces.offload.states._packs import (
     apply_packs,
     block_bytes,
+    first_within,
     in_packs,
     not_in_packs,
     packs_of,
@@ -39,9 +41,6 @@ from memtune.search_spaces.offload.states._packs import (
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
-
-_TRIES = 3
-"""Partitions whose peak is looked at in the pass; each leaves as much room more as the one before it was over the budget."""
 
 
 class Mobius(Technique):
@@ -137,15 +136,19 @@ def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, coun
     smallest = spans([1] * len(costs.weights))
     if budget_bytes is None:
         return _in_turn(fastest_stages(costs, count=count) or smallest)
-    room = float(budget_bytes - beside)
-    for _ in range(_TRIES):
-        found = fastest_stages(costs, room, count)
-        if found is None:
-            break
-        over = in_packs(program, _in_turn(found), "host").step.peak_bytes() - budget_bytes
-        if over <= 0:
-            return _in_turn(found)
-        room -= over
+
+    def peak_bytes(packs: Packs) -> int:
+        return in_packs(program, packs, "host").step.peak_bytes()
+
+    def partitions() -> Iterator[Packs]:
+        """Each leaves as much room more as the one before it was over the budget."""
+        room = float(budget_bytes - beside)
+        while (found := fastest_stages(costs, room, count)) is not None:
+            yield _in_turn(found)
+            room -= peak_bytes(_in_turn(found)) - budget_bytes
+
+    if (fits := first_within(partitions(), peak_bytes, budget_bytes)) is not None:
+        return fits
     return _in_turn(smallest if count is None else fastest_stages(costs, math.inf, count) or smallest)
 
 
@@ -157,8 +160,8 @@ def _on_ranks(program: Program, hardware: Hardware, budget_bytes: int | None, co
     each = [divided(program, hardware, n, prefetch=True, crossed=crossed) for n in counts]
     layouts = [layout for layout in each if layout is not None]
     costs, micro_batches = costs_of(program.step, hardware), program.accumulate * ranks
-    quick = sorted(layouts, key=lambda layout: (step_s(costs, layout, micro_batches), len(layout.stages)))[:_TRIES]
-    return first_that_fits(program, [*quick, layouts[-1]], hardware, budget_bytes)
+    quick = sorted(layouts, key=lambda layout: (step_s(costs, layout, micro_batches), len(layout.stages)))
+    return first_that_fits(program, quick, layouts[-1], hardware, budget_bytes)
 
 
 def _in_turn(stages: tuple[Span, ...]) -> Packs:

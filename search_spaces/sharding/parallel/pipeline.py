@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from memtune.copies import all_parts, among_copies, one_part
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.op_costs import op_costs
@@ -19,6 +18,7 @@ from memtune.pipeline_order import Stages, idle_share
 from memtune.planners.stages import balanced
 from memtune.program import Program, RankClass, Step
 from memtune.runtime.context import Context
+from memtune.search_spaces.sharding.parallel._copies import all_parts, among_copies, one_part
 from memtune.search_spaces.sharding.parallel._layers import needs_plan, of_another
 from memtune.technique import NO_PLAN, Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes

@@ -26,6 +26,7 @@ def partitioning(program: Program, target: Target, bucket_cap_mb: int, *, every_
         every_micro_batch=every_micro_batch,
         stages_messages=target.device == "cpu",
         at_end=program.unrolled > 1,
+        after_schedule=program.unrolled > 1,
     )
 
 

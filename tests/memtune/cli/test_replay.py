@@ -76,6 +76,24 @@ def test_settings_of_a_newer_torch_are_left_out(tmp_path: Path, capsys: pytest.C
     assert "quantum_pages" not in printed.out
 
 
+def test_stitched_memory_is_replayed_with_its_knobs(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["replay", str(snapshot), "--set", "gmlake", "--set", "gmlake,defragment:false", "--json"]) == 0
+    reserved = {each["settings"]: each["peak_reserved_bytes"] for each in json.loads(capsys.readouterr().out)["replays"]}
+    assert reserved["gmlake"] == 60 * MIB  # the two holes of 20 and 30 MiB serve the last request
+    assert reserved["gmlake,defragment:false"] > 60 * MIB
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("gmlake,reuse_limit:99", "reuse_limit"), ("gmlake,quick", "quick"), ("planned_layout", "does not say where steps end")],
+)
+def test_own_allocators_that_cannot_be_replayed(
+    snapshot: Path, capsys: pytest.CaptureFixture[str], given: str, message: str
+) -> None:
+    assert run(["replay", str(snapshot), "--set", given]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 class Hostile:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch /tmp/hacked",)

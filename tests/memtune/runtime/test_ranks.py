@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memtune._apply import apply
-from memtune.errors import ApplyError, MemtuneError
+from memtune.errors import ApplyError, MemtuneError, WorkloadError
 from memtune.runtime.first_failure import RankFailed
 from memtune.runtime.ranks import require_backend
 
@@ -61,7 +61,10 @@ def one_fails(states: str, how: str) -> str:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("there are no more samples")
-        return loss(model, tokens)
+        try:
+            return loss(model, tokens)
+        except RuntimeError as error:  # as a workload's loss does, around the forward's collectives
+            raise WorkloadError("loss() failed") from error
 
     tuned = apply(model, optimizer_of(model), {"settings": {"sharding": {"states": {"kind": states}}}}, loss=fails, strict=False)
     try:

@@ -83,7 +83,9 @@ def everything() -> dict[str, Any]:
         "trained": {case: trained(*case) for case in CASES},
         "silent": {name: trained(name, 4, 0.05, says_last=False) for name in ("mics", "paro IIG", "paro NIG")},
         "sent": {(each, parts): sent(settings(amsp(each)), parts) for each in SENT for parts in (1, 3)},
-        "refused": {each: refused({"kind": "mics", "group": each}) for each in (3, 8)} | {"none": refused({"kind": "mics"})},
+        "refused": {each: refused({"kind": "mics", "group": each}) for each in (3, 8)}
+        | {"none": refused({"kind": "mics"})}
+        | {f"copy of {each}": refused({"kind": "fsdp", "reshard_after_forward": each}) for each in (3, 4, 8)},
     }
 
 
@@ -166,3 +168,5 @@ def test_groups_that_cannot_be_are_refused(ranks: list[Any]) -> None:
     for rank in ranks:
         assert all(f"4 ranks cannot be put into equal groups of {group}" in rank["refused"][group] for group in (3, 8))
         assert "not told how many ranks" in rank["refused"]["none"]
+        copies = (rank["refused"][f"copy of {each}"] for each in (3, 4, 8))
+        assert all("is no proper divisor of the 4 ranks that share the model" in said for said in copies)

@@ -17,11 +17,11 @@ from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.simulate import simulate
-from memtune.copies import all_parts, among_copies, one_part
 from memtune.op_costs import op_costs
 from memtune.program import APART, Program, RankClass, Resource, Step
 from memtune.runtime import shim
 from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.sharding.parallel._copies import all_parts, among_copies, one_part
 from memtune.search_spaces.sharding.states.zero3 import Zero3
 from memtune.technique import NO_PLAN, Target
 from memtune.testing.training import build

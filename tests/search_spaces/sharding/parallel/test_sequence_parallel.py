@@ -143,7 +143,7 @@ def test_beside_what_claims_activations(name: str) -> None:
 
 
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
-@pytest.mark.parametrize("name", ["alone", *(pytest.param(each, marks=pytest.mark.slow) for each in ("full", "selective"))])
+@pytest.mark.parametrize("name", ["alone", *(pytest.param(each, marks=pytest.mark.slow) for each in [*OTHERS][1:])])
 def test_ledger_peak_is_as_predicted(name: str) -> None:
     predicted = simulate(candidate(KIND, SEPARATE, 2, OTHERS[name]).program, hardware.detect("cpu")).peak_allocated_bytes
     for measured in run_ranks(peak, 2, config(KIND, beside=OTHERS[name])):

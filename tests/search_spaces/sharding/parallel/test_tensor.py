@@ -196,7 +196,14 @@ def test_other_samples_outside_of_step_are_noticed() -> None:
 
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
 @pytest.mark.parametrize(
-    "beside", [{}, pytest.param({"recompute": {"kind": "full"}}, marks=pytest.mark.slow)], ids=["alone", "full"]
+    "beside",
+    [
+        {},
+        pytest.param({"recompute": {"kind": "full"}}, marks=pytest.mark.slow),
+        # The weights' local parts are not activations, although autograd saves them as plain tensors.
+        pytest.param({"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}}, marks=pytest.mark.slow),
+    ],
+    ids=["alone", "full", "copy_out"],
 )
 def test_ledger_peak_is_as_predicted(beside: dict[str, Any]) -> None:
     made = candidate(KIND, SEPARATE, 2, beside)
