@@ -143,12 +143,12 @@ def _followed(problem: Problem, budget_bytes: int, *, beyond: bool) -> Found:
 def greedy(problem: Problem, budget_bytes: int, *, beyond: bool) -> list[int]:
     """Actions taken until the peak is within the budget or none frees bytes at it; natively, `csrc/tsplit/greedy.h`."""
     columns = problem.columns
-    return _native.tsplit_greedy(
+    out, back = ((link.action, link.start_s, link.end_s, link.copy_s) for link in columns.links)
+    found: list[int] = _native.tsplit_greedy(
         problem.live_bytes, columns.tensor, columns.number, columns.part_of, columns.more_s,
-        columns.free_action, columns.first, columns.stop, columns.n_bytes,
-        *((link.action, link.start_s, link.end_s, link.copy_s) for link in columns.links),
-        budget_bytes=budget_bytes, beyond=beyond,
+        columns.free_action, columns.first, columns.stop, columns.n_bytes, out, back, budget_bytes, beyond,
     ).tolist()  # fmt: skip
+    return found
 
 
 def _found(problem: Problem, choice: Sequence[int], budget_bytes: int) -> Found:
