@@ -251,7 +251,7 @@ def _readers_and_saves(step: Step, moved: _Moved) -> tuple[I32, I32]:
     inside = later & moved.claimed[step.op_block[step.use_op]]
     readers = np.where(inside, index[step.use_storage], -1)
     saves = np.where(moved.claimed[step.save_block], index[step.save_storage], -1)
-    again = (saves < 0) & saved_in_backward(step, readers >= 0)
+    again = saved_in_backward(step, readers >= 0, (saves < 0) & (index[step.save_storage] >= 0))
     if again.any():
         second_order = (readers < 0) & read_by_second_order(step, again, again | (saves >= 0))
         readers = np.where(second_order, index[step.use_storage], readers)
