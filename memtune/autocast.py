@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.amp.autocast_mode import autocast
 
 
 def autocast_now() -> list[Callable[[], AbstractContextManager[Any]]]:
@@ -20,19 +19,3 @@ def autocast_now() -> list[Callable[[], AbstractContextManager[Any]]]:
 
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [maker(device) for device in devices]
-
-
-@contextmanager
-def asked_for() -> Iterator[None]:
-    """Inside, autocast contexts note whether they were asked to cast (`asked`): without CUDA, torch turns those of CUDA off."""
-    init = autocast.__init__
-
-    def noted(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None) -> None:
-        self.asked = enabled
-        init(self, device_type, dtype, enabled, cache_enabled)
-
-    autocast.__init__ = noted  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        autocast.__init__ = init  # type: ignore[method-assign]

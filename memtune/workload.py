@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import autocast
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.autocast import asked_for
@@ -53,7 +55,7 @@ class Workload:
         Raises:
             WorkloadError: The file is missing, does not parse, fails or exits on import, or lacks a function.
         """
-        with asked_for():
+        with _autocast_as_asked():
             file = load_user_file(target)
         return cls.of(file)
 
@@ -246,3 +248,19 @@ def _described(value: object) -> str:
 
 def _listed(shapes: list[tuple[int, ...]], limit: int = 6) -> str:
     return ", ".join(map(str, shapes[:limit])) + (", …" if len(shapes) > limit else "")
+
+
+@contextmanager
+def _autocast_as_asked() -> Iterator[None]:
+    """Inside, autocast contexts note whether they were asked to cast (`asked`): without CUDA, torch turns those of CUDA off."""
+    init = autocast.__init__
+
+    def noted(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None) -> None:
+        self.asked = enabled
+        init(self, device_type, dtype, enabled, cache_enabled)
+
+    autocast.__init__ = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        autocast.__init__ = init  # type: ignore[method-assign]

@@ -285,10 +285,9 @@ def _readers_and_saves(step: Step, moved: _Moved) -> tuple[I32, I32]:
     """
     later = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     readers = np.where(later, moved.seen_by(step, step.use_storage, step.op_block[step.use_op]), -1)
-    saves = moved.seen_by(step, step.save_storage, step.save_block)
-    again = (saves < 0) & saved_in_backward(step, readers >= 0)
+    saves, index = moved.seen_by(step, step.save_storage, step.save_block), moved.index(step)
+    again = saved_in_backward(step, readers >= 0, (saves < 0) & (index[step.save_storage] >= 0))
     if again.any():
-        index = moved.index(step)
         second_order = (readers < 0) & read_by_second_order(step, again, again | (saves >= 0))
         readers = np.where(second_order, index[step.use_storage], readers)
         saves = np.where(again, index[step.save_storage], saves)

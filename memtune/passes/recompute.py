@@ -78,7 +78,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     # Backward of the same block now reads the second run's products; so does a recomputation of the model's own in it.
     redirect = np.isin(step.op_phase[step.use_op], (Phase.RECOMPUTE, Phase.BACKWARD)) & (new[step.use_storage] >= 0)
     redirect &= (step.op_block[step.use_op] == made_in[step.use_storage]) & ~left_out[step.producer[step.use_storage]]
-    again_saved = ~number & saved_in_backward(step, redirect)
+    again_saved = saved_in_backward(step, redirect, ~number)
     third = third_runs(step, wanted, redirect, again_saved)
     redirect |= (new[step.use_storage] >= 0) & read_by_second_order(step, again_saved, again_saved | number)
     edit.use_storage = np.where(redirect, new[edit.use_storage], edit.use_storage).astype(np.int32)

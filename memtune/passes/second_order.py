@@ -20,18 +20,25 @@ from memtune.program import I32, Phase, Step
 Mask = npt.NDArray[np.bool_]
 
 
-def saved_in_backward(step: Step, redirect: Mask) -> Mask:
-    """(saves,) what a backward that is differentiated itself saves of a second run's products: it reads those (Rule 1).
+def saved_in_backward(step: Step, redirect: Mask, among: Mask) -> Mask:
+    """(saves,) which of `among` a backward that is differentiated itself saves of a second run's products (Rule 1).
 
-    Autograd saves what an op reads just before the op runs.
+    Autograd saves what an op reads just before the op runs; `redirect` (uses,) are the reads.
     """
+    before = np.minimum(step.save_before, step.n_ops - 1)
+    among = among & (step.op_phase[before] != Phase.FORWARD)
+    if not among.any():
+        return among
     pairs = np.unique(step.use_op[redirect].astype(np.int64) * step.n_storages + step.use_storage[redirect])
     saves = step.save_before.astype(np.int64) * step.n_storages + step.save_storage
-    return np.isin(saves, pairs)
+    found: Mask = among & np.isin(saves, pairs)
+    return found
 
 
 def read_by_second_order(step: Step, again_saved: Mask, known: Mask) -> Mask:
     """(uses,) what the derivative of a backward reads of what that backward saved, where nobody else saved the same tensor."""
+    if not again_saved.any():
+        return np.zeros(len(step.use_op), bool)
     first, last = np.full(step.n_storages, step.n_ops, np.int32), np.full(step.n_storages, -1, np.int32)
     np.minimum.at(first, step.save_storage[again_saved], step.save_before[again_saved])
     np.maximum.at(last, step.save_storage[again_saved], step.save_until[again_saved])

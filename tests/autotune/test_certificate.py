@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from search_world import GPT
+from search_runs import BUDGET, asked
+from search_world import GPT, prepared
 from torch import nn
 
-from memtune.autotune.certificate import Difference, between, verdict
+from memtune.autotune.candidates import Choice
+from memtune.autotune.certificate import Difference, _references, between, verdict
+from memtune.autotune.pruning import Pruner
 from memtune.executors.base import Trial, TrialResult
 from memtune.executors.evidence import GradientRecord, gradient_records
 from memtune.executors.local import LocalExecutor
+from memtune.search_spaces.execution import Execution
 
 
 def told(*values: float, losses: tuple[float, ...] = (1.0, 0.5)) -> TrialResult:
@@ -93,3 +101,22 @@ def test_real_trials_tell_of_their_gradients() -> None:
     assert all(each.status == "ok" for each in results.values()), results
     assert 0 < between(halves, whole).largest < 2.0**-12
     assert between(dropped, whole).largest > 0.05
+
+
+@pytest.mark.slow
+def test_references_that_fit_no_budget_run_without_one() -> None:
+    """The plain GPT needs 8.1 MiB, in single samples with full recompute 3.4."""
+
+    def references(budget_bytes: int, memory_bytes: int = 2**33) -> list[tuple[str, bool]]:
+        setup = prepared(asked(budget_bytes=budget_bytes))
+        setup = replace(setup, hardware=replace(setup.hardware, memory_bytes=memory_bytes))
+        driver: Any = SimpleNamespace(setup=setup, pruner=Pruner(budget_bytes))
+        winner = Choice.of(Execution(micro_batch=2, accumulate=4), {})
+        return [(choice.summary, budgeted) for choice, budgeted in _references(driver, winner)]
+
+    fits, nothing_fits = references(BUDGET), references(2**20)
+    assert fits[0][1]
+    assert not nothing_fits[0][1]
+    assert nothing_fits[0][0] == "mb 8"
+    assert {name for name, _ in fits} == {name for name, _ in nothing_fits}
+    assert references(2**20, memory_bytes=2**20) == []
