@@ -38,7 +38,8 @@ class OwnAllocator(Technique):
         if (reason := not_remapped(target)) is not None:
             return reason
         if os.environ.get(SEARCHED) != "1":
-            return Reason("memtune's own allocator has not been measured on a GPU yet", f"{SEARCHED}=1, or name it in a config")
+            why = "memtune's own allocator has not been measured on a GPU yet"
+            return Reason(why, f"{SEARCHED}=1 plans and searches with it; trial and apply take it from a config as it is")
         return None
 
     def env(self) -> dict[str, str]:

@@ -18,18 +18,16 @@ def _power_of_two(value: int) -> int:
     return value
 
 
-def _intervals(text: str) -> str:
-    """`[256:1,512:2,>:8]`: a number of divisions by size in MiB, all powers of two; `>` stands for all larger sizes."""
-    if not re.fullmatch(r"\[(\d+:\d+,)*(\d+|>):\d+\]", text):
-        raise ValueError("must be a power of two or a list of sizes in MiB with one each, as [256:1,512:2,>:8]")
-    for number in re.findall(r"\d+", text):
-        if int(number) < 1:
+def _divisions(value: int | str | None) -> int | str | None:
+    """A power of two up to 64, or one by size in MiB as `[256:1,512:2,>:8]`; `>` stands for all larger sizes."""
+    if isinstance(value, str) and not re.fullmatch(r"\[(\d+:\d+,)*(\d+|>):\d+\]", value):
+        raise ValueError("must be a power of two, or a list of sizes in MiB with one each as [256:1,512:2,>:8]")
+    for number in [value] if isinstance(value, int) else map(int, re.findall(r"\d+", value or "")):
+        if number < 1 or number & (number - 1):
             raise ValueError(f"must be powers of two, and {number} is none")
-        _power_of_two(int(number))
-    return text
-
-
-_Divisions = Annotated[int, AfterValidator(_power_of_two), Field(ge=1, le=64)] | Annotated[str, AfterValidator(_intervals)]
+    if isinstance(value, int) and value > 64:
+        raise ValueError("must be 64 at most")
+    return value
 
 
 class Native(Technique):
@@ -47,7 +45,7 @@ class Native(Technique):
 
     max_split_size_mb: Annotated[int, Field(gt=10)] | None = None
     """Blocks above this many MiB are not split: less fragmentation by large blocks, more calls into the driver."""
-    roundup_power2_divisions: _Divisions | None = None
+    roundup_power2_divisions: Annotated[int | str | None, AfterValidator(_divisions)] = None
     """Sizes are rounded up to a power of two cut into this many parts (one number, or one by size as `[256:1,512:2,>:8]`): fits
     more reuse, wastes the rounding."""
     garbage_collection_threshold: float | None = Field(default=None, gt=0.0, lt=1.0)
