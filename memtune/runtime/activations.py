@@ -47,6 +47,32 @@ from memtune.runtime.random_state import RandomState
 from memtune.runtime.shelf import Shelf
 
 
+@dataclass(frozen=True)
+class Compared:
+    """The values of a saved tensor in both runs of a region."""
+
+    region: str
+    number: int
+    look: Look
+    before: Tensor | float | None
+    now: Tensor | float | None
+
+    def check(self) -> None:
+        """Wait for both.
+
+        Raises:
+            ApplyError: They differ.
+        """
+        if not is_close(self.before, self.now):
+            made_by = ", ".join(each.name for each in reversed(self.look.made_by)) or "the same ops"
+            raise ApplyError(
+                f"{self.region} made other values when it was run again, in {made_by}.",
+                evidence=f"Saved tensor {self.number}, {self.look.dtype} {list(self.look.size)}, has another norm.",
+                fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
+                code="MT307",
+            )
+
+
 @dataclass
 class Region:
     """One block and what has been claimed for what its forward saves."""
@@ -65,6 +91,10 @@ class Region:
     """Calls whose outputs may move, `INPUTS` for what the region is called with; None: all that is claimable."""
     watched: bool = False
     """Its first run was looked through for collectives."""
+    looked_at: int = -1
+    """Number of the saved tensor that backward asked for last of its latest run: whose values are compared in the next one."""
+    compared: Compared | None = None
+    """Of its latest second run, where nobody waited for the device."""
     reads_back: frozenset[str] | None = None
     """Buffers that its forward changes and may read, as far as its runs have shown; None before the first one."""
     ssd: bool = False
@@ -260,8 +290,8 @@ class _Frame:
         self.count = 0
         self._trail, self.looks = Trail(self.fixed), list[Look]()
         """Of each tensor that is recomputed."""
-        self.magnitudes: list[Tensor | None] = []
-        """Of the same, in the region's first run alone."""
+        self.magnitudes: dict[int, Tensor | float | None] = {}
+        """Of the same in the region's first run, else of the one that it looks at; by number."""
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
         self._random = RandomState.capture(region.module) if region.recompute else None
@@ -274,6 +304,9 @@ class _Frame:
     def run(self) -> Any:
         """The first run, with everything that autograd saves passing through `pack`."""
         self.table.traffic.forwards.add(self.region.name)
+        if self.region.compared is not None:
+            compared, self.region.compared = self.region.compared, None
+            compared.check()
         args, kwargs = self._args
         recompute = self.region.recompute
         inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
@@ -310,7 +343,7 @@ class _Frame:
 
     def _settle(self) -> None:
         """After the first run: drop what the second will not ask for (Rule 5), let the table move what is left."""
-        needed = max(self.wanted, default=-1)
+        needed = self.region.looked_at = max(self.wanted, default=-1)
         asked = sum(kept.before <= needed for kept in self.kept.values())
         self.kept = {key: kept for key, kept in self.kept.items() if kept.before <= needed and kept.unchanged()}
         self.left_out.settle(needed, all_kept=len(self.kept) == asked)
@@ -350,8 +383,8 @@ class _Frame:
             return _apart(self.claim(tensor))
         self.wanted.add(self.count)
         self.looks.append(self._trail.look(tensor))
-        if not self.region.watched:
-            self.magnitudes.append(magnitude(tensor))
+        if not self.region.watched or self.count == self.region.looked_at:
+            self.magnitudes[self.count] = magnitude(tensor)
         self.count += 1
         return _Number(self, self.count - 1)
 
@@ -462,14 +495,13 @@ class _Replay:
                 fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
                 code="MT307",
             )
-        if self._frame.magnitudes and not is_close(self._frame.magnitudes[self.count], magnitude(tensor)):
-            made_by = ", ".join(each.name for each in reversed(now.made_by)) or "the same ops"
-            raise ApplyError(
-                f"{self._frame.region.name} made other values when it was run again, in {made_by}.",
-                evidence=f"Saved tensor {self.count}, {now.dtype} {list(now.size)}, has another norm.",
-                fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
-                code="MT307",
-            )
+        if self.count in self._frame.magnitudes:
+            region = self._frame.region
+            compared = Compared(region.name, self.count, now, self._frame.magnitudes[self.count], magnitude(tensor))
+            if len(self._frame.magnitudes) > 1 or tensor.device.type == "cpu":
+                compared.check()
+            else:
+                region.compared = compared
 
 
 class _Enough(Exception):

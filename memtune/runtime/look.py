@@ -3,8 +3,8 @@
 A `Trail` is told of the tensors one after the other and reads off autograd's graph what ran since: the nodes behind a tensor that
 are younger than the run and behind none before it. So an op between two saved tensors is seen although it saves nothing itself,
 and with each op the module's own parameters that it took and the numbers that autograd wrote down of it (a dim, a power). What
-autograd writes nowhere is not seen: the number in `x + 2`, a bias without a gradient. So the first time a `magnitude` of
-the values is compared as well.
+autograd writes nowhere is not seen: the number in `x + 2`, a bias without a gradient. So a `magnitude` of the values is compared
+as well: of all that is saved the first time, later of what backward asks for last, which all before it has led to.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -123,8 +124,10 @@ def difference(before: Look, now: Look) -> tuple[str, str]:
     return _of("an op", before.passed), _of("an op", now.passed)
 
 
-def magnitude(tensor: Tensor) -> Tensor | None:
+def magnitude(tensor: Tensor) -> Tensor | float | None:
     """The norm of some values of `tensor`, which an op was given; None where there are none to look at (fake, gaps).
+
+    On CPU a number, made without a byte of the model's; elsewhere nobody waits for it here.
 
     What an op saves of its own making (an attention's padded log-sum-exp) may have unwritten memory in it.
     """
@@ -134,12 +137,23 @@ def magnitude(tensor: Tensor) -> Tensor | None:
         return None
     step = -(-tensor.numel() // _SAMPLED)
     with torch.no_grad(), _disable_current_modes():  # none of the model's ops, to those who count or replace them
-        some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,))
+        some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,), tensor.storage_offset())
+        if tensor.device.type == "cpu":
+            return _norm(some)
         found: Tensor = torch.linalg.vector_norm(some.float())
         return found
 
 
-def is_close(before: Tensor | None, now: Tensor | None) -> bool:
+def _norm(some: Tensor) -> float | None:
+    if some.dtype == torch.bfloat16:
+        bits = some.view(torch.int16).numpy().astype(np.int32) << 16
+        return float(np.linalg.norm(bits.view(np.float32)))
+    if not some.dtype.is_floating_point or some.dtype.itemsize == 1:
+        return None
+    return float(np.linalg.norm(some.numpy().astype(np.float32)))
+
+
+def is_close(before: Tensor | float | None, now: Tensor | float | None) -> bool:
     """Two magnitudes are of the same values, up to the order in which kernels add; what is no number is not told apart."""
     if before is None or now is None:
         return True
