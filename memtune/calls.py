@@ -18,6 +18,11 @@ SHAPE_ALONE = frozenset(
 )
 """Ops that look at the shape of what they are given and not at its values: a dropout needs no activation for its mask."""
 
+EMPTY = frozenset(f"aten.{name}.default" for name in ("empty_like", "new_empty", "new_empty_strided"))
+"""Of those, the ones in whose place a schedule may allocate without having the tensor."""
+ALLOCATES = "aten.empty_strided.default"
+"""What it runs for them."""
+
 
 @dataclass(frozen=True)
 class Calls:

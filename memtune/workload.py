@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memtune.autocast import asked_for
 from memtune.batches import batch_size_of, map_tensors, shapes_of, split_batch, tensors_of, to_device
 from memtune.blocks import find_blocks
 from memtune.errors import MemtuneError, WorkloadError

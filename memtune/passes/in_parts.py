@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.passes.region import Region
 from memtune.program import I32, ON_GPU_ONLY, READS, WRITES, Kind, Resource, Step
@@ -134,10 +135,16 @@ def part_storages(columns: dict[str, Any], bytes_of: dict[int, int]) -> None:
     columns["kind"][at], columns["owner"][at], columns["ready_after"][at] = Kind.TEMPORARY, -1, -1
 
 
-def use_columns(step: Step, order: I32, patches: dict[int, dict[int, int]], rows: dict[int, PartRow]) -> dict[str, Any]:
-    """The columns of uses: those of the old rows, with other storages where `patches` says so, or what a part uses."""
+def use_columns(
+    step: Step, order: I32, patches: dict[int, dict[int, int]], rows: dict[int, PartRow], by_shape: npt.NDArray[np.bool_]
+) -> dict[str, Any]:
+    """The columns of uses: those of the old rows, with other storages where `patches` says so, or what a part uses.
+
+    Rows where `by_shape` holds use nothing.
+    """
     start = np.searchsorted(step.use_op, np.arange(step.n_ops + 1))
     count = (start[1:] - start[:-1])[order]
+    count[by_shape] = 0
     count[list(rows)] = [len(part.uses) for part in rows.values()]
     new_start = np.concatenate([[0], np.cumsum(count)])
     index = np.arange(new_start[-1]) - np.repeat(new_start[:-1], count) + np.repeat(start[:-1][order], count)

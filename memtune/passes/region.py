@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from memtune.calls import EMPTY
 from memtune.program import I32, I64, Kind, Phase, Step
 from memtune.schedule import OpGraph
 
@@ -88,11 +89,12 @@ def _region(step: Step, rows: I32, n_forward: int, carried: dict[int, list[int]]
     value_of[storages] = np.arange(len(storages), dtype=np.int32)
     makes = _grouped(producer[storages], np.arange(len(storages), dtype=np.int32), n_ops)
     use_op, use_value = op_at[step.use_op], value_of[step.use_storage]
-    mine = (use_op >= 0) & (use_value >= 0) & (producer[step.use_storage] != use_op)
+    names = tuple(step.names[name] for name in step.op_name[rows])
+    by_shape = np.asarray([name in EMPTY for name in names] + [False])[use_op]
+    mine = (use_op >= 0) & (use_value >= 0) & (producer[step.use_storage] != use_op) & ~by_shape
     reads = _grouped(use_op[mine], use_value[mine], n_ops)
     mutates = (step.use_mutates == 1) & (use_op >= 0)
     writes = _grouped(use_op[mine & mutates], use_value[mine & mutates], n_ops)
-    names = tuple(step.names[name] for name in step.op_name[rows])
     abroad = {int(op) for op in use_op[mutates & (use_value < 0)] if names[op] not in BATCH_NORMS}
     random = frozenset(np.flatnonzero(step.op_rng[rows]).tolist())
     once = frozenset(abroad | set(np.flatnonzero(step.op_group[rows] > 0).tolist()))

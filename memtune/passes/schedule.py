@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from memtune.calls import ALLOCATES, EMPTY
 from memtune.passes.in_parts import PartRow, PartStorages, Role, part_columns, part_rows, part_storages, use_columns
 from memtune.passes.region import Region
 from memtune.program import FOREVER, I32, Phase, Step
 from memtune.schedule import Action, Schedule
 
-_EMPTY, _COPY = "aten.empty_strided.default", "aten.copy_.default"
+_COPY = "aten.copy_.default"
 
 
 def run_schedule(step: Step, region: Region, schedule: Schedule) -> Step:
@@ -30,12 +31,14 @@ def run_schedule(step: Step, region: Region, schedule: Schedule) -> Step:
     ops["op_phase"] = np.where(forward_again, np.uint8(Phase.RECOMPUTE), ops["op_phase"]).astype(np.uint8)
     ops["op_copy_of"] = np.where(again, first, -1).astype(np.int32)
     ops["op_node"] = np.where(again, -1, ops["op_node"]).astype(np.int32)
-    names = step.names
+    names = tuple(dict.fromkeys((*step.names, ALLOCATES, _COPY)))
+    by_shape = np.isin(order, region.rows[[name in EMPTY for name in region.graph.names]])
+    ops["op_name"][by_shape] = names.index(ALLOCATES)
     if parts:
-        names = tuple(dict.fromkeys((*names, _EMPTY, _COPY)))
-        part_columns(ops, parts, names.index(_EMPTY), names.index(_COPY))
+        part_columns(ops, parts, names.index(ALLOCATES), names.index(_COPY))
     return replace(
-        step, names=names, **ops, **storages, **use_columns(step, order, patches, parts), **_saves(step, region, position),
+        step, names=names, **ops, **storages, **use_columns(step, order, patches, parts, by_shape),
+        **_saves(step, region, position),
         enter=np.where(step.enter < 0, -1, begins[step.enter]).astype(np.int32),
         leave=np.where(step.leave < 0, -1, position[step.leave]).astype(np.int32),
     )  # fmt: skip

@@ -40,7 +40,7 @@ from memtune.runtime.exchanges import refused_in
 from memtune.runtime.inputs_again import as_input, once_each
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
-from memtune.runtime.look import Look, Trail, difference, is_close, magnitude
+from memtune.runtime.look import Compared, Look, Trail, difference, magnitude
 from memtune.runtime.moved import Entry, Moved, View, id_of, is_written_part
 from memtune.runtime.own_checkpoint import autograd_sees
 from memtune.runtime.own_outputs import OwnOutputs
@@ -245,8 +245,8 @@ class _Frame:
         self.count = 0
         self._trail, self.looks = Trail(self.fixed), list[Look]()
         """Of each tensor that is recomputed."""
-        self.magnitudes: list[float | None] = []
-        """Of the same, in the region's first run alone."""
+        self.magnitudes: dict[int, Tensor | float | None] = {}
+        """Of the same in the region's first run, else of the one that it looks at; by number."""
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
         self._random = RandomState.capture(region.module) if region.recompute else None
@@ -259,6 +259,9 @@ class _Frame:
     def run(self) -> Any:
         """The first run, with everything that autograd saves passing through `pack`."""
         self.table.traffic.forwards.add(self.region.name)
+        if self.region.compared is not None:
+            compared, self.region.compared = self.region.compared, None
+            compared.check()
         args, kwargs = self._args
         recompute = self.region.recompute
         inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
@@ -295,7 +298,7 @@ class _Frame:
 
     def _settle(self) -> None:
         """After the first run: drop what the second will not ask for (Rule 5), let the table move what is left."""
-        needed = max(self.wanted, default=-1)
+        needed = self.region.looked_at = max(self.wanted, default=-1)
         asked = sum(kept.before <= needed for kept in self.kept.values())
         self.kept = {key: kept for key, kept in self.kept.items() if kept.before <= needed and kept.unchanged()}
         self.left_out.settle(needed, all_kept=len(self.kept) == asked)
@@ -335,8 +338,8 @@ class _Frame:
             return _apart(self.claim(tensor))
         self.wanted.add(self.count)
         self.looks.append(self._trail.look(tensor))
-        if not self.region.watched:
-            self.magnitudes.append(magnitude(tensor))
+        if not self.region.watched or self.count == self.region.looked_at:
+            self.magnitudes[self.count] = magnitude(tensor)
         self.count += 1
         return _Number(self, self.count - 1)
 
@@ -447,14 +450,13 @@ class _Replay:
                 fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
                 code="MT307",
             )
-        if self._frame.magnitudes and not is_close(self._frame.magnitudes[self.count], magnitude(tensor)):
-            made_by = ", ".join(each.name for each in reversed(now.made_by)) or "the same ops"
-            raise ApplyError(
-                f"{self._frame.region.name} made other values when it was run again, in {made_by}.",
-                evidence=f"Saved tensor {self.count}, {now.dtype} {list(now.size)}, has another norm.",
-                fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
-                code="MT307",
-            )
+        if self.count in self._frame.magnitudes:
+            region = self._frame.region
+            compared = Compared(region.name, self.count, now, self._frame.magnitudes[self.count], magnitude(tensor))
+            if len(self._frame.magnitudes) > 1 or tensor.device.type == "cpu":
+                compared.check()
+            else:
+                region.compared = compared
 
 
 class _Enough(Exception):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.calls import EMPTY
 from memtune.runtime import transfer
 from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
 from memtune.runtime.by_element import is_dense, may_be_by_element, part_of
@@ -209,10 +210,8 @@ class _Writer:
         """What `passes.in_parts` says, line by line."""
         makes, calls = self._tape.graph.makes, self._tape.calls
         (value,) = makes[step.of]
-        base, ops = self._base[value], (*step.along, step.of)
-        empty, copy = torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default
-        dtype = self._constant(base.dtype)
-        self._lines.append(f"v{value} = {self._constant(empty)}({base.size}, {base.stride}, dtype={dtype}, device=device)")
+        base, ops, copy = self._base[value], (*step.along, step.of), torch.ops.aten.copy_.default
+        self._lines.append(f"v{value} = {self._allocate(base)}")
         last = {read: at for at, op in enumerate(ops) for read in self._tape.graph.reads[op]}
         for start, end in parts_of(math.prod(base.size), step.parts):
             self._part = (start, end, frozenset(made for op in step.along for made in makes[op]))
@@ -254,11 +253,17 @@ class _Writer:
         return f"{', '.join(names)}{',' * (len(names) == 1)} = "
 
     def _call(self, call: Call, again: bool) -> str:
+        if str(call.func) in EMPTY:
+            return self._allocate(call.out)
         args = [self._text(each) for each in call.args]
         if again and str(call.func) in BATCH_NORMS:
             args[3:5] = ["None", "None"]  # the running statistics have had their update
         args += [f"{name}={self._text(each)}" for name, each in call.kwargs.items()]
         return f"{self._constant(call.func)}({', '.join(args)})"
+
+    def _allocate(self, like: Slot) -> str:
+        empty, dtype = self._constant(torch.ops.aten.empty_strided.default), self._constant(like.dtype)
+        return f"{empty}({like.size}, {like.stride}, dtype={dtype}, device=device)"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, Slot):
@@ -356,6 +361,8 @@ def _fetched(outside: Iterable[Any]) -> list[str]:
 
 def _outside(call: Call) -> list[Outside]:
     """What a call is given from outside."""
+    if str(call.func) in EMPTY:
+        return []
     return list(_kept(_slots((call.args, call.kwargs))))
 
 

@@ -3,25 +3,27 @@
 A `Trail` is told of the tensors one after the other and reads off autograd's graph what ran since: the nodes behind a tensor that
 are younger than the run and behind none before it. So an op between two saved tensors is seen although it saves nothing itself,
 and with each op the module's own parameters that it took and the numbers that autograd wrote down of it (a dim, a power). What
-autograd writes nowhere is not seen: the number in `x + 2`, a bias without a gradient. So the first time a `magnitude` of
-the values is compared as well.
+autograd writes nowhere is not seen: the number in `x + 2`, a bias without a gradient. So a `magnitude` of the values is compared
+as well: of all that is saved the first time, later of what backward asks for last, which all before it has led to.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtune.errors import ApplyError
 from memtune.runtime.moved import id_of
-from memtune.runtime.tiers import HOST, tier
 
 _LEAF = "torch::autograd::AccumulateGrad"
 """Its number is none of the order; what a region is called with is one in the second run."""
@@ -124,10 +126,11 @@ def difference(before: Look, now: Look) -> tuple[str, str]:
     return _of("an op", before.passed), _of("an op", now.passed)
 
 
-def magnitude(tensor: Tensor) -> float | None:
+def magnitude(tensor: Tensor) -> Tensor | float | None:
     """The norm of some values of `tensor`, which an op was given; None where there are none to look at (fake, gaps).
 
-    A number, for which a GPU is waited for: kept on the device, those of all saved tensors would count at its peak.
+    On CPU a number, made without a byte of the model's; elsewhere nobody waits for it here.
+
     What an op saves of its own making (an attention's padded log-sum-exp) may have unwritten memory in it.
     """
     if type(tensor) is not Tensor or tensor.grad_fn is None or not tensor.numel():
@@ -135,16 +138,54 @@ def magnitude(tensor: Tensor) -> float | None:
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
     step = -(-tensor.numel() // _SAMPLED)
-    with torch.no_grad(), _disable_current_modes(), tier(HOST):  # none of the model's ops, to those who count or replace them
-        some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,))
-        return float(torch.linalg.vector_norm(some.float()))
+    with torch.no_grad(), _disable_current_modes():  # none of the model's ops, to those who count or replace them
+        some = tensor.detach().as_strided((-(-tensor.numel() // step),), (step,), tensor.storage_offset())
+        if tensor.device.type == "cpu":
+            return _norm(some)
+        found: Tensor = torch.linalg.vector_norm(some.float())
+        return found
 
 
-def is_close(before: float | None, now: float | None) -> bool:
+def _norm(some: Tensor) -> float | None:
+    if some.dtype == torch.bfloat16:
+        bits = some.view(torch.int16).numpy().astype(np.int32) << 16
+        return float(np.linalg.norm(bits.view(np.float32)))
+    if not some.dtype.is_floating_point or some.dtype.itemsize == 1:
+        return None
+    return float(np.linalg.norm(some.numpy().astype(np.float32)))
+
+
+def is_close(before: Tensor | float | None, now: Tensor | float | None) -> bool:
     """Two magnitudes are of the same values, up to the order in which kernels add; what is no number is not told apart."""
     if before is None or now is None:
         return True
     return not (math.isfinite(before) and math.isfinite(now)) or abs(before - now) <= _CLOSE * max(before, now)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The values of a saved tensor in both runs of a region."""
+
+    region: str
+    number: int
+    look: Look
+    before: Tensor | float | None
+    now: Tensor | float | None
+
+    def check(self) -> None:
+        """Wait for both.
+
+        Raises:
+            ApplyError: They differ.
+        """
+        if not is_close(self.before, self.now):
+            made_by = ", ".join(each.name for each in reversed(self.look.made_by)) or "the same ops"
+            raise ApplyError(
+                f"{self.region} made other values when it was run again, in {made_by}.",
+                evidence=f"Saved tensor {self.number}, {self.look.dtype} {list(self.look.size)}, has another norm.",
+                fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
+                code="MT307",
+            )
 
 
 def _of(name: str, what: Any) -> str:

@@ -8,6 +8,7 @@ from torch import nn
 
 from memtune.calls import Call
 from memtune.runtime.kept import Keep
+from memtune.runtime.look import Compared
 
 
 @dataclass
@@ -28,6 +29,10 @@ class Region:
     """Calls whose outputs may move, `INPUTS` for what the region is called with; None: all that is claimable."""
     watched: bool = False
     """Its first run was looked through for collectives."""
+    looked_at: int = -1
+    """Number of the saved tensor that backward asked for last of its latest run: whose values are compared in the next one."""
+    compared: Compared | None = None
+    """Of its latest second run, where nobody waited for the device."""
     reads_back: frozenset[str] | None = None
     """Buffers that its forward changes and may read, as far as its runs have shown; None before the first one."""
     ssd: bool = False

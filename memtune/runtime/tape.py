@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, Unsupporte
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from memtune.calls import EMPTY
 from memtune.runtime.known_values import KnownValues, unnoticed
 from memtune.runtime.op_arguments import draws_nothing, mutated, tensors_in
 from memtune.schedule import OpGraph
@@ -211,7 +212,7 @@ class _Recorder(TorchDispatchMode):
                 made.append(self._n_values)
                 self._note(tensor, self._n_values)
                 self._n_values += 1
-        touched = [self.slot(t).of for t in inputs]
+        touched = [] if str(func) in EMPTY else [self.slot(t).of for t in inputs]
         self.makes.append(made)
         self.reads.append(sorted({of for of in touched if isinstance(of, int)}))
         changed = [self.slot(t).of for t in written]

@@ -131,6 +131,25 @@ def schedules(draw: st.DrawFn) -> tuple[OpGraph, Schedule]:
     return graph, scheduled(graph, range(graph.n_forward), backward)
 
 
+def test_a_mask_is_drawn_again_without_the_activation_that_it_looks_like() -> None:
+    """Backward draws the mask once more right away, when forward has let go of all that dropout was given."""
+
+    def masks_again(graph: OpGraph) -> Schedule:
+        empty = graph.names.index("aten.empty_like.default")
+        assert graph.reads[empty] == ()
+        (mask,) = graph.makes[empty]
+        again = [empty, *graph.writers[mask]]
+        schedule = scheduled(graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)])
+        freed = [step.of for step in schedule.forward if step.action == Action.FREE]
+        assert mask in freed
+        return schedule
+
+    net, frozen = frozen_net(masks_again)
+    x = torch.randn(5, 6)
+    assert same(gradients(net, x), gradients(twin(), x))
+    assert frozen.runs.frozen == 1
+
+
 @settings(max_examples=6, deadline=None)
 @given(schedules())
 def test_any_recomputation_gives_the_same_bits(made: tuple[OpGraph, Schedule]) -> None:

@@ -142,3 +142,15 @@ def test_what_runs_ops_by_a_schedule_does_not_ask_the_model_again(
 @pytest.mark.parametrize("technique", [Selective()], ids=lambda each: each.kind)
 def test_the_same_branch_is_right(path: Path, technique: Technique, monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome(path, technique, "", monkeypatch) == "right"
+
+
+def test_a_number_that_changes_in_a_later_step_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that autograd writes down tells it apart, and two steps were right before."""
+    workload, model, optimizer = build(path)
+    tuned = apply(model, optimizer, config_of(path, Full()), strict=False)
+    for branch in ("", "", "term"):
+        monkeypatch.setattr(sys.modules[type(model).__module__], "OTHER", branch)
+        if not branch:
+            one_step(workload, model, optimizer, tuned, seed=SEED, micro_batches=2, size=2)
+    with pytest.raises(ApplyError, match=r"MT307 .* made other values when it was run again"):
+        one_step(workload, model, optimizer, tuned, seed=SEED, micro_batches=2, size=2)
