@@ -18,7 +18,7 @@ from typing import Any
 
 from memtune.autotune.program_memory import Node, Pass, ProgramMemory, found
 from memtune.config import Settings, load_config
-from memtune.copies import all_parts, among_copies, one_part
+from memtune.copies import all_parts, one_part
 from memtune.edit import accumulate_gradients
 from memtune.program import Program, RankClass, Recording
 from memtune.runtime.compiled import Compiling
@@ -254,7 +254,7 @@ class Rewriter:
         compiled, backend = choice.execution.compile, choice.execution.compile_backend
         seen = Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
         parts = self._parts(technique, choice)
-        return seen if parts == 1 else among_copies(seen, parts)
+        return seen if parts == 1 else seen.among_copies(parts)
 
     def _parts(self, technique: Technique, choice: Choice) -> int:
         """Ranks that hold parts of one copy, for `technique` if it works among the copies: what it sees follows from it.

@@ -12,7 +12,6 @@ from memtune.autotune.record import SEED, start_session, step_of, why
 from memtune.autotune.simulate import simulate
 from memtune.autotune.translate import translate
 from memtune.batches import tensors_of
-from memtune.copies import among_copies
 from memtune.passes.moments import checkpoint, evaluation, first_step
 from memtune.program import Program, Recording, Step
 from memtune.runtime.tiers import HOST, tier
@@ -115,7 +114,7 @@ def _with_all_stages(rewriter: Rewriter, candidate: Candidate) -> Step:
 def _factors(choice: Choice, target: Target) -> dict[str, int]:
     """Over how many ranks each state is divided, as the mechanism's record says."""
     parts = choice.technique("sharding.parallel").ranks_of_a_copy(target.ranks)
-    seen = target if parts == 1 else among_copies(target, parts)
+    seen = target if parts == 1 else target.among_copies(parts)
     found: dict[str, int] = choice.technique("sharding.states").record(seen).get("states.shard", {})
     return found
 

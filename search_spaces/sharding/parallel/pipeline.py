@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from memtune.copies import all_parts, among_copies, one_part
+from memtune.copies import all_parts, one_part
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.op_costs import op_costs
@@ -165,7 +165,7 @@ class Pipeline(Technique):
         except ValueError as error:
             return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
         if states is not None and not alone:
-            seen = among_copies(target, degree)
+            seen = target.among_copies(degree)
             for index, step in enumerate(steps):
                 piped = replace(program.with_step(step), accumulate=times, unrolled=count // times)
                 divided = states.rewrite(one_part(piped, degree), NO_PLAN, seen)
