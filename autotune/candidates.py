@@ -18,13 +18,13 @@ from typing import Any
 
 from memtune.autotune.program_memory import Node, Pass, ProgramMemory, found
 from memtune.config import Settings, load_config
+from memtune.copies import all_parts, one_part
 from memtune.edit import accumulate_gradients
 from memtune.program import Program, RankClass, Recording
 from memtune.runtime.compiled import Compiling
 from memtune.search_spaces import PASS_ORDER, null
 from memtune.search_spaces._watched import Watched
 from memtune.search_spaces.execution import Execution
-from memtune.search_spaces.sharding.parallel._copies import all_parts, among_copies, one_part
 from memtune.technique import NO_PLAN, Plan, Reason, Target, Technique
 
 _MAX_KNOWN = 10_000
@@ -235,7 +235,7 @@ class Rewriter:
         compiled, backend = choice.execution.compile, choice.execution.compile_backend
         seen = Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
         parts = self._parts(technique, choice)
-        return seen if parts == 1 else among_copies(seen, parts)
+        return seen if parts == 1 else seen.among_copies(parts)
 
     def _parts(self, technique: Technique, choice: Choice) -> int:
         """Ranks that hold parts of one copy, for `technique` if it works among the copies: what it sees follows from it.

@@ -16,7 +16,6 @@ from memtune.passes.moments import checkpoint, evaluation, first_step
 from memtune.program import Program, Recording, Step
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.workspace import WorkspaceTable
-from memtune.search_spaces.sharding.parallel._copies import among_copies
 from memtune.technique import Reason, Target
 from memtune.workload import Workload
 
@@ -115,7 +114,7 @@ def _with_all_stages(rewriter: Rewriter, candidate: Candidate) -> Step:
 def _factors(choice: Choice, target: Target) -> dict[str, int]:
     """Over how many ranks each state is divided, as the mechanism's record says."""
     parts = choice.technique("sharding.parallel").ranks_of_a_copy(target.ranks)
-    seen = target if parts == 1 else among_copies(target, parts)
+    seen = target if parts == 1 else target.among_copies(parts)
     found: dict[str, int] = choice.technique("sharding.states").record(seen).get("states.shard", {})
     return found
 

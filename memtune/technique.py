@@ -7,10 +7,11 @@ must be set before the device starts, `apply` does it to the live model. What of
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -79,6 +80,15 @@ class Target:
         node = self.hardware.local_ranks(self.ranks)
         whole = (size for size in range(self.ranks // 2, 1, -1) if self.ranks % size == 0)
         return tuple(size for size in whole if size % node == 0 or node % size == 0)
+
+    def among_copies(self, parts: int) -> Target:
+        """This target as the ranks see it that hold the same one of `parts` parts of a model: every `parts`-th rank."""
+        return replace(self, hardware=_spread(self.hardware, parts), ranks=self.ranks // parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _spread(hardware: Hardware, parts: int) -> Hardware:
+    return replace(hardware, gpus_per_node=max(hardware.gpus_per_node // parts, 1))
 
 
 CutRecordings = Callable[[int, str, int], "CutRecording | Reason"]

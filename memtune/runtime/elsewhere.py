@@ -88,7 +88,7 @@ class NormAlone(Tensor):
 
 
 # As DTensor does: else all gradients would be taken one by one, and those in a list with a DTensor not at all.
-_foreach_utils._foreach_supported_types.append(NormAlone)  # type: ignore[arg-type]
+_foreach_utils._foreach_supported_types.append(NormAlone)
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm, torch.norm, Tensor.norm)
 
 

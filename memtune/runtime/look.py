@@ -159,6 +159,8 @@ def is_close(before: Tensor | float | None, now: Tensor | float | None) -> bool:
     """Two magnitudes are of the same values, up to the order in which kernels add; what is no number is not told apart."""
     if before is None or now is None:
         return True
+    with _disable_current_modes():
+        before, now = float(before), float(now)
     return not (math.isfinite(before) and math.isfinite(now)) or abs(before - now) <= _CLOSE * max(before, now)
 
 

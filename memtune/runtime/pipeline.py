@@ -190,6 +190,13 @@ class Pipeline:
         """Rule 5."""
         held = self._context.elsewhere
         assert held is not None
+        self._sum_between(held)
+        if self.reduce is not None:
+            self.reduce()
+        self._share_norms(held)
+
+    def _sum_between(self, held: Elsewhere) -> None:
+        """Gradients over stages that share a weight, and over pipelines; nothing refers to a gradient afterwards."""
         own = [(name, p) for name, p in self._context.model.named_parameters() if name not in held.absent and p.requires_grad]
         for name, parameter in own:
             if self._tied is not None and len(self._owners[name]) > 1:
@@ -198,9 +205,6 @@ class Pipeline:
                 parameter.grad = gradient
             if self._copies is not None and self.reduce is None and parameter.grad is not None:
                 torch.ops.memtune.all_reduce_(parameter.grad, self._copies.group_name, self._copies.size(), "avg")
-        if self.reduce is not None:
-            self.reduce()
-        self._share_norms(held)
 
     def _share_norms(self, held: Elsewhere) -> None:
         trained = [(name, p) for name, p in self._context.model.named_parameters() if p.requires_grad]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune.copies import all_parts, one_part
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.op_costs import op_costs
@@ -18,7 +19,6 @@ from memtune.pipeline_order import Stages, idle_share
 from memtune.planners.stages import balanced
 from memtune.program import Program, RankClass, Step
 from memtune.runtime.context import Context
-from memtune.search_spaces.sharding.parallel._copies import all_parts, among_copies, one_part
 from memtune.search_spaces.sharding.parallel._layers import needs_plan, of_another
 from memtune.technique import NO_PLAN, Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -165,7 +165,7 @@ class Pipeline(Technique):
         except ValueError as error:
             return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
         if states is not None and not alone:
-            seen = among_copies(target, how.ranks)
+            seen = target.among_copies(how.ranks)
             for index, step in enumerate(steps):
                 mine = replace(program.with_step(step), accumulate=times, unrolled=how.micro_batches, stages=None)
                 divided = states.rewrite(one_part(mine, how.ranks), NO_PLAN, seen)

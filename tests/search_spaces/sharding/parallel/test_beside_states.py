@@ -17,11 +17,11 @@ from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.simulate import simulate
+from memtune.copies import all_parts, one_part
 from memtune.op_costs import op_costs
 from memtune.program import APART, Program, RankClass, Resource, Step
 from memtune.runtime import shim
 from memtune.runtime.transfer import COUNTERS
-from memtune.search_spaces.sharding.parallel._copies import all_parts, among_copies, one_part
 from memtune.search_spaces.sharding.states.zero3 import Zero3
 from memtune.technique import NO_PLAN, Target
 from memtune.testing.training import build
@@ -102,7 +102,7 @@ def test_copies_talk_on_the_links_that_lie_between_them(parts: int, copies: int,
     """On nodes of 8: four copies of a part share a node, or one; a ring over nodes has the cards of its own ranks alone."""
     here = hardware.find("h100-80g")
     before = Program((RankClass(parts * copies, rewriter(PATH, RANKS).recording.at(SIZE)),), SIZE)
-    seen = among_copies(Target(here, parts * copies), parts)
+    seen = Target(here, parts * copies).among_copies(parts)
     assert (seen.ranks, seen.hardware.gpus_per_node) == (copies, max(8 // parts, 1))
     after = all_parts(Zero3().rewrite(one_part(before, parts), NO_PLAN, seen), parts, here)
     step = after.step

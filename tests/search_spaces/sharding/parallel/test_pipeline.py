@@ -38,6 +38,7 @@ from memtune.testing.mutations import mutations
 from memtune.testing.training import build
 
 KIND = "pipeline"
+MOVED = {"kind": "copy_out", "min_bytes": 256}
 
 
 @pytest.fixture(autouse=True)
@@ -352,8 +353,9 @@ def test_four_ranks_train_as_one_as_predicted(knobs: dict[str, Any], clip: bool)
     [
         {"recompute": {"kind": "full"}},
         {"recompute": {"kind": "selective"}},
+        {"offload": {"activations": MOVED}},
     ],
-    ids=lambda each: next(iter(each)),
+    ids=lambda each: str(next(iter(each.values())).get("kind", "copy_out")),
 )
 def test_beside_what_claims_activations(path: Path, beside: dict[str, Any]) -> None:
     check(path, 2, beside=beside)
@@ -362,9 +364,12 @@ def test_beside_what_claims_activations(path: Path, beside: dict[str, Any]) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-def test_optimizer_state_is_divided_among_pipelines(schedule: str, accumulate: int) -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_optimizer_state_is_divided_among_pipelines(schedule: str, accumulate: int, moved: bool) -> None:
     knobs = {"degree": 2, "schedule": schedule}
-    beside = {"sharding": {"parallel": {"kind": KIND, **knobs}, "states": {"kind": "zero1"}}}
+    beside: dict[str, Any] = {"sharding": {"parallel": {"kind": KIND, **knobs}, "states": {"kind": "zero1"}}}
+    if moved:
+        beside["offload"] = {"activations": MOVED}
     found = check(CHAIN, 4, clip=accumulate == 4, accumulate=accumulate, beside=beside, **knobs)
     whole = candidate(CHAIN, 4, accumulate=accumulate, **knobs).program.step
     state_bytes = sum(int(whole.bytes[row]) for row in np.flatnonzero(whole.kind == Kind.OPTIMIZER) if whole.producer[row] < 0)
@@ -394,6 +399,16 @@ def test_norms_that_are_not_known_are_refused(foreach: bool) -> None:
         optimizer.step()
         held = [value for state in optimizer.state.values() for value in state.values() if value is not None]
         assert all(type(value) is torch.Tensor for value in held)
+
+
+def test_what_moves_is_what_each_stage_would_move_by_itself() -> None:
+    for knobs, reason in (
+        ({"ratio": 0.5}, "a stage has some of them"),
+        ({"target": "ssd"}, "reads from SSD ahead"),
+        ({"min_bytes": 0}, "64 bytes that blocks of several stages use"),  # the mask
+    ):
+        assert reason in refusal(KIND, CHAIN, {"offload": {"activations": {**MOVED, **knobs}}}, degree=2)
+    assert "is planned for a rank" in refusal(KIND, CHAIN, {"offload": {"activations": {"kind": "tsplit"}}}, degree=2)
 
 
 def test_division_among_pipelines_needs_several() -> None:

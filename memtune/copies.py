@@ -1,6 +1,7 @@
 """What techniques that divide or replicate states see where ranks have parts of a model: the ranks that hold the same part.
 
-Ranks are a grid of copies × parts (`runtime.parts`); a node of `k` ranks has `k / parts` that hold the same one, or a single one.
+Ranks are a grid of copies × parts (`runtime.parts`); a node of `k` ranks has `k / parts` that hold the same one, or a single one
+(`technique.Target.among_copies`).
 What the passes insert is put on the real ranks' links afterwards.
 """
 
@@ -13,7 +14,6 @@ import numpy as np
 
 from memtune.hardware import Hardware
 from memtune.program import APART, Program, RankClass, Resource
-from memtune.technique import Target
 
 
 @functools.lru_cache(maxsize=16)
@@ -34,13 +34,3 @@ def all_parts(program: Program, parts: int, hardware: Hardware) -> Program:
         resource = np.where(theirs & (resource == Resource.INTRA_LINK), Resource.INTER_LINK, resource).astype(np.uint8)
     ranks = (RankClass(program.ranks * parts, replace(step, op_group=group, op_resource=resource)),)
     return replace(program, rank_classes=ranks)
-
-
-def among_copies(target: Target, parts: int) -> Target:
-    """`target` as the ranks that hold the same part see it."""
-    return replace(target, hardware=_spread(target.hardware, parts), ranks=target.ranks // parts)
-
-
-@functools.lru_cache(maxsize=64)
-def _spread(hardware: Hardware, parts: int) -> Hardware:
-    return replace(hardware, gpus_per_node=max(hardware.gpus_per_node // parts, 1))
