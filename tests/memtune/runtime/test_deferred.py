@@ -123,6 +123,12 @@ def lists() -> nn.Module:
     return layer
 
 
+def arrays() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight.detach().numpy()[:] = 1
+    return layer
+
+
 def of_values() -> nn.Module:
     layer = nn.Linear(2, 2)
     layer.bias = nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -141,6 +147,7 @@ def picks() -> nn.Module:
     [
         (looks, r"a number that aten\.uniform_\.default has drawn"),
         (lists, r"a number that aten\.uniform_\.default has drawn"),
+        (arrays, r"it fails on tensors without memory: \.numpy\(\)"),
         (of_values, r"aten\.normal_\.default draws into a tensor that was made of values"),
         (picks, r"aten\.nonzero\.default needs values"),
     ],
