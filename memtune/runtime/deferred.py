@@ -13,6 +13,7 @@ Four rules:
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,7 +52,9 @@ def deferred(build: Callable[[], nn.Module], device: torch.device | str = "cpu")
     """
     recorder = Recorder(torch.device(device))
     construction = recorder.construction
-    with recorder.recording():
+    with recorder.recording(), warnings.catch_warnings():
+        # Deep copies ask fake tensors for their address; the answer is right, and the user can do nothing about the warning.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
             model = build()
         except (RuntimeError, TypeError) as error:
