@@ -146,7 +146,7 @@ def exact_lines(rows: list[dict[str, Any]]) -> list[str]:
     """One line per technique and number of ranks: the worst over accumulation and clipping."""
     out = [
         f"Largest difference from one rank after 5 steps, over accumulation 1 and 4 and clipping off and on ({len(rows)} runs, "
-        f"{sum(not row['within'] for row in rows)} beyond {EXACT:g}).",
+        f"{sum(not row['within'] for row in rows)} beyond {EXACT:g}, of losses above 1 relatively).",
         "", "| technique | ranks | weights | momenta | losses |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for name, ranks in dict.fromkeys((row["technique"], row["ranks"]) for row in rows):
