@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from memtune.autotune.block_fold import BlockFold, optimizer_mark
@@ -35,6 +35,7 @@ from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
 from memtune.program import I64, Hints, Kind, Recording, Step, at_micro_batch
 from memtune.runtime.compiled import CompiledModel, Compiling
+from memtune.runtime.fake_mode import OneFakeMode
 from memtune.runtime.loop import Order, SyncContext, accumulate, train_step
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, mark, tier
@@ -56,30 +57,6 @@ _REAL_STEP_SHARE = 0.25
 """Of this machine's memory, which a real step may take whose ops are others at each micro-batch."""
 SEED = 0
 """Of every random draw while recording, so that what depends on the data (routing) is the same each time."""
-
-
-class _Converter(FakeTensorConverter):
-    """Forgets what an op returned at once: `Module.to` cannot swap a parameter that somebody refers to weakly."""
-
-    def set_tensor_memo(self, t: torch.Tensor, v: FakeTensor) -> None:
-        """Remembers real tensors only, which may come again."""
-        if t.device.type != "meta":
-            super().set_tensor_memo(t, v)
-
-
-class _FakeMode(FakeTensorMode):
-    """One mode for a whole recording.
-
-    A model may be built from deep copies of a layer (`nn.TransformerEncoder`), and the copy of a fake tensor copies the mode it
-    belongs to as well: under another mode its views have storages of their own, so that each would count as new memory.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.fake_tensor_converter = _Converter()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FakeMode:
-        return self
 
 
 @dataclass(frozen=True)
@@ -432,7 +409,7 @@ def start_session(workload: Workload, rung: str) -> Session:
 
 
 def _build_session(workload: Workload, rung: str) -> Session:
-    fake = None if rung == "real-step" else _FakeMode()
+    fake = None if rung == "real-step" else OneFakeMode()
     mode: AbstractContextManager[Any] = nullcontext() if fake is None else fake
     build: Callable[[], nn.Module] = workload.build_model
     if rung == "fake":

@@ -29,7 +29,7 @@ Rows = list[dict[str, Any]]
 PARTS: dict[str, tuple[str, Callable[[Wanted], Rows], Callable[[Rows], list[str]]]] = {
     "exact": ("Five steps against one rank", lambda only: ranks.exact(only) + shared.exact(only), ranks.exact_lines),
     "bytes": ("Bytes on each class of link", lambda only: ranks.bytes_sent(only) + shared.bytes_sent(only), ranks.bytes_lines),
-    "peak": ("Peaks", ranks.peak, ranks.peak_lines),
+    "peak": ("Peaks", lambda only: ranks.peak(only) + shared.peak(only), ranks.peak_lines),
     "quantised": ("Quantised training", ranks.quantised, ranks.quantised_lines),
     "published": ("The simulator against published ratios", published.all_compared, published.lines),
 }

@@ -1,10 +1,11 @@
-"""Techniques that share a model's layers, on real gloo ranks: five steps against one rank, and counted bytes beside the formula.
+"""Techniques that share a model's layers, on real gloo ranks: five steps against one rank, bytes beside the formula, and peaks.
 
 The models and loops are those of the tests: blocks of which several ranks work on one micro-batch, or that are stages.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -19,12 +20,17 @@ import test_head_context as contexts
 import test_pipeline as stages
 import torch
 from gloo import run_ranks
+from sharding_ranks import BESIDE, PEAK
 
+from memtune import hardware
+from memtune.autotune.candidates import Choice
+from memtune.autotune.simulate import simulate
 from memtune.runtime import nodes
+from memtune.technique import Reason
 
 NODE, DEADLINE_S = 2, 3500
 RTOL, ATOL = 1e-5, 1e-6
-"""Of weights and moments; AdamW divides by the gradient's size, and rounding grows where that is tiny."""
+"""Of weights and moments."""
 Knobs = dict[str, Any]
 
 
@@ -56,7 +62,7 @@ def _document(kind: str, knobs: Knobs, ranks: int, parts: int) -> dict[str, Any]
 def _trained(kind: str, ranks: int, document: dict[str, Any] | None, clip: bool, parts: int) -> dict[str, Any]:
     if kind == "pipeline":
         return stages.trained(stages.CHAIN, ranks, document, clip, parts)
-    return shared_layers.trained(ranks, document, clip, parts)
+    return shared_layers.trained(ranks, document, clip, parts, momentum=True)
 
 
 def _all_trained(ranks: int, asked: list[tuple[str, str, int, bool, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -133,6 +139,44 @@ def bytes_sent(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
                 label = name if not seen - {(ours, formula)} else f"{name}, rank {rank}"
                 row = {"technique": label, "accumulate": parts, "counted": list(map(int, ours)), "formula": list(formula)}
                 rows.append({**row, "within": tuple(ours) == tuple(formula)})
+    return rows
+
+
+# The models are small: what moves out has few bytes.
+_BESIDE = {**BESIDE, "copy_out": {"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}}}
+
+
+def _peaks(asked: list[tuple[str, dict[str, Any]]]) -> list[int]:
+    found = []
+    for kind, document in asked:
+        gc.collect()  # the model before is in cycles
+        found.append(stages.measured(stages.CHAIN, document)[0] if kind == "pipeline" else shared_layers.peak(document))
+    return found
+
+
+def peak(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """As `sharding_ranks.peak`, the highest of four ranks, one micro-batch of each."""
+    rows: list[dict[str, Any]] = []
+    asked: list[tuple[str, dict[str, Any]]] = []
+    predicted: list[tuple[str, str, int]] = []
+    for name, (kind, knobs) in techniques(4).items():
+        for beside, more in _BESIDE.items() if wanted(name) else ():
+            settings = {**shared_layers.settings(kind, **knobs), **more}
+            rewriter = shared_layers.rewriter(stages.CHAIN if kind == "pipeline" else shared_layers.SEPARATE, 4)
+            made = rewriter.candidate(Choice.from_document(settings))
+            if isinstance(made, Reason):
+                rows.append({"technique": name, "beside": beside, "accumulate": 1, "refused": str(made)})
+                continue
+            plan = {slot: each.decisions for slot, each in made.plans.items()}
+            asked.append((kind, {"settings": settings, "plan": plan}))
+            predicted.append((name, beside, simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes))
+    if not asked:
+        return rows
+    found = run_ranks(_peaks, 4, asked, deadline_s=DEADLINE_S)
+    for (name, beside, n_bytes), each in zip(predicted, zip(*found, strict=True), strict=True):
+        off = max(each) / n_bytes - 1
+        row = {"technique": name, "beside": beside, "accumulate": 1, "measured": max(each), "predicted": n_bytes, "off": off}
+        rows.append({**row, "within": abs(off) <= PEAK})
     return rows
 
 

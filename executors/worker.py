@@ -155,7 +155,7 @@ def _model(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
     if begins_with_shards(config, rank.world):
         try:
             model = deferred(workload.build_model, rank.device)
-        except ApplyError as error:  # built whole, it may run out of memory, and that is the result then
+        except MemtuneError as error:  # built whole, it may run out of memory, and that is the result then
             print(error, file=sys.stderr)
         else:
             if sum(each.nbytes for each in (*model.parameters(), *model.buffers())) > _room(rank):

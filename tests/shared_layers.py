@@ -75,12 +75,15 @@ def trained(
     accumulate: int = 1,
     dropout: bool = False,
     path: Path = SEPARATE,
+    momentum: bool = False,
 ) -> dict[str, Any]:
     """Five steps; each rank brings its own samples, and the plain run (one rank) all of them.
 
-    With `dropout`, all of one group, the plain run draws what the ranks' turns draw.
+    With `dropout`, all of one group, the plain run draws what the ranks' turns draw; with `momentum`, SGD in place of AdamW.
     """
     workload, model, optimizer = build(path)
+    if momentum:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.01)
     if not dropout:
         for module in model.modules():
             if isinstance(module, nn.Dropout):

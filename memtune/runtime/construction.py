@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtune.errors import ApplyError
+from memtune.runtime.fake_mode import OneFakeMode
 from memtune.runtime.op_arguments import mutated, tensors_in
 from memtune.runtime.tiers import HOST, tier
 
@@ -197,7 +198,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.construction = Construction(device, states={which: _state(which) for which in _generators()})
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = OneFakeMode()
         self._storages: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []
 
