@@ -21,10 +21,9 @@ from memtune.passes.gathers import Gathered, When, gather_units
 from memtune.passes.reductions import Reduced, reduce_gradients
 from memtune.passes.shares import Mask, divided, raw_gradients, shards_of
 from memtune.passes.units import Ragged, Units, units_of
+from memtune.passes.waiting import waiting_sources
 from memtune.program import I32, I64, Kind, Phase, Step
 from memtune.sharding import Sharding
-
-TO_HOST = "memtune.to_host.default"
 
 
 def shard_states(step: Step, how: Sharding) -> Step:
@@ -128,19 +127,8 @@ def _keep(edit: Edit, how: Sharding, made: Gathered, whole: Ragged, last_forward
 
 @functools.lru_cache(maxsize=8)
 def _waiting_sources(step: Step, blocks_per_unit: int) -> tuple[I32, I32]:
-    """Units whose forward starts with a copy to the host, and what the copy before it holds until then, pair by pair.
-
-    Whatever is put before that copy still sees it.
-    """
-    pairs: list[tuple[int, int]] = []
-    copies = np.flatnonzero(step.op_name == step.names.index(TO_HOST)) if TO_HOST in step.names else np.empty(0, np.intp)
-    for unit, op in enumerate(units_of(step, blocks_per_unit).first_forward.tolist()):
-        place = int(np.searchsorted(copies, op))
-        if 0 < place < len(copies) and copies[place] == op:
-            sources = step.use_storage[step.use_op == copies[place - 1]]
-            pairs += [(unit, storage) for storage in sources[step.held_until[sources] == op - 1].tolist()]
-    found = np.asarray(pairs, np.int32).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    """Units whose forward starts with a copy to the host, and what the copy before it holds until then, pair by pair."""
+    return waiting_sources(step, units_of(step, blocks_per_unit).first_forward)
 
 
 def _backward(

@@ -19,6 +19,7 @@ from memtune.parameters import columns_of
 from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
 from memtune.passes.shares import raw_gradients
 from memtune.passes.turns import ADD, AHEAD, ALLOCATE, COPY, OPS, UPDATE, Turns, dropped_in, turns_of
+from memtune.passes.waiting import waiting_sources
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 from memtune.residency import Residency, Units, order_of_use
 
@@ -251,7 +252,7 @@ def insert(edit: Edit, step: Step, pieces: Pieces, turns: Turns, begins: I32) ->
     call = np.asarray([*uses, -1], np.int32)[moment]
     backward = (moment >= len(step.blocks)) & (what != UPDATE)
     phase = np.where(what == UPDATE, Phase.BOUNDARY, np.where(backward, Phase.BACKWARD, Phase.FORWARD))
-    return edit.add_ops(
+    rows = edit.add_ops(
         names[what],
         before=begins[moment],
         phase=phase.astype(np.uint8),
@@ -261,6 +262,11 @@ def insert(edit: Edit, step: Step, pieces: Pieces, turns: Turns, begins: I32) ->
         stream=(what == COPY).astype(np.uint8),  # what is used at once is complete in stream order
         prefetch=(what == AHEAD).astype(np.uint8),
     )
+    of, waiting = waiting_sources(step, begins)
+    last = np.searchsorted(moment, of, side="right") - 1  # turns are in the order of their moments
+    there = (last >= 0) & (moment[last] == of)
+    edit.hold_through(waiting[there], rows[last[there]])
+    return rows
 
 
 def native_update_bytes(step: Step) -> I64:

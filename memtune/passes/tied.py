@@ -30,12 +30,12 @@ class Tied:
 def shared_weights(step: Step, before: npt.NDArray[Any], after: npt.NDArray[Any]) -> list[int]:
     """Trained parameters that rows of forward `before` the blocks and `after` them use."""
     columns = columns_of(step.parameters)
-    uses = []
+    used = columns.trainable.copy()
     for rows in (before, after):
         inside = np.zeros(step.n_ops, bool)
         inside[rows] = True
-        uses.append(np.unique(step.use_storage[inside[step.use_op]]))
-    found: list[int] = np.flatnonzero(columns.trainable & np.isin(columns.storage, np.intersect1d(*uses))).tolist()
+        used &= np.isin(columns.storage, step.use_storage[inside[step.use_op]])
+    found: list[int] = np.flatnonzero(used).tolist()
     return found
 
 

@@ -40,7 +40,7 @@ class Pipelined(Technique):
 
     r is decided by rank, earlier stages hold more: the smallest in eighths under which the rank stays within the budget. Where
     there is no pipeline the slots are layers: the first r of the blocks go while the next block runs, and come back while the
-    block after them runs backward; r is the smallest within the budget after every later pass.
+    block after them runs backward; r is given, or the smallest within `budget_bytes` after every later pass.
 
     Distinguishing test (`test_copies_keep_to_the_slots_of_the_schedule`): every tensor has arrived a slot after its forward's and
     comes back in the slot before its backward, each stage sends m·r·A, and the peak is the formula's; without slots it is not.
@@ -59,7 +59,7 @@ class Pipelined(Technique):
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     """The same on every stage that can use it; left out: the smallest that fits, by rank. Larger frees more and copies more."""
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Peak to stay within where no ratio is given; left out: all the memory that the target gives."""
+    """Peak to stay within where no ratio is given; left out: in a pipeline all the memory that the target gives."""
     min_bytes: Annotated[int, Field(ge=0)] = 1 << 20
     """Smaller tensors stay: a copy has a fixed cost."""
 
@@ -69,12 +69,12 @@ class Pipelined(Technique):
             return Reason("the model has no blocks whose activations could move", "def blocks(model) in model.py")
         if target.compiled:
             return Reason(self.eager_only, "execution.compile: false")
-        budget = self.budget_bytes or target.budget_bytes
+        stages, budget = program.stages, self._budget(program, target)
         if self.ratio is None and budget is None:
             return Reason(
-                "there is no budget to plan for", "--max-memory 20GiB, or offload.activations: {kind: pipelined, ratio: 0.5}"
+                "there is no budget to plan for: without a pipeline it is planned for one of its own",
+                "offload.activations: {kind: pipelined, budget_bytes: 20000000000}, or ratio: 0.5, or tsplit",
             )
-        stages = program.stages
         if stages is not None and not any(waiting(stages, program.accumulate)):
             return Reason(
                 f"no micro-batch waits for two slots on any of {len(stages.starts)} stages under {stages.schedule}",
@@ -98,9 +98,13 @@ class Pipelined(Technique):
     def _smallest(self, program: Program, target: Target) -> Ratios:
         run = program.ranks, program.micro_batch, program.accumulate
         later = () if program.stages is not None else later_techniques(target, self.slot)
-        budget = self.budget_bytes or target.budget_bytes or 0
+        budget = self._budget(program, target) or 0
         how = self.min_bytes, self._ahead(program, target)
         return smallest(program.step, program.stages, run, how, budget, later, target.hardware)
+
+    def _budget(self, program: Program, target: Target) -> int | None:
+        """The target's counts on the stages of a pipeline alone: elsewhere `tsplit` and `copy_out` are what searches look at."""
+        return self.budget_bytes or (target.budget_bytes if program.stages is not None else None)
 
     def _ahead(self, program: Program, target: Target) -> int:
         """Blocks that run again ask for what they kept in an order of their own, so nothing comes ahead of that."""

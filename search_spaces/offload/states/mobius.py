@@ -72,13 +72,15 @@ class Mobius(Technique):
     averages: ClassVar[bool] = True
 
     stages: Annotated[int, Field(ge=1)] | None = None
-    """Number of stages, on several ranks a multiple of them; none given: solved for."""
+    """Number of stages, on several ranks a multiple of them; none given: solved for, there with `--axes sharding.parallel`."""
     mapping: Literal["cross", "in_order"] = "cross"
     """Of stages to ranks: away from the root complex of their neighbours, or rank by rank."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that are a chain without random numbers and statistics, in float32, and enough of them."""
         if target.ranks > 1:
+            if self.stages is None and target.cut is None:
+                return Reason("stages on several ranks are solved for when somebody asks", "stages: a multiple of the ranks")
             return not_in_turn(program, target, self.stages)
         if (reason := not_in_packs(program, target)) is not None:
             return reason

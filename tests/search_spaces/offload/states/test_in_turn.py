@@ -256,6 +256,13 @@ def test_refusals(states: dict[str, Any], reason: str) -> None:
     assert reason in str(_found(CHAIN, 2, 2, tuple(states.items())))
 
 
+def test_a_search_pays_nothing_unless_somebody_asks() -> None:
+    plain = Rewriter(rewriter(CHAIN, 2).recording, replace(rewriter(CHAIN, 2).target, cut=None))
+    found = [plain.candidate(Choice.from_document(settings(2, each))) for each in ({"kind": "mobius"}, MOBIUS)]
+    assert "when somebody asks" in str(found[0])
+    assert isinstance(found[1], Candidate)
+
+
 def test_other_slots_are_refused() -> None:
     document = {**settings(2, MOBIUS), "sharding": {"states": {"kind": "fsdp"}}}
     assert "sharding.states: {kind: none}" in str(rewriter(CHAIN, 2).candidate(Choice.from_document(document)))

@@ -11,8 +11,9 @@ from layers_suite import LayersSuite, block_bytes, total
 from zoo_paths import ZOO
 
 from memtune.program import Kind, Phase, Resource, Tier
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.l2l import L2L
-from memtune.testing import rewritten
+from memtune.testing import drift, rewritten
 from memtune.testing.drift import plain_program, target_of
 
 DEFAULT = L2L(kind="l2l")
@@ -56,6 +57,11 @@ class TestL2L(LayersSuite):
     @pytest.mark.parametrize(("model", "why"), [("lora", "outside of the blocks"), ("tobf16", "float32")])
     def test_what_it_cannot_do_is_refused(self, model: str, why: str) -> None:
         assert why in str(DEFAULT.fits(plain_program(ZOO[model]), target_of()))
+
+    @pytest.mark.parametrize("model", ["gpt", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tied", "hf_llama"))])
+    def test_copies_of_activations_wait_while_a_block_comes_in(self, model: str) -> None:
+        """A copy to the host holds its source until the next one starts: what is brought in before that sees it."""
+        assert drift(ZOO[model], CopyOut(min_bytes=0), L2L(kind="l2l")) == ""
 
     def test_models_without_an_order_of_layers_are_refused(self) -> None:
         program = plain_program(ZOO["gpt"])
