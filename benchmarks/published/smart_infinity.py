@@ -1,8 +1,8 @@
 """Smart-Infinity: Jang et al. 2024, HPCA 24. Written down before anything was compared.
 
-The paper: over ZeRO-Infinity with software RAID0, updating inside the drives makes a step of GPT-2 8.4B (batch 4) 1.18 to 1.24 times
-as fast with 6 drives and 1.54 to 1.60 times with 10, 1.60 to 1.66 with its handler; with one drive it is slightly slower. The
-baseline stops gaining at 4 drives, where the drives together are as fast as the host's interconnect.
+The paper: over ZeRO-Infinity with software RAID0, updating inside the drives makes a step of GPT-2 8.4B (batch 4) 1.18 to 1.24
+times as fast with 6 drives and 1.54 to 1.60 times with 10, 1.60 to 1.66 with its handler; with one drive it is slightly slower.
+The baseline stops gaining at 4 drives, where the drives together are as fast as the host's interconnect.
 """
 
 from __future__ import annotations
