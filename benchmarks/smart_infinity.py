@@ -29,7 +29,7 @@ from memtune.workload import Workload
 MODEL = Path(__file__).parent / "published" / "gpt16.py"
 
 WHY = (
-    "Inside the published range with 6 drives, 2 % above it with 10. With one drive the paper is slightly slower, since a drive's "
+    "Inside the published range with 6 drives, 2 % above it with 10. With one drive the paper is slightly slower, since its "
     "FPGA updates more slowly than a server's processor, and here slightly faster: what is modelled of an updater is the memory "
     "beside it. Gradients, which the paper's baseline writes to SSD as well, stay in host memory here, in both."
 )
