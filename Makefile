@@ -115,6 +115,7 @@ bench-offload: setup  ## the host optimizer against torch's fused AdamW, DeepSpe
 	$(BIN)/python benchmarks/host_optimizer.py --json benchmarks/results/host-optimizer.json
 	$(BIN)/python benchmarks/ssd.py --json benchmarks/results/ssd.json
 	$(BIN)/python benchmarks/orchestration.py --json benchmarks/results/orchestration.json
+	$(BIN)/python benchmarks/smart_infinity.py --json benchmarks/results/smart-infinity.json
 
 gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks/gpu.py (DEVICE=cpu: their CPU form)
 ifeq ($(DEVICE),cpu)

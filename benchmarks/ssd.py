@@ -1,6 +1,7 @@
 """The SSD engine against `fio` on the same file system: block size, depth and direct I/O alike; and what checksums cost.
 
-Every round times every contestant once, in turn: reading and writing with and without checksums, and fio's read and write.
+Every round times every contestant once, in an order of its own: reading and writing with and without checksums, and fio's read
+and write.
 Ratios are medians over rounds of the ratios within a round. fio is Debian's (`apt-get install fio`); without it the comparison is
 skipped with the reason, and checksums are still priced.
 """
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -77,12 +79,12 @@ def measure(folder: Path, n_bytes: int, depth: int, block_bytes: int, rounds: in
     """Medians of every contestant, and the ratios that are claimed."""
     calls = contestants(folder, n_bytes, depth, block_bytes)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(0)
     for round_ in range(rounds + 1):
-        for name, call in calls.items():
+        for name in order.sample(sorted(calls), len(calls)):  # whoever comes first after a process has started pays for it
+            taken = calls[name]()
             if round_:
-                seconds[name].append(call())
-            else:
-                call()
+                seconds[name].append(taken)
     rows = {
         name: {"median_s": statistics.median(s), "bytes_per_s": n_bytes / statistics.median(s)} for name, s in seconds.items()
     }

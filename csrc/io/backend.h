@@ -23,11 +23,12 @@ struct Done {
   std::int64_t result;  // bytes moved, which may be fewer than asked for, or -errno
 };
 
-// At most one piece per slot is under way. One thread starts and waits; any thread may wake.
+// At most one piece per slot is under way. One thread starts, submits and waits; any thread may wake.
 class Backend {
  public:
   virtual ~Backend() = default;
   virtual void start(const Piece& piece) = 0;
+  virtual void submit() {}  // what was started is under way, where it is not already
   virtual std::vector<Done> wait() = 0;  // until something is done, or somebody wakes; then possibly nothing
   virtual void wake() = 0;
   virtual std::string name() const = 0;

@@ -67,12 +67,11 @@ MEMTUNE_EVERY_ISA void accumulate(std::uint64_t* sums, const unsigned char* data
   std::memcpy(sums, sum, sizeof(sum));
 }
 
-}  // namespace
+constexpr std::uint64_t kStart[kLanes] = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2],
+                                          kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
+constexpr std::size_t kPiece = 32 * kBlock;  // small enough to be in the first cache when it is looked at
 
-std::uint64_t checksum(const void* data, std::size_t bytes) {
-  const auto* input = static_cast<const unsigned char*>(data);
-  std::uint64_t sum[kLanes] = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2], kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
-  accumulate(sum, input, (bytes - 1) / kStripe);
+std::uint64_t finished(std::uint64_t* sum, const unsigned char* input, std::size_t bytes) {
   const unsigned char *last = input + bytes - kStripe, *key = kSecret + sizeof(kSecret) - kStripe - 7;
   for (std::size_t i = 0; i < kLanes; ++i) {
     const std::uint64_t value = read64(last + 8 * i), mixed = value ^ read64(key + 8 * i);
@@ -85,6 +84,30 @@ std::uint64_t checksum(const void* data, std::size_t bytes) {
   }
   hash = (hash ^ (hash >> 37)) * kAvalanche;
   return hash ^ (hash >> 32);
+}
+
+}  // namespace
+
+std::uint64_t checksum(const void* data, std::size_t bytes) {
+  const auto* input = static_cast<const unsigned char*>(data);
+  std::uint64_t sum[kLanes];
+  std::memcpy(sum, kStart, sizeof(sum));
+  accumulate(sum, input, (bytes - 1) / kStripe);
+  return finished(sum, input, bytes);
+}
+
+std::uint64_t checksum_of_copy(void* to, const void* from, std::size_t bytes) {
+  auto* output = static_cast<unsigned char*>(to);
+  const auto* input = static_cast<const unsigned char*>(from);
+  std::uint64_t sum[kLanes];
+  std::memcpy(sum, kStart, sizeof(sum));
+  for (std::size_t at = 0; at < bytes; at += kPiece) {
+    const std::size_t here = bytes - at < kPiece ? bytes - at : kPiece;
+    std::memcpy(output + at, input + at, here);
+    // Whole pieces are whole blocks of the hash; the end is as in `checksum`.
+    accumulate(sum, output + at, at + here == bytes ? (here - 1) / kStripe : here / kStripe);
+  }
+  return finished(sum, output, bytes);
 }
 
 }  // namespace memtune::io

@@ -12,4 +12,7 @@ constexpr std::size_t kShortest = 241;  // shorter inputs have other formulas, w
 // section "large inputs", https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md).
 std::uint64_t checksum(const void* data, std::size_t bytes);
 
+// The same of what is copied from `from` to `to`, which do not overlap: memory is read once.
+std::uint64_t checksum_of_copy(void* to, const void* from, std::size_t bytes);
+
 }  // namespace memtune::io

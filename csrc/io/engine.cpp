@@ -20,15 +20,19 @@ void Engine::Unmap::operator()(unsigned char* memory) const { munmap(memory, byt
 
 Engine::Engine(const std::string& which, std::uint32_t depth, std::uint32_t block_bytes, bool checksums)
     : depth_(depth), block_bytes_(filled_up(block_bytes)), checksums_(checksums) {
-  const std::size_t bytes = std::size_t{depth_} * block_bytes_;
+  const std::uint32_t slots = depth_ + kAhead;
+  const std::size_t bytes = std::size_t{slots} * block_bytes_;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("there is no memory for the buffers");
+#ifdef MADV_HUGEPAGE
+  madvise(memory, bytes, MADV_HUGEPAGE);  // fewer pieces for the drive to collect; a wish, which may be refused
+#endif
   memory_ = {static_cast<unsigned char*>(memory), Unmap{bytes}};
-  if (which != "threads") backend_ = make_ring({memory_.get(), depth_, block_bytes_}, refused_);
+  if (which != "threads") backend_ = make_ring({memory_.get(), slots, block_bytes_}, refused_);
   if (backend_ == nullptr && which == "io_uring") throw std::runtime_error(refused_);
   if (backend_ == nullptr) backend_ = make_threads(static_cast<int>(std::min(depth_, 8u)));
-  slots_.resize(depth_);
-  for (std::uint32_t slot = depth_; slot-- > 0;) free_.push_back(slot);
+  slots_.resize(slots);
+  for (std::uint32_t slot = slots; slot-- > 0;) free_.push_back(slot);
   thread_ = std::thread([this] { serve(); });
 }
 
@@ -78,34 +82,80 @@ std::uint32_t Engine::net_bytes(const Transfer& transfer, std::uint64_t block) c
 }
 
 void Engine::serve() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
-    work_.wait(lock, [this] { return stop_ || !waiting_.empty() || free_.size() < depth_; });
-    if (stop_) {  // what has not begun never will; what is under way still uses the buffers
-      for (const auto& [key, ticket] : waiting_) {
-        Active& active = active_.at(ticket);
-        active.left -= blocks(active.transfer.bytes) - active.next;
-        if (active.result.error == 0) active.result = {kCancelled, active.next};
-      }
-      waiting_.clear();
-      if (free_.size() == depth_) {
+    work_.wait(lock, [this] { return stop_ || !waiting_.empty() || free_.size() < slots_.size(); });
+    if (stop_) {
+      give_up();
+      if (free_.size() == slots_.size()) {
         done_.notify_all();
         return;
       }
     }
-    while (!stop_ && fill(lock)) {
+    while (fill(lock)) {
     }
-    if (free_.size() == depth_) continue;
+    while (prepare_ahead(lock)) {
+      while (fill(lock)) {
+      }
+    }
+    if (under_way_ == 0) continue;
     lock.unlock();
     const std::vector<Done> done = backend_->wait();
-    for (const Done& each : done) finish(each);
     lock.lock();
+    under_way_ -= static_cast<std::uint32_t>(done.size());
+    for (const Done& each : done) {
+      fill(lock);  // Rule 4
+      lock.unlock();
+      finish(each);
+      lock.lock();
+    }
   }
 }
 
-// Starts the most urgent block, if there is one and a buffer for it. Copies and checksums without the lock.
-bool Engine::fill(std::unique_lock<std::mutex>& lock) {
-  if (waiting_.empty() || free_.empty()) return false;
+// What has not begun never will; what is under way still uses the buffers.
+void Engine::give_up() {
+  for (const auto& [key, ticket] : waiting_) {
+    Active& active = active_.at(ticket);
+    active.left -= blocks(active.transfer.bytes) - active.next;
+    if (active.result.error == 0) active.result = {kCancelled, active.next};
+  }
+  waiting_.clear();
+  for (const std::uint32_t slot : ready_) {
+    const Slot& mine = slots_[slot];
+    Active& active = active_.at(mine.ticket);
+    --active.left;
+    if (active.result.error == 0 || mine.block < active.result.block) active.result = {kCancelled, mine.block};
+    free_.push_back(slot);
+  }
+  ready_.clear();
+}
+
+bool Engine::first_writes() const { return active_.at(waiting_.begin()->second).transfer.write; }
+
+// Starts the most urgent block, if there is one and room for it.
+bool Engine::fill(Lock& lock) {
+  if (under_way_ == depth_) return false;
+  const bool more = !waiting_.empty() && !free_.empty();
+  if (!ready_.empty() && (!more || first_writes())) {
+    const std::uint32_t slot = ready_.front();
+    ready_.pop_front();
+    launch(slot, lock);
+    return true;
+  }
+  if (!more) return false;
+  launch(take(lock), lock);
+  return true;
+}
+
+// Has one more block ready to be written, if there is one and a buffer for it.
+bool Engine::prepare_ahead(Lock& lock) {
+  if (ready_.size() >= kAhead || waiting_.empty() || free_.empty() || !first_writes()) return false;
+  ready_.push_back(take(lock));
+  return true;
+}
+
+// Takes the most urgent block to a buffer. Copies and checksums without the lock.
+std::uint32_t Engine::take(Lock& lock) {
   const auto first = waiting_.begin();
   Active& active = active_.at(first->second);
   const std::uint32_t slot = free_.back();
@@ -115,21 +165,35 @@ bool Engine::fill(std::unique_lock<std::mutex>& lock) {
   if (++active.next == blocks(active.transfer.bytes)) waiting_.erase(first);
   const Transfer transfer = active.transfer;
   lock.unlock();
-  begin(slot, transfer);
+  prepare(slot, transfer);
   lock.lock();
-  return true;
+  return slot;
 }
 
-void Engine::begin(std::uint32_t slot, Transfer transfer) {
+void Engine::prepare(std::uint32_t slot, const Transfer& transfer) {
+  if (!transfer.write) return;
   const Slot& mine = slots_[slot];
-  unsigned char* buffer = memory_.get() + std::size_t{slot} * block_bytes_;
-  if (transfer.write) {
-    const std::uint32_t bytes = net_bytes(transfer, mine.block);
-    std::memcpy(buffer, transfer.memory + mine.block * block_bytes_, bytes);
-    std::memset(buffer + bytes, 0, mine.bytes - bytes);
-    if (checksums_) transfer.sums[mine.block] = checksum(buffer, mine.bytes);
+  const unsigned char* theirs = transfer.memory + mine.block * block_bytes_;
+  unsigned char* ours = buffer(slot);
+  const std::uint32_t bytes = net_bytes(transfer, mine.block);
+  if (checksums_ && bytes == mine.bytes) {
+    transfer.sums[mine.block] = checksum_of_copy(ours, theirs, bytes);
+    return;
   }
-  backend_->start({transfer.write, transfer.fd, buffer, mine.bytes, transfer.offset + mine.block * block_bytes_, slot});
+  std::memcpy(ours, theirs, bytes);
+  std::memset(ours + bytes, 0, mine.bytes - bytes);
+  if (checksums_) transfer.sums[mine.block] = checksum(ours, mine.bytes);
+}
+
+void Engine::launch(std::uint32_t slot, Lock& lock) {
+  const Slot& mine = slots_[slot];
+  const Transfer transfer = active_.at(mine.ticket).transfer;
+  ++under_way_;
+  lock.unlock();
+  const std::uint64_t offset = transfer.offset + mine.block * block_bytes_;
+  backend_->start({transfer.write, transfer.fd, buffer(slot), mine.bytes, offset, slot});
+  backend_->submit();
+  lock.lock();
 }
 
 void Engine::finish(const Done& done) {
@@ -139,7 +203,6 @@ void Engine::finish(const Done& done) {
     const std::lock_guard lock(mutex_);
     transfer = active_.at(mine.ticket).transfer;
   }
-  unsigned char* buffer = memory_.get() + std::size_t{done.slot} * block_bytes_;
   const bool again = done.result == -EINTR || done.result == -EAGAIN;
   if (done.result < 0 && !again) return end_block(done.slot, static_cast<int>(-done.result));
   if (done.result == 0) return end_block(done.slot, transfer.write ? EIO : static_cast<int>(kEndOfFile));
@@ -149,13 +212,24 @@ void Engine::finish(const Done& done) {
     mine.moved = static_cast<std::uint32_t>(mine.moved / kAlign * kAlign);
     if (mine.moved == before && !again) return end_block(done.slot, transfer.write ? EIO : static_cast<int>(kEndOfFile));
     const std::uint64_t offset = transfer.offset + mine.block * block_bytes_ + mine.moved;
-    return backend_->start({transfer.write, transfer.fd, buffer + mine.moved, mine.bytes - mine.moved, offset, done.slot});
+    {
+      const std::lock_guard lock(mutex_);
+      ++under_way_;
+    }
+    return backend_->start({transfer.write, transfer.fd, buffer(done.slot) + mine.moved, mine.bytes - mine.moved, offset, done.slot});
   }
-  if (!transfer.write) {
-    if (checksums_ && checksum(buffer, mine.bytes) != transfer.sums[mine.block]) return end_block(done.slot, kWrongChecksum);
-    std::memcpy(transfer.memory + mine.block * block_bytes_, buffer, net_bytes(transfer, mine.block));
-  }
-  end_block(done.slot, 0);
+  end_block(done.slot, transfer.write || arrived(done.slot, transfer) ? 0 : static_cast<int>(kWrongChecksum));
+}
+
+// Whether what was read is what was written; it is in the caller's memory then.
+bool Engine::arrived(std::uint32_t slot, const Transfer& transfer) const {
+  const Slot& mine = slots_[slot];
+  const std::uint32_t bytes = net_bytes(transfer, mine.block);
+  unsigned char* theirs = transfer.memory + mine.block * block_bytes_;
+  if (checksums_ && bytes == mine.bytes) return checksum_of_copy(theirs, buffer(slot), bytes) == transfer.sums[mine.block];
+  if (checksums_ && checksum(buffer(slot), mine.bytes) != transfer.sums[mine.block]) return false;
+  std::memcpy(theirs, buffer(slot), bytes);
+  return true;
 }
 
 void Engine::end_block(std::uint32_t slot, int error) {

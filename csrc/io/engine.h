@@ -1,10 +1,14 @@
 // Reads and writes of whole tensors in files: cut into blocks, a number of them under way at once, most urgent first.
 //
-// Rule 1. Every block goes through one of `depth` aligned buffers of the engine's own, so that tensors may lie anywhere; the last
-//         block of a tensor is filled up with zeros to a multiple of kAlign.
-// Rule 2. A block's checksum is made before it is written and compared after it was read. What differs is an error, never data.
+// Rule 1. Every block goes through an aligned buffer of the engine's own, which the kernel knows, so that tensors may lie anywhere;
+//         the last block of a tensor is filled up with zeros to a multiple of kAlign. Moving aligned memory in place was measured
+//         and was slower: the kernel pins and maps its pages each time, and a copy that makes the checksum is nearly free.
+// Rule 2. A block's checksum is made before it is written and compared after it was read. What differs is an error, and what then
+//         is in memory is nobody's data.
 // Rule 3. What the kernel moves only in part is asked for again from there on; nothing moved at all is an error.
-// Rule 4. One thread of the engine's own does all of it. The caller keeps memory, checksums and file until `wait` has returned.
+// Rule 4. The drive never waits for a checksum or a copy: `kAhead` blocks to be written are ready before there is room for them,
+//         and what was read is looked at when the next read is under way. There are so many more buffers.
+// Rule 5. One thread of the engine's own does all of it. The caller keeps memory, checksums and file until `wait` has returned.
 #pragma once
 
 #include <array>
@@ -24,6 +28,7 @@
 namespace memtune::io {
 
 constexpr std::uint64_t kAlign = 4096;
+constexpr std::uint32_t kAhead = 4;
 
 // What a transfer ended with, beside 0 and errno.
 enum Failure : int { kWrongChecksum = -1, kEndOfFile = -2, kCancelled = -3 };
@@ -78,14 +83,22 @@ class Engine {
     void operator()(unsigned char* memory) const;
   };
 
+  using Lock = std::unique_lock<std::mutex>;
   void serve();
-  bool fill(std::unique_lock<std::mutex>& lock);
-  void begin(std::uint32_t slot, Transfer transfer);
+  void give_up();
+  bool fill(Lock& lock);
+  bool prepare_ahead(Lock& lock);
+  bool first_writes() const;
+  std::uint32_t take(Lock& lock);
+  void prepare(std::uint32_t slot, const Transfer& transfer);
+  void launch(std::uint32_t slot, Lock& lock);
   void finish(const Done& done);
+  bool arrived(std::uint32_t slot, const Transfer& transfer) const;
   void end_block(std::uint32_t slot, int error);
+  unsigned char* buffer(std::uint32_t slot) const { return memory_.get() + std::size_t{slot} * block_bytes_; }
   std::uint32_t net_bytes(const Transfer& transfer, std::uint64_t block) const;
 
-  const std::uint32_t depth_, block_bytes_;
+  const std::uint32_t depth_, block_bytes_;  // blocks under way at most; bytes of each
   const bool checksums_;
   std::string refused_;
   std::unique_ptr<unsigned char, Unmap> memory_;
@@ -97,6 +110,8 @@ class Engine {
   std::map<std::pair<std::int64_t, std::uint64_t>, std::uint64_t> waiting_;  // (priority, ticket) of what has blocks to start
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
+  std::deque<std::uint32_t> ready_;  // slots with what is to be written as soon as there is room
+  std::uint32_t under_way_ = 0;
   std::uint64_t next_ticket_ = 1;
   Counters counters_{0, 0};
   bool stop_ = false;

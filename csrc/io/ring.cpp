@@ -100,6 +100,10 @@ class Ring final : public Backend {
     entry.user_data = piece.slot;
   }
 
+  void submit() override {
+    if (prepared_ > 0) enter(0);  // what the kernel does not take now it takes in `wait`
+  }
+
   std::vector<Done> wait() override {
     if (enter(1) < 0) return {};  // interrupted or busy: the caller comes again
     auto [woken, done] = reaped();
@@ -139,7 +143,8 @@ class Ring final : public Backend {
   }
 
   int enter(unsigned at_least) {
-    const long taken = syscall(__NR_io_uring_enter, fd_, prepared_, at_least, IORING_ENTER_GETEVENTS, nullptr, 0);
+    const unsigned flags = at_least > 0 ? IORING_ENTER_GETEVENTS : 0;
+    const long taken = syscall(__NR_io_uring_enter, fd_, prepared_, at_least, flags, nullptr, 0);
     if (taken >= 0) prepared_ -= static_cast<unsigned>(taken);
     return taken >= 0 || errno == EINTR || errno == EAGAIN || errno == EBUSY ? 0 : -1;
   }

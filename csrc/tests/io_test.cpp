@@ -1,5 +1,6 @@
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
@@ -53,6 +54,30 @@ void what_is_written_comes_back(const std::string& which) {
     CHECK(back == data);
   }
   CHECK(engine.counters().written_bytes == engine.counters().read_bytes);
+}
+
+// Memory that is aligned moves without a buffer; a copy's checksum is that of what was copied, whatever its length.
+void memory_anywhere_gives_the_same_file(const std::string& which) {
+  File file;
+  Engine engine(which, 4, 8192, true);
+  const std::size_t bytes = 100'000;
+  std::vector<unsigned char> room(bytes + 3 * kAlign);
+  const auto data = numbers(bytes);
+  std::vector<std::vector<std::uint64_t>> sums(2, std::vector<std::uint64_t>(engine.blocks(bytes)));
+  unsigned char* page = room.data() + kAlign - reinterpret_cast<std::uintptr_t>(room.data()) % kAlign;
+  for (std::size_t shift : {0ul, 64ul}) {
+    std::copy(data.begin(), data.end(), page + shift);
+    CHECK(engine.wait(engine.start({true, file.fd, page + shift, bytes, 0, sums[shift != 0].data(), 0})).error == 0);
+    std::fill(room.begin(), room.end(), 0);
+    CHECK(engine.wait(engine.start({false, file.fd, page + shift, bytes, 0, sums[0].data(), 0})).error == 0);
+    CHECK(std::equal(data.begin(), data.end(), page + shift));
+  }
+  CHECK(sums[0] == sums[1]);
+  std::vector<unsigned char> copy(bytes);
+  for (std::size_t size = 241; size < bytes; size = size * 3 / 2 + 7) {
+    CHECK(checksum_of_copy(copy.data(), data.data(), size) == checksum(data.data(), size));
+    CHECK(std::equal(data.begin(), data.begin() + static_cast<std::ptrdiff_t>(size), copy.begin()));
+  }
 }
 
 void one_flipped_bit_in_any_block_is_found(const std::string& which) {
@@ -115,6 +140,7 @@ int main() {
   checksums_are_those_of_the_published_algorithm();
   for (const char* which : {"auto", "threads"}) {
     what_is_written_comes_back(which);
+    memory_anywhere_gives_the_same_file(which);
     one_flipped_bit_in_any_block_is_found(which);
     a_file_that_is_cut_off_and_one_that_is_closed_are_errors(which);
   }

@@ -6,6 +6,7 @@ life, and when the last reference goes its extent is free again. Bytes move thro
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memtune import _native
 from memtune.errors import EnvironmentFault
 from memtune.runtime import offload_dir
 from memtune.runtime.ssd_file import LATE, TENSORS, Extent, SsdFile, Ticket
@@ -37,7 +39,11 @@ class Disk(SsdFile):
         return self.move(False, extent, bytes_of(memory).numpy(), priority, file)
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """A new tensor on SSD of `like`'s type, shape and strides; its bytes are whatever is there until it is written."""
+        """A new tensor on SSD of `like`'s type, shape and strides; its bytes are whatever is there until it is written.
+
+        Raises:
+            EnvironmentFault: There is no room, the file has been cut off, or the system gives no more mappings; says for what.
+        """
         extent = self.reserve(name, bytes_of(like).numel())
         try:
             return self._over(extent, like)
@@ -48,7 +54,11 @@ class Disk(SsdFile):
     def _over(self, extent: Extent, like: Tensor) -> Tensor:
         """A tensor like `like` over the mapped bytes of `extent`, which it gives back when it goes."""
         n_bytes = extent.n_bytes
-        mapped = mmap.mmap(self._fd, max(n_bytes, 1), offset=extent.offset)
+        try:
+            mapped = mmap.mmap(self._fd, max(n_bytes, 1), offset=extent.offset)
+        except (ValueError, OSError) as error:  # ValueError: somebody has cut the file off
+            failed = error.errno or errno.EIO if isinstance(error, OSError) else _native.IO_END_OF_FILE
+            raise self._error(extent.name, failed, 0) from None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             flat = torch.frombuffer(mapped, dtype=torch.uint8, count=max(n_bytes, 1))

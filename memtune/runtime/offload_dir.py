@@ -9,6 +9,7 @@ certain and removed by `clean` or by the next run in the same place.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -60,6 +61,7 @@ def checked(root: str | None = None) -> Path:
         raise _fault("No directory for tensors on SSD was given.", fix=f"export {VARIABLE}=/path/on/your/drive, or --offload-dir")
     path = Path(text)
     _must_be_a_plain_directory(path)
+    path = path.absolute()  # the process may go elsewhere
     kind = file_system(path)
     if kind in _MEMORY:
         warnings.warn(
@@ -122,16 +124,22 @@ class RunFolder:
 
     def __init__(self, directory: Path) -> None:
         clean(directory, resumable=False)
-        try:
-            made = Path(tempfile.mkdtemp(prefix=_NEW, dir=directory))
-            lock = os.open(made / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(lock, f"{os.getpid()}\n".encode())
-            self.path = made.rename(directory / f"{_RUN}{os.getpid()}-{made.name.removeprefix(_NEW)}")  # only now `clean` looks
-        except OSError as error:
-            raise _fault(
-                f"Nothing can be made in the offload directory {directory}: {error.strerror}.", fix="free space"
-            ) from None
+        with contextlib.ExitStack() as undo:
+            try:
+                made = Path(tempfile.mkdtemp(prefix=_NEW, dir=directory))
+                undo.callback(shutil.rmtree, made, ignore_errors=True)
+                lock = os.open(made / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                undo.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.write(lock, f"{os.getpid()}\n".encode())
+                self.path = made.rename(directory / f"{_RUN}{os.getpid()}-{made.name.removeprefix(_NEW)}")  # `clean` looks now
+            except OSError as error:
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                raise _fault(
+                    f"Nothing can be made in the offload directory {directory}: {error.strerror}.",
+                    fix="free space" if full else "choose a directory on a drive that you may write to",
+                ) from None
+            undo.pop_all()
         self._end = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
 
     def close(self) -> None:

@@ -214,3 +214,13 @@ def test_io_uring_is_probed_and_threads_take_its_place_where_it_is_refused(tmp_p
     if out == "not allowed\n":
         pytest.skip("filters of system calls are not allowed here")
     assert out == f"threads io_uring_setup: {os.strerror(errno.EPERM)}\n"
+
+
+def test_no_tensor_is_made_in_a_file_that_was_cut_off(disk: Disk) -> None:
+    kept = stored(disk, torch.randn(1000))
+    os.truncate(disk.path, 0)
+    with pytest.raises(EnvironmentFault, match="cut off") as caught:
+        disk.tensor("layer.bias", torch.zeros(1000))
+    assert caught.value.code == "MT364"
+    assert "layer.bias" in caught.value.what
+    assert disk.used_bytes == kept.numel() * 4 + 96  # filled up to a block of the file

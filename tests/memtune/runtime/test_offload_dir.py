@@ -105,3 +105,37 @@ def test_several_drives_are_a_list_of_which_one_drive_users_take_the_first(monke
         monkeypatch.setenv(VARIABLE, text)
         assert all_allowed() == found
         assert allowed() == (found[0] if found else "")
+
+
+def run_child(code: str, cwd: Path) -> str:
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    """The kernel takes no byte of a file, as on a full drive."""
+    code = f"""
+import pathlib, resource
+from memtune.errors import EnvironmentFault
+from memtune.runtime.offload_dir import RunFolder
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    RunFolder(pathlib.Path({str(tmp_path)!r}))
+except EnvironmentFault as fault:
+    print(fault)
+"""
+    assert "Nothing can be made" in run_child(code, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_relative_directory_is_meant_from_where_the_run_began(tmp_path: Path) -> None:
+    """Its folder is removed at the end, wherever the process is then."""
+    (tmp_path / "drive").mkdir()
+    code = """
+import os
+from memtune.runtime.offload_dir import RunFolder, checked
+folder = RunFolder(checked("drive"))
+os.chdir("/")
+print(folder.path)
+"""
+    assert run_child(code, tmp_path).startswith(str(tmp_path / "drive"))
+    assert not list((tmp_path / "drive").iterdir())
