@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from memtune.autotune.candidates import Choice
 from memtune.autotune.pruning import Pruner
@@ -22,6 +22,22 @@ def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
         if not front or each.prediction.peak_allocated_bytes < front[-1].prediction.peak_allocated_bytes * (1 - _NOTICEABLE):
             front.append(each)
     return front
+
+
+def refined_front(scored: Iterable[Scored], refine: Callable[[list[Scored]], list[Scored]], most: int) -> list[Scored]:
+    """The front of what is simulated op by op: what was before, and about `most` others.
+
+    Sums of resources are what a step takes at the least, so a row of a front by them may be beaten once it is simulated, and
+    those that it had beaten are looked at then.
+    """
+    best = {each.key: each for each in scored}
+    while most > 0:
+        coarse = [each for each in pareto_front(best.values()) if each.prediction.level != "events"]
+        if not coarse:
+            break
+        most -= len(coarse)
+        best.update({each.key: each for each in refine(coarse)})
+    return pareto_front(each for each in best.values() if each.prediction.level == "events")
 
 
 def largest_micro_batch(scorer: Scorer, choice: Choice, pruner: Pruner) -> int | None:

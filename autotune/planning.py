@@ -12,7 +12,7 @@ from memtune.autotune.candidates import Choice
 from memtune.autotune.dry_run import DryRuns
 from memtune.autotune.guards import guards
 from memtune.autotune.options import PlanOptions
-from memtune.autotune.pareto import largest_micro_batch, pareto_front
+from memtune.autotune.pareto import largest_micro_batch, refined_front
 from memtune.autotune.peak import PeakRow, at_peak
 from memtune.autotune.pruning import Pruner
 from memtune.autotune.remedies import Remedy, remedies
@@ -25,6 +25,8 @@ from memtune.technique import Reason
 SCHEMA = 1
 EXACT_ROWS = 5
 """Rows of the front that are dry-run where that is asked for; each takes as long as recording the model."""
+MOST_SIMULATED = 64
+"""Candidates that are simulated op by op to find the front, besides the best by the goal; beyond them rows may be missing."""
 Status = Literal["ok", "oom", "unfit"]
 
 
@@ -142,7 +144,7 @@ def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None
     found, refused = guards(setup.scorer, setup.global_batch)
     alive = [each for each in scores.by_key.values() if pruner.reason(each.prediction) is None]
     ranked = sorted(alive, key=lambda each: (_over(each, setup.budget_bytes), each.rank(options.goal)))
-    front = pareto_front(each for each in scores.by_key.values() if not _over(each, setup.budget_bytes))
+    front = _simulated(setup, [each for each in scores.by_key.values() if not _over(each, setup.budget_bytes)])
     first = front[0] if front else min(scores.by_key.values(), key=lambda each: each.rank("memory"), default=None)
     return PlanReport(
         facts=_facts(setup),
@@ -160,12 +162,14 @@ def plan(options: PlanOptions, *, say: Callable[[str], None] = lambda text: None
     )
 
 
-def _front(setup: Setup, pruner: Pruner, front: Sequence[Scored]) -> tuple[Planned, ...]:
-    """The rows of the front, each with the largest micro-batch of its techniques.
+def _simulated(setup: Setup, scored: list[Scored]) -> list[Scored]:
+    """The front of `scored`, simulated op by op."""
+    with SideBySide(setup.scorer.refined, lambda each: same_passes(each.choice), processes(), worth_it=2) as side_by_side:
+        return refined_front(scored, side_by_side.over, MOST_SIMULATED)
 
-    They are simulated op by op, after which some may be beaten that were not by sums of resources: those are no rows.
-    """
-    shown = pareto_front(setup.scorer.refined(each) for each in front)
+
+def _front(setup: Setup, pruner: Pruner, shown: Sequence[Scored]) -> tuple[Planned, ...]:
+    """The rows of the front, each with the largest micro-batch of its techniques."""
     with SideBySide(
         lambda choice: largest_micro_batch(setup.scorer, choice, pruner), same_passes, processes(), worth_it=2
     ) as side_by_side:

@@ -11,7 +11,7 @@ from zoo_paths import ZOO
 
 from memtune import hardware
 from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.pareto import largest_micro_batch, pareto_front
+from memtune.autotune.pareto import largest_micro_batch, pareto_front, refined_front
 from memtune.autotune.pruning import Pruner
 from memtune.autotune.record import record
 from memtune.autotune.scoring import Scorer
@@ -39,6 +39,29 @@ def test_the_front_is_what_nothing_beats(points: list[tuple[int, int, int]]) -> 
     for each in front:
         alike = [s for r, p, s in points if (r, p) == (each.prediction.samples_per_s, each.prediction.peak_allocated_bytes)]
         assert each.choice.complexity[0] == min(alike)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(100, 900)), max_size=30))
+@settings(deadline=None)
+def test_the_simulated_front_is_that_of_all_where_enough_are_simulated(points: list[tuple[int, int, int]]) -> None:
+    def at(level: str, key: int, slower: int, rate: int, peak: int) -> Any:
+        prediction = SimpleNamespace(
+            samples_per_s=rate / (slower if level == "events" else 1), peak_allocated_bytes=peak, level=level
+        )
+        return SimpleNamespace(key=key, prediction=prediction, choice=SimpleNamespace(complexity=(0, key)))
+
+    asked: list[int] = []
+
+    def refine(coarse: list[Any]) -> list[Any]:
+        asked.extend(each.key for each in coarse)
+        return [at("events", each.key, *points[each.key]) for each in coarse]
+
+    every = [at("coarse", key, *point) for key, point in enumerate(points)]
+    wanted = pareto_front([at("events", key, *point) for key, point in enumerate(points)])
+    found = refined_front(every, refine, most=len(points))
+    assert [each.prediction for each in found] == [each.prediction for each in wanted]
+    assert len(asked) == len(set(asked))
+    assert all(each.prediction.level == "events" for each in refined_front(every, refine, most=2))
 
 
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
