@@ -1,10 +1,11 @@
 """Candidates rewritten and scored per second: a 24-block GPT, recorded for real, on one core.
 
-    python benchmarks/candidates_speed.py [--json] [--layers 24] [--ranks 1] [--device cuda]
+    python benchmarks/candidates_speed.py [--json] [--layers 24] [--ranks 1] [--device cuda] [--without planned,tsplit]
 
-A candidate is one choice for every slot; candidates that become the same program (allocator knobs, a degree that is all ranks)
-share its simulation, so the table also counts distinct programs. Rates are of the CPU time of this process, which other work
-on the machine does not lengthen; `seconds` is the time on the clock.
+Of a space that a search does not score whole, the sample is scored that the search begins with; `--without` leaves kinds out, as
+those whose planners solve for every candidate. A candidate is one choice for every slot; candidates that become the same program
+(allocator knobs, a degree that is all ranks) share its simulation, so the table also counts distinct programs. Rates are of the
+CPU time of this process, which other work on the machine does not lengthen; `seconds` is the time on the clock.
 """
 
 from __future__ import annotations
@@ -59,15 +60,17 @@ def loss(model, batch):
 """
 
 
-def measure(layers: int, ranks: int, device: str) -> dict[str, object]:
-    """Build the space of the GPT on `ranks` H100 (or CPU processes) and score every candidate once."""
+def measure(layers: int, ranks: int, device: str, without: frozenset[str]) -> dict[str, object]:
+    """Build the space of the GPT on `ranks` H100 (or CPU processes) and score what a search scores first, each candidate once."""
+    from dataclasses import replace
+
     import torch
 
     from memtune import hardware
     from memtune.autotune.candidates import Rewriter
     from memtune.autotune.record import record
     from memtune.autotune.scoring import Scorer, settled
-    from memtune.autotune.space import build_space
+    from memtune.autotune.space import ENUMERATE_UP_TO, SAMPLE, build_space
     from memtune.technique import Reason, Target
     from memtune.workload import Workload
 
@@ -79,11 +82,14 @@ def measure(layers: int, ranks: int, device: str) -> dict[str, object]:
     target = hardware.detect("cpu") if device == "cpu" else hardware.find("h100-80g")
     scorer = Scorer(Rewriter(recording, Target(target, ranks, 80 << 30)))
     space = build_space(scorer.rewriter, 32 * ranks)
+    kept = {slot: tuple(each for each in techniques if each.kind not in without) for slot, techniques in space.slots.items()}
+    space = replace(space, slots=kept)
+    choices = list(space) if space.size <= ENUMERATE_UP_TO else space.sample(SAMPLE, 0)
     scored = refused = 0
     predictions: dict[int, object] = {}  # one object per program
     started, cpu_started = time.perf_counter(), time.process_time()
     with settled():
-        for choice in space:
+        for choice in choices:
             found = scorer.score(choice)
             if isinstance(found, Reason):
                 refused += 1
@@ -92,12 +98,14 @@ def measure(layers: int, ranks: int, device: str) -> dict[str, object]:
                 predictions[id(found.prediction)] = found.prediction
     cpu_s, seconds = time.process_time() - cpu_started, time.perf_counter() - started
     return {
-        "schema": 2,
+        "schema": 3,
         "layers": layers,
         "ranks": ranks,
         "device": device,
         "ops": recording.step.n_ops,
         "record_s": round(recording.record_s, 2),
+        "without": sorted(without),
+        "space": space.size,
         "candidates": scored + refused,
         "refused": refused,
         "programs": len(predictions),
@@ -117,10 +125,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--without", default="", metavar="KIND,...", help="techniques that are left out")
     asked = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    numbers = measure(asked.layers, asked.ranks, asked.device)
+    numbers = measure(asked.layers, asked.ranks, asked.device, frozenset(asked.without.split(",")) - {""})
     if asked.json:
         print(json.dumps(numbers))
         return
