@@ -172,7 +172,8 @@ def _kernel(call: Call, step: Step, context: _Context) -> _Kernel | None:
 
 def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
     options = call.options
-    asked = table.attention_of(call.shapes, call.dtype, options, needs_grad=call.saves[1] > call.saves[0])
+    needs_grad = call.saves[1] > call.saves[0]
+    asked = table.attention_of(call.shapes, call.dtype, options, needs_grad=needs_grad, architecture=context.architecture)
     kernel = table.attention_kernel(asked, context.architecture)
     on_cpu = [step.names[i] for i in step.op_name[slice(*call.ops)]]
     context.count(f"{kernel.name} attention", estimated=kernel.estimated)

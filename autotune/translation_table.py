@@ -36,6 +36,7 @@ class Attention:
     aligned: bool = True
     """Whether query, key and value begin at a multiple of 16 bytes in their storages."""
     needs_grad: bool = True
+    multiprocessors: int = 108
 
     @property
     def S(self) -> int:
@@ -100,6 +101,24 @@ def _flash_saved(a: Attention) -> tuple[int, ...]:
     return (4 * a.B * a.H * a.Q, *random_state, *padded)
 
 
+def flash_splits(a: Attention) -> int:
+    """Into how many parts flash attention's forward cuts the keys, so that few queries and heads fill the GPU as well."""
+    head, slots = up(a.D, 8), 2 * a.multiprocessors
+    blocks = a.B * a.H * -(-a.Q // 64)
+    if a.dropout or blocks >= 0.8 * slots:
+        return 1
+    n_blocks = -(-a.K // (256 if head <= 64 else 128 if head <= 128 else 64))
+    most = min(128, slots, n_blocks)
+    eligible = [n for n in range(1, most + 1) if n == 1 or -(-n_blocks // n) != -(-n_blocks // (n - 1))]
+    filled = {n: blocks * n / slots / math.ceil(blocks * n / slots) for n in eligible}
+    return next(n for n in eligible if filled[n] >= 0.85 * max(filled.values()))
+
+
+def _flash_forward(a: Attention) -> int:
+    splits = flash_splits(a)
+    return 4 * splits * a.B * a.H * a.Q * (1 + _flash_head(a)) if splits > 1 else 0
+
+
 def _flash_backward(a: Attention) -> int:
     rows = up(a.Q, 128)
     expanded = 2 * a.B * a.K * a.H * up(a.D, 8) * a.S if a.G != a.H else 0
@@ -121,7 +140,8 @@ def _efficient_backward(a: Attention) -> int:
 
 
 def _cudnn_fits(a: Attention, sm: int) -> bool:
-    sizes = a.D % 8 == 0 == a.E % 8 and max(a.D, a.E) <= 128 and a.K != 1 and (a.Q != 1 or a.dropout == 0)
+    latent = sm // 10 in (9, 10) and (a.D, a.E) == (192, 128)  # multi-head latent attention
+    sizes = a.D % 8 == 0 == a.E % 8 and (max(a.D, a.E) <= 128 or latent) and a.K != 1 and (a.Q != 1 or a.dropout == 0)
     return 80 <= sm <= 121 and a.narrow and sizes and a.dense and (16 * a.dropout).is_integer()
 
 
@@ -134,7 +154,8 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         saved=lambda a: (4 * a.B * a.H * a.Q, 8, 8),
         forward_scratch=lambda a: 0,
         backward_scratch=lambda a: 4 * a.B * a.H * a.Q * (1 + a.D),
-        source=f"{_SDP} can_use_cudnn_attention; torch/_meta_registrations.py meta__scaled_dot_product_cudnn_attention (fp32 "
+        source=f"{_SDP} can_use_cudnn_attention, check_cudnn_tensor_shapes (cuDNN from 9.16 on); "
+        "torch/_meta_registrations.py meta__scaled_dot_product_cudnn_attention (fp32 "
         "log-sum-exp, int64 seed and offset); backward's workspace is cuDNN's own and taken to be flash attention's",
         estimated=True,
     ),
@@ -144,10 +165,11 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         "aten._scaled_dot_product_flash_attention_backward.default",
         _flash_fits,
         saved=_flash_saved,
-        forward_scratch=lambda a: 0,
+        forward_scratch=_flash_forward,
         backward_scratch=_flash_backward,
         source=f"{_SDP} can_use_flash_attention; aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp mha_fwd "
-        "(softmax_lse, rng_state, _unused), mha_bwd (softmax_d, dq_accum, dk_expanded, dv_expanded); padding to 8: "
+        "(softmax_lse, rng_state, _unused), set_params_splitkv (softmax_lse_accum, out_accum) and num_splits_heuristic, "
+        "mha_bwd (softmax_d, dq_accum, dk_expanded, dv_expanded); padding to 8: "
         "aten/src/ATen/native/transformers/attention.cpp pad_last_dim",
     ),
     "efficient": AttentionKernel(
@@ -175,6 +197,10 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         source="aten/src/ATen/native/transformers/attention.cpp _scaled_dot_product_attention_math",
     ),
 }  # fmt: skip
+
+MULTIPROCESSORS = {"sm70": 80, "sm75": 72, "sm80": 108, "sm86": 82, "sm89": 128, "sm90": 132, "sm100": 148, "sm120": 170}
+"""By architecture, of the card that is trained on most: V100, RTX 6000, A100, RTX 3090, RTX 4090, H100 SXM, B200, RTX 5090 (their
+white papers). Only small batches ask: it decides into how many parts flash attention cuts the keys."""
 
 ATTENTION_ORDER: tuple[tuple[Callable[[int], bool], tuple[str, ...], str], ...] = (
     (lambda sm: sm // 10 in (9, 10), ("cudnn", "flash", "efficient", "math"), f"{_SDP} check_prefer_cudnn_attention"),
@@ -256,13 +282,16 @@ def attention_kernel(call: Attention, architecture: str) -> AttentionKernel:
     return next(ATTENTION[name] for name in order if ATTENTION[name].fits(call, sm))
 
 
-def attention_of(shapes: Sequence[Sequence[int]], dtype: str, options: Mapping[str, float], *, needs_grad: bool) -> Attention:
+def attention_of(
+    shapes: Sequence[Sequence[int]], dtype: str, options: Mapping[str, float], *, needs_grad: bool, architecture: str = "sm80"
+) -> Attention:
     """The call with the shapes of query, key and value (samples, heads, length, size) and what was noted of it."""
     (B, H, Q, D), (*_, G, K, _), (*_, E) = shapes[:3]
     return Attention(
         B, H, Q, D, G, K, E, dtype,
         dropout=options["dropout"], causal=bool(options["causal"]), masked=bool(options["masked"]),
         dense=bool(options["dense"]), aligned=bool(options["aligned"]), needs_grad=needs_grad,
+        multiprocessors=MULTIPROCESSORS.get(architecture, 108),
     )  # fmt: skip
 
 

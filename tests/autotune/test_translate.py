@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,9 +211,30 @@ def test_the_table_chooses_as_torch_does() -> None:
     ]:  # fmt: skip
         assert table.attention_kernel(replace(call, **changes), "sm80").name == kernel, changes
     assert table.attention_kernel(replace(call, dropout=0.1), "sm90").name == "flash"  # cuDNN knows sixteenths
+    latent = replace(call, D=192, E=128)
+    assert table.attention_kernel(latent, "sm90").name == "cudnn"
+    assert table.attention_kernel(latent, "sm80").name == "efficient"
     wide = replace(call, D=208, E=208)
     assert table.attention_kernel(wide, "sm80").name == "flash"
     assert table.attention_kernel(wide, "sm89").name == "efficient"
+
+
+@pytest.mark.parametrize(
+    ("changes", "splits"),
+    [
+        ({}, 1),  # 2 × 32 × 8 blocks of queries fill 216 slots
+        ({"B": 1, "H": 4, "Q": 512, "K": 512}, 4),  # 32 blocks: 4 parts of 128 keys
+        ({"B": 1, "H": 4, "Q": 512, "K": 512, "dropout": 0.1}, 1),
+        ({"B": 1, "H": 4, "Q": 512, "K": 512, "multiprocessors": 16}, 1),
+        ({"B": 1, "H": 1, "Q": 64, "K": 8192}, 64),  # one block: as many parts as there are blocks of keys
+        ({"B": 1, "H": 12, "Q": 512, "K": 1024}, 2),  # 96 blocks: 192 of 216 slots
+    ],
+)
+def test_flash_attention_cuts_the_keys_of_few_queries(changes: dict[str, Any], splits: int) -> None:
+    call = replace(table.Attention(2, 32, 512, 128, 32, 512, 128, "bfloat16"), **changes)
+    assert table.flash_splits(call) == splits
+    scratch = table.ATTENTION["flash"].forward_scratch(call)
+    assert scratch == (0 if splits == 1 else splits * call.B * call.H * call.Q * 4 * (128 + 1))
 
 
 @pytest.mark.parametrize(
