@@ -13,8 +13,8 @@ namespace memtune::layout {
 namespace {
 
 constexpr std::int32_t kMostBuffers = 8192;
-constexpr std::int64_t kFirstNodes = 1000;
-constexpr double kMorePatience = 1.5, kNoise = 0.4;
+constexpr std::int64_t kFirstNodes = 1000;  // and twice the buffers: each is placed once at least
+constexpr double kMorePatience = 1.1, kNoise = 0.4;
 
 struct Keys {
   std::vector<double> first, second;  // by buffer: larger ones come first
@@ -84,7 +84,7 @@ Exact improve(const Instance& instance, Layout seed, std::int64_t goal, const Cl
     return Outcome::kStopped;
   };
   // Bisection between what is impossible and what is known; what stays open is asked again with more patience.
-  double nodes = kFirstNodes;
+  double nodes = kFirstNodes + 2 * instance.n();
   for (std::uint64_t round = 0; !done(); ++round, nodes *= kMorePatience) {
     tries = strategies(keys, round);
     std::int64_t lowest = std::max(goal, best.lower_bound);

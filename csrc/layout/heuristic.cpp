@@ -8,6 +8,8 @@
 #include <tuple>
 #include <utility>
 
+#include "layout/exact.h"
+
 namespace memtune::layout {
 
 namespace {
@@ -162,6 +164,8 @@ class Placed {
   std::vector<std::span<const Range>> asked_;  // of one request: all that must agree
 };
 
+constexpr std::int32_t kMostSearched = 2048;  // beyond, a single layout takes the search too long
+constexpr double kSearched = 0.3;             // of the time that is left: short searches at heights in between, before orders are changed
 constexpr std::int32_t kMostByArea = 50'000;  // beyond, the order by area takes longest of all and has found nothing lower
 
 // First the buffers that are always alive, which are best at the bottom, then by what the orders differ in.
@@ -235,6 +239,11 @@ Layout pack(const Instance& instance, std::int64_t goal, std::uint64_t seed, con
     Layout layout;
     if (best.height <= goal || clock.over()) break;
     if (first_fit(instance, order, best.height, clock, layout)) best = std::move(layout);
+  }
+  if (best.height <= goal || clock.over()) return best;
+  if (instance.n() <= kMostSearched) {
+    const Clock part(kSearched * clock.left_s());
+    best = improve(instance, std::move(best), goal, part).layout;
   }
   return best.height <= goal || clock.over() ? best : local_search(instance, std::move(best), goal, seed, clock);
 }
