@@ -66,7 +66,9 @@ def dry_run(
     try:
         with fake_ranks(target.ranks):
             session = start_session(workload, rung)
-            trace = traced_under(session, config, execution.micro_batch, micro_batches=execution.accumulate)
+            # Ranks that share layers work on those of all of them, one after the other.
+            several = max(execution.accumulate, candidate.program.accumulate)
+            trace = traced_under(session, config, execution.micro_batch, micro_batches=several)
     except Exception as error:  # of user code, of the runtime or of torch, none of which is made for fake tensors
         return Reason(f"it does not run on fake tensors: {why(error, workload)}")
     if isinstance(trace, Reason):
