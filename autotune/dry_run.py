@@ -135,6 +135,8 @@ def traced_under(session: Session, config: TunedConfig, micro_batch: int, *, mic
     # The first step makes the optimizer's state; in the second DTensor works out shapes that it has not met.
     for _ in range(2 if dist.is_initialized() else 1):
         session.warm_up(micro_batch)
+    if config.settings.chosen.get("sharding.parallel") is not None and micro_batches > 1:
+        session.traced(micro_batch, micro_batches=micro_batches)  # sums of gradients that are DTensors are another such shape
     return session.traced(micro_batch, micro_batches=micro_batches)
 
 
