@@ -66,7 +66,9 @@ def dry_run(
     try:
         with fake_ranks(target.ranks):
             session = start_session(workload, rung)
-            trace = traced_under(session, config, execution.micro_batch, micro_batches=execution.accumulate)
+            # Ranks that share layers work on those of all of them, one after the other.
+            several = max(execution.accumulate, candidate.program.accumulate)
+            trace = traced_under(session, config, execution.micro_batch, micro_batches=several)
     except Exception as error:  # of user code, of the runtime or of torch, none of which is made for fake tensors
         return Reason(f"it does not run on fake tensors: {why(error, workload)}")
     if isinstance(trace, Reason):
@@ -133,6 +135,8 @@ def traced_under(session: Session, config: TunedConfig, micro_batch: int, *, mic
     # The first step makes the optimizer's state; in the second DTensor works out shapes that it has not met.
     for _ in range(2 if dist.is_initialized() else 1):
         session.warm_up(micro_batch)
+    if config.settings.chosen.get("sharding.parallel") is not None and micro_batches > 1:
+        session.traced(micro_batch, micro_batches=micro_batches)  # sums of gradients that are DTensors are another such shape
     return session.traced(micro_batch, micro_batches=micro_batches)
 
 

@@ -116,12 +116,12 @@ def require_same_config(said: str, device: torch.device) -> None:
 
 def _require_same_weights(context: Context) -> None:
     """Sums of the weights' bits are equal where ranks hold the same ones; nothing is overwritten, so failures can be undone."""
-    there = ((name, p) for name, p in context.model.named_parameters() if not p.is_meta)
-    named = [(name, p) for name, p in there if not isinstance(p, FakeTensor)]
+    parts = ((name, local(p.detach())) for name, p in context.model.named_parameters())
+    named = [(name, part) for name, part in parts if not part.is_meta and not isinstance(part, FakeTensor)]
     if not named:
         return
     with torch.no_grad():
-        sums = torch.stack([local(p.detach()).view(_INTEGER[p.element_size()]).sum(dtype=torch.int64) for _, p in named])
+        sums = torch.stack([part.view(_INTEGER[part.element_size()]).sum(dtype=torch.int64) for _, part in named])
     low, high = sums.to(context.device), sums.to(context.device, copy=True)
     group = same_part(context)
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
