@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
@@ -46,7 +46,7 @@ class TestPipelined(TechniqueSuite):
     """Without a pipeline: keyed by layer."""
 
     technique = Pipelined
-    models = ZOO
+    models: ClassVar = {name: ZOO[name] for name in ("tied", "gpt", "lstm", "inplace_views")}
     quick = ("tied",)
     variants = (ALL, HALF)
 
@@ -156,12 +156,13 @@ def by_rank(program: Program) -> list[int]:
 
 
 def test_pipelines_without_slots_are_refused() -> None:
-    assert "no micro-batch waits for two slots" in str(found(2, ratio=1.0, **PIPELINED)[1])
-    assert isinstance(found(2, ratio=1.0, knobs=(("schedule", "interleaved_1f1b"),), **PIPELINED)[1], Candidate)
-    assert "not built" in str(found(2, kind="copy_out", min_bytes=0, target="ssd")[1]) or "no directory" in str(
-        found(2, kind="copy_out", min_bytes=0, target="ssd")[1]
-    )
-    assert "planned for a rank that has all blocks" in str(found(2, kind="tsplit", share=0.5)[1])
+    pair = ("degree", 2)
+    assert "no micro-batch waits for two slots" in str(found(4, ratio=1.0, knobs=(pair,), **PIPELINED)[1])
+    interleaved = pair, ("schedule", "interleaved_1f1b")
+    assert isinstance(found(4, ratio=1.0, knobs=interleaved, **PIPELINED)[1], Candidate)
+    on_ssd = str(found(4, kind="copy_out", min_bytes=0, target="ssd")[1])
+    assert "not built" in on_ssd or "no directory" in on_ssd
+    assert "planned for a rank that has all blocks" in str(found(4, kind="tsplit", share=0.5)[1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -284,7 +285,7 @@ def assert_in_slots(trace: list[Any], actions: list[Action], n_bytes: dict[int, 
 
 
 def test_copies_keep_to_the_slots_of_the_schedule() -> None:
-    check(3, ratio=1.0, **PIPELINED)
+    check(4, ratio=1.0, **PIPELINED)
 
 
 @pytest.mark.slow
