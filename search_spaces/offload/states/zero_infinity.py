@@ -52,7 +52,8 @@ class ZeroInfinity(Technique):
     """Pieces that are read ahead; each takes the bytes of a parameter's state on the host."""
     resume: Literal["checkpoint", "last_step"] = "checkpoint"
     """After a crash training goes on from the user's own checkpoint, or from the last complete step: then each piece has two
-    slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive."""
+    slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive. Not under
+    `zero1` and `zero2`, whose ranks would have to give each other their rows."""
 
     parameters: Literal["device", "host", "ssd"] = "device"
     """Where the weights of blocks are while they are not used; those of no block stay on the device."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gloo  # noqa: F401  (what processes are forked from)
 import pytest
 import torch
+from gloo import run_ranks
 from torch import nn
 
 import memtune
@@ -190,3 +190,43 @@ def test_another_model_does_not_go_on_from_it_and_does_not_remove_it(tmp_path: P
     folder = kept(tmp_path, monkeypatch)
     assert tuned_of(nn.Linear(3, 3), "last_step").resumed_steps == 0
     assert folder.exists()
+
+
+def train_on_rank(directory: str, sharding: str, kill_at: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`. All ranks have the same samples."""
+    os.environ[offload_dir.VARIABLE] = directory
+    if kill_at >= 0 and torch.distributed.get_rank() == 1:
+        kill_at_durable_act(kill_at)
+    model = fresh(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    states: dict[str, Any] = {"kind": "zero_infinity", "resume": "last_step"}
+    settings = {"sharding": {"states": {"kind": sharding}}, "offload": {"states": states}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it goes on
+        tuned = memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean(), strict=False)
+    began = tuned.resumed_steps
+    for _ in range(began, STEPS):
+        tuned.step([torch.randn(4, 6)])
+    found = {name: value.clone() for name, value in tuned.state_dict()["model"].items()}
+    tuned.finish()
+    disk.folder().close()  # what the end of an interpreter does; processes forked from a server have none
+    return began, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("act", [52, 63, 75])
+def test_a_killed_rank_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
+    plain, killed = tmp_path / "plain", tmp_path / "killed"
+    plain.mkdir()
+    killed.mkdir()
+    (_, wanted), _ = run_ranks(train_on_rank, 2, str(plain), sharding, -1)
+    assert None in run_ranks(train_on_rank, 2, str(killed), sharding, act, may_fail=True)
+    assert any(killed.iterdir())
+    resumed = run_ranks(train_on_rank, 2, str(killed), sharding, -1)
+    starts = {began for began, _ in resumed}
+    assert len(starts) == 1
+    assert 0 < starts.pop() < STEPS
+    for _, found in resumed:
+        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    assert not list(killed.iterdir())
