@@ -154,12 +154,15 @@ class Stages:
         return refined
 
     def _candidates(self, until: int) -> None:
-        """Run what is proposed until so many trials have been counted, one of all being kept for an audit if one is due."""
+        """Run what is proposed until so many trials have been counted.
+
+        One of all is kept for an audit if one is due, unless nothing has fitted so far: then what is predicted to fit comes first.
+        """
         driver = self.driver
 
         def next_job() -> Job | None:
-            keep_free = 1 if self._to_audit() else 0
-            if driver.n_trials >= min(until, driver.options.trials - keep_free) or self._out_of_time():
+            kept = int(self._to_audit() is not None and driver.best_value() is not None)
+            if driver.n_trials >= min(until, driver.options.trials - kept) or self._out_of_time():
                 return None
             refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
             proposal = self._proposer.next(driver.pruner, driver.tried | refused, driver.best_value())
@@ -178,8 +181,8 @@ class Stages:
     def _audit(self) -> None:
         """Run the pruned candidate that came closest; where it fits, the interval was too narrow and the rest is reconsidered."""
         driver = self.driver
-        borderline = self._to_audit()
-        if driver.stopped or borderline is None:
+        borderline, left = self._to_audit(), driver.options.trials - driver.n_trials
+        if driver.stopped or borderline is None or left < (1 if driver.best_value() is not None else 2):
             return
         pruned = sum(driver.pruner.reason(each.prediction) is not None for each in self.scores.by_key.values())
         driver.run_all([Job("audit", self._listed(borderline), "audit")])

@@ -155,6 +155,12 @@ def test_no_trial_is_kept_for_an_audit_where_nothing_is_pruned():
     assert roles[:3] == ["guard", "guard", "search"]
 
 
+def test_no_trial_is_an_audit_while_nothing_has_fitted():
+    trials = run(asked(trials=3, budget_bytes=4 * 2**20)).trials
+    assert [(each["role"], each["status"]) for each in trials[:3]] == [("guard", "oom"), ("guard", "oom"), ("search", "ok")]
+    assert all(each["role"] != "audit" for each in trials)
+
+
 def test_losses_that_disagree_make_a_trial_invalid():
     options = asked(axes=("execution", "offload"))
     honest = truth(options)
