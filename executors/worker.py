@@ -36,6 +36,7 @@ from memtune.runtime.op_times import OpTime, op_times
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
+from memtune.units import bytes_in_words
 from memtune.workload import Workload
 
 
@@ -296,7 +297,7 @@ def main() -> int:
     try:
         result = run(rank)
     except torch.OutOfMemoryError as error:
-        result = {"status": "oom", "reason": str(error).split("\n")[0]}
+        result = {"status": "oom", "reason": bytes_in_words(str(error).split("\n")[0])}
     except MemtuneError as error:  # says what, why and how to go on; where in memtune it was raised helps nobody
         print(error, file=sys.stderr)
         refused = isinstance(error, ApplyError)  # a technique saw on the live model what the recording does not show

@@ -11,6 +11,7 @@ _BYTE_UNITS = {
     "": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "k": KIB, "m": MIB, "g": GIB, "t": 2**40,
 }  # fmt: skip
+_COUNTED = re.compile(r"\b([0-9]+)(?: bytes\b|(?= of the [0-9]+ bytes\b))")
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -41,6 +42,11 @@ def format_bytes(n_bytes: float) -> str:
     unit = units[power]
     digits = 0 if unit == "B" or size >= 100 else 1 if size >= 10 else 2
     return f"{sign}{size:.{digits}f} {unit}"
+
+
+def bytes_in_words(text: str) -> str:
+    """`text` with its numbers of bytes as `format_bytes` has them: `2097152 bytes`, and `100 of the 200 bytes`."""
+    return _COUNTED.sub(lambda found: format_bytes(int(found[1])), text)
 
 
 def format_seconds(seconds: float) -> str:

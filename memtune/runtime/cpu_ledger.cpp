@@ -97,8 +97,13 @@ std::string running_op() {
 
 [[noreturn]] void refuse(int tier, int64_t request, int64_t live) {
   std::ostringstream text;
-  text << "memtune: out of memory in " << running_op() << ": it asks for " << request << " bytes, but " << live << " of the "
-       << accounts[tier].budget.load() << " bytes of " << kTierNames[tier] << " memory are live (live now:";
+  const int64_t budget = accounts[tier].budget.load();
+  text << "memtune: out of memory in " << running_op() << ": it asks for " << request << " bytes, ";
+  if (budget == kNoBudget) {
+    text << "which this machine does not have (live now:";
+  } else {
+    text << "but " << live << " of the " << budget << " bytes of " << kTierNames[tier] << " memory are live (live now:";
+  }
   for (int i = 0; i < kTiers; ++i) text << (i ? ", " : " ") << kTierNames[i] << " " << accounts[i].live.load();
   text << "; peak " << kTierNames[tier] << " " << accounts[tier].peak.load() << " bytes)";
   c10::profiledCPUMemoryReporter().OutOfMemory(static_cast<size_t>(request));
