@@ -156,7 +156,7 @@ class Stages:
     def _candidates(self, until: int) -> None:
         """Run what is proposed until so many trials have been counted.
 
-        One of all is kept for an audit if one is due, unless nothing has fitted so far: what is predicted to fit comes first then.
+        One of all is kept for an audit if one is due, unless nothing has fitted so far: then what may fit comes first.
         """
         driver = self.driver
 
