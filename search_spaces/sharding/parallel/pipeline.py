@@ -56,7 +56,7 @@ class Pipeline(Technique):
     title: ClassVar[str] = "Blocks in stages on several ranks"
     source: ClassVar[str] = "Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Huang et al. 2019, GPipe, arXiv:1811.06965"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
-    eager_only: ClassVar[str] = "compiled models train on one rank so far"
+    eager_only: ClassVar[str] = "a stage stops the user's code between blocks, compiled or not"
 
     degree: Annotated[int, Field(ge=2)] | None = None
     """Ranks of a pipeline, all of them by default; a divisor of the ranks."""
@@ -94,7 +94,7 @@ class Pipeline(Technique):
                 "offload.activations: {kind: pipelined}",
             )
         if target.compiled:
-            return Reason("compiled models train on one rank so far", "execution.compile: false")
+            return Reason("a stage stops the user's code between blocks, compiled or not", "execution.compile: false")
         return self._uncut(program.step, self._count(target.ranks))
 
     def _wrong_states(self, target: Target) -> Reason | None:
