@@ -153,25 +153,18 @@ def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module]:
 def _model(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
     """The model on the device; without memory, to be made shard by shard, where the whole does not fit."""
     torch.manual_seed(rank.trial.seed)
-    if begins_with_shards(config, rank.world):
-        try:
-            model = deferred(workload.build_model, rank.device)
-        except MemtuneError as error:  # built whole, it may run out of memory, and that is the result then
-            print(error, file=sys.stderr)
-        else:
-            if sum(each.nbytes for each in (*model.parameters(), *model.buffers())) > _room(rank):
-                return model
-        torch.manual_seed(rank.trial.seed)
-    return workload.build_model().to(rank.device)
-
-
-def _room(rank: _Rank) -> float:
-    """Bytes that the device has, or may have."""
-    budget = rank.trial.budget_bytes
-    if rank.trial.device == "cuda":
-        whole = torch.cuda.get_device_properties(rank.device).total_memory
-        return whole if budget is None else min(whole, budget)
-    return float("inf") if budget is None else budget
+    try:
+        return workload.build_model().to(rank.device)
+    except torch.OutOfMemoryError as error:
+        if not begins_with_shards(config, rank.world):
+            raise
+        too_large = error.with_traceback(None)  # whose frames hold what was made so far
+    torch.manual_seed(rank.trial.seed)
+    try:
+        return deferred(workload.build_model, rank.device)
+    except MemtuneError as error:
+        print(error, file=sys.stderr)
+        raise too_large from None
 
 
 # Hooks run in the order of their registration, and offloading takes the gradients away in a hook: ours must come first.

@@ -28,7 +28,7 @@ from memtune.passes.stage_moves import SlotMoves
 from memtune.passes.stages import SHARED, Chain, chain_of, uploads
 from memtune.passes.unroll import Rows
 from memtune.pipeline_order import Action, Schedule, order
-from memtune.program import I32, READS, WRITES, Kind, Phase, Program, Resource, Step
+from memtune.program import APART, I32, READS, WRITES, Kind, Phase, Program, Resource, Step
 
 _SEND, _RECEIVE, _BROADCAST = "c10d.send.default", "c10d.recv_.default", "c10d.broadcast_.default"
 _ADD, _REDUCE, _NORMS = "aten.add_.Tensor", "memtune.all_reduce_.default", "aten._foreach_norm.Scalar"
@@ -377,7 +377,7 @@ def _finish(parts: Parts, rows: Rows, stages: Sequence[int], held: npt.NDArray[n
     sums = {each.sum for each in parts.tied} if {0, len(how.starts) - 1} & set(stages) else set()
     for gradient in gradients:
         n_bytes = int(parts.step.bytes[gradient])
-        ways = [(how.link, 2)] * (gradient in sums) + [(how.between, how.copies)] * (how.copies > 1)
+        ways = [(how.link, 2)] * (gradient in sums) + [(how.between, how.copies + APART * (how.ranks - 1))] * (how.copies > 1)
         for resource, group in ways:
             rows.add(
                 _REDUCE, Phase.BOUNDARY, resource=resource, traffic_bytes=n_bytes, group=group,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
-from memtune.program import Phase, Resource, Step
+from memtune.program import APART, Phase, Resource, Step
 
 _UPLOAD = "memtune.to_device.default"
 
@@ -40,7 +40,7 @@ def share(step: Step, how: Sharing) -> Step:
         summed = np.isin(columns_of(step.parameters).names, list(how.summed))
         average(edit, step, summed, how.ranks, how.inside, how.accumulate)
     if how.copies > 1:
-        average(edit, step, np.True_, how.copies, how.between, how.accumulate)
+        average(edit, step, np.True_, how.copies + APART * (how.ranks - 1), how.between, how.accumulate)
     return edit.done()
 
 
@@ -59,14 +59,14 @@ def _send(edit: Edit, step: Step, how: Sharing) -> None:
         edit.add_uses(sent, batches, mutates=True)
 
 
-def average(edit: Edit, step: Step, which: npt.NDArray[np.bool_] | np.bool_, ranks: int, link: Resource, accumulate: int) -> None:
-    """The gradients of the parameters `which`, one message each, averaged over groups of `ranks` after the last backward.
+def average(edit: Edit, step: Step, which: npt.NDArray[np.bool_] | np.bool_, group: int, link: Resource, accumulate: int) -> None:
+    """The gradients of the parameters `which`, one message each, averaged over groups of ranks after the last backward.
 
     Args:
         edit: Gets the ops.
         step: What `edit` began with.
         which: Mask over the step's parameters.
-        ranks: Of a group.
+        group: As `Step.op_group` has it.
         link: What the messages cross.
         accumulate: Micro-batches of a step.
     """
@@ -74,7 +74,7 @@ def average(edit: Edit, step: Step, which: npt.NDArray[np.bool_] | np.bool_, ran
     if len(end):
         # What runs once per step although it stands at the end of backward belongs to the boundary.
         phase = Phase.BACKWARD if accumulate == 1 else Phase.BOUNDARY
-        _average_after(edit, step, int(end[-1]), phase, which, ranks, link)
+        _average_after(edit, step, int(end[-1]), phase, which, group, link)
 
 
 def sum_shards(step: Step, how: Sharing) -> Step:

@@ -29,14 +29,22 @@ def contention(ranks: Sequence[int], per_root: int) -> float:
     )
 
 
+MOST_RANKS = 10
+"""For which every order is tried."""
+
+
 @cache
 def cross_mapping(stages: int, ranks: int, per_root: int) -> tuple[int, ...]:
-    """The rank of each stage under which stages in turn contend least; `ranks` of them repeat. Exact.
+    """The rank of each stage under which stages in turn contend least; `ranks` of them repeat.
 
-    Which rank of a root is used does not matter, so orders of roots are tried, each rank of a root in its turn.
+    Which rank of a root is used does not matter, so orders of roots are tried, each rank of a root in its turn: all of them for
+    `MOST_RANKS` at most, as their number grows like a factorial. Beyond that the roots take turns.
     """
     if per_root <= 1 or per_root >= ranks:
         return tuple(stage % ranks for stage in range(stages))
+    if ranks > MOST_RANKS:
+        in_turn = sorted(range(ranks), key=lambda rank: (rank % per_root, rank))
+        return tuple(in_turn[stage % ranks] for stage in range(stages))
     size = {root: min(per_root, ranks - root * per_root) for root in range(-(-ranks // per_root))}
     best: tuple[float, tuple[int, ...]] | None = None
     for roots in _orders(size, size):

@@ -259,7 +259,7 @@ class _Frame:
     def run(self) -> Any:
         """The first run, with everything that autograd saves passing through `pack`."""
         self.table.traffic.forwards.add(self.region.name)
-        if self.region.compared is not None:
+        if self.region.compared is not None and self.region.compared.is_here():
             compared, self.region.compared = self.region.compared, None
             compared.check()
         args, kwargs = self._args
@@ -456,7 +456,7 @@ class _Replay:
             if len(self._frame.magnitudes) > 1 or tensor.device.type == "cpu":
                 compared.check()
             else:
-                region.compared = compared
+                region.compared = compared.sent()
 
 
 class _Enough(Exception):

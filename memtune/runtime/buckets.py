@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +31,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.nodes import count_collective
 from memtune.runtime.parts import same_part
 from memtune.runtime.ranks import require_ranks
+from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.tree import local
 
 
@@ -78,8 +80,17 @@ class Buckets:
         self._last = last
         try:
             yield
+        except BaseException:
+            self._give_up()
+            raise
         finally:
             self._last = True
+
+    def _give_up(self) -> None:
+        """A backward has raised: torch forgets what it was to call at its end."""
+        self._queued, self._next, self._arrival = False, 0, []
+        for bucket in self._buckets:
+            bucket.work, bucket.missing = None, set(bucket.parameters)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -124,7 +135,8 @@ class Buckets:
         self._fresh = True
         if not self._buckets:
             self._fill()
-        unused = self._without_gradient()
+        if not self._finds_unused:
+            self._require_gradients()
         for bucket in self._buckets:
             for parameter in tuple(bucket.missing):
                 self._copy_in(bucket, parameter)
@@ -133,20 +145,22 @@ class Buckets:
             if bucket.work is not None:
                 bucket.work.wait()
             bucket.work, bucket.missing = None, set(bucket.parameters)
-        for parameter in unused:
+        # After the buckets: some of which other ranks may have averaged inside backward.
+        for parameter in self._without_gradient() if self._finds_unused else ():
             parameter.grad = _like(self._bucket_of[parameter].views[parameter], parameter)
         self._next = 0
+
+    def _require_gradients(self) -> None:
+        missing = [parameter for parameter in self._parameters if parameter.grad is None]
+        if missing:
+            raise ApplyError(
+                f"{len(missing)} parameters got no gradient in this step.",
+                evidence=f"One has the shape {tuple(missing[0].shape)}.", fix="find_unused_parameters: true", code="MT346",
+            )  # fmt: skip
 
     def _without_gradient(self) -> list[nn.Parameter]:
         """Parameters that have no gradient here and one on another rank (rule 3)."""
         mine = [parameter for parameter in self._parameters if parameter.grad is None]
-        if not self._finds_unused:
-            if mine:
-                raise ApplyError(
-                    f"{len(mine)} parameters got no gradient in this step.",
-                    evidence=f"One has the shape {tuple(mine[0].shape)}.", fix="find_unused_parameters: true", code="MT346",
-                )  # fmt: skip
-            return mine
         used = torch.tensor([int(p.grad is not None) for p in self._parameters], dtype=torch.int32)
         used = used.to(self._parameters[0].device)
         dist.all_reduce(used, group=self._group)
@@ -159,7 +173,7 @@ class Buckets:
         late = [p for p in reversed(self._parameters) if p not in place]
         open_: dict[torch.dtype, list[nn.Parameter]] = {}
         closed: list[list[nn.Parameter]] = []
-        order = [*self._arrival, *late]
+        order = self._as_first_copy([*self._arrival, *late])
         for parameter in order:
             filling = open_.setdefault(parameter.dtype, [])
             filling.append(parameter)
@@ -171,12 +185,24 @@ class Buckets:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._arrival = []
 
+    def _as_first_copy(self, order: list[nn.Parameter]) -> list[nn.Parameter]:
+        """The order of the first copy: ranks whose batches took other branches have another one."""
+        if isinstance(local(order[0].detach()), FakeTensor):
+            return order
+        number = {parameter: index for index, parameter in enumerate(self._parameters)}
+        with tier(HOST):
+            numbers = torch.tensor([number[parameter] for parameter in order], device=order[0].device)
+            dist.broadcast(numbers, group=self._group, group_src=0)
+            return [self._parameters[index] for index in numbers.tolist()]
+
     # -- buffers -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _send_buffers(self, model: nn.Module, args: Any) -> None:
-        """Rule 4: one message."""
-        buffers = [buffer for buffer in model.buffers() if buffer.numel()] if self._fresh and model.training else []
+        """Rule 4: one message; an evaluation sends nothing, as some ranks alone may do one."""
+        if not model.training:
+            return
+        buffers = [buffer for buffer in model.buffers() if buffer.numel()] if self._fresh else []
         self._fresh = False
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in buffers:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memtune.errors import ApplyError
 from memtune.runtime.fake_mode import OneFakeMode
@@ -269,12 +269,21 @@ class Recorder(TorchDispatchMode):
         if any(not isinstance(each, FakeTensor) for each in written):
             raise not_deferred(f"{func} writes what was computed into a tensor that was made of values")
         self._note_generator(kwargs)
-        named, more = _mapped(lambda each: self.ref(each) if isinstance(each, FakeTensor) else each, (args, kwargs))
+        named, more = _mapped(self._as_now, (args, kwargs))
         fills = self._filled(args[0]) if str(func.overloadpacket) in _FILLS else -1
         storages = [self.ref(each).storage for each in fakes]
         reads = frozenset(each for each in storages if each != fills or storages.count(each) > 1)
         writes = frozenset(self.ref(each).storage for each in written)
         self.construction.lines.append(Line(func, named, more, made, writes, reads, fills, draws))
+
+    def _as_now(self, value: Any) -> Any:
+        """Real tensors may be written into before the line is run, so it keeps their values."""
+        if isinstance(value, FakeTensor):
+            return self.ref(value)
+        if not isinstance(value, Tensor):
+            return value
+        with _disable_current_modes(), tier(HOST):
+            return value.detach().clone()
 
     def _new(self, tensor: Tensor) -> Ref | None:
         storage = tensor.untyped_storage()

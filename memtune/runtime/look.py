@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -173,6 +173,23 @@ class Compared:
     look: Look
     before: Tensor | float | None
     now: Tensor | float | None
+    event: torch.cuda.Event | None = None
+    """When both are on the host."""
+
+    def sent(self) -> Compared:
+        """The same with both on their way to the host, so that nobody has to wait for the device."""
+        if not isinstance(self.before, Tensor) or not isinstance(self.now, Tensor):
+            return self
+        with _disable_current_modes():
+            there = torch.empty(2, pin_memory=True)
+            there.copy_(torch.stack([self.before, self.now]), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            return replace(self, before=there[0], now=there[1], event=event)
+
+    def is_here(self) -> bool:
+        """`check` need not wait."""
+        return self.event is None or self.event.query()
 
     def check(self) -> None:
         """Wait for both.

@@ -126,7 +126,10 @@ class Pipeline:
             try:
                 schedule.step(target=torch.zeros(len(turns)), losses=losses, return_outputs=False)
             except RuntimeError as error:  # torch wraps whatever a stage raises
-                raise _own_error(error) or error from None
+                own = _own_error(error)
+                if own is None:
+                    raise
+                raise own from None
             finally:
                 for stage in stages:
                     stage.end()
@@ -244,9 +247,9 @@ def _itself(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def _own_error(error: BaseException) -> MemtuneError | None:
+def _own_error(error: BaseException) -> BaseException | None:
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, MemtuneError):
+    while cause is not None and not isinstance(cause, MemtuneError | torch.OutOfMemoryError):
         cause = cause.__cause__
     return cause
 

@@ -110,6 +110,17 @@ def shard(
             evidence="One graph holds all blocks, whose parameters come and go one after the other.",
             fix="compile: blocks", code="MT315",
         )  # fmt: skip
+    if context.pipeline is not None:
+        raise ApplyError(
+            f"sharding.states: {{kind: {kind}}} does not work beside pipeline.",
+            evidence="A stage ends the user's code between blocks, where units would wait for what comes after.",
+            fix="sharding: {states: {kind: zero1}}", code="MT315",
+        )  # fmt: skip
+    if context.parts > 1 and sharers is None and not isinstance(reshard_after_forward, bool):
+        raise ApplyError(
+            "reshard_after_forward to smaller groups does not work where ranks have parts of layers.",
+            evidence=f"Ranks that share a part are {context.parts} apart.", fix="reshard_after_forward: true", code="MT315",
+        )  # fmt: skip
     if context.copies % degree:
         raise ApplyError(
             f"{context.copies} ranks cannot be put into equal groups of {degree}, as {kind} is asked to.",

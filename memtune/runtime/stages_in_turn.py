@@ -192,6 +192,8 @@ class StagesInTurn:
         """Rule 6."""
         if self._tied is not None:
             for parameter in self._shared:
+                if not parameter.requires_grad:
+                    continue
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.ops.memtune.all_reduce_(gradient, self._tied.group_name, self._tied.size(), "sum")
                 parameter.grad = gradient

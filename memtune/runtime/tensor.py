@@ -277,7 +277,7 @@ class Average:
             with self._beside(last):
                 yield
         finally:
-            self._last = True
+            self._last, self._queued = True, False  # torch forgets what a backward that raised was to call
 
     def _arrived(self, parameter: Tensor) -> None:
         if self._last and not self._queued:

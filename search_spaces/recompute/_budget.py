@@ -19,7 +19,7 @@ from memtune.search_spaces import NULL_KINDS, PASS_ORDER
 from memtune.search_spaces._watched import Watched
 from memtune.search_spaces.recompute._frontier import Frontier, solve
 from memtune.search_spaces.recompute._levels import Levels, levels, live_bytes, moments, rewritten
-from memtune.technique import Target, Technique
+from memtune.technique import Reason, Target, Technique
 
 _TRIES = 8
 """Plans that are rewritten in search of the best one."""
@@ -71,6 +71,16 @@ def within(program: Program, budget: Budget, target: Target) -> Solution:
 def later_techniques(target: Target, after: str = "recompute") -> tuple[Technique, ...]:
     """What `target` has chosen of techniques whose passes come after the slot `after` and change something."""
     return tuple(target.chosen[slot] for slot in _later_slots(after) if slot in target.chosen and _acts(target.chosen[slot]))
+
+
+def of_other_ranks(target: Target) -> Reason | None:
+    """Why nothing can be planned for the bytes of states: they are divided among the ranks that hold the same part of a model."""
+    parallel, states = target.chosen.get("sharding.parallel"), target.chosen.get("sharding.states")
+    if parallel is None or states is None or not states.among_copies or states.kind == "ddp":
+        return None
+    if parallel.ranks_of_a_copy(target.ranks) == 1:
+        return None
+    return Reason(f"plans by budget know no {states.kind} beside {parallel.kind}", "recompute: {kind: full} or selective")
 
 
 def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> Program:

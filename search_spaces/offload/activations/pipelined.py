@@ -22,7 +22,7 @@ from memtune.search_spaces.offload.activations._in_slots import (
     smallest,
     waiting,
 )
-from memtune.search_spaces.recompute._budget import later_techniques
+from memtune.search_spaces.recompute._budget import later_techniques, of_other_ranks
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -65,6 +65,8 @@ class Pipelined(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that the step exceeds and some ratio meets, and, in a pipeline, stages where micro-batches wait."""
+        if self.ratio is None and (reason := of_other_ranks(target)) is not None:
+            return reason
         if not program.step.blocks:
             return Reason("the model has no blocks whose activations could move", "def blocks(model) in model.py")
         if target.compiled:

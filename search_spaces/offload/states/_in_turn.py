@@ -32,7 +32,7 @@ def not_in_turn(program: Program, target: Target, count: int | None) -> Reason |
     if (reason := not_in_packs(program, target, alone=False)) is not None:
         return reason
     if count is not None and count % target.ranks:
-        return Reason(f"{count} stages are no multiple of {target.ranks} ranks", "a multiple, or none to have it solved")
+        return Reason(f"{count} stages are no multiple of {target.ranks} ranks", "a multiple of the ranks")
     step, least = program.step, count or target.ranks
     if len(step.blocks) < least:
         return Reason(f"{len(step.blocks)} blocks are fewer than {least} stages", "fewer ranks")

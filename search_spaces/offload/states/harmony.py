@@ -87,7 +87,7 @@ class Harmony(Technique):
             return not_in_packs(program, target, alone=False)
         if self.forward is not None or self.group is not None:
             return Reason("packs on several ranks run forward and backward alike, over all micro-batches", "no forward, no group")
-        return not_in_turn(program, target, None)
+        return not_in_turn(program, target, _counts(self, program, target.ranks)[0])
 
     def _is_pipeline(self, ranks: int) -> bool:
         return ranks > 1 and self.across == "pipeline"
@@ -138,12 +138,17 @@ def _swapped(program: Program, packs: Packs) -> int:
     return groups * (2 * sum(weights) - sum(weights[slice(*packs.turn)]) + sum(gradients))
 
 
+def _counts(technique: Harmony, program: Program, ranks: int) -> list[int]:
+    """Numbers of packs, as many on each rank, the fewest first; `ranks` where there are fewer blocks."""
+    blocks = len(program.step.blocks)
+    least = -(-blocks // technique.backward) if technique.backward else 1
+    return list(range(-(-least // ranks) * ranks, blocks + 1, ranks)) or [max(blocks // ranks, 1) * ranks]
+
+
 @functools.lru_cache(maxsize=32)
 def _on_ranks(technique: Harmony, program: Program, hardware: Hardware, budget_bytes: int | None) -> OnRanks:
     """The fewest packs, as many on each rank, that fit; those of `backward` blocks at most where that is given."""
-    ranks, blocks = program.ranks, len(program.step.blocks)
-    least = -(-blocks // technique.backward) if technique.backward else 1
-    counts = list(range(-(-least // ranks) * ranks, blocks + 1, ranks)) or [blocks // ranks * ranks]
+    counts = _counts(technique, program, program.ranks)
     each = [divided(program, hardware, n, prefetch=technique.prefetch, crossed=False) for n in counts]
     layouts = [layout for layout in each if layout is not None]
     return first_that_fits(program, layouts, layouts[-1], hardware, budget_bytes)

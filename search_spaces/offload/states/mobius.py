@@ -80,7 +80,10 @@ class Mobius(Technique):
         """Needs blocks that are a chain without random numbers and statistics, in float32, and enough of them."""
         if target.ranks > 1:
             if self.stages is None and target.cut is None:
-                return Reason("stages on several ranks are solved for when somebody asks", "stages: a multiple of the ranks")
+                return Reason(
+                    "stages on several ranks are solved for when somebody asks",
+                    "stages: a multiple of the ranks, or --axes sharding.parallel,offload.states",
+                )
             return not_in_turn(program, target, self.stages)
         if (reason := not_in_packs(program, target)) is not None:
             return reason

@@ -69,6 +69,11 @@ class ZeroInfinity(Technique):
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
+        states = target.chosen.get("sharding.states")
+        if self.resume == "last_step" and target.ranks > 1 and states is not None and states.kind in ("zero1", "zero2"):
+            return Reason(
+                f"a resumed rank has its own rows of the weights alone under {states.kind}", "resume: checkpoint, or fsdp"
+            )
         if (reason := no_native_update(step, self.update)) is not None or self.parameters == "device":
             return reason
         return cannot_run(program, target, natively=False)
