@@ -6,6 +6,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gloo import run_ranks
@@ -121,6 +122,23 @@ def test_copies_casts_ties_attributes_files_and_generators_of_ones_own() -> None
     assert all(torch.equal(found[key], each) and found[key].dtype == each.dtype for key, each in wanted.items())
     assert torch.equal(model.mask, plain.mask)  # type: ignore[arg-type]
     assert model.get_submodule("tied").weight is model.get_submodule("1").weight
+
+
+def test_values_that_are_written_over_later_are_those_of_the_time() -> None:
+    def build() -> nn.Module:
+        model, row, page = nn.Linear(3, 3), torch.tensor([1.0, 2.0, 3.0]), np.zeros(3, np.float32)
+        with torch.no_grad():
+            for index in range(3):
+                page[:] = index
+                model.weight[index].copy_(row + torch.from_numpy(page))
+                row.mul_(10)
+        return model
+
+    wanted, kept = tensors(build()), Kept()
+    construction = construction_of(memtune.deferred(build))
+    assert construction is not None
+    construction.run(kept.place)
+    assert torch.equal(kept["weight"], wanted["weight"])
 
 
 def test_draws_in_between_are_not_taken_back() -> None:
