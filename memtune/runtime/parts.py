@@ -8,7 +8,7 @@ Four rules:
    of the whole parameter's shape over both dims: the parts first, each of them divided by rows. What every part has whole is
    a replica along the parts, so that a norm counts it once.
 3. A parameter whose gradient is another one on each rank of the parts (of which each has seen a share of the positions) gets the
-   sum of them: `Summed`. That is once a step, on what is left of the gradient after states are divided.
+   sum of them (`runtime.positions`). That is once a step, on what is left of the gradient after states are divided.
 4. Whoever averages gradients between the copies says so (`Context.averaged`); where nobody does, the technique of the parts does.
 """
 
