@@ -34,7 +34,7 @@ FLOAT32_RESULT = (
     "sum.dim_IntList"
 ).split()
 """Ops that are asked for a float32 result unless the caller asked for another."""
-WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add grid_sampler".split()
+WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add".split()
 """Ops whose floating arguments are cast to the widest type among them."""
 NARROW = (
     "_convolution addmv addr mv chain_matmul einsum linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"

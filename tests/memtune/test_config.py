@@ -111,7 +111,7 @@ def test_settings_drop_null_techniques():
         ("settings:\n  recompute:\n    kind: nonne\n", 3, "Did you mean 'none'"),
         ("settings:\n  allocator:\n    kind: native\n    max_split_size: 3\n", 4, "Did you mean 'max_split_size_mb'"),
         ("settings:\n  allocator:\n    kind: native\n    max_split_size_mb: '128'\n", 4, "valid integer"),
-        ("settings:\n  allocator:\n    kind: native\n    roundup_power2_divisions: 3\n", 4, "power of two"),
+        ("settings:\n  allocator:\n    kind: native\n    roundup_power2_divisions: 3\n", 4, "powers of two"),
         ("settings:\n  execution: {micro_batch: 0}\n", 2, "greater than or equal to 1"),
         ("settings:\n  execution: {compile: 1}\n", 2, "'blocks' or 'model'"),
         ("settings:\n  execution: {compile_backend: aot_eager}\n", 2, "set compile to blocks or model"),
