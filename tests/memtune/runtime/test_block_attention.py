@@ -81,6 +81,7 @@ def test_outputs_are_laid_out_as_torchs_are(kernel: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "kernel"), [(torch.bfloat16, "flash"), (torch.float32, "efficient"), (torch.float64, "plain")])
 @pytest.mark.parametrize(("shared", "causal"), [(4, True), (2, True), (2, False)])
 def test_blocks_add_up_on_a_gpu(dtype: torch.dtype, kernel: str, shared: int, causal: bool) -> None:

@@ -66,6 +66,7 @@ def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_so_have_those_of_exponentials(dtype: torch.dtype) -> None:
     names = sorted(BY_ELEMENT | BY_ELEMENT_ON_GPU)
