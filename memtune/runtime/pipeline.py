@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from memtune.batches import tensors_of
 from memtune.errors import ApplyError, MemtuneError
 from memtune.pipeline_order import Action, Schedule, order
 from memtune.runtime.activations import ActivationTable
@@ -42,7 +41,7 @@ from memtune.runtime.loop import LossFunction
 from memtune.runtime.own_outputs import OwnOutputs
 from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.sharding import meshes
-from memtune.runtime.stage import Run, Stage, StageModule, become_pieces
+from memtune.runtime.stage import Run, Stage, StageModule, become_pieces, one_form
 from memtune.runtime.tree import local
 from memtune.runtime.turns import Turns
 
@@ -141,15 +140,10 @@ class Pipeline:
 
     def _schedule(self, model: nn.Module, loss_function: LossFunction, batches: Sequence[Any]) -> tuple[Any, list[StageModule]]:
         """Torch's schedule for `batches`, and what it calls here; kept until a step has others."""
-        forms = [[(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch)] for batch in batches]
-        if any(form != forms[0] for form in forms):
-            raise ApplyError(
-                "the micro-batches of a step have different shapes.", evidence=f"Among them {forms[0]} and {forms[-1]}.",
-                fix="micro-batches of one shape: stages receive into memory that is made before", code="MT396",
-            )  # fmt: skip
-        if self._made_for != (len(batches), forms[0]):
+        form = one_form(batches)
+        if self._made_for != (len(batches), form):
             self._made = self._make(self.run.probe(model, loss_function, batches[0]), len(batches))
-            self._made_for = len(batches), forms[0]
+            self._made_for = len(batches), form
         return self._made
 
     def _make(self, like: Tensor, count: int) -> tuple[Any, list[StageModule]]:

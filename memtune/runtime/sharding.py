@@ -104,36 +104,7 @@ def shard(
             `reshard_after_forward`, the ranks' weights differ, or the model is compiled as a whole.
     """
     require_ranks(context, kind)
-    if context.compiled is not None and context.compiled.is_whole:
-        raise ApplyError(
-            f"{kind} does not work with execution: {{compile: model}}.",
-            evidence="One graph holds all blocks, whose parameters come and go one after the other.",
-            fix="compile: blocks", code="MT315",
-        )  # fmt: skip
-    if context.pipeline is not None:
-        raise ApplyError(
-            f"sharding.states: {{kind: {kind}}} does not work beside pipeline.",
-            evidence="A stage ends the user's code between blocks, where units would wait for what comes after.",
-            fix="sharding: {states: {kind: zero1}}", code="MT315",
-        )  # fmt: skip
-    if context.parts > 1 and sharers is None and not isinstance(reshard_after_forward, bool):
-        raise ApplyError(
-            "reshard_after_forward to smaller groups does not work where ranks have parts of layers.",
-            evidence=f"Ranks that share a part are {context.parts} apart.", fix="reshard_after_forward: true", code="MT315",
-        )  # fmt: skip
-    if context.copies % degree:
-        raise ApplyError(
-            f"{context.copies} ranks cannot be put into equal groups of {degree}, as {kind} is asked to.",
-            fix=f"groups of {_divisor(context.copies, degree)}",
-            code="MT321",
-        )
-    if not isinstance(reshard_after_forward, bool) and (
-        not 1 < reshard_after_forward < degree or degree % reshard_after_forward
-    ):  # fmt: skip
-        raise ApplyError(
-            f"reshard_after_forward={reshard_after_forward} is no proper divisor of the {degree} ranks that share the model.",
-            fix="a proper divisor of them, or true", code="MT321",
-        )  # fmt: skip
+    _require_shardable(context, degree, reshard_after_forward, kind, alone=sharers is None)
     before = dict(context.model.named_parameters())
     grid = divided(context, degree) if context.parts > 1 and sharers is None else None
     if grid is not None:
@@ -168,6 +139,40 @@ def shard(
     if sharers is None:
         rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
+
+
+def _require_shardable(context: Context, degree: int, reshard_after_forward: bool | int, kind: str, *, alone: bool) -> None:
+    """Refuse what `fits` refuses: a config may say it all the same."""
+    if context.compiled is not None and context.compiled.is_whole:
+        raise ApplyError(
+            f"{kind} does not work with execution: {{compile: model}}.",
+            evidence="One graph holds all blocks, whose parameters come and go one after the other.",
+            fix="compile: blocks", code="MT315",
+        )  # fmt: skip
+    if context.pipeline is not None:
+        raise ApplyError(
+            f"sharding.states: {{kind: {kind}}} does not work beside pipeline.",
+            evidence="A stage ends the user's code between blocks, where units would wait for what comes after.",
+            fix="sharding: {states: {kind: zero1}}", code="MT315",
+        )  # fmt: skip
+    if context.parts > 1 and alone and not isinstance(reshard_after_forward, bool):
+        raise ApplyError(
+            "reshard_after_forward to smaller groups does not work where ranks have parts of layers.",
+            evidence=f"Ranks that share a part are {context.parts} apart.", fix="reshard_after_forward: true", code="MT315",
+        )  # fmt: skip
+    if context.copies % degree:
+        raise ApplyError(
+            f"{context.copies} ranks cannot be put into equal groups of {degree}, as {kind} is asked to.",
+            fix=f"groups of {_divisor(context.copies, degree)}",
+            code="MT321",
+        )
+    if not isinstance(reshard_after_forward, bool) and (
+        not 1 < reshard_after_forward < degree or degree % reshard_after_forward
+    ):  # fmt: skip
+        raise ApplyError(
+            f"reshard_after_forward={reshard_after_forward} is no proper divisor of the {degree} ranks that share the model.",
+            fix="a proper divisor of them, or true", code="MT321",
+        )  # fmt: skip
 
 
 def _reshard_to_groups(context: Context, degree: int, size: int) -> None:

@@ -38,6 +38,21 @@ class _Done(BaseException):
         self.output = output
 
 
+def one_form(batches: Sequence[Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each tensor of the micro-batches of a step.
+
+    Raises:
+        ApplyError: They are not the same in all of them.
+    """
+    forms = [[(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch)] for batch in batches]
+    if any(form != forms[0] for form in forms):
+        raise ApplyError(
+            "the micro-batches of a step have different shapes.", evidence=f"Among them {forms[0]} and {forms[-1]}.",
+            fix="micro-batches of one shape: stages receive into memory that is made before", code="MT396",
+        )  # fmt: skip
+    return forms[0]
+
+
 class Run:
     """What a model's blocks are to do at the moment.
 

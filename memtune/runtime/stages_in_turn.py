@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memtune.batches import tensors_of
 from memtune.errors import ApplyError
 from memtune.packs import OnRanks, Use
 from memtune.runtime.boundaries import nothing_saved
@@ -39,7 +38,7 @@ from memtune.runtime.loop import LossFunction
 from memtune.runtime.messages import Messages
 from memtune.runtime.pack_store import PackStore
 from memtune.runtime.ranks import require_ranks
-from memtune.runtime.stage import Run, become_pieces
+from memtune.runtime.stage import Run, become_pieces, one_form
 from memtune.runtime.turns import Turns
 
 
@@ -93,7 +92,7 @@ class StagesInTurn:
         try:
             with self.turns.own_numbers(self._context.device):
                 here = [self.turns.upload(turn, self._context.device) for turn in turns]
-                _require_alike(here)
+                one_form(here)
                 step = _Step(model, loss_function, here, [turn.seed for turn in turns])
                 like = self._run.probe(model, loss_function, here[0])
                 uses = self._layout.uses(self._rank)
@@ -219,15 +218,6 @@ class _Step:
 
     def __init__(self, model: nn.Module, loss_function: LossFunction, batches: list[Any], seeds: list[int]) -> None:
         self.model, self.loss_function, self.batches, self.seeds = model, loss_function, batches, seeds
-
-
-def _require_alike(batches: list[Any]) -> None:
-    forms = [[(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch)] for batch in batches]
-    if any(form != forms[0] for form in forms):
-        raise ApplyError(
-            "the micro-batches of a step have different shapes.", evidence=f"Among them {forms[0]} and {forms[-1]}.",
-            fix="micro-batches of one shape: stages receive into memory that is made before", code="MT396",
-        )  # fmt: skip
 
 
 def stages_in_turn(context: Context, layout: OnRanks, first: frozenset[str], last: frozenset[str], kind: str) -> None:
