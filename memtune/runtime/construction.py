@@ -8,7 +8,7 @@ for real, in the same order, each tensor is whole only from the first op whose w
    bits that the plain construction would have given it. What a later op overwrites whole is drawn into memory that is let go.
 3. Other lines run only if what they write is in a parameter or buffer in the end.
 4. A number that the code asks for (`.item()`) is computed at once, if nothing on the way to it draws.
-5. Tensors that the code has real values for (lists, arrays, files) stay real, and are constants of the lines that read them.
+5. Tensors that the code has real values for (lists, arrays, files) stay real; a line that reads one keeps what it held then.
 6. torch's `trunc_normal_` draws until it likes what it has drawn: it is a line as a whole.
 """
 

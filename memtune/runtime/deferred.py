@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memtune.errors import ApplyError
+from memtune.errors import ApplyError, MemtuneError
 from memtune.runtime.construction import Construction, Recorder, not_deferred
 from memtune.runtime.tiers import DEVICE, tier
 
@@ -57,7 +57,9 @@ def deferred(build: Callable[[], nn.Module], device: torch.device | str = "cpu")
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
             model = build()
-        except (RuntimeError, TypeError) as error:
+        except MemtuneError:
+            raise
+        except Exception as error:  # user code may raise anything
             raise not_deferred(f"it fails on tensors without memory: {(str(error).splitlines() or [''])[0]}") from error
         for name, places in _places(model).items():
             fake = places[0][2]

@@ -22,7 +22,7 @@ Source: Feng et al. 2023, Mobius (ASPLOS 23), section 3.1; Li et al. 2022, Harmo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -206,18 +206,15 @@ class StagesInTurn:
         return total.to(torch.get_default_dtype())
 
 
-class _Step:
-    """What a step runs.
+class _Step(NamedTuple):
+    """What a step runs."""
 
-    Args:
-        model: The user's.
-        loss_function: The user's.
-        batches: Micro-batches of all ranks, on the device.
-        seeds: Of what is drawn in each.
-    """
-
-    def __init__(self, model: nn.Module, loss_function: LossFunction, batches: list[Any], seeds: list[int]) -> None:
-        self.model, self.loss_function, self.batches, self.seeds = model, loss_function, batches, seeds
+    model: nn.Module
+    loss_function: LossFunction
+    batches: list[Any]
+    """Micro-batches of all ranks, on the device."""
+    seeds: list[int]
+    """Of what is drawn in each."""
 
 
 def stages_in_turn(context: Context, layout: OnRanks, first: frozenset[str], last: frozenset[str], kind: str) -> None:
