@@ -17,7 +17,7 @@ from memtune.passes.by_data import depends_on_data
 from memtune.passes.policy import least_bytes
 from memtune.passes.region import Region, region_among, region_of
 from memtune.passes.schedule import run_schedule
-from memtune.program import Program, RankClass, Step
+from memtune.program import Program, RankClass, Step, Tier
 from memtune.schedule import Schedule
 from memtune.search_spaces import NULL_KINDS
 from memtune.search_spaces.recompute._budget import after_later, later_techniques
@@ -50,10 +50,29 @@ class Place:
         """The region with the bytes that are besides it after all passes."""
         if not self.later:
             return self.region
+        after = self._marked_after
+        return region_among(self.region, after, np.flatnonzero(after.op_match).astype(np.int32))
+
+    @cached_property
+    def _marked_after(self) -> Step:
+        """The plain step after all passes; the region's ops are marked."""
         marks = np.zeros(self.step.n_ops, np.int32)
         marks[self.region.rows] = 1
-        after = self.after(replace(self.step, op_match=marks))
-        return region_among(self.region, after, np.flatnonzero(after.op_match).astype(np.int32))
+        return self.after(replace(self.step, op_match=marks))
+
+    @cached_property
+    def more_bytes(self) -> int:
+        """By how much what is besides the region grows most through the later passes; less than 0 where it shrinks."""
+        return int((self.among.background_bytes - self.region.background_bytes).max()) if self.later else 0
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """What later passes keep throughout, beside the model's own: buckets of gradients."""
+        if not self.later:
+            return 0
+        after = self._marked_after
+        new = np.arange(after.n_storages) >= self.step.n_storages
+        return int(after.bytes[new & (after.producer < 0) & (after.tier == Tier.DEVICE)].sum())
 
     @cached_property
     def least_bytes(self) -> int:

@@ -19,10 +19,9 @@ from memtune.planners.late import Late
 from memtune.program import Program, Step
 from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime.context import Context
-from memtune.runtime.frozen import FrozenRegion
 from memtune.schedule import Schedule, wrong_with
 from memtune.search_spaces.recompute._checkmate import schedule_for
-from memtune.search_spaces.recompute._dynamic import check_schedule, solved
+from memtune.search_spaces.recompute._dynamic import check_schedule, install_region, solved
 from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes, format_seconds
@@ -164,8 +163,7 @@ def rewritten_by(plan: Plan, program: Program) -> Program:
 
 def install_schedule(plan: Plan, context: Context, *, made_by: str = "planned") -> None:
     """Put the executor of the plan's schedule in the place of the model's forward; the audit asks whether it ran."""
-    region = FrozenRegion(context.model, _schedule(plan, made_by), context.device)
-    region.install()
+    region = install_region(context, _schedule(plan, made_by), made_by)
     context.checks["recompute"] = lambda: check_schedule(region)
 
 

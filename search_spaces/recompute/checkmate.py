@@ -14,6 +14,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.schedule import Schedule, wrong_with
 from memtune.search_spaces.recompute._checkmate import Found, schedule_for
+from memtune.search_spaces.recompute._dynamic import install_region
 from memtune.search_spaces.recompute._place import cannot_freeze, place_of
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -98,8 +99,7 @@ class Checkmate(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward; the audit asks whether it ran."""
-        frozen = FrozenRegion(context.model, _schedule(plan), context.device)
-        frozen.install()
+        frozen = install_region(context, _schedule(plan), self.kind)
         context.checks["recompute"] = lambda: _check(frozen)
 
     def record(self, target: Target) -> dict[str, Any]:
