@@ -17,7 +17,6 @@ from memtune.passes.in_parts import elements_of
 from memtune.passes.online import online_policy
 from memtune.passes.policy import Frozen, freeze, region_trace
 from memtune.passes.region import region_of
-from memtune.passes.schedule import run_schedule
 from memtune.program import Program, Step
 from memtune.remat import Policy, Trace
 from memtune.runtime.context import Context
@@ -27,7 +26,7 @@ from memtune.runtime.op_facts import Costs
 from memtune.runtime.ranks import require_whole_parameters
 from memtune.schedule import Schedule
 from memtune.search_spaces.recompute._online import told_online, too_little_online
-from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of
+from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -107,7 +106,7 @@ class _Dynamic(Technique):
         schedule = self._schedule(plan)
         if isinstance(region, str) or schedule.graph != region.graph.sha256:
             return program  # as the executor does: the plain model runs
-        return program.with_step(run_schedule(program.step, region, schedule))
+        return program.with_step(under_schedule(program.step, schedule))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward."""

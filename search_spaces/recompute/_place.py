@@ -22,6 +22,7 @@ from memtune.schedule import Schedule
 from memtune.search_spaces import NULL_KINDS
 from memtune.search_spaces.recompute._budget import after_later, later_techniques
 from memtune.technique import NO_PLAN, Reason, Target, Technique
+from memtune.units import format_bytes
 
 _ALONE = ("split", "sharding.parallel", "sharding.communication", "offload.activations")
 """Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
@@ -82,11 +83,20 @@ class Place:
     @cached_property
     def plain_bytes(self) -> int:
         """The peak without a schedule."""
-        return self.after(self.step).peak_bytes()
+        return (self._marked_after if self.later else self.step).peak_bytes()
+
+    def below(self, budget_bytes: int) -> Reason | None:
+        """Why no schedule at all stays within `budget_bytes`: known before any is looked for."""
+        if budget_bytes >= self.least_bytes:
+            return None
+        return Reason(
+            f"no schedule stays within {format_bytes(budget_bytes)}: no recompute gets below {format_bytes(self.least_bytes)}",
+            "a larger budget, a smaller micro-batch, or sharding or offload of what is not an activation",
+        )
 
     def run(self, schedule: Schedule) -> Step:
         """The step under `schedule`, before the later passes."""
-        return run_schedule(self.step, self.region, schedule)
+        return under_schedule(self.step, schedule)
 
     def peak_bytes(self, schedule: Schedule) -> int:
         """Of the step under `schedule`, after all passes."""
@@ -98,6 +108,14 @@ class Place:
             return step
         program = Program((RankClass(self.ranks, step),), self.micro_batch, self.accumulate)
         return after_later(program, self.later, self.hardware).step
+
+
+@lru_cache(maxsize=4)
+def under_schedule(step: Step, schedule: Schedule) -> Step:
+    """`step` under a schedule that is right for it; what a plan was made with is what its rewrite asks for next."""
+    region = region_of(step)
+    assert not isinstance(region, str), region
+    return run_schedule(step, region, schedule)
 
 
 def place_of(program: Program, target: Target) -> Place:
