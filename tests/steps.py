@@ -25,7 +25,11 @@ def make_step(ops: int, storages: int, **columns: Any) -> Step:
         if str(each.type) == "int":
             data[each.name] = columns.get(each.name, each.default)
             continue
-        rows = 0 if each.name in ("landing", "returned", "written_parts") else lengths.get(each.name.split("_")[0], storages)
+        rows = (
+            0
+            if each.name in ("landing", "returned", "written_parts", "looked_at")
+            else lengths.get(each.name.split("_")[0], storages)
+        )
         default = {"kind": int(Kind.TEMPORARY)}.get(each.name, neutral.get(each.name, 0))
         data[each.name] = np.asarray(columns.get(each.name, [default] * rows), kinds[str(each.type)])
     return Step(**data)
