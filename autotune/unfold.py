@@ -220,10 +220,8 @@ class Unfolding:
             enter=self._ops.seen(step.enter[whose.row].astype(np.int64), whose.copy).astype(np.int32),
             leave=self._ops.seen(step.leave[whose.row].astype(np.int64), whose.copy).astype(np.int32),
             returned=np.sort(self._storages.moved(step.returned.astype(np.int64))).astype(np.int32),
-            **{
-                each: np.flatnonzero(np.isin(row_of, getattr(step, each))).astype(np.int32)
-                for each in ("written_parts", "looked_at")
-            },
+            written_parts=np.flatnonzero(np.isin(row_of, step.written_parts)).astype(np.int32),
+            looked_at=np.flatnonzero(np.isin(row_of, step.looked_at)).astype(np.int32),
             **columns,
         )
         ops = self._gather("ops")

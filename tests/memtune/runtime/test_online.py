@@ -93,7 +93,7 @@ def test_an_lstm_of_ever_new_lengths() -> None:
 
 
 def test_norms_that_keep_statistics_by_sample() -> None:
-    """InstanceNorm's kernel writes into a copy of its statistics for each sample, which autograd saves and does not see written."""
+    """InstanceNorm's kernel writes into a copy of its statistics for each sample, which autograd saves and sees no write to."""
     found = []
     for policy in (None, DTR):
         torch.manual_seed(0)
