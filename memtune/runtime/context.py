@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memtune.runtime.elsewhere import Elsewhere
 
 Check = Callable[[], dict[str, Any]]
+Landed = Callable[[Tensor], None]
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Context:
         turns: Hands micro-batches round among ranks that work on one at a time; set by techniques that cut layers.
         pipeline: Runs forward and backward of a step's micro-batches in place of the loop; set where ranks have other blocks.
         elsewhere: What of the model only other ranks hold.
+        lands: Has what it is given called with each parameter of the model whose gradient is there and will not change in this
+            micro-batch any more, reduced where ranks share it; None where autograd says so itself, or on several ranks nobody.
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
         compiled: What runs through torch.compile, if anything does.
@@ -66,6 +69,7 @@ class Context:
     turns: Turns | None = None
     pipeline: Callable[[nn.Module, LossFunction, Iterable[Any]], Tensor] | None = None
     elsewhere: Elsewhere | None = None
+    lands: Callable[[Landed], None] | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)
