@@ -22,8 +22,9 @@ class ZeroOffload(Technique):
     The device keeps weights, activations and two buckets of gradients. 4 bytes per parameter cross the link in a step in bfloat16
     (`master`), 8 in float32; with accumulation the gradients do so in each micro-batch. The host adds micro-batches up and
     updates when the last gradient is there. On several ranks each sends the rows that it has of reduced gradients, beside `fsdp`,
-    `zero3`, `zero1` or `zero2` (the paper's), and its host updates these alone. With `delayed` it updates beside the next step instead: weights are one step old,
-    which is declared lossy and off by default. Clipping by norm between backward and step is refused: the gradients have left.
+    `zero3`, `zero1` or `zero2` (the paper's), and its host updates these alone. With `delayed` it updates beside the next step
+    instead: weights are one step old, which is declared lossy and off by default. Clipping by norm between backward and step is
+    refused: the gradients have left.
 
     Distinguishing test: the copies of all buckets but the last begin before backward has ended, each holding `bucket_mib`, and
     the device holds at most two; delayed, a step's update comes before the forward of the next one and weights are one step old.
