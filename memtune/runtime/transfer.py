@@ -187,8 +187,11 @@ def from_ssd(ssd: Tensor) -> Tensor:
 
 
 def write_ssd(ssd: Tensor, host: Tensor) -> None:
-    """Start writing `host` to the tensor `ssd`."""
+    """Start writing `host` to the tensor `ssd`, in whose order of memory."""
     finish(host)
+    if host.stride() != ssd.stride() and not (host.is_contiguous() and ssd.is_contiguous()):
+        with tier(HOST):
+            host = torch.empty_strided(ssd.size(), ssd.stride(), dtype=ssd.dtype).copy_(host)
     COUNTERS.add("ssd_write", host.nbytes)
     disk.current().store(ssd, host)
 
