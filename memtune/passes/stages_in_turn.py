@@ -6,14 +6,16 @@ and gradients of blocks are there by use. Comments name the rules of `runtime.st
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from memtune.packs import OnRanks, Use
 from memtune.parameters import columns_of
 from memtune.passes.pipeline import Parts, Piped, declare, upload
-from memtune.passes.stages import chain_of
+from memtune.passes.stages import batch_on_host, chain_of
 from memtune.passes.stream import native_update_bytes, whole_state
 from memtune.passes.unroll import Key, Rows
 from memtune.pipeline_order import Action
@@ -43,6 +45,12 @@ def in_turn(step: Step, layout: OnRanks, micro_batches: int, link: Resource = Re
     ranks = max(layout.ranks) + 1
     parts = Parts.of(step, chain, Piped(starts, ranks, "1f1b", micro_batches, link=link))
     return [_Rank(parts, layout, rank, micro_batches, link).done() for rank in range(ranks)]
+
+
+@functools.cache
+def _generator_bytes() -> int:
+    """What `runtime.turns` keeps of the rank's own random numbers while a step runs."""
+    return int(torch.Generator().get_state().nbytes)
 
 
 class _Rank:
@@ -89,6 +97,8 @@ class _Rank:
     def done(self) -> Step:
         """The rank's step."""
         rows, parts = self._rows, self._parts
+        self._other_batches()
+        generator = rows.new(_generator_bytes(), Tier.HOST, Kind.WORKSPACE)
         upload(parts, rows)
         for stage in self._layout.mine(self._rank):
             declare(parts, rows, stage)
@@ -100,12 +110,20 @@ class _Rank:
             rows.hold_number(number, rows.n_ops - 1)
         for index in range(self._count):
             rows.hold_all(("upload", index), rows.n_ops - 1)
+        rows.hold_number(generator, rows.n_ops - 1)
         self._add_tied()
         rows.take_rest(self._held & ~self._inside)
         step = rows.done()
         columns = columns_of(step.parameters)
         used = np.where(columns.block >= 0, -1, columns.gradient).astype(np.int32)
         return replace(step, parameters=replace(columns, gradient=used))
+
+    def _other_batches(self) -> None:
+        """The rank's own micro-batches wait in host memory for the step to end; the step at hand has one."""
+        ranks = max(self._layout.ranks) + 1
+        for storage in batch_on_host(self._step, np.unique(self._step.producer[self._parts.uploaded])).tolist():
+            for _ in range(self._count // ranks - 1):
+                self._rows.new(int(self._step.bytes[storage]), Tier.HOST, Kind.BATCH, forever=True)
 
     def _made_forward(self, stage: int) -> I32:
         step = self._step

@@ -175,8 +175,8 @@ class StagesInTurn:
             output = output / count if count > 1 else output
             losses.append(output.detach())
         else:
-            host = self._messages.received(self._tag(use.stage + 1, index, count, backward=True))
-            gradient = torch.ops.memtune.to_device(host, self._context.device)
+            tag = self._tag(use.stage + 1, index, count, backward=True)
+            gradient = torch.ops.memtune.to_device(self._messages.received(tag), self._context.device)
         torch.autograd.backward(output, gradient)
         if given is not None:
             assert given.grad is not None

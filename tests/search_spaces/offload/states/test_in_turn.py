@@ -95,12 +95,13 @@ def trained(path: Path, ranks: int, config: dict[str, Any], accumulate: int, def
             with tier(HOST):
                 torch.manual_seed(step)
                 batches = [workload.make_batch(SIZE) for _ in range(ranks * accumulate)]
-            mine = batches[rank * accumulate :][:accumulate]
             turns = [batches[each * accumulate + n] for n in range(accumulate) for each in range(ranks)]
+            mine = turns if alone else batches[rank * accumulate :][:accumulate]
+            del batches, turns  # a rank holds its own alone
             if ledger:
                 ledger.reset_peak()
             COUNTERS.take()
-            losses.append(float(tuned.step(turns if alone else mine)))
+            losses.append(float(tuned.step(mine)))
             counted = COUNTERS.take()
             peaks = (ledger.peak_allocated_bytes() - empty[0], ledger.peak_allocated_bytes(HOST) - empty[1]) if ledger else (0, 0)
         state, pipeline = tuned.state_dict(), tuned._context.pipeline
@@ -127,6 +128,7 @@ def check(
         for run in runs:
             nearest = steps[min(steps, key=lambda peak: abs(peak - run["peaks"][0]))]
             assert run["peaks"][0] == pytest.approx(nearest.peak_bytes(), rel=0.02)
+            assert run["peaks"][1] == pytest.approx(nearest.peak_bytes(Tier.HOST), rel=0.02)
         assert max(run["peaks"][0] for run in runs) == pytest.approx(made.program.step.peak_bytes(), rel=0.02)
     return runs
 
