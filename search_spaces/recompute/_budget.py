@@ -8,7 +8,7 @@ rewritten and run through them. Where its peak is not what was priced, the next 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from memtune.hardware import Hardware
 from memtune.program import I32, Program, RankClass, Step
 from memtune.search_spaces import NULL_KINDS, PASS_ORDER
+from memtune.search_spaces._passes import judged, made, parts_seen, run
 from memtune.search_spaces._watched import Watched
 from memtune.search_spaces.recompute._frontier import Frontier, solve
 from memtune.search_spaces.recompute._levels import Levels, levels, live_bytes, moments, rewritten
@@ -86,24 +87,34 @@ def of_other_ranks(target: Target) -> Reason | None:
 def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> Program:
     """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their first passes."""
     chosen = {each.slot: each for each in later}
-    for technique in later:
-        after = _after(program, technique, chosen, hardware)
-        if after is None:
-            break  # the candidate is refused by that technique, whatever is planned here
-        program = after
-    return program
+
+    def passed(reached: _Reached, technique: Technique) -> _Reached:
+        after = _after(reached.program, technique, chosen, hardware)
+        return replace(reached, refused=True) if after is None else _Reached(after)
+
+    done = run(_Reached(program), later, passed=passed, finished=lambda reached, _: reached, refused=lambda each: each.refused)
+    return done.program
+
+
+@dataclass(frozen=True, eq=False)
+class _Reached:
+    """How far passes have come."""
+
+    program: Program
+    refused: bool = False
+    """The next one does not fit: it refuses the candidate, whatever is planned here."""
 
 
 def _after(program: Program, technique: Technique, chosen: dict[str, Technique], hardware: Hardware) -> Program | None:
     """What the pass of `technique` makes of `program` beside others; None where it does not fit."""
     known = _ways(program, technique, hardware)
-    for seen, made in known:
+    for seen, there in known:
         if all(chosen.get(slot) is other or chosen.get(slot) == other for slot, other in seen.items()):
-            return made
+            return there
     watched, after = Watched(chosen), None
-    target = Target(hardware, program.ranks, None, watched)
-    if technique.fits(program, target) is None:
-        after = technique.rewrite(program, technique.plan(program, target), target)
+    target, parts = Target(hardware, program.ranks, None, watched), parts_seen(technique, chosen, program.ranks)
+    if judged(program, technique, target, parts) is None:
+        after = made(program, technique, target, parts)[0]
     known.append((watched.seen, after))
     return after
 
