@@ -180,10 +180,15 @@ class Rewriter:
         return self._walk(choice)[0]
 
     def refusal(self, technique: Technique, execution: Execution) -> Reason | None:
-        """Why `technique` does not fit the plain program, whatever other slots hold; None where it fits or that decides."""
+        """Why `technique` does not fit the plain program, whatever other slots hold; None where it fits or that decides.
+
+        What divides states works on other programs and fewer ranks where the model is in parts, which only candidates have.
+        """
         root = self._root(execution)
         if isinstance(root.result, Reason):
             return root.result
+        if technique.among_copies and self.target.ranks > 1 and self.target.cut is not None:
+            return None
         chosen = _Undecided(technique.slot)
         target = replace(self.target, chosen=chosen, compiled=execution.compile, compile_backend=execution.compile_backend)
         try:

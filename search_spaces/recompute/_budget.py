@@ -20,7 +20,7 @@ from memtune.search_spaces._passes import judged, made, parts_seen, run
 from memtune.search_spaces._watched import Watched
 from memtune.search_spaces.recompute._frontier import Frontier, solve
 from memtune.search_spaces.recompute._levels import Levels, levels, live_bytes, moments, rewritten
-from memtune.technique import Reason, Target, Technique
+from memtune.technique import Target, Technique
 
 _TRIES = 8
 """Plans that are rewritten in search of the best one."""
@@ -70,29 +70,32 @@ def within(program: Program, budget: Budget, target: Target) -> Solution:
 
 
 def later_techniques(target: Target, after: str = "recompute") -> tuple[Technique, ...]:
-    """What `target` has chosen of techniques whose passes come after the slot `after` and change something."""
-    return tuple(target.chosen[slot] for slot in _later_slots(after) if slot in target.chosen and _acts(target.chosen[slot]))
+    """What `target` has chosen of techniques whose passes come after the slot `after` and change something.
 
-
-def of_other_ranks(target: Target) -> Reason | None:
-    """Why nothing can be planned for the bytes of states: they are divided among the ranks that hold the same part of a model."""
-    parallel, states = target.chosen.get("sharding.parallel"), target.chosen.get("sharding.states")
-    if parallel is None or states is None or not states.among_copies or states.kind == "ddp":
-        return None
-    if parallel.ranks_of_a_copy(target.ranks) == 1:
-        return None
-    return Reason(f"plans by budget know no {states.kind} beside {parallel.kind}", "recompute: {kind: full} or selective")
+    Where ranks hold parts of a model, the technique that made the parts comes first: its pass has been, and the others see by it
+    which ranks hold the same part.
+    """
+    chosen = target.chosen
+    later = tuple(chosen[slot] for slot in _later_slots(after) if slot in chosen and _acts(chosen[slot]))
+    parallel = chosen.get("sharding.parallel")
+    return later if parallel is None or parallel.ranks_of_a_copy(target.ranks) == 1 else (parallel, *later)
 
 
 def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> Program:
-    """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their first passes."""
+    """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their first passes.
+
+    What is left to the end is not done: sums inside a group are made in place once a step, and a pipeline has `steps_of_stages`.
+    """
     chosen = {each.slot: each for each in later}
 
     def passed(reached: _Reached, technique: Technique) -> _Reached:
         after = _after(reached.program, technique, chosen, hardware)
         return replace(reached, refused=True) if after is None else _Reached(after)
 
-    done = run(_Reached(program), later, passed=passed, finished=lambda reached, _: reached, refused=lambda each: each.refused)
+    done = run(
+        _Reached(program), [each for each in later if each.slot != "sharding.parallel"],
+        passed=passed, finished=lambda reached, _: reached, refused=lambda each: each.refused,
+    )  # fmt: skip
     return done.program
 
 

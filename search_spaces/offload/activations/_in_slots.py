@@ -84,7 +84,7 @@ def _peaks(
     if new.stages is None:
         steps = [after_later(new, later, hardware).step]
     else:
-        steps = steps_of_stages(new, Target(hardware, new.ranks))
+        steps = steps_of_stages(new, Target(hardware, new.ranks, chosen={each.slot: each for each in later}))
     return [int(live_bytes(each, hardware).max(initial=0)) for each in steps]
 
 
