@@ -33,6 +33,8 @@ class Replication:
     accumulate: int = 1
     """Micro-batches per step; only the last one averages."""
     find_unused: bool = False
+    of_blocks: bool = True
+    """Gradients of the blocks are among them; else somebody else averages these."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,10 @@ class _Arrival:
     """Op after which it is in place."""
 
 
+@functools.lru_cache(maxsize=8)
 def replicate(step: Step, how: Replication) -> Step:
     """`step` as one rank runs it under DDP; `step` itself where nothing gets a gradient."""
-    arrivals = _arrivals(step)
+    arrivals = _arrivals(step, how.of_blocks)
     if not arrivals:
         return step
     done = _replicated(step, how, arrivals, sums_stay=False)
@@ -79,13 +82,14 @@ def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, sums_
     if sums_stay:
         sums = np.asarray([a.storage for a in arrivals if step.producer[a.storage] < 0], np.int32)
         edit.held_until[sums] = arrivals[-1].at
-    return _rebound(edit, step, arrivals, bucket_of)
+    return _rebound(edit, step, how, arrivals, bucket_of)
 
 
 @functools.lru_cache(maxsize=8)
-def _arrivals(step: Step) -> list[_Arrival]:
+def _arrivals(step: Step, of_blocks: bool) -> list[_Arrival]:
     """In the order in which they arrive; a sum over micro-batches arrives when this one has been added to it."""
-    owners = {p.gradient: index for index, p in enumerate(step.parameters) if p.gradient >= 0}
+    mine = enumerate(step.parameters)
+    owners = {p.gradient: index for index, p in mine if p.gradient >= 0 and (of_blocks or p.block < 0)}
     added: dict[int, int] = {}
     adds = (step.use_mutates == 1) & (step.use_phase < Phase.BOUNDARY) & (step.producer[step.use_storage] < 0)
     for op, storage in zip(step.use_op[adds].tolist(), step.use_storage[adds].tolist(), strict=True):
@@ -171,7 +175,7 @@ def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> None:
     edit.add_uses(np.full(len(buffers), back[0], np.int32), buffers, mutates=True)
 
 
-def _rebound(edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[int, int]) -> Step:
+def _rebound(edit: Edit, step: Step, how: Replication, arrivals: list[_Arrival], bucket_of: dict[int, int]) -> Step:
     """The optimizer reads the buckets; a gradient that this micro-batch made is a temporary now."""
     moved = np.full(step.n_storages, -1, np.int32)
     for arrival in arrivals:
@@ -180,8 +184,11 @@ def _rebound(edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[i
     edit.use_storage = np.where(target >= 0, target, edit.use_storage)
     made = np.asarray([a.storage for a in arrivals if step.producer[a.storage] >= 0], np.int32)
     edit.kind[made] = Kind.TEMPORARY
-    gradient = np.full(len(step.parameters), -1, np.int32)
+    columns = columns_of(step.parameters)
+    others = columns.gradient[(columns.block >= 0) & (columns.gradient >= 0) & (not how.of_blocks)]
+    gradient = np.where(np.isin(columns.gradient, others), columns.gradient, -1).astype(np.int32)
     gradient[list(bucket_of)] = list(bucket_of.values())
-    edit.parameters = replace(columns_of(step.parameters), gradient=gradient)
-    edit.landing = np.asarray(sorted(set(bucket_of.values())), np.int32)
+    edit.parameters = replace(columns, gradient=gradient)
+    buckets = np.asarray(sorted(set(bucket_of.values())), np.int32)
+    edit.landing = np.concatenate([step.landing[np.isin(step.landing, others)], buckets])
     return edit.done()
