@@ -202,6 +202,24 @@ def test_every_schedule_beside_whole_parameters(ranks: int, states: Technique, a
     )
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_online_each_rank_decides_and_stays_within_its_budget() -> None:
+    path, ranks = ZOO["gpt"], 2
+    cases = [
+        case_of(path, ranks, states, Dtr(ratio=0.8, online=True, freeze_after=after), 2, clip=clip)
+        for states, after, clip in ((Ddp(), 0, True), (Zero1(), 0, False), (Ddp(), 1, False))
+    ]
+    for rank in run_ranks(differences, ranks, str(path), cases, deadline_s=280):
+        for case, (why, peak_bytes, facts) in zip(cases, rank, strict=True):
+            assert not why, why
+            ran, budget_bytes = facts["recompute"], case.config["plan"]["recompute"]["online"]["budget_bytes"]
+            assert ran["online_replays"] > 0
+            assert ran["online_peak_bytes"] <= budget_bytes
+            assert peak_bytes <= budget_bytes + 24
+        assert facts["recompute"]["frozen_runs"] > 0
+
+
 # -- what does not go ------------------------------------------------------------------------------------------------------
 
 
