@@ -15,6 +15,7 @@ import numpy as np
 
 from memtune.hardware import Hardware
 from memtune.program import I32, Program, RankClass, Step
+from memtune.remembered import remembered
 from memtune.search_spaces import NULL_KINDS, PASS_ORDER
 from memtune.search_spaces._watched import Watched
 from memtune.search_spaces.recompute._frontier import Frontier, solve
@@ -105,10 +106,11 @@ def _after(program: Program, technique: Technique, chosen: dict[str, Technique],
     if technique.fits(program, target) is None:
         after = technique.rewrite(program, technique.plan(program, target), target)
     known.append((watched.seen, after))
+    _ways.holds(after, program, technique, hardware)
     return after
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _ways(
     program: Program, technique: Technique, hardware: Hardware
 ) -> list[tuple[Mapping[str, Technique | None], Program | None]]:
@@ -201,7 +203,7 @@ class _Search:
         return after_later(self._program.with_step(step), self._later, self._hardware).step
 
 
-@lru_cache(maxsize=16)
+@remembered
 def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
     """The step under one option for each block: the same few are asked for under every set of later techniques."""
     return rewritten(found.step, found.chosen(np.asarray(choice, np.int32)))

@@ -21,6 +21,7 @@ from memtune.pipeline_order import idle_share
 from memtune.planners.stages import balanced
 from memtune.planners.stages_on_ranks import TurnCosts, cross_mapping
 from memtune.program import Program, RankClass, Resource, Step
+from memtune.remembered import remembered
 from memtune.runtime.context import Context
 from memtune.search_spaces.offload.states._packs import block_bytes, first_within, not_in_packs
 from memtune.technique import Plan, Reason, Target
@@ -72,7 +73,7 @@ def costs_of(step: Step, hardware: Hardware) -> TurnCosts:
     return TurnCosts(forward, backward, load, chain.passed_bytes / down + chain.passed_bytes / up)
 
 
-@functools.lru_cache(maxsize=8)
+@remembered
 def on_ranks(program: Program, layout: OnRanks, hardware: Hardware) -> Program:
     """The step of each rank, all micro-batches of all ranks in it; the fullest one first."""
     step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
