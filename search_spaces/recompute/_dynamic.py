@@ -73,11 +73,7 @@ class _Dynamic(Technique):
         if self.ratio is None and program.step.peak_bytes() <= budget_bytes:
             return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
         if budget_bytes < least or self._frozen(program, target) is None:
-            return Reason(
-                f"the policy finds no way to stay within {format_bytes(budget_bytes)}; no recompute gets below "
-                f"{format_bytes(least)}",
-                "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
-            )
+            return self._too_little(program.step, budget_bytes, target.hardware)
         if self._is_online(program.step):
             return too_little_online(program.step, self.policy(), budget_bytes, target.hardware)
         return None
@@ -171,6 +167,17 @@ class _Dynamic(Technique):
         budget_bytes, online = self._budget_bytes(program.step, target), self._is_online(program.step)
         return solved(program.step, self.policy(), budget_bytes, target.hardware, online)
 
+    def _too_little(self, step: Step, budget_bytes: int, hardware: Hardware) -> Reason:
+        """Says what would be enough where a config asks for these bytes; a search, which asks of many, does not look for it."""
+        why = f"the policy finds no way to stay within {format_bytes(budget_bytes)}"
+        rest = "a smaller micro-batch, or recompute: {kind: planned}"
+        enough = None
+        if self.budget_bytes is not None:
+            enough = _enough_bytes(step, self.policy(), budget_bytes, hardware, self._is_online(step))
+        if enough is None:
+            return Reason(f"{why}; no recompute gets below {format_bytes(_least_bytes(step))}", f"a larger budget, {rest}")
+        return Reason(f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {enough}, {rest}")
+
     def _schedule(self, plan: Plan) -> Schedule:
         try:
             return Schedule.from_plain(plan.decisions["schedule"], made_by=self.kind)
@@ -209,6 +216,25 @@ def solved(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, on
         return None
     traces = [partial(_trace, step, hardware, online, keep_written) for keep_written in (False, True)]
     return freeze(region, traces, policy, budget_bytes, lambda schedule: run_schedule(step, region, schedule).peak_bytes())
+
+
+@lru_cache(maxsize=16)
+def _enough_bytes(step: Step, policy: Policy, too_little_bytes: int, hardware: Hardware, online: bool) -> int | None:
+    """A budget for which the policy has a schedule, within 1 % of one for which it has none; None: not even the peak.
+
+    A policy may fail above a budget that it meets: what is found, by bisection, is one that it does meet.
+    """
+    low, high, least = too_little_bytes, step.peak_bytes(), _least_bytes(step)
+    if low < least:
+        if solved(step, policy, least, hardware, online) is not None:
+            return least
+        low = least
+    if solved(step, policy, high, hardware, online) is None:
+        return None
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        low, high = (middle, high) if solved(step, policy, middle, hardware, online) is None else (low, middle)
+    return high
 
 
 @lru_cache(maxsize=16)
