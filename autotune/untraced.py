@@ -56,7 +56,7 @@ class BatchValues:
         return made
 
     def watched(self, assumed: list[str]) -> TorchDispatchMode:
-        """Inside, code that looks at what follows from them and from constants alone is told what it would be told in training."""
+        """Inside, code that looks at what follows from them and from constants alone is told what training would tell it."""
         return _Looks(self._known, assumed)
 
 
