@@ -73,11 +73,7 @@ class _Dynamic(Technique):
         if self.ratio is None and place.plain_bytes <= budget_bytes:
             return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
         if budget_bytes < least or self._frozen(program, target) is None:
-            return Reason(
-                f"the policy finds no way to stay within {format_bytes(budget_bytes)}; no recompute gets below "
-                f"{format_bytes(least)}",
-                "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
-            )
+            return self._too_little(place, budget_bytes)
         if self._is_online(program.step):
             return too_little_online(program.step, self.policy(), budget_bytes, target.hardware, place.more_bytes)
         return None
@@ -179,6 +175,17 @@ class _Dynamic(Technique):
         place = place_of(program, target)
         return solved(place, self.policy(), self._budget_bytes(place, target), self._is_online(program.step))
 
+    def _too_little(self, place: Place, budget_bytes: int) -> Reason:
+        """Says what would be enough where a config asks for these bytes; a search, which asks of many, does not look for it."""
+        why = f"the policy finds no way to stay within {format_bytes(budget_bytes)}"
+        rest = "a smaller micro-batch, or recompute: {kind: planned}"
+        enough = None
+        if self.budget_bytes is not None:
+            enough = _enough_bytes(place, self.policy(), budget_bytes, self._is_online(place.step))
+        if enough is None:
+            return Reason(f"{why}; no recompute gets below {format_bytes(place.least_bytes)}", f"a larger budget, {rest}")
+        return Reason(f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {enough}, {rest}")
+
     def _schedule(self, plan: Plan) -> Schedule:
         try:
             return Schedule.from_plain(plan.decisions["schedule"], made_by=self.kind)
@@ -196,6 +203,25 @@ def solved(place: Place, policy: Policy, budget_bytes: int, online: bool = False
     """Solved once for a place, policy and budget."""
     traces = [partial(_trace, place.step, place.hardware, online, keep_written) for keep_written in (False, True)]
     return freeze(place.among, traces, policy, budget_bytes, place.peak_bytes)
+
+
+@lru_cache(maxsize=16)
+def _enough_bytes(place: Place, policy: Policy, too_little_bytes: int, online: bool) -> int | None:
+    """A budget for which the policy has a schedule, within 1 % of one for which it has none; None: not even the peak.
+
+    A policy may fail above a budget that it meets: what is found, by bisection, is one that it does meet.
+    """
+    low, high = too_little_bytes, place.plain_bytes
+    if low < place.least_bytes:
+        if solved(place, policy, place.least_bytes, online) is not None:
+            return place.least_bytes
+        low = place.least_bytes
+    if solved(place, policy, high, online) is None:
+        return None
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        low, high = (middle, high) if solved(place, policy, middle, online) is None else (low, middle)
+    return high
 
 
 @lru_cache(maxsize=16)

@@ -19,6 +19,7 @@ from memtune.passes.stays import cannot_part, updated_first
 from memtune.passes.stream import sizes_in_blocks, stream_parameters
 from memtune.planners.pages import PagePlan, count_pages, in_frames, schedule
 from memtune.program import Kind, Program, Step
+from memtune.remembered import remembered
 from memtune.residency import Units
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
@@ -32,7 +33,7 @@ from memtune.technique import Plan
 from memtune.units import MIB
 
 
-@functools.lru_cache(maxsize=8)
+@remembered
 def in_pages(program: Program, how: PagePlan, ssd_ahead: int | None = None) -> Program:
     """The program with its blocks' parameters in pages that come and go, and its optimizer on the host but for what is cached.
 
