@@ -7,6 +7,9 @@ Three rules, as torch's reducer has them with gradients as views of the buckets:
 2. A gradient is copied into its bucket as soon as autograd has put it in place, and let go; what the optimizer reads is the
    bucket. With several micro-batches that happens in the last one: until then the sums exist beside the buckets.
 3. A full bucket is averaged while backward goes on, buckets in order; all are done before backward returns.
+
+With more than two micro-batches the ones in the middle hold all sums to the end of their backward, where the last one lets go of
+each when it is copied. Where that makes them the larger ones, the sums stay here too: an upper end.
 """
 
 from __future__ import annotations
@@ -53,6 +56,19 @@ def replicate(step: Step, how: Replication) -> Step:
     arrivals = _arrivals(step, how.of_blocks, how.of_experts)
     if not arrivals:
         return step
+    done = _replicated(step, how, arrivals, sums_stay=False)
+    if how.accumulate > 2:
+        bucket_bytes = sum(int(step.bytes[arrival.storage]) for arrival in arrivals)
+        if _backward_peak(step) + bucket_bytes > _backward_peak(done):
+            return _replicated(step, how, arrivals, sums_stay=True)
+    return done
+
+
+def _backward_peak(step: Step) -> int:
+    return int(step.live_bytes()[: np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1] + 1].max())
+
+
+def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, sums_stay: bool) -> Step:
     edit = Edit(step)
     _broadcast_buffers(edit, step, how)
     buckets = _buckets(step, arrivals, how.bucket_bytes)
@@ -66,6 +82,9 @@ def replicate(step: Step, how: Replication) -> Step:
     bucket_of = {a.parameter: int(row) for bucket, row in zip(buckets, rows, strict=True) for a in bucket}
     _copy_in(edit, step, arrivals, bucket_of, phase)
     _average(edit, how, buckets, rows, n_bytes, phase)
+    if sums_stay:
+        sums = np.asarray([a.storage for a in arrivals if step.producer[a.storage] < 0], np.int32)
+        edit.held_until[sums] = arrivals[-1].at
     return _rebound(edit, step, how, arrivals, bucket_of)
 
 
