@@ -257,7 +257,8 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     if not begins_with_shards(config, context.ranks):
         fill_whole(context.model, context.optimizer, rebind)
     _execution(context, config)
-    context.averages_blocks = config.settings.technique("offload.states").averages_blocks
+    offload = config.settings.technique("offload.states")
+    context.averages_blocks, context.averages_experts = offload.averages_blocks, offload.averages_experts
     _one(context, config, "sharding.parallel")
     _one(context, config, "split")
     _one(context, config, "recompute")

@@ -21,6 +21,7 @@ import numpy as np
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
+from memtune.passes.experts import experts_in
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
@@ -35,6 +36,8 @@ class Replication:
     find_unused: bool = False
     of_blocks: bool = True
     """Gradients of the blocks are among them; else somebody else averages these."""
+    of_experts: bool = True
+    """The same of the blocks' experts."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class _Arrival:
 @functools.lru_cache(maxsize=8)
 def replicate(step: Step, how: Replication) -> Step:
     """`step` as one rank runs it under DDP; `step` itself where nothing gets a gradient."""
-    arrivals = _arrivals(step, how.of_blocks)
+    arrivals = _arrivals(step, how.of_blocks, how.of_experts)
     if not arrivals:
         return step
     done = _replicated(step, how, arrivals, sums_stay=False)
@@ -86,10 +89,18 @@ def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, sums_
 
 
 @functools.lru_cache(maxsize=8)
-def _arrivals(step: Step, of_blocks: bool) -> list[_Arrival]:
+def _others(step: Step, of_blocks: bool, of_experts: bool) -> frozenset[int]:
+    """Parameters whose gradients somebody else averages."""
+    blocks = () if of_blocks else np.flatnonzero(columns_of(step.parameters).block >= 0).tolist()
+    experts = () if of_experts else [index for each in experts_in(step) for index in each.parameters]
+    return frozenset((*blocks, *experts))
+
+
+@functools.lru_cache(maxsize=8)
+def _arrivals(step: Step, of_blocks: bool, of_experts: bool) -> list[_Arrival]:
     """In the order in which they arrive; a sum over micro-batches arrives when this one has been added to it."""
-    mine = enumerate(step.parameters)
-    owners = {p.gradient: index for index, p in mine if p.gradient >= 0 and (of_blocks or p.block < 0)}
+    others = _others(step, of_blocks, of_experts)
+    owners = {p.gradient: index for index, p in enumerate(step.parameters) if p.gradient >= 0 and index not in others}
     added: dict[int, int] = {}
     adds = (step.use_mutates == 1) & (step.use_phase < Phase.BOUNDARY) & (step.producer[step.use_storage] < 0)
     for op, storage in zip(step.use_op[adds].tolist(), step.use_storage[adds].tolist(), strict=True):
@@ -185,7 +196,8 @@ def _rebound(edit: Edit, step: Step, how: Replication, arrivals: list[_Arrival],
     made = np.asarray([a.storage for a in arrivals if step.producer[a.storage] >= 0], np.int32)
     edit.kind[made] = Kind.TEMPORARY
     columns = columns_of(step.parameters)
-    others = columns.gradient[(columns.block >= 0) & (columns.gradient >= 0) & (not how.of_blocks)]
+    rows = np.asarray(sorted(_others(step, how.of_blocks, how.of_experts)), np.intp)
+    others = columns.gradient[rows][columns.gradient[rows] >= 0]
     gradient = np.where(np.isin(columns.gradient, others), columns.gradient, -1).astype(np.int32)
     gradient[list(bucket_of)] = list(bucket_of.values())
     edit.parameters = replace(columns, gradient=gradient)

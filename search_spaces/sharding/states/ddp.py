@@ -57,7 +57,10 @@ class Ddp(Technique):
         """Gradients into buckets as they arrive, an all-reduce behind each full bucket."""
         offload = target.chosen.get("offload.states")
         of_blocks = offload is None or not offload.averages_blocks
-        how = Replication(program.ranks, self.bucket_cap_mb << 20, program.accumulate, self.find_unused_parameters, of_blocks)
+        of_experts = offload is None or not offload.averages_experts
+        how = Replication(
+            program.ranks, self.bucket_cap_mb << 20, program.accumulate, self.find_unused_parameters, of_blocks, of_experts
+        )
         return program.with_step(replicate(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
