@@ -49,6 +49,7 @@ class Context:
             micro-batch any more, reduced where ranks share it; None where autograd says so itself, or on several ranks nobody.
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
+        gather_rows: Brings in the rows of weights that other ranks hold for the optimizer; all ranks call it.
         compiled: What runs through torch.compile, if anything does.
         before_use: Called with each parameter whose gradient is about to be used, and let go, inside backward, and with that.
         reloaded: Called when weights and optimizer state have been loaded, by whoever keeps copies of them.
@@ -76,6 +77,7 @@ class Context:
     lands: Callable[[Landed], None] | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    gather_rows: Callable[[], None] | None = None
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)
     reloaded: list[Callable[[], None]] = field(default_factory=list)
     resumed_steps: int = 0

@@ -150,8 +150,7 @@ def fill_whole(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., Non
 
     def place(name: str, whole: Tensor) -> None:
         old = places[name][0][2]
-        with tier(DEVICE):
-            value = torch.empty_like(whole, device=construction.device).copy_(whole)
+        value = _value(places[name], whole, construction)
         if isinstance(old, nn.Parameter):
             value = nn.Parameter(value, requires_grad=old.requires_grad)
             vars(value).update(_own_attributes(old))
@@ -160,7 +159,7 @@ def fill_whole(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., Non
     construction.run(place)
     for name, found in places.items():
         real = found[0][2]
-        if not real.is_meta and real.device != construction.device:
+        if not real.is_meta and real.device != construction.device and _goes_along(found):
             place(name, real.detach())
     rebind(optimizer, before, dict(model.named_parameters()))
 
@@ -178,8 +177,7 @@ def fill_shards(model: nn.Module) -> None:
         if id(old) in shards:
             _fill_shard(shards[id(old)], whole, construction.device)
             return
-        with tier(DEVICE):
-            _put(places[name], torch.empty_like(whole, device=construction.device).copy_(whole))
+        _put(places[name], _value(places[name], whole, construction))
 
     construction.run(place)
 
@@ -221,6 +219,17 @@ def _places(model: nn.Module) -> dict[str, _Places]:
                     name = first.setdefault(id(each), f"{path}.{attribute}" if path else attribute)
                     found.setdefault(name, []).append((module, attribute, each))
     return found
+
+
+def _goes_along(places: _Places) -> bool:
+    """`Module.to` would take it to the device: a parameter or a buffer. What is a plain attribute stays where it was made."""
+    return any(attribute in module._parameters or attribute in module._buffers for module, attribute, _ in places)
+
+
+def _value(places: _Places, whole: Tensor, construction: Construction) -> Tensor:
+    """A copy of `whole`, which belongs at `places`, where it is to be."""
+    with tier(DEVICE):
+        return torch.empty_like(whole, device=construction.device if _goes_along(places) else whole.device).copy_(whole)
 
 
 def _put(places: _Places, value: Tensor) -> None:

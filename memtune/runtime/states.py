@@ -147,7 +147,8 @@ class _Levels:
         rebind(context.optimizer, before, {name: finals.get(name, p) for name, p in context.model.named_parameters()})
         context.represented.update({held[name]: final for name, final in finals.items()})
         context.optimizer.register_step_pre_hook(self._before_step)
-        context.optimizer.register_step_post_hook(self._after_step)
+        context.optimizer.register_step_post_hook(lambda *_: self._gather())
+        context.gather_rows = self._gather
         others = context.checks.get("sharding.states")
         context.checks["sharding.states"] = lambda: (others() if others is not None else {}) | self._check()
 
@@ -204,7 +205,7 @@ class _Levels:
             elif parameter.grad is not final.grad:  # the user has put another one there
                 final.grad = parameter.grad
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _gather(self) -> None:
         """Gather what the other ranks have updated, from the inside out."""
         for level in reversed(self.rows):
             level.gather()
