@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.edit import Edit
 from memtune.passes.ssd_optimizer import Away
@@ -22,14 +23,14 @@ def gradients_on_ssd(step: Step, away: Away) -> tuple[Step, Away]:
         step: What `passes.stream` made and left to the optimizer.
         away: Of it.
     """
-    parameters = np.flatnonzero(away.gradients >= 0)
-    kept = away.gradients[parameters]
-    if not len(kept):
+    parameters = np.flatnonzero(away.gradients >= 0).astype(np.int32)
+    if not len(parameters):
         return step, away
-    edit, summed = Edit(step), bool((step.producer[kept] < 0).any())
-    hosts, copies, adds = _landed(step, kept) if summed else (kept, step.producer[kept], np.full(len(kept), -1, np.int32))
-    order = np.argsort(copies, kind="stable")
-    parameters, kept, hosts, copies, adds = (each[order] for each in (parameters, kept, hosts, copies, adds))
+    edit, summed = Edit(step), bool((step.producer[away.gradients[parameters]] < 0).any())
+    brought = _landed(step, away.gradients[parameters])[1] if summed else step.producer[away.gradients[parameters]]
+    parameters = parameters[np.argsort(brought, kind="stable")]
+    kept = away.gradients[parameters]
+    hosts, copies, adds = _landed(step, kept) if summed else (kept, step.producer[kept], kept)
     n_bytes = step.bytes[hosts]
     if summed:
         places, after = kept, adds
@@ -39,15 +40,16 @@ def gradients_on_ssd(step: Step, away: Away) -> tuple[Step, Away]:
         _read_sums(edit, step, kept, hosts, copies, adds)
     else:
         nowhere, forever = np.full(len(kept), -1, np.int32), np.full(len(kept), FOREVER, np.int32)
-        owner = parameters.astype(np.int32)
-        places = edit.add_storages(n_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.GRADIENT, held_until=forever, owner=owner)
+        places = edit.add_storages(
+            n_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.GRADIENT, held_until=forever, owner=parameters
+        )
         after = step.end[_sources(step, copies)]  # the device lets go of it when it has arrived
     write = edit.add_ops(
         "memtune.write_ssd_.default", after=after, phase=Phase.BACKWARD, resource=Resource.SSD_WRITE, traffic_bytes=n_bytes
     )
     edit.add_uses(write, hosts)
     edit.add_uses(write, places, mutates=True)
-    _release_after(edit, step, after, write)
+    _release_after(edit, step, after, write, step.kind == Kind.COMMUNICATION)  # units, when a moment begins
     if int(after[-1]) >= int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]):
         edit.hold_to_the_end_of_backward(int(write[-1]))
     edit.held_until[hosts] = -1
@@ -56,19 +58,19 @@ def gradients_on_ssd(step: Step, away: Away) -> tuple[Step, Away]:
     moved = np.arange(step.n_storages, dtype=np.int32)
     moved[kept] = places
     used_later = step.use_phase == Phase.OPTIMIZER
-    edit.use_storage = np.where(used_later, moved[edit.use_storage], edit.use_storage).astype(np.int32)
+    edit.use_storage = np.where(used_later, moved[step.use_storage], edit.use_storage).astype(np.int32)
     gradients = away.gradients.copy()
     gradients[parameters] = places
     return edit.done(), replace(away, gradients=gradients)
 
 
-def _release_after(edit: Edit, step: Step, after: I32, write: I32) -> None:
-    """When a moment begins, units are let go after the write of the gradient that was on its way."""
-    write_of = np.full(step.n_ops, -1, np.int32)
-    write_of[after] = write
-    units = np.flatnonzero((step.kind == Kind.COMMUNICATION) & (step.tier == Tier.DEVICE) & (step.producer >= 0))
-    until = write_of[step.end[units]]
-    edit.hold_through(units[until >= 0].astype(np.int32), until[until >= 0])
+def _release_after(edit: Edit, step: Step, after: I32, ops: I32, which: npt.NDArray[np.bool_]) -> None:
+    """What of the device's storages `which` is let go at `after[i]` is let go at the op `ops[i]`, which comes right after it."""
+    op_of = np.full(step.n_ops, -1, np.int32)
+    op_of[after] = ops
+    mine = np.flatnonzero(which & (step.tier == Tier.DEVICE) & (step.producer >= 0)).astype(np.int32)
+    until = op_of[step.end[mine]]
+    edit.hold_through(mine[until >= 0], until[until >= 0])
 
 
 def _landed(step: Step, sums: I32) -> tuple[I32, I32, I32]:
@@ -98,6 +100,7 @@ def _read_sums(edit: Edit, step: Step, sums: I32, hosts: I32, copies: I32, adds:
         prefetch=1,
     )
     edit.add_uses(read, sums)
+    _release_after(edit, step, copies, read, np.ones(step.n_storages, bool))  # autograd holds on until the hook returns
     so_far = edit.add_storages(n_bytes, producer=read, tier=Tier.HOST, kind=Kind.GRADIENT, owner=step.owner[hosts])
     row_of = np.full(step.n_ops, -1, np.int32)
     row_of[adds] = np.arange(len(adds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -11,14 +12,17 @@ from layers_suite import LayersSuite, block_bytes, total
 from zoo_paths import ZOO
 
 from memtune._apply import apply
+from memtune.autotune.record import start_session
+from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
-from memtune.program import Resource, Tier
+from memtune.program import Program, RankClass, Resource, Tier
 from memtune.read_ahead import WRITES
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
 from memtune.testing import drift, rewritten
-from memtune.testing.drift import plain_program, target_of
+from memtune.testing.drift import compare, plain_program, recording_of, target_of
 from memtune.testing.training import SEED, build, config_of, one_step
+from memtune.workload import Workload
 
 ON_SSD = ZeroInfinity(kind="zero_infinity", parameters="ssd")
 
@@ -43,7 +47,7 @@ class TestGradientsOnSsd(LayersSuite):
 
 
 @pytest.mark.usefixtures("ssd")
-@pytest.mark.parametrize("parameters", ["host", "ssd"])
+@pytest.mark.parametrize("parameters", [pytest.param("host", marks=pytest.mark.slow), "ssd"])
 def test_gradients_on_ssd_are_written_and_read_as_predicted(parameters: str) -> None:
     """The mechanism: host memory holds a few gradients instead of all, for a write and a read of each."""
     there = GRADIENTS_TOO.model_copy(update={"parameters": parameters})
@@ -59,7 +63,7 @@ def test_gradients_on_ssd_are_written_and_read_as_predicted(parameters: str) -> 
 
 
 @pytest.mark.usefixtures("ssd")
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_gradients_on_ssd_have_the_bits_of_those_on_the_host(micro_batches: int) -> None:
     """And each micro-batch writes each once, and all but the first read what the step reads once more."""
     gradients, found = sum(block_bytes(rewritten(ZOO["tied"]))), []
@@ -78,6 +82,23 @@ def test_gradients_on_ssd_have_the_bits_of_those_on_the_host(micro_batches: int)
     assert all(torch.equal(value, wanted[name]) for name, value in mine.items())
     assert written - written_before == read - read_before == micro_batches * gradients
     assert "gradient_bytes_written" not in facts
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ssd")
+@pytest.mark.parametrize("parameters", ["host", "ssd"])
+def test_a_later_micro_batch_is_as_predicted(parameters: str) -> None:
+    """The sums are read, added to and written again, op by op."""
+    technique = GRADIENTS_TOO.model_copy(update={"parameters": parameters})
+    recording, target = recording_of(ZOO["tied"]), target_of(technique)
+    program = Program((RankClass(1, accumulate_gradients(recording.at(2))),), 2, 2)
+    session = start_session(Workload.load(ZOO["tied"]), recording.rung)
+    with session.entered():
+        tuned = apply(session.model, session.optimizer, config_of(ZOO["tied"], technique), strict=False)
+    session = replace(session, sync=tuned._context.sync or session.sync)
+    session.warm_up(2)
+    real = session.trace(2, micro_batches=2, trace_last=True)
+    assert compare(technique.rewrite(program, technique.plan(program, target), target).step, real) == ""
 
 
 @pytest.mark.usefixtures("ssd")
