@@ -203,6 +203,10 @@ class HostParameters:
         (parameter, source, host), self._on_the_way = self._on_the_way, None
         transfer.finish(host)
         del source
+        self._arrived(parameter, host)
+
+    def _arrived(self, parameter: nn.Parameter, host: Tensor) -> None:
+        """Its gradient is on the host, where micro-batches are added up."""
         add_gradient(self._trained[parameter], host)
 
     def _note_versions(self) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune.errors import ApplyError
-from memtune.experts import experts_of
-from memtune.passes.experts import How, experts_in, experts_on_ssd, only_experts
+from memtune.experts import Expert, experts_of
+from memtune.passes.experts import How, experts_in, experts_on_ssd, only_experts, used_in
 from memtune.program import Program
 from memtune.residency import Rule, window
 from memtune.runtime import offload_dir
@@ -16,6 +16,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.experts import ExpertOptimizer, ExpertStore
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks, require_replicas
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
+from memtune.units import format_bytes
 
 
 class Moesys(Technique):
@@ -30,6 +31,9 @@ class Moesys(Technique):
     and gradients of an expert that any rank has used are averaged before it is updated. Not in it: the paper's experts divided
     over ranks, with rows sent to their owners, and gathers of dense parameters beside them. Clipping by norm is noticed and
     refused: experts' gradients have left.
+
+    Predicted is a step that uses the experts which the recorded one does, where its routing cannot be an accident and there is
+    one micro-batch; else a step that uses them all, an upper end. `memtune explain` says which.
 
     Distinguishing test: bytes read and written are those of the experts that were used and not in the cache, none of the others';
     with the cache off, or without the replay of missed updates, bytes or bits differ.
@@ -66,11 +70,29 @@ class Moesys(Technique):
             return reason
         return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target)
 
+    def plan(self, program: Program, target: Target) -> Plan:
+        """How many experts the prediction is of, and what the device needs where a step uses them all."""
+        experts, used = experts_in(program.step), _used(program)
+        told = {"experts": len(experts), "used": len(used)}
+        if used == experts:
+            return Plan(decisions=told)
+        return Plan(decisions={**told, "most_bytes": self._on_ssd(program, experts).step.peak_bytes()})
+
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Experts to SSD, through the cache to the device and back, in a step that uses them all."""
-        step = program.step
-        how = How(self.cache, self.rule, self.ahead, self.on_device)
-        return program.with_step(experts_on_ssd(step, experts_in(step), how, program.ranks))
+        """Experts to SSD, through the cache to the device and back, in a step that uses those that the recorded one does."""
+        return self._on_ssd(program, _used(program))
+
+    def _on_ssd(self, program: Program, used: tuple[Expert, ...]) -> Program:
+        step, how = program.step, How(self.cache, self.rule, self.ahead, self.on_device)
+        return program.with_step(experts_on_ssd(step, experts_in(step), how, used, program.ranks))
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """Which step was predicted, and what others may need."""
+        experts, used, most = (plan.decisions.get(name) for name in ("experts", "used", "most_bytes"))
+        if isinstance(most, int):
+            others = f"other batches may need up to {format_bytes(most)} on the device"
+            return (f"predicted for steps that use {used} of {experts} experts, as the recorded batch does; {others}",)
+        return (f"predicted for steps that use all {experts} experts; those that use fewer need less",) if experts else ()
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Experts to SSD, hooks that bring them in."""
@@ -89,3 +111,9 @@ class Moesys(Technique):
         """Tier of experts and of all else, and what is kept where."""
         how = {"cache": self.cache, "rule": self.rule, "ahead": self.ahead, "on_device": self.on_device}
         return {"states.offload": {"experts": "ssd", "optimizer": "device", "trigger": "in_backward", **how}}
+
+
+def _used(program: Program) -> tuple[Expert, ...]:
+    """The experts that the predicted step uses; each further micro-batch may use others."""
+    experts = experts_in(program.step)
+    return used_in(program.step, experts) if program.accumulate == 1 else experts
