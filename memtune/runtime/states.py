@@ -33,7 +33,6 @@ from memtune.runtime.parts import divided
 from memtune.runtime.ranks import require_ranks
 from memtune.runtime.rows import Axes, Part, Rows
 from memtune.runtime.sharding import rebind, shard, units_of
-from memtune.runtime.tensor import mix_plain_and_sharded
 
 _DIMS = ("copies", "parameters", "gradients", "optimizer")
 
@@ -132,7 +131,8 @@ class _Levels:
         inputs = list(held.values())
         self._parts: list[list[Part]] = [[] for _ in inputs]  # (trainable parameters,) its parts, from the outside in
         for axes, every_micro_batch in _divisions(context, factors):
-            kind = Hop if self.rows or factors.parameters > 1 or context.pipeline is not None else Partition
+            at_end = context.pipeline is not None and not every_micro_batch
+            kind = Hop if self.rows or factors.parameters > 1 or at_end else Partition
             level = kind(context, inputs, axes, bucket_cap_mb=bucket_cap_mb, every_micro_batch=every_micro_batch)
             self.rows.append(level)
             part_of = {part.parameter: part for part in level.parts}
@@ -155,8 +155,10 @@ class _Levels:
         """Hear of the end of a backward that reduces, and beforehand of every sum that FSDP2 is about to add to."""
         first = self.rows[0]
         if context.pipeline is not None:
-            mix_plain_and_sharded()
-            context.pipeline.reduce = self._end  # type: ignore[attr-defined]
+            pipeline: Any = context.pipeline
+            pipeline.divided_among(divided(context, self._factors.optimizer).sharers.get_group())
+            if isinstance(first, Hop):
+                pipeline.reduce = self._end
             return
         if isinstance(first, Partition):
             first.on_end = self._end
