@@ -92,10 +92,13 @@ def steps_of_stages(program: Program, target: Target, ranks: Sequence[int] | Non
     if states is None or states.kind == "none":
         return pipelined(program.step, how, ranks)
     alone = replace(how, copies=1)
+    whole = replace(program, accumulate=times, unrolled=how.micro_batches, stages=None)
+    seen = replace(program, stages=None) if states.every_micro_batch else whole
+
+    def divide(step: Step) -> Step:
+        return made(seen.with_step(step), states, target, how.ranks)[0].step
+
     if states.every_micro_batch:
-        here = replace(program, stages=None)
         kept = not getattr(states, "reshard_after_forward", True)
-        divide = lambda step: made(here.with_step(step), states, target, how.ranks)[0].step  # noqa: E731
         return pipelined(program.step, alone, ranks, divide, kept=kept)
-    own = replace(program, accumulate=times, unrolled=how.micro_batches, stages=None)
-    return [made(own.with_step(step), states, target, how.ranks)[0].step for step in pipelined(program.step, alone, ranks)]
+    return [divide(step) for step in pipelined(program.step, alone, ranks)]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memtune.parameters import columns_of
+from memtune.passes.shares import Mask
 from memtune.passes.unroll import Rows
 from memtune.program import I32, READS, WRITES, Phase, Resource, Step
 
@@ -64,7 +65,7 @@ class Stage:
     received: int
 
 
-def own(step: Step, stage: Stage, held: np.ndarray, divide: Divide, *, kept: bool) -> Own:
+def own(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: bool) -> Own:
     """The step of one rank that has `stage` and the parameters `held`, after `divide`; with `kept` units are gathered once."""
     before, ids = alone(step, stage, held)
     after = divide(replace(before, returned=np.array(ids, np.int32)))
@@ -79,62 +80,52 @@ def own(step: Step, stage: Stage, held: np.ndarray, divide: Divide, *, kept: boo
     return Own(clean, of, given, passed, returned, received, np.array(uploaded, np.int32), once)
 
 
-def alone(step: Step, stage: Stage, held: np.ndarray) -> tuple[Step, list[int]]:
+def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:
     """`stage` with one later micro-batch, and the numbers of what it is given, sends, returns, receives and uploads."""
     rows, key = Rows(step, held), (stage.index, 1)
-    marks: list[tuple[int, int]] = []
-
-    def mark(kind: int, count: int) -> None:
-        marks.append((kind, count))
-
     uploads, forward, backward = stage.rows
     rows.declare("upload", stage.uploaded)
     rows.declare(stage.index, stage.made)
     rows.take(uploads, ("upload", 1))
-    mark(UPLOAD, len(uploads))
-    if stage.given >= 0:
-        number = rows.received(key, stage.given)
-        rows.add("c10d.recv_.default", Phase.FORWARD, resource=Resource.NOTHING, uses=[(number, WRITES)])
-        mark(MESSAGE, 1)
+    marks = [(UPLOAD, len(uploads)), (MESSAGE, _receive(rows, key, stage.given, Phase.FORWARD))]
     rows.take(forward, key)
-    mark(MINE, len(forward))
-    if stage.received >= 0:
-        number = rows.received(key, stage.received)
-        rows.add("c10d.recv_.default", Phase.BACKWARD, resource=Resource.NOTHING, uses=[(number, WRITES)])
-        mark(MESSAGE, 1)
+    marks += [(MINE, len(forward)), (MESSAGE, _receive(rows, key, stage.received, Phase.BACKWARD))]
     rows.take(backward, key, backward=True)
-    mark(MINE, len(backward))
+    marks.append((MINE, len(backward)))
     if stage.returned >= 0:
-        rows.add("c10d.send.default", Phase.BACKWARD, resource=Resource.NOTHING, uses=[(rows.of(key, stage.returned), READS)])
-        mark(MESSAGE, 1)
+        uses = [(rows.of(key, stage.returned), READS)]
+        rows.add("c10d.send.default", Phase.BACKWARD, resource=Resource.NOTHING, uses=uses)
+        marks.append((MESSAGE, 1))
     rows.take_rest()
-    mark(MINE, rows.n_ops - sum(count for _, count in marks))
+    marks.append((MINE, rows.n_ops - sum(count for _, count in marks)))
     made = rows.done()
     ids = [rows.of(key, each) if each >= 0 else -1 for each in (stage.given, stage.passed, stage.returned, stage.received)]
     ids += [rows.of(("upload", 1), each) for each in stage.uploaded.tolist()]
-    kinds = np.repeat(*np.array(marks, np.int64).T).astype(made.op_match.dtype)
-    return replace(
-        made, op_match=kinds, **_entered(made, kinds), landing=_landing(step, made, rows),
-        ready_after=_ready_after(made),
-    ), ids  # fmt: skip
+    kinds = np.repeat(*np.array(marks, np.int32).T).astype(np.int32)
+    enter, leave = _entered(made, kinds)
+    gradient = columns_of(made.parameters).gradient
+    landing = np.unique(gradient[gradient >= 0]).astype(np.int32)
+    return replace(made, op_match=kinds, enter=enter, leave=leave, landing=landing, ready_after=_ready_after(made)), ids
 
 
-def _entered(step: Step, kinds: np.ndarray) -> dict[str, I32]:
-    """Where the forward of each block, and of the model, begins and ends."""
+def _receive(rows: Rows, key: tuple[int, int], storage: int, phase: Phase) -> int:
+    """Receive `storage`, if it is one; returns how many rows that takes."""
+    if storage < 0:
+        return 0
+    rows.add("c10d.recv_.default", phase, resource=Resource.NOTHING, uses=[(rows.received(key, storage), WRITES)])
+    return 1
+
+
+def _entered(step: Step, kinds: I32) -> tuple[I32, I32]:
+    """Where the forward of each block, and of the model, begins and ends; beyond every op and -1 where it is not here."""
     n_blocks = len(step.blocks)
-    forward = np.flatnonzero((step.op_phase == Phase.FORWARD) & (kinds == MINE))
+    forward = np.flatnonzero((step.op_phase == Phase.FORWARD) & (kinds == MINE)).astype(np.int32)
     enter, leave = np.full(n_blocks + 1, step.n_ops, np.int32), np.full(n_blocks + 1, -1, np.int32)
     block = step.op_block[forward]
-    inside = block >= 0
-    np.minimum.at(enter, block[inside], forward[inside])
-    np.maximum.at(leave, block[inside], forward[inside])
+    np.minimum.at(enter, block[block >= 0], forward[block >= 0])
+    np.maximum.at(leave, block[block >= 0], forward[block >= 0])
     enter[-1], leave[-1] = forward[0], forward[-1]
-    return {"enter": enter, "leave": leave}
-
-
-def _landing(step: Step, made: Step, rows: Rows) -> I32:
-    found = columns_of(made.parameters).gradient
-    return np.unique(found[found >= 0]).astype(np.int32)
+    return enter, leave
 
 
 def _ready_after(step: Step) -> I32:

@@ -108,6 +108,22 @@ class Pipeline:
         """Called before each backward; whether it is the last one of a step."""
         self._sharers: dist.ProcessGroup | None = None
 
+    def require_divisible(self, kind: str) -> None:
+        """Whether `kind` can reduce what this rank's backwards leave in each of them.
+
+        Raises:
+            ApplyError: A rank has several stages, or first and last stage share a weight.
+        """
+        layout = self._layout
+        tied = sorted(layout.first & layout.last)
+        several = f"A rank has {len(layout.stages) // layout.degree} stages." if len(layout.stages) > layout.degree else ""
+        if several or tied:
+            raise ApplyError(
+                f"sharding.states: {{kind: {kind}}} does not work on these stages.",
+                evidence=several or f"The first and the last stage both have {tied[0]}.",
+                fix="sharding: {states: {kind: zero1}}", code="MT315",
+            )  # fmt: skip
+
     def divided_among(self, sharers: dist.ProcessGroup) -> None:
         """Each of `sharers` has some rows of the gradients that this rank's stages leave: norms are of all of them."""
         self._sharers = sharers

@@ -156,6 +156,14 @@ def _require_shardable(context: Context, degree: int, reshard_after_forward: boo
             evidence="One graph holds all blocks, whose parameters come and go one after the other.",
             fix="compile: blocks", code="MT315",
         )  # fmt: skip
+    pipeline: Any = context.pipeline
+    if pipeline is not None and not alone:
+        raise ApplyError(
+            f"sharding.states: {{kind: {kind}}} does not work on the stages of a pipeline.",
+            fix="sharding: {states: {kind: zero1}}", code="MT315",
+        )  # fmt: skip
+    if pipeline is not None:
+        pipeline.require_divisible(kind)
     if context.parts > 1 and alone and not isinstance(reshard_after_forward, bool):
         raise ApplyError(
             "reshard_after_forward to smaller groups does not work where ranks have parts of layers.",

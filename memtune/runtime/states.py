@@ -89,6 +89,9 @@ def divide(
         raise ApplyError(f"{kind} cannot divide the model: {problem}.", fix="factors that divide one another", code="MT345")
     p, o, whole_gradients = factors.parameters, factors.optimizer, factors.gradients == 1 < factors.parameters
     before = dict(context.model.named_parameters())
+    pipeline: Any = context.pipeline
+    if pipeline is not None and factors.gradients > 1:
+        pipeline.require_divisible(kind)
     if p > 1:
         sharers = mesh_of(context.device.type, factors)["parameters"] if o > p else None
         shard(

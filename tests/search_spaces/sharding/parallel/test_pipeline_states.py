@@ -26,6 +26,7 @@ from shared_stages import (
 )
 
 from memtune._apply import apply
+from memtune.errors import ApplyError
 from memtune.runtime.transfer import COUNTERS
 from memtune.testing.training import build
 
@@ -159,3 +160,24 @@ def test_divided_stages_are_in_no_checkpoint(states: str, tmp_path: Path) -> Non
 
 def portable_chain(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     return portable(CHAIN, folder, config)
+
+
+def errors(config: dict[str, Any], kinds: list[dict[str, Any]]) -> list[str]:
+    """What an edited config is told that no search would have written."""
+    said = []
+    for kind in kinds:
+        workload, model, optimizer = build(SEPARATE)
+        parallel = config["settings"]["sharding"]["parallel"]
+        edited = {**config, "settings": {**config["settings"], "sharding": {"parallel": parallel, "states": kind}}}
+        with pytest.raises(ApplyError) as error:
+            apply(model, optimizer, edited, loss=workload.loss, strict=False)
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.slow
+def test_edited_configs_are_refused() -> None:
+    """The head of this model is tied to its embedding."""
+    asked_of = document(SEPARATE, RANKS, beside("zero1"), accumulate=2, degree=STAGES)
+    for said in run_ranks(errors, RANKS, asked_of, [{"kind": "zero2"}, {"kind": "zero3"}]):
+        assert all("does not work on these stages" in each and "both have" in each for each in said)
