@@ -150,6 +150,8 @@ class Technique(BaseModel):
 
     among_copies: ClassVar[bool] = False
     """It divides or replicates states, among the ranks that hold the same part of a model: it sees these alone as `ranks`."""
+    every_micro_batch: ClassVar[bool] = False
+    """It gathers or reduces in every micro-batch: on the stages of a pipeline as well."""
     averages: ClassVar[bool] = False
     """It averages gradients over all ranks itself, so that `sharding.states: none` is right on several."""
     averages_blocks: ClassVar[bool] = False

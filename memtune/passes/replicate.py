@@ -6,7 +6,8 @@ Three rules, as torch's reducer has them with gradients as views of the buckets:
    are never freed.
 2. A gradient is copied into its bucket as soon as autograd has put it in place, and let go; what the optimizer reads is the
    bucket. With several micro-batches that happens in the last one: until then the sums exist beside the buckets.
-3. A full bucket is averaged while backward goes on, buckets in order; all are done before backward returns.
+3. A full bucket is averaged while backward goes on, buckets in order; all are done before backward returns. On the stages of a
+   pipeline all of that comes after the last backward (`runtime.buckets`, rule 4).
 
 With more than two micro-batches the ones in the middle hold all sums to the end of their backward, where the last one lets go of
 each when it is copied. Where that makes them the larger ones, the sums stay here too: an upper end.
@@ -38,6 +39,8 @@ class Replication:
     """Gradients of the blocks are among them; else somebody else averages these."""
     of_experts: bool = True
     """The same of the blocks' experts."""
+    at_end: bool = False
+    """Whether buckets are filled when the last backward of a pipeline's step has ended, and not as gradients arrive."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class _Arrival:
 @functools.lru_cache(maxsize=8)
 def replicate(step: Step, how: Replication) -> Step:
     """`step` as one rank runs it under DDP; `step` itself where nothing gets a gradient."""
-    arrivals = _arrivals(step, how.of_blocks, how.of_experts)
+    arrivals = _at_end(step) if how.at_end else _arrivals(step, how.of_blocks, how.of_experts)
     if not arrivals:
         return step
     done = _replicated(step, how, arrivals, sums_stay=False)
@@ -111,6 +114,12 @@ def _arrivals(step: Step, of_blocks: bool, of_experts: bool) -> list[_Arrival]:
             at = int(step.ready_after[storage]) if step.producer[storage] >= 0 else added[storage]
             found.append(_Arrival(owners[storage], storage, at))
     return sorted(found, key=lambda arrival: arrival.at)
+
+
+def _at_end(step: Step) -> list[_Arrival]:
+    """In reverse order of registration, all after the last backward."""
+    gradient, end = columns_of(step.parameters).gradient, int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    return [_Arrival(row, int(gradient[row]), end) for row in np.flatnonzero(gradient >= 0)[::-1].tolist()]
 
 
 def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[list[_Arrival]]:

@@ -33,7 +33,6 @@ from memtune.runtime.parts import divided
 from memtune.runtime.ranks import require_ranks
 from memtune.runtime.rows import Axes, Part, Rows
 from memtune.runtime.sharding import rebind, shard, units_of
-from memtune.runtime.tensor import mix_plain_and_sharded
 
 _DIMS = ("copies", "parameters", "gradients", "optimizer")
 
@@ -90,6 +89,9 @@ def divide(
         raise ApplyError(f"{kind} cannot divide the model: {problem}.", fix="factors that divide one another", code="MT345")
     p, o, whole_gradients = factors.parameters, factors.optimizer, factors.gradients == 1 < factors.parameters
     before = dict(context.model.named_parameters())
+    pipeline: Any = context.pipeline
+    if pipeline is not None and factors.gradients > 1:
+        pipeline.require_divisible(kind)
     if p > 1:
         sharers = mesh_of(context.device.type, factors)["parameters"] if o > p else None
         shard(
@@ -132,7 +134,8 @@ class _Levels:
         inputs = list(held.values())
         self._parts: list[list[Part]] = [[] for _ in inputs]  # (trainable parameters,) its parts, from the outside in
         for axes, every_micro_batch in _divisions(context, factors):
-            kind = Hop if self.rows or factors.parameters > 1 or context.pipeline is not None else Partition
+            at_end = context.pipeline is not None and not every_micro_batch
+            kind = Hop if self.rows or factors.parameters > 1 or at_end else Partition
             level = kind(context, inputs, axes, bucket_cap_mb=bucket_cap_mb, every_micro_batch=every_micro_batch)
             self.rows.append(level)
             part_of = {part.parameter: part for part in level.parts}
@@ -156,8 +159,10 @@ class _Levels:
         """Hear of the end of a backward that reduces, and beforehand of every sum that FSDP2 is about to add to."""
         first = self.rows[0]
         if context.pipeline is not None:
-            mix_plain_and_sharded()
-            context.pipeline.reduce = self._end  # type: ignore[attr-defined]
+            pipeline: Any = context.pipeline
+            pipeline.divided_among(divided(context, self._factors.optimizer).sharers.get_group())
+            if isinstance(first, Hop):
+                pipeline.reduce = self._end
             return
         if isinstance(first, Partition):
             first.on_end = self._end

@@ -33,7 +33,7 @@ class Moesys(Technique):
     refused: experts' gradients have left.
 
     Predicted is a step that uses the experts which the recorded one does, where its routing cannot be an accident and there is
-    one micro-batch; else a step that uses them all, an upper end. `memtune explain` says which.
+    one micro-batch on one rank; else a step that uses them all, an upper end. `memtune explain` says which.
 
     Distinguishing test: bytes read and written are those of the experts that were used and not in the cache, none of the others';
     with the cache off, or without the replay of missed updates, bytes or bits differ.
@@ -114,6 +114,6 @@ class Moesys(Technique):
 
 
 def _used(program: Program) -> tuple[Expert, ...]:
-    """The experts that the predicted step uses; each further micro-batch may use others."""
+    """The experts that the predicted step uses; each further micro-batch, and each other rank's, may use others."""
     experts = experts_in(program.step)
-    return used_in(program.step, experts) if program.accumulate == 1 else experts
+    return used_in(program.step, experts) if program.accumulate * program.ranks == 1 else experts
