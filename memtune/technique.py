@@ -149,7 +149,8 @@ class Technique(BaseModel):
     """Why it cannot work beside torch.compile (it needs a dispatch mode, or the model's own ops); empty where it can."""
 
     among_copies: ClassVar[bool] = False
-    """It divides or replicates states, among the ranks that hold the same part of a model: it sees these alone as `ranks`."""
+    """It works among the ranks that hold the same part of a model, of which it divides or gathers states: it sees these alone as
+    `ranks`."""
     averages: ClassVar[bool] = False
     """It averages gradients over all ranks itself, so that `sharding.states: none` is right on several."""
 

@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def communicate(context: Context, how: Communication) -> None:
     degree = next(group.mesh_info.shard_mesh_size for group in groups if group is not None)
     nodes.declare(how.ranks_per_node)
     context.undo.callback(nodes.declare, None)
+    how = replace(how, ranks_per_node=max(how.ranks_per_node // context.parts, 1))  # that hold the same part of the model
     place = _place(context, how, degree)
     forward = Forward(context.model) if how.secondary else None
     for unit, group in zip(units.values(), groups, strict=True):
@@ -67,7 +69,7 @@ def _place(context: Context, how: Communication, degree: int) -> Nodes | None:
             f"nodes of {local} ranks do not divide the {degree} ranks that share a copy of the model.",
             fix="ranks_per_node: a divisor of the sharding degree", code="MT342",
         )  # fmt: skip
-    return nodes.nodes_of(context.device.type, degree, local)
+    return nodes.nodes_of(context.device.type, degree, local, context.parts)
 
 
 def _check(how: Communication, groups: list[Any]) -> dict[str, Any]:

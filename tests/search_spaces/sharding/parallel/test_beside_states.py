@@ -80,7 +80,7 @@ def refused(kind: str, states: dict[str, Any], **knobs: Any) -> str:
 def test_refusals_name_what_is_in_the_way() -> None:
     assert "has no copies of a part" in refused("tensor", {"kind": "fsdp"})
     assert "has no copies of a part" in refused("rtp", {"kind": "fsdp"})
-    assert "paro does not work on layers that ranks share" in refused("tensor", {"kind": "paro", "group": 2}, degree=2)
+    assert "all 2 ranks are in one group" in refused("tensor", {"kind": "paro", "group": 2}, degree=2)
     kept = {"kind": "fsdp", "reshard_after_forward": 2}
     assert "neighbours, which share layers" in refused("tensor", kept, degree=2)
     assert "degree=4 is more than the 2 ranks" in refused("tensor", {"kind": "fsdp", "degree": 4}, degree=2)
