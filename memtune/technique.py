@@ -153,6 +153,8 @@ class Technique(BaseModel):
     `ranks`."""
     averages: ClassVar[bool] = False
     """It averages gradients over all ranks itself, so that `sharding.states: none` is right on several."""
+    averages_blocks: ClassVar[bool] = False
+    """Beside `ddp` it averages gradients of the blocks itself, as they land; `ddp` has those of what is in no block."""
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Of `ranks`, the consecutive ones that hold one copy of the model together, each a part of it."""
