@@ -201,7 +201,7 @@ def apply(
     config = config if isinstance(config, TunedConfig) else load_config(config)
     if hasattr(model, _MARK):
         raise ApplyError("this model has been tuned already.", fix="call memtune.apply once, on the fresh model", code="MT304")
-    if "sharding.states" in config.settings.chosen:
+    if not config.settings.chosen.keys().isdisjoint(("sharding.states", "sharding.parallel")):
         require_plain(model)
     require_untouched(model)
     _join_ranks(model)
@@ -258,8 +258,19 @@ def _what_all_must_say(config: TunedConfig, model: nn.Module) -> str:
     return "\n".join([*settings, *plans, f"model: {fingerprint(model)}", *said(model)])
 
 
+def _require_whole_states(config: TunedConfig) -> None:
+    """Refuse what every technique under `sharding.parallel` refuses in `fits`: a config may say it all the same."""
+    parallel, offload = config.settings.technique("sharding.parallel"), config.settings.technique("offload.states")
+    if parallel.kind != "none" and offload.kind != "none":
+        raise ApplyError(
+            f"offload.states: {{kind: {offload.kind}}} does not work beside sharding.parallel: {{kind: {parallel.kind}}}.",
+            evidence="It moves states of whole layers.", fix="set one of the two to none", code="MT315",
+        )  # fmt: skip
+
+
 def _apply_axes(context: Context, config: TunedConfig) -> None:
     """From the inside out: what is applied later sees, and moves or shards, what was applied before."""
+    _require_whole_states(config)
     if not begins_with_shards(config, context.ranks):
         fill(context.model, context.optimizer, rebind)
     _execution(context, config)
