@@ -88,7 +88,7 @@ class _LateSearch:
         costs = op_costs(place.step, place.hardware)
         op_s = costs.op_s.clip(min=costs.issue_s)[region.rows]
         self._place, self._graph = place, region.graph
-        self._late = Late(region.graph, region.bytes, op_s, region.outside_until)
+        self._late = Late(region.graph, region.bytes, op_s, region.outside_until, place.step.op_block[region.rows])
         self.order = self._late.order()
         self._known: dict[frozenset[int], Found | None] = {}
 
@@ -101,17 +101,31 @@ class _LateSearch:
         return self._known[gone]
 
     def within(self, budget_bytes: int) -> Found | None:
-        """As little as meets the budget goes; then what turns out not to be needed for that comes back, the dearest first."""
-        low, high = 0, len(self.order)
+        """The faster one of both orders' schedules within the budget."""
+        first = self._cut(self.order, budget_bytes)
+        if not self._late.handed_on.intersection(self.order[:first]):
+            return self._within(self.order[:first], budget_bytes)  # the other order begins alike
+        second = self._late.order(self._late.handed_on)
+        both = self.order[:first], second[: self._cut(second, budget_bytes)]
+        found = [each for each in (self._within(gone, budget_bytes) for gone in both) if each is not None]
+        return min(found, key=lambda each: (each.seconds, each.peak_bytes), default=None)
+
+    def _cut(self, order: list[int], budget_bytes: int) -> int:
+        """How many of `order` go, as few as meet the budget."""
+        low, high = 0, len(order)
         while low < high:
             middle = (low + high) // 2
-            found = self.judged(frozenset(self.order[:middle]))
+            found = self.judged(frozenset(order[:middle]))
             low, high = (low, middle) if found is not None and found.peak_bytes <= budget_bytes else (middle + 1, high)
-        gone = frozenset(self.order[:low])
+        return low
+
+    def _within(self, going: list[int], budget_bytes: int) -> Found | None:
+        """As `going` says; then what turns out not to be needed for that comes back, the dearest first."""
+        gone = frozenset(going)
         best = self.judged(gone)
         if best is None or best.peak_bytes > budget_bytes:
             return None
-        for value in self.order[:low][: -_BACK - 1 : -1]:
+        for value in going[: -_BACK - 1 : -1]:
             found = self.judged(gone - {value})
             if found is not None and found.peak_bytes <= budget_bytes and found.seconds < best.seconds:
                 gone, best = gone - {value}, found
