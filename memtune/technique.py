@@ -149,7 +149,8 @@ class Technique(BaseModel):
     """Why it cannot work beside torch.compile (it needs a dispatch mode, or the model's own ops); empty where it can."""
 
     among_copies: ClassVar[bool] = False
-    """It divides or replicates states, among the ranks that hold the same part of a model: it sees these alone as `ranks`."""
+    """It works among the ranks that hold the same part of a model, of which it divides or gathers states: it sees these alone as
+    `ranks`."""
     every_micro_batch: ClassVar[bool] = False
     """It gathers or reduces in every micro-batch: on the stages of a pipeline as well."""
     averages: ClassVar[bool] = False
