@@ -55,7 +55,7 @@ class _Dynamic(Technique):
         """Who is evicted."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs the model to itself on one rank, and a budget that plain training exceeds and the policy meets."""
+        """Needs the model to itself, whole on every rank, and a budget that plain training exceeds and the policy meets."""
         online = self.online is not False
         reason = cannot_freeze(program, target, online=online) or self._looked_through(program, target)
         if reason is not None:
