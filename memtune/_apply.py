@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from memtune.blocks import expand, find_blocks
 from memtune.config import TunedConfig, check_blocks, check_environment, check_machine, check_made_for, fingerprint, load_config
 from memtune.errors import ApplyError
-from memtune.runtime import checkpoint
+from memtune.runtime import checkpoint, last_collectives
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.audit import audit
 from memtune.runtime.checkpoint import load_full_state_dict
@@ -257,6 +257,7 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     if not begins_with_shards(config, context.ranks):
         fill_whole(context.model, context.optimizer, rebind)
     _execution(context, config)
+    context.averages_blocks = config.settings.technique("offload.states").averages_blocks
     _one(context, config, "sharding.parallel")
     _one(context, config, "split")
     _one(context, config, "recompute")
@@ -320,3 +321,5 @@ def _join_ranks(model: nn.Module) -> None:
     """Under torchrun the process group is started if the script has not done so yet."""
     if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("nccl" if _device_of(model).type == "cuda" else "gloo")
+    if dist.is_available() and dist.is_initialized():
+        last_collectives.let_go_at_exit()

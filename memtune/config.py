@@ -27,6 +27,7 @@ SCHEMA = 1
 _ALIASES = {("sharding.communication", "plain"): "none"}
 """Other names of a technique that configs may use, by slot."""
 _EXECUTION = tuple(Execution.model_fields)
+_AXES = sorted({slot.split(".")[0] for slot in SLOTS} | {"execution"})
 _SECTIONS = ("memtune", "settings", "measured", "predicted", "certificate", "made_for", "plan", "study")
 
 
@@ -171,8 +172,7 @@ def _validated(document: Document) -> TunedConfig:
 
 
 def _settings(document: Document, data: dict[str, Any]) -> Settings:
-    axes = sorted({slot.split(".")[0] for slot in SLOTS} | {"execution"})
-    _known(document, ("settings",), data, axes)
+    _known(document, ("settings",), data, _AXES)
     techniques = {}
     for slot in SLOTS:
         path: tuple[str, ...] = ("settings", *slot.split("."))
@@ -243,6 +243,7 @@ def _known(document: Document, path: tuple[str, ...], data: dict[str, Any], know
             raise ConfigError(
                 f"{document.where((*path, key))}  unknown key {name}.{did_you_mean(key, known)}",
                 evidence=f"Known: {', '.join(known)}.",
+                fix=f"settings: {{{key}: …}}" if not path and key in _AXES else "",
                 code="MT201",
             )
 

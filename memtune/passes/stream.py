@@ -147,8 +147,9 @@ def bytes_beside_chunks(step: Step) -> Units:
 
 
 def stream_parameters(
-    step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True, read_ahead: int | None = None
-) -> Step:
+    step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True, read_ahead: int | None = None,
+    ranks: int = 1,
+) -> Step:  # fmt: skip
     """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
     Args:
@@ -157,6 +158,7 @@ def stream_parameters(
         chunks: Where the parameters lie; none: each block is a unit.
         early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
         read_ahead: The parameters are on SSD, and are read so many moments before they come in; None: they are on the host.
+        ranks: That have all weights, and average each gradient before it leaves.
     """
     frames: Frames | None = None
     if isinstance(chunks, Pages):
@@ -169,7 +171,7 @@ def stream_parameters(
     mine = in_blocks(step)
     hosts = host_memory(edit, pieces, frames, Tier.HOST if read_ahead is None else Tier.SSD)
     edit.bytes[columns.storage[mine]] = 0
-    down = _gradients_down(edit, step, landings)
+    down = _gradients_down(edit, step, landings, ranks)
     turns = turns_of(
         step, pieces, residency, landings.added_later(len(begins)), allocates=frames is None, early=early, read_ahead=read_ahead
     )
@@ -203,9 +205,11 @@ class _Down(NamedTuple):
     adds: I32
 
 
-def _gradients_down(edit: Edit, step: Step, landings: Landings) -> _Down:
+def _gradients_down(edit: Edit, step: Step, landings: Landings, ranks: int) -> _Down:
     """Each gradient's copy starts as it lands, after the one before it has been added to the sums of earlier micro-batches."""
     count = len(landings.after)
+    if ranks > 1:
+        _average(edit, step, landings, ranks)
     with_add = np.zeros(count, bool)
     with_add[1:] = (landings.sums[:-1] >= 0) & (landings.moment[1:] == landings.moment[:-1])
     row = np.repeat(np.arange(count), 1 + with_add)
@@ -238,6 +242,14 @@ def _gradients_down(edit: Edit, step: Step, landings: Landings) -> _Down:
     edit.add_uses(adds[done], hosts[done])
     edit.add_uses(adds[done], landings.sums[done], mutates=True)
     return _Down(copies, hosts, adds)
+
+
+def _average(edit: Edit, step: Step, landings: Landings, ranks: int) -> None:
+    average = edit.add_ops(
+        "memtune.all_reduce_.default", after=landings.after, phase=Phase.BACKWARD, resource=Resource.INTRA_LINK,
+        traffic_bytes=step.bytes[landings.raw], call=step.op_call[landings.after], group=ranks,
+    )  # fmt: skip
+    edit.add_uses(average, landings.raw, mutates=True)
 
 
 def insert(edit: Edit, step: Step, pieces: Pieces, turns: Turns, begins: I32) -> I32:

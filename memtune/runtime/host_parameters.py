@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
@@ -49,6 +50,7 @@ class HostParameters:
         landing: Gradients leave as they land. Else they are another mechanism's, and the optimizer's step takes them down.
         copy: How a parameter's values come in from the host.
         members: Of each block, what comes and goes; none: all its parameters.
+        averages: Ranks that have all weights average each gradient before it leaves.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or gradients leave and nothing outside of the blocks is trained.
@@ -64,7 +66,9 @@ class HostParameters:
         landing: bool = True,
         copy: Callable[[Tensor, Tensor], None] | None = None,
         members: list[list[nn.Parameter]] | None = None,
+        averages: bool = False,
     ) -> None:
+        self._group = dist.group.WORLD if averages and context.ranks > 1 else None
         self._optimizer, self._device = optimizer, context.device
         self._before_use = context.before_use
         self._modules = [context.model.get_submodule(name) for name in context.blocks]
@@ -153,11 +157,18 @@ class HostParameters:
         """Rule 4."""
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
+        self._average(parameter)
         self._arrive()
         source, parameter.grad = parameter.grad, None
         host = torch.ops.memtune.to_host(source)
         mark(host, HOST)
         self._on_the_way = parameter, source, host
+
+    @torch.no_grad()
+    def _average(self, parameter: nn.Parameter) -> None:
+        if self._group is not None:
+            assert parameter.grad is not None
+            torch.ops.memtune.all_reduce_(parameter.grad, self._group.group_name, self._group.size(), "avg")
 
     def _show(self, parameters: Iterable[nn.Parameter]) -> None:
         """To whoever looks at gradients that are used, and let go, inside backward."""
@@ -226,7 +237,8 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[
     """Trained parameters that stay on the device.
 
     Raises:
-        ApplyError: A block's parameter is used elsewhere as well, or with gradients that leave there are none.
+        ApplyError: A block's parameter is used elsewhere as well, or shares its memory, or with gradients that leave there are
+            none.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -239,6 +251,7 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[
             "A parameter of a block is shared with another module, so it cannot come and go with its block.",
             fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
         )  # fmt: skip
+    refuse_shared_memory(model, mine)
     outside = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
     if landing and not outside:
         raise ApplyError(
@@ -246,6 +259,21 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[
             fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
         )  # fmt: skip
     return outside
+
+
+def refuse_shared_memory(model: nn.Module, mine: Iterable[nn.Parameter]) -> None:
+    """Check that each of `mine`, parameters of `model`, fills its memory: what is given back and taken anew is all of it.
+
+    Raises:
+        ApplyError: One is part of a larger tensor, or several times the same memory; says which.
+    """
+    wrong = {id(each) for each in mine if each.untyped_storage().nbytes() != each.nbytes}
+    if wrong:
+        name = next(name for name, each in model.named_parameters() if id(each) in wrong)
+        raise ApplyError(
+            f"{name} shares its memory with something else, so it cannot come and go.",
+            fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
+        )  # fmt: skip
 
 
 def copy_of(parameter: nn.Parameter) -> Tensor:

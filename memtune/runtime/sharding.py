@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.errors import ApplyError
 from memtune.runtime.collectives import SeamAllGather, SeamAllReduce, SeamReduceScatter
-from memtune.runtime.context import Context
+from memtune.runtime.context import Context, Landed
 from memtune.runtime.copies import OncePerStep
 from memtune.runtime.deferred import fill_shards
 from memtune.runtime.parts import PARTS, divided, leave_plain, part_of, see_whole
@@ -136,6 +136,8 @@ def shard(
     context.averaged = True
     if copies is not None:
         _average_copies(context, copies, two_hop)
+    if sharers is None and grid is None and not (copies is not None and two_hop):
+        context.lands = partial(_call_landed, context)
     if sharers is None:
         rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
@@ -221,6 +223,13 @@ def _average_copies(context: Context, copies: DeviceMesh, two_hop: bool) -> None
         module.set_all_reduce_hook(once.hook(unit) if two_hop else SeamAllReduce(copies.get_group()))
     if two_hop:
         context.sync = once.sync
+
+
+def _call_landed(context: Context, landed: Landed) -> None:
+    """FSDP2 calls the hooks of a shard itself when it has reduced and added up the shard's gradient."""
+    for parameter in context.model.parameters():
+        if parameter.requires_grad:
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(landed).remove)
 
 
 def units_of(model: nn.Module) -> Iterator[tuple[FSDPModule, tuple[nn.Parameter, ...]]]:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.errors import ApplyError
 from memtune.factors import Factors
-from memtune.runtime.context import Context
+from memtune.runtime.context import Context, Landed
 from memtune.runtime.partition import Hop, Partition
 from memtune.runtime.parts import divided
 from memtune.runtime.ranks import require_ranks
@@ -160,11 +160,16 @@ class _Levels:
             return
         if isinstance(first, Partition):
             first.on_end = self._end
+            if len(self.rows) == 1 and context.parts == 1 and self._factors.optimizer == context.ranks:
+                context.lands = self._call_landed
             return
         chain_of = {chain[0].parameter: chain[0] for chain in self._parts}
         for module, unit in units_of(context.model):
             parts = [chain_of[parameter] for parameter in unit if parameter in chain_of]
             module.set_all_reduce_hook(functools.partial(self._unit_reduced, parts))
+
+    def _call_landed(self, landed: Landed) -> None:
+        self.rows[0].landed = landed
 
     def _unit_reduced(self, parts: list[Part], shard: Tensor) -> None:
         for part in parts:

@@ -38,6 +38,7 @@ from memtune.runtime.sharding import meshes, rebind
 from memtune.runtime.tree import local
 from memtune.runtime.turns import Turns
 
+_SCALE = torch.ops.aten.mul_.Tensor
 _MIXED: list[AbstractContextManager[Any]] = []
 """Entered for good: whole parameters stay plain tensors, and clipping and optimizers see them beside DTensors."""
 
@@ -170,6 +171,23 @@ def mix_plain_and_sharded() -> None:
     if not _MIXED:
         _MIXED.append(implicit_replication())
         _MIXED[0].__enter__()
+        _handlers()[_SCALE] = _scale
+
+
+def _handlers() -> dict[Any, Callable[..., Any]]:
+    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
+
+
+def _scale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As torch does it, but for a plain tensor by a sharded number (a norm), which torch has for lists of tensors alone."""
+    if not isinstance(args[0], DTensor) and args[1].dim() == 0:
+        return op(args[0], args[1].full_tensor())
+    own = _handlers().pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        _handlers()[op] = own
 
 
 @dataclass(frozen=True)

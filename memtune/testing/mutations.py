@@ -314,8 +314,14 @@ def _nothing_is_let_go(technique: type[Technique]) -> AbstractContextManager[Any
 
 
 def _gradient_is_wrong(technique: type[Technique]) -> AbstractContextManager[Any]:
-    original = frozen.put_in_place
-    return patch.object(frozen, "put_in_place", lambda parameter, gradient: original(parameter, gradient + 1))
+    original = frozen._Run._run_on
+
+    def run_on(self: Any) -> Any:
+        found = original(self)
+        self._landed[:] = [gradient + 1 for gradient in self._landed]
+        return found
+
+    return patch.object(frozen._Run, "_run_on", run_on)
 
 
 def _statistics_twice(technique: type[Technique]) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from memtune.op_costs import op_class, op_costs
 from memtune.passes.by_data import depends_on_data
 from memtune.passes.in_parts import elements_of
 from memtune.passes.online import online_policy
-from memtune.passes.policy import Frozen, freeze, least_bytes, region_trace
+from memtune.passes.policy import Frozen, freeze, region_trace
 from memtune.passes.region import region_of
 from memtune.passes.schedule import run_schedule
 from memtune.program import Program, Step
@@ -26,13 +26,11 @@ from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
 from memtune.schedule import Schedule
 from memtune.search_spaces.recompute._online import told_online, too_little_online
+from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 _EXPENSIVE = frozenset({"attention", "convolution", "recurrent", "matmul"})
-_ALONE = ("split", "sharding.parallel", "sharding.communication", "sharding.states", "offload.activations")
-"""Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
-
 NOT_THE_POLICYS = ("budget_bytes", "ratio", "online", "freeze_after")
 """Knobs that say for which budget and when to decide, not how."""
 
@@ -66,14 +64,15 @@ class _Dynamic(Technique):
         if self._has_no_budget(target):
             fix = f"--max-memory 20GiB, or recompute: {{kind: {self.kind}, ratio: 0.5}}"
             return Reason("there is no budget to evict for", fix)
-        least = _least_bytes(program.step)
-        if program.step.peak_bytes() <= least:
+        place = place_of(program, target)
+        least = place.least_bytes
+        if place.plain_bytes <= least:
             return Reason("the peak is not made of what the model's forward saves", "recompute: {kind: none}")
-        budget_bytes = self._budget_bytes(program.step, target)
-        if self.ratio is None and program.step.peak_bytes() <= budget_bytes:
+        budget_bytes = self._budget_bytes(place, target)
+        if self.ratio is None and place.plain_bytes <= budget_bytes:
             return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
         if budget_bytes < least or self._frozen(program, target) is None:
-            return self._too_little(program.step, budget_bytes, target.hardware)
+            return self._too_little(place, budget_bytes)
         if self._is_online(program.step):
             return too_little_online(program.step, self.policy(), budget_bytes, target.hardware)
         return None
@@ -85,13 +84,13 @@ class _Dynamic(Technique):
             raise ApplyError(
                 f"recompute: {{kind: {self.kind}}} has no schedule within its budget.", fix="give a larger budget", code="MT317"
             )
-        decisions: dict[str, Any] = {"online": self._online(program.step, target)} if self._is_online(program.step) else {}
+        decisions: dict[str, Any] = {"online": self._online(program, target)} if self._is_online(program.step) else {}
         return Plan(
             decisions=decisions
             | {
                 "schedule": frozen.schedule.to_plain(),
                 "peak_bytes": frozen.peak_bytes,
-                "plain_bytes": program.step.peak_bytes(),
+                "plain_bytes": place_of(program, target).plain_bytes,
                 "replay_s": round(frozen.replay_s, 9),
             }
         )
@@ -135,9 +134,10 @@ class _Dynamic(Technique):
         region = region_of(step)
         return bool(self.online) or (self.online is None and not isinstance(region, str) and bool(depends_on_data(step, region)))
 
-    def _online(self, step: Step, target: Target) -> dict[str, Any]:
+    def _online(self, program: Program, target: Target) -> dict[str, Any]:
         """What the runtime is told: the budget, what is outside of it, and rates that make costs the same in every run."""
-        return {"budget_bytes": self._budget_bytes(step, target), **told_online(step, target.hardware)}
+        place = place_of(program, target)
+        return {"budget_bytes": self._budget_bytes(place, target), **told_online(place.step, target.hardware)}
 
     def record(self, target: Target) -> dict[str, Any]:
         """The policy and its budget."""
@@ -152,10 +152,10 @@ class _Dynamic(Technique):
     def _has_no_budget(self, target: Target) -> bool:
         return self.ratio is None and self.budget_bytes is None and target.budget_bytes is None
 
-    def _budget_bytes(self, step: Step, target: Target) -> int:
+    def _budget_bytes(self, place: Place, target: Target) -> int:
         if self.ratio is not None:
-            least = _least_bytes(step)
-            return least + int(self.ratio * max(step.peak_bytes() - least, 0))
+            least = place.least_bytes
+            return least + int(self.ratio * max(place.plain_bytes - least, 0))
         found = self.budget_bytes or target.budget_bytes
         assert found is not None  # `_has_no_budget` was asked
         return found
@@ -164,18 +164,18 @@ class _Dynamic(Technique):
         region = region_of(program.step)
         if isinstance(region, str) or self._has_no_budget(target):
             return None
-        budget_bytes, online = self._budget_bytes(program.step, target), self._is_online(program.step)
-        return solved(program.step, self.policy(), budget_bytes, target.hardware, online)
+        place = place_of(program, target)
+        return solved(place, self.policy(), self._budget_bytes(place, target), self._is_online(program.step))
 
-    def _too_little(self, step: Step, budget_bytes: int, hardware: Hardware) -> Reason:
+    def _too_little(self, place: Place, budget_bytes: int) -> Reason:
         """Says what would be enough where a config asks for these bytes; a search, which asks of many, does not look for it."""
         why = f"the policy finds no way to stay within {format_bytes(budget_bytes)}"
         rest = "a smaller micro-batch, or recompute: {kind: planned}"
         enough = None
         if self.budget_bytes is not None:
-            enough = _enough_bytes(step, self.policy(), budget_bytes, hardware, self._is_online(step))
+            enough = _enough_bytes(place, self.policy(), budget_bytes, self._is_online(place.step))
         if enough is None:
-            return Reason(f"{why}; no recompute gets below {format_bytes(_least_bytes(step))}", f"a larger budget, {rest}")
+            return Reason(f"{why}; no recompute gets below {format_bytes(place.least_bytes)}", f"a larger budget, {rest}")
         return Reason(f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {enough}, {rest}")
 
     def _schedule(self, plan: Plan) -> Schedule:
@@ -190,50 +190,29 @@ class _Dynamic(Technique):
             ) from error
 
 
-def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> Reason | None:
-    """Why no schedule can take the place of the model's forward and backward, nor, if asked for, the online runtime."""
-    if target.compiled:
-        return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
-    if program.ranks > 1:
-        return Reason("a frozen schedule runs the whole model on one rank", "recompute: {kind: planned}")
-    for slot in _ALONE:
-        if slot in target.chosen and target.chosen[slot].kind != "none":
-            return Reason(f"a frozen schedule runs the model without {target.chosen[slot].kind}", f"{slot}: {{kind: none}}")
-    region = region_of(program.step)
-    if isinstance(region, str):
-        return Reason(region, "recompute: {kind: planned}")
-    odd = "" if online else depends_on_data(program.step, region)
-    if odd:
-        return Reason(f"{odd} runs in the model: what follows it depends on the data", "recompute: {kind: planned}")
-    return None
-
-
 @lru_cache(maxsize=32)
-def solved(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, online: bool = False) -> Frozen | None:
-    """Solved once for a step, policy and budget."""
-    region = region_of(step)
-    if isinstance(region, str):
-        return None
-    traces = [partial(_trace, step, hardware, online, keep_written) for keep_written in (False, True)]
-    return freeze(region, traces, policy, budget_bytes, lambda schedule: run_schedule(step, region, schedule).peak_bytes())
+def solved(place: Place, policy: Policy, budget_bytes: int, online: bool = False) -> Frozen | None:
+    """Solved once for a place, policy and budget."""
+    traces = [partial(_trace, place.step, place.hardware, online, keep_written) for keep_written in (False, True)]
+    return freeze(place.among, traces, policy, budget_bytes, place.peak_bytes)
 
 
 @lru_cache(maxsize=16)
-def _enough_bytes(step: Step, policy: Policy, too_little_bytes: int, hardware: Hardware, online: bool) -> int | None:
+def _enough_bytes(place: Place, policy: Policy, too_little_bytes: int, online: bool) -> int | None:
     """A budget for which the policy has a schedule, within 1 % of one for which it has none; None: not even the peak.
 
     A policy may fail above a budget that it meets: what is found, by bisection, is one that it does meet.
     """
-    low, high, least = too_little_bytes, step.peak_bytes(), _least_bytes(step)
+    low, high, least = too_little_bytes, place.plain_bytes, place.least_bytes
     if low < least:
-        if solved(step, policy, least, hardware, online) is not None:
+        if solved(place, policy, least, online) is not None:
             return least
         low = least
-    if solved(step, policy, high, hardware, online) is None:
+    if solved(place, policy, high, online) is None:
         return None
     while high - low > high // 100:
         middle = (low + high) // 2
-        low, high = (middle, high) if solved(step, policy, middle, hardware, online) is None else (low, middle)
+        low, high = (middle, high) if solved(place, policy, middle, online) is None else (low, middle)
     return high
 
 
@@ -241,19 +220,13 @@ def _enough_bytes(step: Step, policy: Policy, too_little_bytes: int, hardware: H
 def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> Trace:
     """The same for all policies and budgets."""
     region = region_of(step)
-    assert not isinstance(region, str)  # `solved` has seen to it
+    assert not isinstance(region, str)  # `cannot_freeze` has seen to it
     op_s = op_costs(step, hardware).op_s[region.rows]
     return region_trace(region, op_s, _is_cheap, elements_of(step, region), keep_written=keep_written, online=online)
 
 
 def _is_cheap(name: str) -> bool:
     return op_class(name) not in _EXPENSIVE
-
-
-@lru_cache(maxsize=32)
-def _least_bytes(step: Step) -> int:
-    region = region_of(step)
-    return 0 if isinstance(region, str) else least_bytes(step, region)
 
 
 def check_schedule(region: FrozenRegion) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from memtune.passes.calls import split_calls
 from memtune.program import Program, RankClass, Step
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
-from memtune.search_spaces.recompute._budget import after_later, later_techniques, of_other_ranks
+from memtune.search_spaces.recompute._budget import after_later, later_techniques
 from memtune.search_spaces.recompute._calls import Block, blocks_of
 from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
 from memtune.search_spaces.recompute._fits import why_not
@@ -59,8 +59,6 @@ class Lohan(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that run once and can run again, and something in them that is faster to swap."""
-        if (reason := of_other_ranks(target)) is not None:
-            return reason
         if (reason := why_not(program.step, target.compiled)) is not None:
             return reason
         if split_calls(program.step) is not program.step:

@@ -10,7 +10,7 @@ from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
-from memtune.search_spaces.recompute._budget import Budget, Solution, of_other_ranks, within
+from memtune.search_spaces.recompute._budget import Budget, Solution, within
 from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
 from memtune.search_spaces.recompute._explained import explained
 from memtune.search_spaces.recompute._fits import why_not
@@ -63,8 +63,6 @@ class Planned(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that plain training exceeds and that some plan meets, and blocks that can run again."""
-        if (reason := of_other_ranks(target)) is not None:
-            return reason
         reason = why_not(program.step, target.compiled)
         if reason is not None:
             return reason

@@ -386,3 +386,8 @@ def test_a_variable_set_after_cuda_started_is_refused(monkeypatch: pytest.Monkey
         check_environment(EXPANDABLE)
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_an_axis_in_the_wrong_place_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'sharding'[\s\S]*Fix: settings: \{sharding: …\}"):
+        load_config({"sharding": {"states": {"kind": "ddp"}}})

@@ -14,6 +14,9 @@ from memtune.search_spaces.offload.states._layers import takes_a_schedule
 from memtune.technique import Reason, Target
 
 _OTHER = "offload: {states: {kind: optimizer_cpu}} with trigger: end_of_step"
+_REDUCED = ("fsdp", "zero3", "zero1", "zero2")
+"""What reduces a gradient to its final value, and has no other one, as soon as its bucket or unit is complete."""
+_REDUCING = "fsdp, zero3, zero1 or zero2"
 
 
 def native_of(moments: Moments) -> Native:
@@ -23,14 +26,25 @@ def native_of(moments: Moments) -> Native:
 
 def not_as_they_land(program: Program, target: Target) -> Reason | None:
     """Why gradients of `program` cannot go down as they land."""
-    if program.ranks > 1 or target.ranks > 1:
-        return Reason("gradients that go down as they land are for one rank", _OTHER)
+    if target.ranks > 1 and (reason := _not_reduced(target)) is not None:
+        return reason
     if target.compiled:
         return Reason("a compiled graph hands its gradients over at its end, not as they are made", "execution.compile: false")
     if takes_a_schedule(target):
         return Reason("a schedule puts gradients in place itself", "recompute: {kind: full}")
     if no_witness(program.step):
         return Reason("the smallest parameter gets no gradient, so clipping by norm could not be noticed", _OTHER)
+    return None
+
+
+def _not_reduced(target: Target) -> Reason | None:
+    """Why a gradient has not its final value when its part of backward has ended: ranks still change it."""
+    parallel, states = target.chosen.get("sharding.parallel"), target.chosen.get("sharding.states")
+    if parallel is not None and parallel.kind != "none":
+        return Reason(f"gradients that go down as they land are not for {parallel.kind}", _OTHER)
+    if states is None or states.kind not in _REDUCED:
+        kind = "none" if states is None else states.kind
+        return Reason(f"under {kind} gradients are on the device until backward has ended", f"sharding.states: {_REDUCING}")
     return None
 
 

@@ -15,14 +15,14 @@ from memtune.residency import Rule, Units, cached
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.store import ParameterStore
-from memtune.search_spaces.offload.states._layers import cannot_run
+from memtune.search_spaces.offload.states._layers import cannot_run_on_ranks, require_replicas
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes
 
 
 def cannot_chunk(program: Program, target: Target, chunk_bytes: int | None) -> Reason | None:
     """Why blocks' parameters cannot come and go in chunks of `chunk_bytes` (None: of any size)."""
-    if (reason := cannot_run(program, target, natively=False)) is not None:
+    if (reason := cannot_run_on_ranks(program, target, natively=False)) is not None:
         return reason
     largest = max(sizes_in_blocks(program.step)[0])
     if chunk_bytes is not None and chunk_bytes < largest:
@@ -54,7 +54,8 @@ def beside(program: Program) -> Units:
 def in_chunks(program: Program, how: ChunkPlan, rule: Rule, ahead: int = 0) -> Program:
     """The program with its blocks' parameters in chunks that come and go, and the optimizer on the host."""
     residency = cached(how.chunks.uses(ahead), how.slots, rule)
-    return program.with_step(optimizer_on_host(stream_parameters(program.step, residency, how.chunks, early=False)))
+    step = stream_parameters(program.step, residency, how.chunks, early=False, ranks=program.ranks)
+    return program.with_step(optimizer_on_host(step))
 
 
 def planned(n_bytes: Units, block: Units, plan: Plan) -> ChunkPlan:
@@ -88,8 +89,9 @@ def apply_chunks(context: Context, kind: str, plan: Plan, rule: Rule, ahead: int
     """Move the optimizer to the host, then the blocks' parameters into chunks.
 
     Raises:
-        ApplyError: The plan is none for this model.
+        ApplyError: The plan is none for this model, or ranks share a copy of it.
     """
+    require_replicas(context, kind)
     try:
         how = planned(*sizes_of(context), plan)
         residency = cached(how.chunks.uses(ahead), how.slots, rule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.parameters import columns_of
@@ -26,6 +27,21 @@ def cannot_run(program: Program, target: Target, *, natively: bool = True, alone
     step = program.step
     if alone and (program.ranks > 1 or target.ranks > 1):
         return Reason("parameters that come and go are for one rank", "sharding: {states: {kind: fsdp}}")
+    return _cannot_come_and_go(step, target, natively)
+
+
+def cannot_run_on_ranks(program: Program, target: Target, *, natively: bool = True) -> Reason | None:
+    """As `cannot_run`, on one rank or on replicas."""
+    if target.ranks > 1:
+        states, parallel = (target.chosen.get(f"sharding.{slot}") for slot in ("states", "parallel"))
+        if parallel is not None and parallel.kind != "none":
+            return Reason("blocks that come and go are whole on each rank", "sharding: {parallel: {kind: none}}")
+        if states is None or states.kind != "ddp":
+            return Reason("blocks that come and go are for replicas on several ranks", "sharding: {states: {kind: ddp}}")
+    return _cannot_come_and_go(program.step, target, natively)
+
+
+def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | None:
     if target.compiled:
         return Reason(EAGER_ONLY, "execution.compile: false")
     if takes_a_schedule(target):
@@ -59,10 +75,24 @@ def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
 
 def in_layers(program: Program, residency: Residency) -> Program:
     """The program with its blocks' parameters as `residency` says, and every update on the host."""
-    return program.with_step(optimizer_on_host(stream_parameters(program.step, residency), Native()))
+    return program.with_step(optimizer_on_host(stream_parameters(program.step, residency, ranks=program.ranks), Native()))
 
 
-def apply_layers(context: Context, residency: Residency) -> None:
-    """Move the optimizer to the host, then the blocks' parameters."""
+def apply_layers(context: Context, kind: str, residency: Residency) -> None:
+    """Move the optimizer to the host, then the blocks' parameters.
+
+    Raises:
+        ApplyError: Ranks share a copy of the model.
+    """
+    require_replicas(context, kind)
     store = ParameterStore(context, residency, HostOptimizer(context, "native"))
     context.checks["offload.states"] = store.check
+
+
+def require_replicas(context: Context, kind: str) -> None:
+    """Refuse what `cannot_run_on_ranks` refuses: a config may say it all the same."""
+    if context.ranks > 1 and (context.runner is None or context.parts > 1):
+        raise ApplyError(
+            f"{kind} is for replicas on several ranks.",
+            fix="sharding: {states: {kind: ddp}, parallel: {kind: none}}", code="MT364",
+        )  # fmt: skip

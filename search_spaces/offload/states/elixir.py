@@ -38,6 +38,7 @@ class Elixir(Technique):
     source: ClassVar[str] = "Huang et al. 2022, Elixir: Train a Large Language Model on a Small GPU Cluster, arXiv:2212.05339"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
+    averages_blocks: ClassVar[bool] = True
 
     chunk_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bytes of a chunk; none given: the size that moves the fewest bytes."""
@@ -45,7 +46,7 @@ class Elixir(Technique):
     """Blocks that chunks come in ahead of their use; 0: when they are used."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, on one rank."""
+        """Needs blocks that run one after the other and share nothing; several ranks must be replicas."""
         return cannot_chunk(program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> Plan:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from memtune.program import Program
 from memtune.residency import window
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, apply_layers, cannot_run, in_layers
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, apply_layers, cannot_run_on_ranks, in_layers
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -30,10 +30,11 @@ class L2L(Technique):
     source: ClassVar[str] = "Pudipeddi et al. 2020, Training Large Neural Networks with Constant Memory, arXiv:2002.05645"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
+    averages_blocks: ClassVar[bool] = True
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, on one rank, in float32."""
-        return cannot_run(program, target)
+        """Needs blocks that run one after the other and share nothing, in float32; several ranks must be replicas."""
+        return cannot_run_on_ranks(program, target)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Every block in a window of one."""
@@ -41,7 +42,7 @@ class L2L(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights to the host, hooks that bring them in."""
-        apply_layers(context, window(len(context.blocks), 1))
+        apply_layers(context, self.kind, window(len(context.blocks), 1))
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, and when each block is updated."""

@@ -39,12 +39,13 @@ class PatrickStar(Technique):
     source: ClassVar[str] = "Fang et al. 2021, PatrickStar: Parallel Training of Pre-trained Models via Chunk-based Memory Management, arXiv:2108.05818"  # fmt: skip  # noqa: E501
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
+    averages_blocks: ClassVar[bool] = True
 
     chunk_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bytes of a chunk; none given: the size that wastes least."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, on one rank."""
+        """Needs blocks that run one after the other and share nothing; several ranks must be replicas."""
         return cannot_chunk(program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> Plan:

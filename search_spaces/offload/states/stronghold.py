@@ -15,7 +15,13 @@ from memtune.passes.stream import not_in_layers
 from memtune.program import Program, Step
 from memtune.residency import smallest_window, window
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, apply_layers, cannot_run, compute_s_of_moments, in_layers
+from memtune.search_spaces.offload.states._layers import (
+    EAGER_ONLY,
+    apply_layers,
+    cannot_run_on_ranks,
+    compute_s_of_moments,
+    in_layers,
+)
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -38,13 +44,14 @@ class Stronghold(Technique):
     source: ClassVar[str] = "Sun et al. 2022, STRONGHOLD: Fast and Affordable Billion-Scale Deep Learning Model Training, SC 22"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
+    averages_blocks: ClassVar[bool] = True
 
     window: Annotated[int, Field(ge=1)] | None = None
     """Blocks on the device at once, the one that comes in counted; none given: solved for."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, on one rank, in float32, and enough of them."""
-        if (reason := cannot_run(program, target)) is not None:
+        """Needs blocks that run one after the other and share nothing, in float32; several ranks must be replicas."""
+        if (reason := cannot_run_on_ranks(program, target)) is not None:
             return reason
         if self.window is not None and self.window > len(program.step.blocks):
             return Reason(f"the model has {len(program.step.blocks)} blocks only", "a smaller window, or none to have it solved")
@@ -69,7 +76,7 @@ class Stronghold(Technique):
                 fix=f"offload: {{states: {{kind: stronghold, window: {min(2, len(context.blocks))}}}}}, or plan it again",
                 code="MT364",
             )  # fmt: skip
-        apply_layers(context, window(len(context.blocks), slots))
+        apply_layers(context, self.kind, window(len(context.blocks), slots))
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """The width of the window."""

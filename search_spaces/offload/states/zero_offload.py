@@ -21,8 +21,10 @@ class ZeroOffload(Technique):
 
     The device keeps weights, activations and two buckets of gradients. 4 bytes per parameter cross the link in a step in bfloat16
     (`master`), 8 in float32; with accumulation the gradients do so in each micro-batch. The host adds micro-batches up and
-    updates when the last gradient is there. With `delayed` it updates beside the next step instead: weights are one step old,
-    which is declared lossy and off by default. Clipping by norm between backward and step is refused: the gradients have left.
+    updates when the last gradient is there. On several ranks each sends the rows that it has of reduced gradients, beside `fsdp`,
+    `zero3`, `zero1` or `zero2` (the paper's), and its host updates these alone. With `delayed` it updates beside the next step
+    instead: weights are one step old, which is declared lossy and off by default. Clipping by norm between backward and step is
+    refused: the gradients have left.
 
     Distinguishing test: the copies of all buckets but the last begin before backward has ended, each holding `bucket_mib`, and
     the device holds at most two; delayed, a step's update comes before the forward of the next one and weights are one step old.
@@ -51,16 +53,22 @@ class ZeroOffload(Technique):
     """Steps that are not delayed, at the beginning of a run: the paper switches over when training has settled."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs one rank, gradients that autograd puts in place one by one, and a type that the native update knows."""
+        """Needs gradients that land one by one, reduced on several ranks, and a type that the native update knows."""
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
-        return not_as_they_land(program, target) or no_native_update(step, self.update)
+        return not_as_they_land(program, target) or self._not_late(target) or no_native_update(step, self.update)
+
+    def _not_late(self, target: Target) -> Reason | None:
+        states = target.chosen.get("sharding.states") if self.delayed and target.ranks > 1 else None
+        if states is None or states.kind not in ("zero1", "zero2"):
+            return None
+        return Reason(f"delayed weights would be late in other ranks' whole ones under {states.kind}", "sharding.states: fsdp")
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Copies down in backward, state and update to the host, weights up in the step; where delayed, a later step."""
         early = Early(self._bucket_bytes, late=self.delayed)
-        return program.with_step(optimizer_beside_backward(program.step, native_of(self.moments), early))
+        return program.with_step(optimizer_beside_backward(program.step, native_of(self.moments), early, program.ranks))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to host copies of its parameters, hooks that send gradients down."""

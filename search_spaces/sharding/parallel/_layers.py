@@ -21,7 +21,8 @@ _BESIDE_PARTS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "mics")
 """What divides parts of a model as it divides a whole one."""
 
 
-def _divides_states(target: Target) -> bool:
+def divides_states(target: Target) -> bool:
+    """Whether something divides or replicates model states, and averages gradients."""
     states = target.chosen.get("sharding.states")
     return states is not None and states.kind != "none"
 
@@ -83,53 +84,8 @@ class Shared(Technique):
         return found
 
 
-class TakingTurns(Shared):
-    """A group of ranks that works on one micro-batch at a time."""
-
-    def summed(self, program: Program, plan: Plan) -> frozenset[str]:
-        """Parameters whose gradients are summed over a group; no one's where every rank has all of them."""
-        return frozenset()
-
-    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """The step as recorded with the layers cut, batches sent round, gradients averaged between the groups.
-
-        What divides or replicates states averages gradients itself; what is summed inside a group is what that leaves (`finish`).
-        """
-        degree, node = self.degree or target.ranks, target.hardware.local_ranks(target.ranks)
-        accumulate = program.accumulate * degree
-        between = Resource.INTER_LINK if degree % node == 0 else Resource.INTRA_LINK
-        alone = not _divides_states(target)
-        copies, summed = (target.ranks // degree, self.summed(program, plan)) if alone else (1, frozenset[str]())
-        return _taking_turns(
-            program, self._recorded(target), Sharing(degree, copies, between, accumulate, summed, self._inside(target))
-        )
-
-    def _inside(self, target: Target) -> Resource:
-        """The link inside a group."""
-        return Resource.INTER_LINK if target.hardware.local_ranks(target.ranks) == 1 else Resource.INTRA_LINK
-
-    def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
-        """What is summed inside a group, where each rank has a part of it left, after the states' own reductions."""
-        degree = self.ranks_of_a_copy(target.ranks)
-        if degree == 1 or not _divides_states(target):
-            return program  # who averages over all ranks averages over the group's as well
-        summed = self.summed(program, plan)
-        if not summed:
-            return program
-        how = Sharing(degree, 1, Resource.NOTHING, program.accumulate, summed, self._inside(target))
-        return program.with_step(sum_shards(program.step, how))
-
-
-@remembered
-def _taking_turns(program: Program, recorded: CutRecording, how: Sharing) -> Program:
-    """One object for all states that the same copies hold: what other passes make of it is shared as well."""
-    step = share(accumulate_gradients(recorded.recording.at(program.micro_batch)), how)
-    ranks = (RankClass(program.ranks, step),)
-    return Program(ranks, program.micro_batch, how.accumulate, program.notes, sharers=how.ranks)
-
-
-class CutLayers(TakingTurns):
-    """Layers that a group of ranks has in parts; states are divided among the ranks that hold the same part."""
+class InParts(Shared):
+    """Layers of which each rank of a group has a part; states are divided among the ranks that hold the same part."""
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Those of a group."""
@@ -146,6 +102,55 @@ class CutLayers(TakingTurns):
             text = f"sharding.states: {states.kind} keeps parts of units over ranks that are neighbours, which share layers here"
             return Reason(text, "reshard_after_forward: true")
         return None
+
+
+class TakingTurns(Shared):
+    """A group of ranks that works on one micro-batch at a time."""
+
+    def summed(self, program: Program, plan: Plan) -> frozenset[str]:
+        """Parameters whose gradients are summed over a group; no one's where every rank has all of them."""
+        return frozenset()
+
+    def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
+        """The step as recorded with the layers cut, batches sent round, gradients averaged between the groups.
+
+        What divides or replicates states averages gradients itself; what is summed inside a group is what that leaves (`finish`).
+        """
+        degree, node = self.degree or target.ranks, target.hardware.local_ranks(target.ranks)
+        accumulate = program.accumulate * degree
+        between = Resource.INTER_LINK if degree % node == 0 else Resource.INTRA_LINK
+        alone = not divides_states(target)
+        copies, summed = (target.ranks // degree, self.summed(program, plan)) if alone else (1, frozenset[str]())
+        return _taking_turns(
+            program, self._recorded(target), Sharing(degree, copies, between, accumulate, summed, self._inside(target))
+        )
+
+    def _inside(self, target: Target) -> Resource:
+        """The link inside a group."""
+        return Resource.INTER_LINK if target.hardware.local_ranks(target.ranks) == 1 else Resource.INTRA_LINK
+
+    def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
+        """What is summed inside a group, where each rank has a part of it left, after the states' own reductions."""
+        degree = self.ranks_of_a_copy(target.ranks)
+        if degree == 1 or not divides_states(target):
+            return program  # who averages over all ranks averages over the group's as well
+        summed = self.summed(program, plan)
+        if not summed:
+            return program
+        how = Sharing(degree, 1, Resource.NOTHING, program.accumulate, summed, self._inside(target))
+        return program.with_step(sum_shards(program.step, how))
+
+
+@remembered
+def _taking_turns(program: Program, recorded: CutRecording, how: Sharing) -> Program:
+    """One object for all states that the same copies hold: what other passes make of it is shared as well."""
+    step = share(accumulate_gradients(recorded.recording.at(program.micro_batch)), how)
+    ranks = (RankClass(program.ranks, step),)
+    return Program(ranks, program.micro_batch, how.accumulate, program.notes, sharers=how.ranks)
+
+
+class CutLayers(InParts, TakingTurns):
+    """Layers that a group of ranks has in parts, and computes with together."""
 
     @abstractmethod
     def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:

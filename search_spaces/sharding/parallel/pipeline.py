@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from memtune.copies import all_parts, one_part
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.op_costs import op_costs
 from memtune.parameters import columns_of
-from memtune.passes.pipeline import Piped, piped, pipelined
+from memtune.passes.pipeline import Piped, piped
 from memtune.passes.stages import Chain, chain_of
 from memtune.pipeline_order import Stages, idle_share
 from memtune.planners.stages import balanced
 from memtune.program import Program, RankClass, Step
 from memtune.runtime.context import Context
+from memtune.search_spaces._passes import steps_of_stages
 from memtune.search_spaces.sharding.parallel._layers import needs_plan, of_another
-from memtune.technique import NO_PLAN, Exactness, Plan, Reason, Target, Technique
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -157,19 +156,11 @@ class Pipeline(Technique):
     def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
         """The step of each rank of a pipeline, all micro-batches in it; the fullest one first."""
         how, times = piped(program, target.hardware)
-        states = target.chosen.get("sharding.states")
-        alone = states is None or states.kind == "none"
         kinds = _kinds(program.step, how, target)
         try:
-            steps = pipelined(program.step, how if alone else replace(how, copies=1), list(kinds))
+            steps = steps_of_stages(program, target, list(kinds))
         except ValueError as error:
             return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
-        if states is not None and not alone:
-            seen = target.among_copies(how.ranks)
-            for index, step in enumerate(steps):
-                mine = replace(program.with_step(step), accumulate=times, unrolled=how.micro_batches, stages=None)
-                divided = states.rewrite(one_part(mine, how.ranks), NO_PLAN, seen)
-                steps[index] = all_parts(divided, how.ranks, target.hardware).step
         classes = [RankClass(how.copies * n, step) for n, step in zip(kinds.values(), steps, strict=True)]
         classes.sort(key=lambda each: each.step.peak_bytes(), reverse=True)
         return Program(

@@ -55,7 +55,9 @@ class Ddp(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Gradients into buckets as they arrive, an all-reduce behind each full bucket."""
-        how = Replication(program.ranks, self.bucket_cap_mb << 20, program.accumulate, self.find_unused_parameters)
+        offload = target.chosen.get("offload.states")
+        of_blocks = offload is None or not offload.averages_blocks
+        how = Replication(program.ranks, self.bucket_cap_mb << 20, program.accumulate, self.find_unused_parameters, of_blocks)
         return program.with_step(replicate(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:

@@ -10,7 +10,7 @@ from zoo_paths import ZOO
 
 from memtune._apply import apply
 from memtune.errors import ApplyError
-from memtune.search_spaces.recompute._dynamic import _least_bytes
+from memtune.search_spaces.recompute._place import place_of
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.technique import NO_PLAN
@@ -66,8 +66,8 @@ class TestDtr(TechniqueSuite):
         told = re.search(r"are enough \(budget_bytes: (\d+),", str(reason))
         assert told
         enough = int(told[1])
-        assert (enough == _least_bytes(program.step)) == reachable
         other = Dtr(budget_bytes=enough)
+        assert (enough == place_of(program, target_of(other)).least_bytes) == reachable
         assert other.fits(program, target_of(other)) is None
 
     @pytest.mark.parametrize(

@@ -41,12 +41,18 @@ STATES = {
     "zero3": {"kind": "zero3"},
     "kept": {"kind": "fsdp", "reshard_after_forward": False, "blocks_per_unit": 2},
 }
+IN_PLACE = "rtp, in place"
 
 
 def document(kind: str, states: dict[str, Any], accumulate: int = 1) -> dict[str, Any]:
-    found = settings(kind, accumulate, degree=PARTS)
+    knobs = {"in_place": True} if kind == IN_PLACE else {}
+    found = settings(_kind(kind), accumulate, degree=PARTS, **knobs)
     found["sharding"]["states"] = states
     return found
+
+
+def _kind(name: str) -> str:
+    return name.partition(",")[0]
 
 
 def predicted(kind: str, states: dict[str, Any], accumulate: int = 1) -> Candidate:
@@ -73,6 +79,7 @@ def refused(kind: str, states: dict[str, Any], **knobs: Any) -> str:
 
 def test_refusals_name_what_is_in_the_way() -> None:
     assert "has no copies of a part" in refused("tensor", {"kind": "fsdp"})
+    assert "has no copies of a part" in refused("rtp", {"kind": "fsdp"})
     assert "paro does not work on layers that ranks share" in refused("tensor", {"kind": "paro", "group": 2}, degree=2)
     kept = {"kind": "fsdp", "reshard_after_forward": 2}
     assert "neighbours, which share layers" in refused("tensor", kept, degree=2)
@@ -148,8 +155,8 @@ def between_copies(kind: str, states: str, accumulate: int) -> int:
     """Bytes that a rank receives from the other copies of its part in a step: the formulas of `memtune.factors`, with padding."""
     parts = kind != "head_context"
     ranks = COPIES if parts else RANKS
-    step = candidate(kind, PATH, RANKS, degree=PARTS).program.step if parts else rewriter(PATH, RANKS).recording.step
-    turns = accumulate * PARTS
+    step = candidate(_kind(kind), PATH, RANKS, degree=PARTS).program.step if parts else rewriter(PATH, RANKS).recording.step
+    turns = accumulate * (1 if _kind(kind) == "rtp" else PARTS)
     rows = {p.name: (p.shape[0] + ranks - 1) // ranks * ranks * 4 for p in step.parameters}
     whole = {p.name: rows[p.name] * (p.shape[1] if len(p.shape) > 1 else 1) for p in step.parameters}
     blocks = sum(n_bytes for name, n_bytes in whole.items() if name.startswith("h."))
@@ -190,11 +197,13 @@ def loaded_plain(folder: Path, saved: dict[str, Any]) -> None:
 
 
 def test_four_ranks_train_as_one_as_predicted_and_save(tmp_path: Path) -> None:
-    check([("sequence_parallel", "zero3", 4, True), ("tensor", "ddp", 1, False)], tmp_path)
+    check([("sequence_parallel", "zero3", 4, True), ("tensor", "ddp", 1, False), (IN_PLACE, "zero3", 1, True)], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "head_context"])
+@pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "head_context", "rtp", IN_PLACE])
 @pytest.mark.parametrize("states", list(STATES))
 def test_every_division_of_states(kind: str, states: str, tmp_path: Path) -> None:
-    check([(kind, states, accumulate, clip) for accumulate, clip in ((1, False), (1, True), (4, False), (4, True))], tmp_path)
+    one_is_zero1 = states == "zero2" and _kind(kind) == "rtp"  # its ranks take no turns
+    times = (4,) if one_is_zero1 else (1, 4)
+    check([(kind, states, accumulate, clip) for accumulate in times for clip in (False, True)], tmp_path)
