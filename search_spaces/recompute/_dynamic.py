@@ -14,7 +14,7 @@ from memtune.hardware import Hardware
 from memtune.op_costs import op_class, op_costs
 from memtune.passes.by_data import depends_on_data
 from memtune.passes.in_parts import elements_of
-from memtune.passes.online import online_policy
+from memtune.passes.online import online_policy, with_peak
 from memtune.passes.policy import Frozen, freeze, region_trace
 from memtune.passes.region import region_of
 from memtune.passes.schedule import run_schedule
@@ -25,7 +25,7 @@ from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
 from memtune.schedule import Schedule
-from memtune.search_spaces.recompute._online import told_online, too_little_online
+from memtune.search_spaces.recompute._online import peak_online, told_online, too_little_online
 from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -96,12 +96,15 @@ class _Dynamic(Technique):
         )
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """The model's forward and backward run as the schedule says."""
+        """The model's forward and backward run as the schedule says; online as much stays as the budget lets."""
         region = region_of(program.step)
         schedule = self._schedule(plan)
         if isinstance(region, str) or schedule.graph != region.graph.sha256:
             return program  # as the executor does: the plain model runs
-        return program.with_step(run_schedule(program.step, region, schedule))
+        step = run_schedule(program.step, region, schedule)
+        return program.with_step(
+            with_peak(step, plan.decisions["online"].get("peak_bytes", 0)) if "online" in plan.decisions else step
+        )
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward."""
@@ -137,7 +140,9 @@ class _Dynamic(Technique):
     def _online(self, program: Program, target: Target) -> dict[str, Any]:
         """What the runtime is told: the budget, what is outside of it, and rates that make costs the same in every run."""
         place = place_of(program, target)
-        return {"budget_bytes": self._budget_bytes(place, target), **told_online(place.step, target.hardware)}
+        budget_bytes = self._budget_bytes(place, target)
+        peak = peak_online(place.step, self.policy(), budget_bytes, target.hardware)
+        return {"budget_bytes": budget_bytes, "peak_bytes": peak or 0, **told_online(place.step, target.hardware)}
 
     def record(self, target: Target) -> dict[str, Any]:
         """The policy and its budget."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from memtune.hardware import Hardware
-from memtune.passes.online import Told, least_budget_bytes, online_policy, stays_within
+from memtune.passes.online import Told, least_budget_bytes, online_policy, peak_within
 from memtune.passes.region import Region, region_of
 from memtune.program import Kind, Step, Tier
 from memtune.remat import Policy
@@ -33,15 +33,25 @@ def told_online(step: Step, hardware: Hardware) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=32)
-def too_little_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Reason | None:
-    """Why a step that is decided while it runs does not stay within `budget_bytes`; a schedule made before it may."""
+def peak_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> int | None:
+    """The most bytes on the device while model and backward run; None where that is not within `budget_bytes`."""
+    return peak_within(step, _region(step), online_policy(policy), budget_bytes, _told(step, hardware))
+
+
+def _told(step: Step, hardware: Hardware) -> Told:
     region, plain = _region(step), told_online(step, hardware)
     costs = Costs(plain["flops_per_s"], plain["bytes_per_s"], plain["launch_s"])
     sizes = zip(step.op_flops[region.rows].tolist(), step.op_traffic_bytes[region.rows].tolist(), strict=True)
     op_s = np.asarray([costs.of(n_flops, n_bytes) for n_flops, n_bytes in sizes])
-    told, policy = Told(op_s, plain["reserve_bytes"], plain["scratch"]), online_policy(policy)
-    if stays_within(step, region, policy, budget_bytes, told):
+    return Told(op_s, plain["reserve_bytes"], plain["scratch"])
+
+
+@lru_cache(maxsize=32)
+def too_little_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Reason | None:
+    """Why a step that is decided while it runs does not stay within `budget_bytes`; a schedule made before it may."""
+    if peak_online(step, policy, budget_bytes, hardware) is not None:
         return None
+    region, told, policy = _region(step), _told(step, hardware), online_policy(policy)
     least = least_budget_bytes(step, region, policy, budget_bytes, told)
     given = format_bytes(budget_bytes)
     why = f"deciding while the model runs does not stay within {given}: the model itself holds too much meanwhile"
