@@ -203,6 +203,10 @@ class HostParameters:
         (parameter, source, host), self._on_the_way = self._on_the_way, None
         transfer.finish(host)
         del source
+        self._arrived(parameter, host)
+
+    def _arrived(self, parameter: nn.Parameter, host: Tensor) -> None:
+        """Its gradient is on the host, where micro-batches are added up."""
         add_gradient(self._trained[parameter], host)
 
     def _note_versions(self) -> None:
@@ -259,7 +263,8 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[
     """Trained parameters that stay on the device.
 
     Raises:
-        ApplyError: A block's parameter is used elsewhere as well, or with gradients that leave there are none.
+        ApplyError: A block's parameter is used elsewhere as well, or shares its memory, or with gradients that leave there are
+            none.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -272,6 +277,7 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[
             "A parameter of a block is shared with another module, so it cannot come and go with its block.",
             fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
         )  # fmt: skip
+    refuse_shared_memory(model, mine)
     outside = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
     if landing and not outside:
         raise ApplyError(
@@ -279,6 +285,21 @@ def _outside(model: nn.Module, mine: list[nn.Parameter], landing: bool) -> list[
             fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
         )  # fmt: skip
     return outside
+
+
+def refuse_shared_memory(model: nn.Module, mine: Iterable[nn.Parameter]) -> None:
+    """Check that each of `mine`, parameters of `model`, fills its memory: what is given back and taken anew is all of it.
+
+    Raises:
+        ApplyError: One is part of a larger tensor, or several times the same memory; says which.
+    """
+    wrong = {id(each) for each in mine if each.untyped_storage().nbytes() != each.nbytes}
+    if wrong:
+        name = next(name for name, each in model.named_parameters() if id(each) in wrong)
+        raise ApplyError(
+            f"{name} shares its memory with something else, so it cannot come and go.",
+            fix="offload: {states: {kind: optimizer_cpu}}", code="MT364",
+        )  # fmt: skip
 
 
 def copy_of(parameter: nn.Parameter) -> Tensor:
