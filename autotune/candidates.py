@@ -18,11 +18,10 @@ from typing import Any
 
 from memtune.autotune.program_memory import Node, Pass, ProgramMemory, found
 from memtune.config import Settings, load_config
-from memtune.copies import all_parts, one_part
 from memtune.edit import accumulate_gradients
 from memtune.program import Program, RankClass, Recording
 from memtune.runtime.compiled import Compiling
-from memtune.search_spaces import PASS_ORDER, null
+from memtune.search_spaces import PASS_ORDER, _passes, null
 from memtune.search_spaces._watched import Watched
 from memtune.search_spaces.execution import Execution
 from memtune.technique import NO_PLAN, Plan, Reason, Target, Technique
@@ -181,10 +180,15 @@ class Rewriter:
         return self._walk(choice)[0]
 
     def refusal(self, technique: Technique, execution: Execution) -> Reason | None:
-        """Why `technique` does not fit the plain program, whatever other slots hold; None where it fits or that decides."""
+        """Why `technique` does not fit the plain program, whatever other slots hold; None where it fits or that decides.
+
+        What divides states works on other programs and fewer ranks where the model is in parts, which only candidates have.
+        """
         root = self._root(execution)
         if isinstance(root.result, Reason):
             return root.result
+        if technique.among_copies and self.target.ranks > 1 and self.target.cut is not None:
+            return None
         chosen = _Undecided(technique.slot)
         target = replace(self.target, chosen=chosen, compiled=execution.compile, compile_backend=execution.compile_backend)
         try:
@@ -214,7 +218,8 @@ class Rewriter:
         if known is not None:
             return known
         watched = Watched(choice.chosen)
-        found = frozenset(_flat("", technique.record(self._seen_by(watched, choice, technique))))
+        seen = _passes.target_seen(self._seen_by(watched, choice), self._parts(technique, choice))
+        found = frozenset(_flat("", technique.record(seen)))
         if not watched.seen:  # the same whatever other slots hold
             self._pairs[asked] = found
         return found
@@ -230,38 +235,37 @@ class Rewriter:
         self._known[id(setting)] = setting, number
         return number
 
-    def _seen_by(self, watched: Watched, choice: Choice, technique: Technique) -> Target:
+    def _seen_by(self, watched: Watched, choice: Choice) -> Target:
         target = self.target
         compiled, backend = choice.execution.compile, choice.execution.compile_backend
-        seen = Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
-        parts = self._parts(technique, choice)
-        return seen if parts == 1 else seen.among_copies(parts)
+        return Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
 
     def _parts(self, technique: Technique, choice: Choice) -> int:
         """Ranks that hold parts of one copy, for `technique` if it works among the copies: what it sees follows from it.
 
         A program below the pass that made the parts holds for these parts alone, so this is nothing to be noted (rule 2).
         """
-        parallel = choice.chosen.get("sharding.parallel") if technique.among_copies else None
-        return 1 if parallel is None else parallel.ranks_of_a_copy(self.target.ranks)
+        return _passes.parts_seen(technique, choice.chosen, self.target.ranks)
 
     def _walk(self, choice: Choice) -> tuple[Program | Reason, Mapping[str, Plan]]:
         """What all passes of `choice` make, or why one of them cannot be, and the plans by slot that are not empty."""
         self._memory.begin()
-        node = self._root(choice.execution, choice.partitioning)
-        chosen, plans = choice.chosen, {}
-        for slot in PASS_ORDER:
-            technique = chosen.get(slot) or _null_with_a_say(slot)
-            if isinstance(node.result, Reason):
-                break
-            if technique is not None and _has_a_say(type(technique)):
-                _, node, plan = self._next(node, technique, choice)
-                self._memory.use(node)
-                if plan is not NO_PLAN and plan != NO_PLAN:
-                    plans[slot] = plan
-        for technique in choice.techniques:
-            if type(technique).finish is not Technique.finish and isinstance(node.result, Program):
-                node = self._memory.use(self._finished(node, technique, plans.get(technique.slot, NO_PLAN), choice))
+        chosen, plans = choice.chosen, dict[str, Plan]()
+        there = [chosen.get(slot) or _null_with_a_say(slot) for slot in PASS_ORDER]
+
+        def passed(node: Node, technique: Technique) -> Node:
+            _, after, plan = self._next(node, technique, choice)
+            if plan is not NO_PLAN and plan != NO_PLAN:
+                plans[technique.slot] = plan
+            return self._memory.use(after)
+
+        node = _passes.run(
+            self._root(choice.execution, choice.partitioning),
+            [each for each in there if each is not None and _has_a_say(type(each))],
+            passed=passed,
+            finished=lambda node, each: self._memory.use(self._finished(node, each, plans.get(each.slot, NO_PLAN), choice)),
+            refused=lambda node: isinstance(node.result, Reason),
+        )
         return node.result, plans
 
     def _finished(self, node: Node, technique: Technique, plan: Plan, choice: Choice) -> Node:
@@ -272,7 +276,7 @@ class Rewriter:
         if there is None:
             assert isinstance(node.result, Program)
             watched = Watched(choice.chosen)
-            result = technique.finish(node.result, plan, self._seen_by(watched, choice, technique))
+            result = technique.finish(node.result, plan, self._seen_by(watched, choice))
             n_rows = 0
             if isinstance(result, Program):
                 self._check(result)
@@ -317,8 +321,7 @@ class Rewriter:
         """The way down from `node`, and what it holds for; techniques with equal records (rule 1) share one, if they fit."""
         assert isinstance(node.result, Program)
         watched, parts = Watched(choice.chosen), self._parts(technique, choice)
-        program = node.result if parts == 1 else one_part(node.result, parts)
-        reason = technique.fits(program, self._seen_by(watched, choice, technique))
+        reason = _passes.judged(node.result, technique, self._seen_by(watched, choice), parts)
         if reason is not None:
             return Pass(watched.seen, Node(reason))
         known = node.made.setdefault((technique.slot, self._record_pairs(technique, choice)), [])
@@ -332,25 +335,14 @@ class Rewriter:
         """What the pass of `technique`, which fits, makes of `node`, and what it saw of other slots (rule 2)."""
         assert isinstance(node.result, Program)
         watched = Watched(choice.chosen)
-        result, plan = self._pass(
-            node.result, technique, self._seen_by(watched, choice, technique), self._parts(technique, choice)
-        )
+        self.n_passes += 1
+        result, plan = _passes.made(node.result, technique, self._seen_by(watched, choice), self._parts(technique, choice))
+        if result is not node.result:
+            self._check(result)
         there = node.after(technique.slot, result)
         if there is None:
             there = self._memory.count(Node(result, 0 if result is node.result else result.step.n_ops))
         return Pass(watched.seen, there, plan)
-
-    def _pass(self, program: Program, technique: Technique, target: Target, parts: int) -> tuple[Program, Plan]:
-        before = program if parts == 1 else one_part(program, parts)
-        plan = technique.plan(before, target)
-        self.n_passes += 1
-        after = technique.rewrite(before, plan, target)
-        if after is before:
-            return program, plan
-        if parts > 1:
-            after = all_parts(after, parts, self.target.hardware)
-        self._check(after)
-        return after, plan
 
     def _check(self, program: Program) -> None:
         for each in program.rank_classes if self._validate else ():

@@ -16,6 +16,7 @@ from memtune.passes.moments import checkpoint, evaluation, first_step
 from memtune.program import Program, Recording, Step
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.workspace import WorkspaceTable
+from memtune.search_spaces._passes import target_seen
 from memtune.technique import Reason, Target
 from memtune.workload import Workload
 
@@ -114,8 +115,7 @@ def _with_all_stages(rewriter: Rewriter, candidate: Candidate) -> Step:
 def _factors(choice: Choice, target: Target) -> dict[str, int]:
     """Over how many ranks each state is divided, as the mechanism's record says."""
     parts = choice.technique("sharding.parallel").ranks_of_a_copy(target.ranks)
-    seen = target if parts == 1 else target.among_copies(parts)
-    found: dict[str, int] = choice.technique("sharding.states").record(seen).get("states.shard", {})
+    found: dict[str, int] = choice.technique("sharding.states").record(target_seen(target, parts)).get("states.shard", {})
     return found
 
 

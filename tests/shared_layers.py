@@ -91,8 +91,14 @@ def trained(
     tuned = apply(model, optimizer, document, loss=workload.loss, strict=False) if document else None
     rank = torch.distributed.get_rank() if document else 0
     losses, norms = [], []
+
+    def clipped(*_: Any) -> None:
+        """Of all gradients at once, and of one after the other, which torch dispatches otherwise."""
+        at_once = len(norms) % 2 == 0
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=at_once)))
+
     if clip:
-        optimizer.register_step_pre_hook(lambda *_: norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
+        optimizer.register_step_pre_hook(clipped)
     for step in range(STEPS):
         torch.manual_seed(step)
         batches = [workload.make_batch(SIZE) for _ in range(ranks * accumulate)]
@@ -131,10 +137,10 @@ def peak(document: dict[str, Any]) -> int:
     empty = ledger.live_bytes()
     workload, model, optimizer = build(SEPARATE)
     tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
-    peaks = []
+    peaks, how = [], document["settings"]["execution"]
     for _ in range(4):
         with tier(HOST):
-            batches = [workload.make_batch(SIZE) for _ in range(document["settings"]["execution"]["accumulate"])]
+            batches = [workload.make_batch(how["micro_batch"]) for _ in range(how["accumulate"])]
         ledger.reset_peak()
         tuned.step(batches)
         peaks.append(ledger.peak_allocated_bytes() - empty)

@@ -8,18 +8,20 @@ rewritten and run through them. Where its peak is not what was priced, the next 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from memtune.hardware import Hardware
 from memtune.program import I32, Program, RankClass, Step
+from memtune.remembered import remembered
 from memtune.search_spaces import NULL_KINDS, PASS_ORDER
+from memtune.search_spaces._passes import judged, made, parts_seen, run
 from memtune.search_spaces._watched import Watched
 from memtune.search_spaces.recompute._frontier import Frontier, solve
 from memtune.search_spaces.recompute._levels import Levels, levels, live_bytes, moments, rewritten
-from memtune.technique import Reason, Target, Technique
+from memtune.technique import Target, Technique
 
 _TRIES = 8
 """Plans that are rewritten in search of the best one."""
@@ -69,46 +71,60 @@ def within(program: Program, budget: Budget, target: Target) -> Solution:
 
 
 def later_techniques(target: Target, after: str = "recompute") -> tuple[Technique, ...]:
-    """What `target` has chosen of techniques whose passes come after the slot `after` and change something."""
-    return tuple(target.chosen[slot] for slot in _later_slots(after) if slot in target.chosen and _acts(target.chosen[slot]))
+    """What `target` has chosen of techniques whose passes come after the slot `after` and change something.
 
-
-def of_other_ranks(target: Target) -> Reason | None:
-    """Why nothing can be planned for the bytes of states: they are divided among the ranks that hold the same part of a model."""
-    parallel, states = target.chosen.get("sharding.parallel"), target.chosen.get("sharding.states")
-    if parallel is None or states is None or not states.among_copies or states.kind == "ddp":
-        return None
-    if parallel.ranks_of_a_copy(target.ranks) == 1:
-        return None
-    return Reason(f"plans by budget know no {states.kind} beside {parallel.kind}", "recompute: {kind: full} or selective")
+    Where ranks hold parts of a model, the technique that made the parts comes first: its pass has been, and the others see by it
+    which ranks hold the same part.
+    """
+    chosen = target.chosen
+    later = tuple(chosen[slot] for slot in _later_slots(after) if slot in chosen and _acts(chosen[slot]))
+    parallel = chosen.get("sharding.parallel")
+    return later if parallel is None or parallel.ranks_of_a_copy(target.ranks) == 1 else (parallel, *later)
 
 
 def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> Program:
-    """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their first passes."""
+    """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their first passes.
+
+    What is left to the end is not done: sums inside a group are made in place once a step, and a pipeline has `steps_of_stages`.
+    """
     chosen = {each.slot: each for each in later}
-    for technique in later:
-        after = _after(program, technique, chosen, hardware)
-        if after is None:
-            break  # the candidate is refused by that technique, whatever is planned here
-        program = after
-    return program
+
+    def passed(reached: _Reached, technique: Technique) -> _Reached:
+        after = _after(reached.program, technique, chosen, hardware)
+        return replace(reached, refused=True) if after is None else _Reached(after)
+
+    done = run(
+        _Reached(program), [each for each in later if each.slot != "sharding.parallel"],
+        passed=passed, finished=lambda reached, _: reached, refused=lambda each: each.refused,
+    )  # fmt: skip
+    return done.program
+
+
+@dataclass(frozen=True, eq=False)
+class _Reached:
+    """How far passes have come."""
+
+    program: Program
+    refused: bool = False
+    """The next one does not fit: it refuses the candidate, whatever is planned here."""
 
 
 def _after(program: Program, technique: Technique, chosen: dict[str, Technique], hardware: Hardware) -> Program | None:
     """What the pass of `technique` makes of `program` beside others; None where it does not fit."""
     known = _ways(program, technique, hardware)
-    for seen, made in known:
+    for seen, there in known:
         if all(chosen.get(slot) is other or chosen.get(slot) == other for slot, other in seen.items()):
-            return made
+            return there
     watched, after = Watched(chosen), None
-    target = Target(hardware, program.ranks, None, watched)
-    if technique.fits(program, target) is None:
-        after = technique.rewrite(program, technique.plan(program, target), target)
+    target, parts = Target(hardware, program.ranks, None, watched), parts_seen(technique, chosen, program.ranks)
+    if judged(program, technique, target, parts) is None:
+        after = made(program, technique, target, parts)[0]
     known.append((watched.seen, after))
+    _ways.holds(after, program, technique, hardware)
     return after
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _ways(
     program: Program, technique: Technique, hardware: Hardware
 ) -> list[tuple[Mapping[str, Technique | None], Program | None]]:
@@ -201,7 +217,7 @@ class _Search:
         return after_later(self._program.with_step(step), self._later, self._hardware).step
 
 
-@lru_cache(maxsize=16)
+@remembered
 def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
     """The step under one option for each block: the same few are asked for under every set of later techniques."""
     return rewritten(found.step, found.chosen(np.asarray(choice, np.int32)))

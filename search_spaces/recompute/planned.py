@@ -10,7 +10,7 @@ from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
-from memtune.search_spaces.recompute._budget import Budget, Solution, of_other_ranks, within
+from memtune.search_spaces.recompute._budget import Budget, Solution, within
 from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
 from memtune.search_spaces.recompute._explained import explained
 from memtune.search_spaces.recompute._fits import why_not
@@ -63,8 +63,6 @@ class Planned(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that plain training exceeds and that some plan meets, and blocks that can run again."""
-        if (reason := of_other_ranks(target)) is not None:
-            return reason
         reason = why_not(program.step, target.compiled)
         if reason is not None:
             return reason
@@ -139,7 +137,7 @@ class Planned(Technique):
 
     def _scheduled(self, program: Program, target: Target, solution: Solution) -> Found | Reason:
         """A schedule that is faster than the plan by blocks, or meets a budget that no such plan does; else why not."""
-        found = fastest_schedule(program, target, solution.budget_bytes)
+        found = fastest_schedule(program, target, solution.budget_bytes, solution.smallest_bytes)
         if isinstance(found, Found) and solution.is_within and found.seconds >= solution.seconds:
             return Reason("no schedule is faster than the plan by blocks", "by_schedule: false")
         return found

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from search_world import recording, rewriter
 
-from memtune.autotune.candidates import Candidate, Choice
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.scoring import Scorer
 from memtune.edit import accumulate_gradients
 from memtune.program import Program
@@ -103,6 +103,15 @@ def test_a_verdict_that_depends_on_other_slots_is_not_looked_for_beforehand():
     assert "offload" in str(made.program(choice(a=Nosy(), b=HOST)))
     own = find("sharding.states", "fsdp")(kind="fsdp")
     assert "only one rank" in str(made.refusal(own, PLAIN))
+
+
+def test_what_divides_states_is_judged_where_the_model_is_in_parts():
+    """Parts share micro-batches, so that a step of one has sums to divide; of copies there are fewer than ranks."""
+    whole = Rewriter(recording(), Target(rewriter().target.hardware, 4))
+    parts = Rewriter(recording(), Target(rewriter().target.hardware, 4, cut=lambda *_: Reason("nothing is cut")))
+    zero2 = find("sharding.states", "zero2")(kind="zero2")
+    assert "no sums to divide" in str(whole.refusal(zero2, PLAIN))
+    assert parts.refusal(zero2, PLAIN) is None
 
 
 def test_choices_with_equal_records_have_one_key():

@@ -10,13 +10,13 @@ from functools import lru_cache
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.passes.move import MoveClaim, move_activations, stage_of
-from memtune.passes.pipeline import piped, pipelined
 from memtune.pipeline_order import Stages, order, slots_between
 from memtune.program import Phase, Program, RankClass, Resource, Step
+from memtune.search_spaces._passes import steps_of_stages
 from memtune.search_spaces.offload.activations._shares import leading
 from memtune.search_spaces.recompute._budget import after_later
 from memtune.search_spaces.recompute._levels import live_bytes
-from memtune.technique import Technique
+from memtune.technique import Target, Technique
 
 GRAIN = 8
 """Ratios are eighths, as in the paper."""
@@ -84,7 +84,7 @@ def _peaks(
     if new.stages is None:
         steps = [after_later(new, later, hardware).step]
     else:
-        steps = pipelined(new.step, piped(new, hardware)[0])
+        steps = steps_of_stages(new, Target(hardware, new.ranks, chosen={each.slot: each for each in later}))
     return [int(live_bytes(each, hardware).max(initial=0)) for each in steps]
 
 

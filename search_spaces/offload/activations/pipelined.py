@@ -22,7 +22,7 @@ from memtune.search_spaces.offload.activations._in_slots import (
     smallest,
     waiting,
 )
-from memtune.search_spaces.recompute._budget import later_techniques, of_other_ranks
+from memtune.search_spaces.recompute._budget import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -65,8 +65,6 @@ class Pipelined(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that the step exceeds and some ratio meets, and, in a pipeline, stages where micro-batches wait."""
-        if self.ratio is None and (reason := of_other_ranks(target)) is not None:
-            return reason
         if not program.step.blocks:
             return Reason("the model has no blocks whose activations could move", "def blocks(model) in model.py")
         if target.compiled:
@@ -99,7 +97,7 @@ class Pipelined(Technique):
 
     def _smallest(self, program: Program, target: Target) -> Ratios:
         run = program.ranks, program.micro_batch, program.accumulate
-        later = () if program.stages is not None else later_techniques(target, self.slot)
+        later = later_techniques(target, self.slot)
         budget = self._budget(program, target) or 0
         how = self.min_bytes, self._ahead(program, target)
         return smallest(program.step, program.stages, run, how, budget, later, target.hardware)

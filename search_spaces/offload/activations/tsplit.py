@@ -15,7 +15,7 @@ from memtune.runtime.come_ahead import Ahead
 from memtune.runtime.context import Context
 from memtune.runtime.tiled_region import install_tiled_modules
 from memtune.search_spaces.offload.activations._by_budget import Decided, How, Solved, rewritten, solved
-from memtune.search_spaces.recompute._budget import later_techniques, of_other_ranks
+from memtune.search_spaces.recompute._budget import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes, format_seconds
 
@@ -67,8 +67,6 @@ class TSplit(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that the step exceeds and that some plan meets, and blocks whose tensors have addresses."""
-        if (reason := of_other_ranks(target)) is not None:
-            return reason
         if (reason := self._cannot(program.step, target)) is not None:
             return reason
         found = self._solved(program, target)
