@@ -142,7 +142,7 @@ class LastStep:
             failed = error
         if self._agreed(failed is None) == 0:
             raise failed or EnvironmentFault(
-                "Another rank cannot go on from the step that it kept.", fix="see that rank's message", code="MT363"
+                "Another rank cannot go on from the step that it kept.", fix="see that rank's message", code="MT365"
             )
 
     def _take_up_pieces(self, run: DeadRun, manifest: Manifest) -> None:
@@ -151,7 +151,7 @@ class LastStep:
         except OSError as error:
             raise EnvironmentFault(
                 f"What the run kept of step {manifest.step} cannot be read: {error.strerror}.",
-                evidence=str(run.path / TENSORS), fix="memtune clean, and go on from a checkpoint", code="MT364",
+                evidence=str(run.path / TENSORS), fix="memtune clean, and go on from a checkpoint", code="MT365",
             ) from None  # fmt: skip
         try:
             for piece, extent, counter in zip(self._pieces, manifest.pieces, manifest.counters, strict=True):
