@@ -10,7 +10,6 @@ import numpy as np
 from memtune import _native
 from memtune.program import Kind, Step
 
-
 _OF_STORAGES = ("landing", "returned", "written_parts", "looked_at")
 
 

@@ -96,7 +96,7 @@ def _without_memory(step: Step, idle: npt.NDArray[np.intp]) -> Step:
     return replace(step, bytes=n_bytes, parameters=replace(columns, numel=numel))
 
 
-def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How, used: tuple[Expert, ...]) -> Step:
+def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How, used: tuple[Expert, ...], ranks: int = 1) -> Step:
     """`step` with its experts on SSD.
 
     Args:
@@ -104,6 +104,7 @@ def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How, used: tupl
         experts: Of the step.
         how: What is kept where.
         used: Those of them that get rows.
+        ranks: Replicas that average gradients before updates.
     """
     blocks, before = len(step.blocks), columns_of(step.parameters)
     idle = _parameters(tuple(expert for expert in experts if expert not in set(used)))
@@ -121,6 +122,8 @@ def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How, used: tupl
     nowhere, forever = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32)
     edit.add_storages(np.asarray([held]), producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
     _moves(edit, streamed, experts, how, n_bytes)
+    if ranks > 1:
+        _averages(edit, streamed, mine, ranks)
     edit.parameters = replace(columns_of(streamed.parameters), block=before.block)
     return edit.done()
 
@@ -185,3 +188,47 @@ def _moves(edit: Edit, step: Step, experts: tuple[Expert, ...], how: How, n_byte
         resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
         traffic_bytes=n_bytes[expert],
     )
+
+
+def _averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks: int) -> None:
+    """Before a block's updates flags, and each gradient up, averaged and down again; flags once more in the optimizer's step."""
+    columns = columns_of(step.parameters)
+    updates = np.flatnonzero(step.op_name == step.names.index("memtune.host_update_.default")).astype(np.int32)
+    weights, reads = np.isin(step.use_op, updates), step.kind[step.use_storage] == Kind.PARAMETER
+    owner = np.full(step.n_ops, -1, np.int32)
+    owner[step.use_op[weights & reads]] = step.owner[step.use_storage[weights & reads]]
+    parameter = owner[updates]
+    of_block = np.bincount(columns.block[parameter], minlength=len(step.blocks))
+    _, first = np.unique(columns.block[parameter], return_index=True)
+    last = np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[:1].astype(np.int32)
+    before = np.concatenate([updates[first], last])
+    _flags(edit, before, np.append(of_block[columns.block[parameter[first]]], len(mine)), ranks)
+    n_bytes = (columns.numel * columns.itemsize)[parameter]
+    names = ("memtune.to_device.default", "memtune.all_reduce_.default", "memtune.to_host.default")
+    resource = (Resource.HOST_TO_DEVICE, Resource.INTRA_LINK, Resource.DEVICE_TO_HOST)
+    rows = edit.add_ops(
+        np.tile(np.asarray([edit.name_id(name) for name in names], np.int32), len(updates)),
+        before=np.repeat(updates, 3),
+        phase=Phase.BOUNDARY,
+        resource=np.tile(np.asarray(resource, np.uint8), len(updates)),
+        traffic_bytes=np.repeat(n_bytes, 3),
+        group=np.tile(np.asarray([0, ranks, 0], np.int32), len(updates)),
+    ).reshape(-1, 3)
+    there = edit.add_storages(n_bytes, producer=rows[:, 0], kind=Kind.TEMPORARY)
+    edit.add_uses(rows[:, 1], there, mutates=True)
+    edit.add_uses(rows[:, 2], there)
+
+
+def _flags(edit: Edit, before: I32, parameters: npt.NDArray[np.int64], ranks: int) -> None:
+    n_bytes = 2 * 4 * parameters.astype(np.int64)
+    make, share = (
+        edit.add_ops(
+            name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=traffic, group=group
+        )
+        for name, resource, traffic, group in (
+            ("aten.new_empty.default", Resource.NOTHING, 0, 0),
+            ("memtune.all_reduce_.default", Resource.INTRA_LINK, n_bytes, ranks),
+        )
+    )  # fmt: skip
+    flags = edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
+    edit.add_uses(share, flags, mutates=True)

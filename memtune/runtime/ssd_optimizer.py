@@ -65,12 +65,6 @@ class SsdOptimizer:
         self._native = NativeUpdate(context.optimizer, "float32")
         names = {parameter: name for name, parameter in context.model.named_parameters()}
         names |= {shard: names[whole] for whole, shard in context.represented.items() if whole in names}
-        if keep and context.represented:
-            raise ApplyError(
-                "resume: last_step  cannot give other ranks their rows of a parameter back.",
-                evidence="The parameters are whole on each rank, and the optimizer has this rank's rows of them.",
-                fix="sharding: {states: {kind: fsdp}}, or  resume: checkpoint", code="MT364",
-            )  # fmt: skip
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         self._pieces: list[Piece] = []
         self._writing: deque[tuple[list[Tensor], list[Tensor]]] = deque()  # (on SSD, on the host)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from memtune.calls import Calls, by_name, from_names
 from memtune.passes.move import move_activations
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
+from memtune.remembered import remembered
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.shelf import Shelf
@@ -68,7 +68,7 @@ def as_planned(program: Program, plan: Plan) -> Program:
     return _with_options(program, tuple(options_in(plan, len(program.step.blocks))), spilled_in(plan))
 
 
-@lru_cache(maxsize=16)
+@remembered
 def _with_options(program: Program, options: tuple[Option, ...], spilled: Spilled) -> Program:
     """One program for all plans of the same options: plans for other later techniques often are."""
     again = [index for index, option in enumerate(options) if option.calls is not None]

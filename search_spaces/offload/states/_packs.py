@@ -16,6 +16,7 @@ from memtune.passes.chain import not_a_chain
 from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.passes.layer_major import Where, layer_major
 from memtune.program import Kind, Program, Step
+from memtune.remembered import remembered
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.order import LayerMajor
@@ -78,7 +79,7 @@ def block_bytes(step: Step) -> BlockBytes:
     return BlockBytes(tuple(weights.tolist()), tuple(gradients.tolist()), saved, boundary, max(beside, 0))
 
 
-@functools.lru_cache(maxsize=4)
+@remembered
 def in_packs(program: Program, packs: Packs, boundaries: Where) -> Program:
     """The program of a whole step in layer-major order: all its micro-batches are in one body."""
     step = layer_major(program.step, packs, program.accumulate, boundaries, program.ranks)

@@ -54,8 +54,7 @@ class ZeroInfinity(Technique):
     """Pieces that are read ahead; each takes the bytes of a parameter's state on the host."""
     resume: Literal["checkpoint", "last_step"] = "checkpoint"
     """After a crash training goes on from the user's own checkpoint, or from the last complete step: then each piece has two
-    slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive. Not under
-    `zero1` and `zero2`, whose ranks would have to give each other their rows."""
+    slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive."""
 
     parameters: Literal["device", "host", "ssd"] = "device"
     """Where the weights of blocks are while they are not used; those of no block stay on the device."""
@@ -76,11 +75,6 @@ class ZeroInfinity(Technique):
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
-        states = target.chosen.get("sharding.states")
-        if self.resume == "last_step" and target.ranks > 1 and states is not None and states.kind in ("zero1", "zero2"):
-            return Reason(
-                f"a resumed rank has its own rows of the weights alone under {states.kind}", "resume: checkpoint, or fsdp"
-            )
         if (reason := no_native_update(step, self.update)) is not None or self.parameters == "device":
             return reason
         return cannot_run(program, target, natively=False)

@@ -268,7 +268,7 @@ class TestMoesys(TechniqueSuite):
     def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = plain_program(ZOO["moe"])
         assert "no experts" in str(ALL.fits(plain_program(ZOO["gpt"]), target_of()))
-        assert "one rank" in str(ALL.fits(program, replace(target_of(), ranks=2)))
+        assert "replicas" in str(ALL.fits(program, replace(target_of(), ranks=2)))
         assert "hold the memory" in str(ALL.fits(program, replace(target_of(), compiled="blocks")))
         _, net, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no experts"):
