@@ -93,6 +93,7 @@ class Draft:
         inputs: Call and storage of the blocks' arguments, in order.
         outputs: Storages that the model returned.
         parts: Storages that were saved in parts, see `Step.written_parts`.
+        looks: Storages of which code asked for a number, see `Step.looked_at`.
         ready: Gradient → op after which it was in place.
     """
 
@@ -115,6 +116,7 @@ class Draft:
         self.inputs: dict[tuple[int, int], None] = {}
         self.outputs: set[int] = set()
         self.parts: set[int] = set()
+        self.looks: set[int] = set()
         self.ready: dict[int, int] = {}
 
     def add(self, size_bytes: int, tier: int, kind: int, producer: int, held: int = int(FOREVER)) -> int:
@@ -201,6 +203,7 @@ class Draft:
             landing=np.asarray(list(self.ready), np.int32),
             returned=np.asarray(sorted(self.outputs), np.int32),
             written_parts=np.asarray(sorted(self.parts), np.int32),
+            looked_at=np.asarray(sorted(self.looks), np.int32),
         )
         step.validate()
         return step

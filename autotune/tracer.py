@@ -34,7 +34,7 @@ from memtune.ops import SEAM, link_of
 from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.by_element import element_bytes
 from memtune.runtime.moved import is_written_part
-from memtune.runtime.op_arguments import group_size, mutated, one_pass_bytes, tensors_in
+from memtune.runtime.op_arguments import READ_OUTS, group_size, mutated, one_pass_bytes, tensors_in
 from memtune.runtime.tiers import DEVICE, TIERS, current_tier, tier_of_storage
 from memtune.runtime.watching import WatchingMode
 from memtune.runtime.workspace import FAKE_DEVICE, signature
@@ -175,8 +175,10 @@ class Tracer(WatchingMode):
         if torch._C._current_autograd_node() is None and sequence not in self._node_owner:
             self._node_owner[sequence] = self._stack[-1]
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in self._ids and t.untyped_storage()._cdata not in known]
-        if not fresh and not written:
-            return  # a view, or a read-out
+        if not fresh and not written:  # a view, or a read-out
+            if func in READ_OUTS and self._inside_model():
+                self._looked_at(inputs)
+            return
         name = str(func)
         self._sequence = sequence + 1
         if torch.is_grad_enabled() and any(t._is_view() for t in written) and any(t.requires_grad for t in inputs):
@@ -216,6 +218,11 @@ class Tracer(WatchingMode):
             index = self._new_storage(made, kind, producer=op)
             if seam and seam.output_tier != Tier.DEVICE:
                 self.draft.tier[index] = int(seam.output_tier)
+
+    def _looked_at(self, tensors: list[Tensor]) -> None:
+        """The model's code asked for a number; what is of no op, parameter or buffer is a constant that the code made itself."""
+        known = [self._ids.get(_local(each).untyped_storage()._cdata, -1) for each in tensors]
+        self.draft.looks.update(each for each in known if self.draft.producer[each] >= 0 or 0 <= each < self.n_state)
 
     def _is_in_place(self, func: Any, args: Any, out: Any, first: int, phase: Phase) -> bool:
         maker = self._last_writer.get(first, self.draft.producer[first])

@@ -209,6 +209,7 @@ class Unfolding:
         blocks = (*step.blocks[: at + 1], *self._names, *step.blocks[at + 1 :])
         whose = self._blocks.gather(len(step.blocks) + 1)
         columns: dict[str, Any] = self._columns()
+        row_of = self._gather("storages").row
         new = replace(
             step,
             modules=tuple(self._module_names),
@@ -219,7 +220,8 @@ class Unfolding:
             enter=self._ops.seen(step.enter[whose.row].astype(np.int64), whose.copy).astype(np.int32),
             leave=self._ops.seen(step.leave[whose.row].astype(np.int64), whose.copy).astype(np.int32),
             returned=np.sort(self._storages.moved(step.returned.astype(np.int64))).astype(np.int32),
-            written_parts=np.flatnonzero(np.isin(self._gather("storages").row, step.written_parts)).astype(np.int32),
+            written_parts=np.flatnonzero(np.isin(row_of, step.written_parts)).astype(np.int32),
+            looked_at=np.flatnonzero(np.isin(row_of, step.looked_at)).astype(np.int32),
             **columns,
         )
         ops = self._gather("ops")

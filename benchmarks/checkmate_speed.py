@@ -15,6 +15,7 @@ import torch
 from memtune import hardware
 from memtune.autotune.record import record
 from memtune.search_spaces.recompute._checkmate import Found, schedule_for
+from memtune.search_spaces.recompute._place import Place
 from memtune.workload import Workload
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 def _solving(path: Path, nodes: int, share: float) -> dict[str, object]:
     step = record(Workload.load(path)).at(8)
     started = time.perf_counter()
-    found = schedule_for(step, hardware.detect("cpu"), None, share, nodes, 0.0)
+    found = schedule_for(Place(step, hardware.detect("cpu")), None, share, nodes, 0.0)
     solve_s = time.perf_counter() - started
     assert isinstance(found, Found)
     return {

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ SCHEMA = 1
 _ALIASES = {("sharding.communication", "plain"): "none"}
 """Other names of a technique that configs may use, by slot."""
 _EXECUTION = tuple(Execution.model_fields)
+_AXES = sorted({slot.split(".")[0] for slot in SLOTS} | {"execution"})
 _SECTIONS = ("memtune", "settings", "measured", "predicted", "certificate", "made_for", "plan", "study")
 
 
@@ -167,12 +168,11 @@ def _validated(document: Document) -> TunedConfig:
             **rest,
         )
     except ValidationError as error:
-        raise _explained(document, (), error) from None
+        raise _explained(document, (), data, error) from None
 
 
 def _settings(document: Document, data: dict[str, Any]) -> Settings:
-    axes = sorted({slot.split(".")[0] for slot in SLOTS} | {"execution"})
-    _known(document, ("settings",), data, axes)
+    _known(document, ("settings",), data, _AXES)
     techniques = {}
     for slot in SLOTS:
         path: tuple[str, ...] = ("settings", *slot.split("."))
@@ -198,7 +198,7 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
             # Through JSON, where strict means what a config can say: a list is a tuple, a word an enum, "2" is no number.
             techniques[slot] = technique.model_validate_json(json.dumps({**node, "kind": kind}))
         except ValidationError as error:
-            raise _explained(document, path, error) from None
+            raise _explained(document, path, node, error) from None
     path = ("settings", "execution")
     execution = _mapping(document, path, data.get("execution"))
     own = {name: value for name, value in execution.items() if name not in _slots_in("execution")}
@@ -206,7 +206,7 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
     try:
         return Settings.of(Execution.model_validate_json(json.dumps(own)), techniques)
     except ValidationError as error:
-        raise _explained(document, path, error) from None
+        raise _explained(document, path, own, error) from None
 
 
 def _slots_in(axis: str) -> tuple[str, ...]:
@@ -243,19 +243,30 @@ def _known(document: Document, path: tuple[str, ...], data: dict[str, Any], know
             raise ConfigError(
                 f"{document.where((*path, key))}  unknown key {name}.{did_you_mean(key, known)}",
                 evidence=f"Known: {', '.join(known)}.",
+                fix=f"settings: {{{key}: …}}" if not path and key in _AXES else "",
                 code="MT201",
             )
 
 
-def _explained(document: Document, path: tuple[str, ...], error: ValidationError) -> ConfigError:
+def _explained(document: Document, path: tuple[str, ...], data: Any, error: ValidationError) -> ConfigError:
     first = error.errors()[0]
-    where = (*path, *first["loc"])
+    where = (*path, *_place_in(data, first))
     wrong = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     return ConfigError(
         f"{document.where(where)}  {'.'.join(map(str, where))}: {wrong}, but got {_said(first.get('input'))}.",
         fix="memtune techniques  shows what each technique can be given",
         code="MT202",
     )
+
+
+def _place_in(data: Any, error: Mapping[str, Any]) -> Iterator[str | int]:
+    """The keys that lead to what is wrong; pydantic also names the member of a union that it tried, which is no key."""
+    for key in error["loc"]:
+        if (isinstance(data, Mapping) and key in data) or (isinstance(data, list) and isinstance(key, int)):
+            data = data[key]
+            yield key
+        elif error["type"] == "missing":
+            yield key
 
 
 def _said(value: Any) -> str:

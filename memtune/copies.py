@@ -7,20 +7,25 @@ What the passes insert is put on the real ranks' links afterwards.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import numpy as np
 
 from memtune.hardware import Hardware
 from memtune.program import APART, Program, RankClass, Resource
+from memtune.remembered import remembered
 
 
-@functools.lru_cache(maxsize=16)
+@remembered
 def one_part(program: Program, parts: int) -> Program:
-    """`program` on the ranks that hold the same part; the groups of what the parts send are marked by their sign."""
+    """`program` on the ranks that hold the same part; the groups of what the parts send are marked by their sign.
+
+    Those of what the copies send, which an earlier pass has inserted, are as that pass made them.
+    """
     step = program.step
-    ranks = (RankClass(program.ranks // parts, replace(step, op_group=-step.op_group)),)
+    theirs = step.op_group // APART == parts - 1
+    group = np.where(theirs, step.op_group % APART, -step.op_group).astype(np.int32)
+    ranks = (RankClass(program.ranks // parts, replace(step, op_group=group)),)
     return replace(program, rank_classes=ranks)
 
 

@@ -270,6 +270,7 @@ class Edit:
             landing=_renumbered(self.landing, renumber),
             returned=_renumbered(self._step.returned, renumber),
             written_parts=_renumbered(self._step.written_parts, renumber),
+            looked_at=_renumbered(self._step.looked_at, renumber),
             enter=order.next(self._step.enter),
             leave=order.moved(self._step.leave),
             input_storage=_renumbered(self._step.input_storage, renumber),

@@ -152,6 +152,8 @@ class Step:
     """(r,) storages of the tensors that the model's forward returned."""
     written_parts: I32
     """(p,) storages that autograd saved in parts while other parts were still written into (`runtime.moved`): they stay."""
+    looked_at: I32
+    """(l,) storages of which the model's code asked for a number (`.item()`): what it does next may follow from it."""
     model_calls: int = 1
     """How often the whole model's forward ran; `enter` is that of the first one, `leave` that of the last."""
 

@@ -69,6 +69,8 @@ class Target:
     """Where tensors may go on SSD; empty: nowhere."""
     cut: CutRecordings | None = None
     """Records the step of one rank with layers cut over ranks; None where nobody asked for such steps."""
+    whole: Target | None = None
+    """The target of all ranks, where this one is of those that hold the same part (`among_copies`)."""
 
     @property
     def device(self) -> str:
@@ -83,7 +85,12 @@ class Target:
 
     def among_copies(self, parts: int) -> Target:
         """This target as the ranks see it that hold the same one of `parts` parts of a model: every `parts`-th rank."""
-        return replace(self, hardware=_spread(self.hardware, parts), ranks=self.ranks // parts)
+        return replace(self, hardware=_spread(self.hardware, parts), ranks=self.ranks // parts, whole=self)
+
+    @property
+    def parts(self) -> int:
+        """Of how many parts of a model these ranks hold the same one."""
+        return 1 if self.whole is None else self.whole.ranks // self.ranks
 
 
 @functools.lru_cache(maxsize=64)
@@ -142,11 +149,16 @@ class Technique(BaseModel):
     """Why it cannot work beside torch.compile (it needs a dispatch mode, or the model's own ops); empty where it can."""
 
     among_copies: ClassVar[bool] = False
-    """It divides or replicates states, among the ranks that hold the same part of a model: it sees these alone as `ranks`."""
+    """It works among the ranks that hold the same part of a model, of which it divides or gathers states: it sees these alone as
+    `ranks`."""
     every_micro_batch: ClassVar[bool] = False
     """It gathers or reduces in every micro-batch: on the stages of a pipeline as well."""
     averages: ClassVar[bool] = False
     """It averages gradients over all ranks itself, so that `sharding.states: none` is right on several."""
+    averages_blocks: ClassVar[bool] = False
+    """Beside `ddp` it averages gradients of the blocks itself, as they land; `ddp` has those of what is in no block."""
+    averages_experts: ClassVar[bool] = False
+    """The same of experts alone."""
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Of `ranks`, the consecutive ones that hold one copy of the model together, each a part of it."""

@@ -10,6 +10,8 @@ import numpy as np
 from memtune import _native
 from memtune.program import Kind, Step
 
+_OF_STORAGES = ("landing", "returned", "written_parts", "looked_at")
+
 
 def make_step(ops: int, storages: int, **columns: Any) -> Step:
     """A step whose columns are neutral unless given: compute ops in forward, device temporaries made by op 0."""
@@ -25,7 +27,7 @@ def make_step(ops: int, storages: int, **columns: Any) -> Step:
         if str(each.type) == "int":
             data[each.name] = columns.get(each.name, each.default)
             continue
-        rows = 0 if each.name in ("landing", "returned", "written_parts") else lengths.get(each.name.split("_")[0], storages)
+        rows = 0 if each.name in _OF_STORAGES else lengths.get(each.name.split("_")[0], storages)
         default = {"kind": int(Kind.TEMPORARY)}.get(each.name, neutral.get(each.name, 0))
         data[each.name] = np.asarray(columns.get(each.name, [default] * rows), kinds[str(each.type)])
     return Step(**data)

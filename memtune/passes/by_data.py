@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from memtune.passes.region import Region
-from memtune.program import Step
+from memtune.program import WRITES, Step
 
 _SIZES = frozenset(f"aten.{name}" for name in (
     "nonzero.default", "masked_select.default", "_unique2.default", "unique_dim.default", "unique_consecutive.default",
     "bincount.default",
 ))  # fmt: skip
 """The size of what they return depends on values."""
-_LOOKED_AT = frozenset(f"aten.{name}" for name in (
-    "all.default", "all.dim", "any.default", "any.dim", "equal.default", "is_nonzero.default",
-))  # fmt: skip
+_LOOKED_AT = frozenset(f"aten.{name}" for name in ("all.default", "all.dim", "any.default", "any.dim"))
 """Code asks for them to decide what to do next."""
+_NUMBER = "aten._local_scalar_dense.default"
 
 
 def depends_on_data(step: Step, region: Region) -> str:
     """Name of the first op of `region` by which code learns something of its data, '' for none.
 
+    A number that code asks for (`.item()`) is a read-out, no op: that one is named `aten._local_scalar_dense.default`.
+
     What follows from constants alone is no data: a mask made from positions, say.
     """
     names = region.graph.names
-    if not (_SIZES | _LOOKED_AT) & set(names):
+    if not (_SIZES | _LOOKED_AT) & set(names) and not step.looked_at.size:
         return ""
     constant = _from_constants(step)
     for name, row in zip(names, region.rows.tolist(), strict=True):
         if name in _SIZES or (name in _LOOKED_AT and not constant[row]):
             return name
+    for storage in step.looked_at[step.looked_at >= 0].tolist():
+        row = int(step.producer[storage])
+        writes = step.use_op[(step.use_storage == storage) & (step.use_mutates == WRITES)].tolist()
+        if row < 0 or not all(constant[each] for each in (row, *writes)):
+            return _NUMBER
     return ""
 
 

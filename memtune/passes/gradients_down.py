@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memtune.early_updates import Trigger, bucket_ends, witness
+from memtune.early_updates import Trigger, bucket_ends, staying, witness
 from memtune.edit import Edit
 from memtune.parameters import columns_of
-from memtune.passes.host_optimizer import Native, on_host, update_by, update_bytes, without_own_update
+from memtune.passes.host_optimizer import Native, of_first_ops, on_host, update_by, update_bytes, without_own_update
 from memtune.passes.shares import raw_gradients
 from memtune.passes.stream import adding
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
@@ -40,6 +40,10 @@ class Landings:
     bucket: I32
     full: npt.NDArray[np.bool_]
     """Whether this one fills its bucket."""
+    watched: int
+    """The witness's gradient on the device."""
+    adds: I32
+    """Ops that add up micro-batches on the device, where the host does it now."""
 
 
 Rows = npt.NDArray[np.intp]
@@ -66,43 +70,90 @@ class Turn(NamedTuple):
     anchor: int
 
 
-def watched_row(step: Step) -> int:
-    """The witness among the parameters."""
+def staying_rows(step: Step, ratio: float) -> npt.NDArray[np.bool_]:
+    """(parameters,) which ones keep their optimizer state on the device when `ratio` of the bytes leaves."""
     trained = np.flatnonzero(columns_of(step.parameters).trainable)
-    return int(trained[witness(_sizes(step)[trained].tolist())])
+    found = np.zeros(len(step.parameters), bool)
+    found[trained[: staying(parameter_bytes(step)[trained].tolist(), ratio)]] = True
+    return found
 
 
-def no_witness(step: Step) -> bool:
-    """Whether the smallest trained parameter gets no gradient, so that nobody would notice a change of gradients."""
-    return bool(columns_of(step.parameters).gradient[watched_row(step)] < 0)
+def watched_row(step: Step, stays: npt.NDArray[np.bool_] | None = None) -> int:
+    """The witness among the parameters that leave."""
+    trainable = columns_of(step.parameters).trainable
+    trained = np.flatnonzero(trainable if stays is None else trainable & ~stays)
+    return int(trained[witness(parameter_bytes(step)[trained].tolist())])
 
 
-def optimizer_beside_backward(step: Step, native: Native, early: Early) -> Step:
+def no_witness(step: Step, ratio: float = 1.0) -> bool:
+    """Whether the smallest parameter that leaves gets no gradient, so that nobody would notice a change of gradients."""
+    stays = staying_rows(step, ratio) if ratio < 1.0 else None
+    return bool(columns_of(step.parameters).gradient[watched_row(step, stays)] < 0)
+
+
+def optimizer_beside_backward(
+    step: Step, native: Native, early: Early, ranks: int = 1, stays: npt.NDArray[np.bool_] | None = None, ops: int = 0
+) -> Step:
     """`step` with its optimizer on the host, gradients that leave as they land, and updates as `early` says.
 
     Args:
-        step: One of a single rank, whose smallest parameter has a gradient.
+        step: One whose smallest parameter has a gradient.
         native: The update.
         early: When gradients go down and the host updates.
+        ranks: That train; of several each has its rows of the gradients, reduced in groups.
+        stays: (parameters,) those that the optimizer's first `ops` ops go on updating on the device; None: none.
+        ops: As `passes.stays.updated_first` found.
     """
-    columns = columns_of(step.parameters)
-    mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0))
+    updated = _updated(step)
+    mine = np.flatnonzero(updated if stays is None else updated & ~stays)
     if not len(mine) or not (step.op_phase == Phase.OPTIMIZER).any():
         return step
-    watched = int(np.searchsorted(mine, watched_row(step)))
-    edit, landings = Edit(step), landings_of(step, mine, watched, early.bucket_bytes)
-    first = int(without_own_update(edit, step)[0])
+    watched = int(np.searchsorted(mine, watched_row(step, stays)))
+    edit = Edit(step)
+    landings = landings_in(edit, step, mine, watched, early.bucket_bytes, ranks, late=early.late)
+    if ranks > 1 and ops:
+        _alone_on_device(edit, step, np.flatnonzero(updated & stays), ops)
+    first = int(without_own_update(edit, step, ops)[0])
     turns = _turns(step, mine, landings, watched, early, first)
     rows = insert_turns(edit, step, mine, landings, turns, watched, first, {UPDATE: update_bytes(step, native, mine)})
     gradients, old = host_gradients(edit, step, mine, landings, watched, turns, rows, early.late)
     _update(edit, step, native, mine, turns, rows, gradients, old)
-    let_go_buckets(edit, step, landings, int(columns.gradient[mine][watched]), turns, rows)
-    on_host(edit, step, step.op_phase == Phase.OPTIMIZER)
-    edit.tier[landings.sums[landings.sums >= 0]] = Tier.HOST
+    let_go_buckets(edit, step, landings, turns, rows)
+    on_device, held = of_first_ops(step, ops)
+    on_host(edit, step, (step.op_phase == Phase.OPTIMIZER) & ~on_device, held)
+    sums_to_host(edit, step, landings)
     return edit.done()
 
 
-def _sizes(step: Step) -> I64:
+def _updated(step: Step) -> npt.NDArray[np.bool_]:
+    columns = columns_of(step.parameters)
+    found: npt.NDArray[np.bool_] = columns.trainable & (columns.gradient >= 0)
+    return found
+
+
+def _alone_on_device(edit: Edit, step: Step, mine: Rows, ops: int) -> None:
+    """Reduced gradients of the parameters `mine`, for the optimizer's first `ops` ops, in memory of their own."""
+    gradient, reduced = columns_of(step.parameters).gradient[mine], _reduced(step, mine)
+    sizes = parameter_bytes(step)[mine].tolist()
+    summed = gradient != reduced.raw
+    edit.bytes[gradient[summed]], edit.held_until[gradient[summed]] = 0, -1
+    dropped = np.zeros(step.n_ops, bool)
+    dropped[reduced.adds] = True
+    edit.drop_ops(dropped)
+    alone = np.asarray([
+        _alone(edit, step, reduced, index, size, bool(summed[index])) for index, size in enumerate(sizes)
+    ], np.int32)  # fmt: skip
+    first = np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[:ops]
+    uses = np.isin(step.use_op, first) & np.isin(step.use_storage, gradient)
+    edit.drop_uses(uses)
+    for op, storage in zip(step.use_op[uses].tolist(), step.use_storage[uses].tolist(), strict=True):
+        theirs = alone[gradient == storage]
+        edit.add_uses(np.full(len(theirs), op, np.int32), theirs)
+    edit.hold_through(alone, np.full(len(alone), first[-1], np.int32))
+
+
+def parameter_bytes(step: Step) -> I64:
+    """(parameters,) of each, or of a rank's rows of it."""
     columns = columns_of(step.parameters)
     return columns.numel * columns.itemsize
 
@@ -121,12 +172,105 @@ def landings_of(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> Land
     index, after, sums = index[order], after[order], np.where(summed, gradient, -1)[order].astype(np.int32)
     full = np.zeros(len(index), np.int32)
     full[bucket_ends(step.bytes[raw[index]].tolist(), bucket_bytes)] = 1
-    return Landings(index, raw[index], sums, after, (np.cumsum(full) - full).astype(np.int32), full.astype(bool))
+    bucket, adds = (np.cumsum(full) - full).astype(np.int32), after[sums >= 0]
+    stays = int(columns.gradient[mine][watched]) if len(mine) else -1
+    return Landings(index, raw[index], sums, after, bucket, full.astype(bool), stays, adds)
+
+
+def landings_in(edit: Edit, step: Step, mine: Rows, watched: int, bucket_bytes: int, ranks: int, *, late: bool) -> Landings:
+    """As `landings_of`, or of several ranks when reductions are over: several gradients are parts of one storage then.
+
+    What adds up reduced gradients is in no storage of their own; sums of theirs are made on the host, and the witness has a copy.
+    """
+    if ranks == 1:
+        return landings_of(step, mine, watched, bucket_bytes)
+    columns, reduced = columns_of(step.parameters), _reduced(step, mine)
+    row = mine if "fsdp.chunk_cat.default" in step.names else -mine  # FSDP2's order, else that of `runtime.rows`
+    index = np.lexsort((row, reduced.after))
+    index = index[index != watched].astype(np.int32)
+    sizes, summed = parameter_bytes(step)[mine], columns.gradient[mine] != reduced.raw
+    sums = np.full(len(index), -1, np.int32)
+    nowhere = np.full(int(summed[index].sum()), -1, np.int32)
+    sums[summed[index]] = edit.add_storages(
+        sizes[index][summed[index]],
+        producer=nowhere,
+        tier=Tier.HOST,
+        kind=Kind.GRADIENT,
+        owner=mine[index][summed[index]].astype(np.int32),
+        held_until=np.full(len(nowhere), FOREVER if late else -1, np.int32),
+    )
+    on_device = columns.gradient[mine][summed]
+    edit.bytes[on_device], edit.held_until[on_device] = 0, -1
+    full = np.zeros(len(index), np.int32)
+    full[bucket_ends(sizes[index].tolist(), bucket_bytes)] = 1
+    bucket, after = (np.cumsum(full) - full).astype(np.int32), reduced.after[index]
+    stays = _alone(edit, step, reduced, watched, int(sizes[watched]), bool(summed[watched]))
+    return Landings(index, reduced.raw[index], sums, after, bucket, full.astype(bool), stays, reduced.adds)
+
+
+def landed(step: Step, mine: Rows, watched: int, ranks: int) -> tuple[I32, I32]:
+    """Which of the parameters `mine` have gradients that leave, and the op after which each is complete."""
+    if ranks == 1:
+        there = landings_of(step, mine, watched, 0)
+        return there.index, there.after
+    index = np.flatnonzero(np.arange(len(mine)) != watched).astype(np.int32)
+    return index, _reduced(step, mine).after[index]
+
+
+@dataclass(frozen=True, eq=False)
+class _Reduced:
+    """Gradients that ranks have reduced; (mine,) each but for `adds`."""
+
+    raw: I32
+    """What this micro-batch's reduction makes."""
+    after: I32
+    adds: I32
+    """Ops that add it to what earlier micro-batches have left."""
+
+
+def _reduced(step: Step, mine: Rows) -> _Reduced:
+    gradient = columns_of(step.parameters).gradient[mine]
+    written = np.full(step.n_storages, -1, np.int32)
+    writes = np.flatnonzero((step.use_mutates == 1) & (step.use_phase < Phase.OPTIMIZER))
+    np.maximum.at(written, step.use_storage[writes], step.use_op[writes])
+    is_sum = np.zeros(step.n_storages, bool)
+    is_sum[gradient[step.producer[gradient] < 0]] = True
+    adds = np.unique(step.use_op[writes[is_sum[step.use_storage[writes]]]]).astype(np.int32)
+    added = np.full(step.n_ops, -1, np.int32)
+    reads = step.use_mutates == 0
+    added[step.use_op[reads]] = step.use_storage[reads]
+    after = written[gradient]
+    return _Reduced(np.where(is_sum[gradient], added[after], gradient).astype(np.int32), after, adds)
+
+
+def _alone(edit: Edit, step: Step, reduced: _Reduced, index: int, n_bytes: int, summed: bool) -> int:
+    """A storage for the gradient `index` that stays on the device, and the op that fills it."""
+    raw, after = reduced.raw[index : index + 1], reduced.after[index : index + 1]
+    if not summed and int(edit.bytes[raw[0]]) == n_bytes:
+        return int(raw[0])
+    op = edit.add_ops(
+        "aten.add_.Tensor" if summed else "aten.clone.default",
+        after=after,
+        phase=step.op_phase[after],
+        traffic_bytes=(3 if summed else 2) * n_bytes,
+        stream=step.op_stream[after],
+    )
+    producer = np.full(1, -1, np.int32) if summed else op
+    alone = edit.add_storages(np.asarray([n_bytes]), producer=producer, kind=Kind.GRADIENT)
+    edit.add_uses(op, raw)
+    if summed:
+        edit.add_uses(op, alone, mutates=True)
+    return int(alone[0])
+
+
+def end_of_backward(step: Step, landings: Landings) -> int:
+    """Its last op, or that of what is reduced once per step when it ends."""
+    return max(int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]), *landings.after[-1:].tolist(), -1)
 
 
 def _turns(step: Step, mine: Rows, landings: Landings, watched: int, early: Early, first: int) -> list[Turn]:
     """All ops in their order."""
-    end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    end = end_of_backward(step, landings)
     waits = _Waits(step, mine, watched, early.trigger)
     buckets = [np.flatnonzero(landings.bucket == each).tolist() for each in np.unique(landings.bucket)]
     updated: set[int] = set()
@@ -145,7 +289,7 @@ def _turns(step: Step, mine: Rows, landings: Landings, watched: int, early: Earl
         turns += [Turn(COPY, row, anchor) for row in members]
         before = members
     turns += arrival(before, end)
-    turns += [Turn(COPY, WITNESS, first)]
+    turns += [Turn(COPY, WITNESS, int((step.op_phase == Phase.OPTIMIZER).argmax()))]
     if not early.late:
         turns += [Turn(UPDATE, index, first) for index in range(len(mine)) if index not in updated]
     return turns + [Turn(UP, index, first) for index in range(len(mine))]
@@ -201,17 +345,18 @@ def insert_turns(
     """
     what, row, anchor = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
-    sizes = _sizes(step)[mine]
+    sizes = parameter_bytes(step)[mine]
     of_landing = np.append(landings.index, watched).astype(np.int32)  # the last: the witness
     index = np.where((what == ADD) | (what == COPY), of_landing[row], row)
     traffic = np.where(what == ADD, 3, 1) * sizes[index]
     for kind, n_bytes in traffic_bytes.items():
         traffic = np.where(what == kind, n_bytes[index], traffic)
     rows = np.empty(len(turns), np.int32)
-    at_start, at_end = anchor == _BEGIN, anchor == first
+    once = bool((step.op_phase[landings.after] == Phase.BOUNDARY).any())  # whole sums, reduced in the last micro-batch
+    at_start, at_end = anchor == _BEGIN, anchor >= int((step.op_phase == Phase.OPTIMIZER).argmax())
     for part, where in ((at_start, "before"), (~at_start & ~at_end, "after"), (at_end, "before")):
         inside = where == "after"
-        phase = np.where(what > COPY, Phase.BOUNDARY, Phase.BACKWARD) if inside else np.full(len(turns), Phase.OPTIMIZER)
+        phase = np.where((what > COPY) | once, Phase.BOUNDARY, Phase.BACKWARD) if inside else np.full(len(turns), Phase.OPTIMIZER)
         phase = np.where(at_start, Phase.BOUNDARY, np.where(at_end & (what == COPY), Phase.BOUNDARY, phase))
         rows[part] = edit.add_ops(
             names[what[part]],
@@ -230,21 +375,20 @@ def host_gradients(
     edit: Edit, step: Step, mine: Rows, landings: Landings, watched: int, turns: list[Turn], rows: I32, late: bool
 ) -> tuple[I32, I32]:
     """(mine,) the gradients on the host that this step leaves for an update, and those that its updates use."""
-    columns = columns_of(step.parameters)
     what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
     sums = np.append(landings.sums, -1)  # the last: the witness
     copies, source = rows[what == COPY], row[what == COPY]
     index = np.append(landings.index, watched)[source]
     stays = late & (sums[source] < 0)
     hosts = edit.add_storages(
-        _sizes(step)[mine][index],
+        parameter_bytes(step)[mine][index],
         producer=copies,
         tier=Tier.HOST,
         kind=Kind.GRADIENT,
         owner=mine[index].astype(np.int32),
         held_until=np.where(stays, FOREVER, -1).astype(np.int32),
     )
-    edit.add_uses(copies, np.append(landings.raw, columns.gradient[mine][watched])[source].astype(np.int32))
+    edit.add_uses(copies, np.append(landings.raw, landings.watched)[source].astype(np.int32))
     gradients = np.empty(len(mine), np.int32)
     gradients[index] = np.where(sums[source] >= 0, sums[source], hosts)
     host_of = np.empty(len(sums), np.int32)
@@ -253,13 +397,15 @@ def host_gradients(
     edit.add_uses(rows[adds], host_of[row[adds]])
     edit.add_uses(rows[adds], sums[row[adds]], mutates=True)
     dropped = np.zeros(step.n_ops, bool)
-    dropped[landings.after[landings.sums >= 0]] = True
+    dropped[landings.adds] = True
     edit.drop_ops(dropped)
-    edit.held_until[sums[sums >= 0]] = FOREVER if late else -1
+    edit.held_until[sums[(sums >= 0) & (sums < step.n_storages)]] = FOREVER if late else -1
     if not late:
         return gradients, gradients
     nowhere = np.full(len(mine), -1, np.int32)
-    old = edit.add_storages(_sizes(step)[mine], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=mine.astype(np.int32))
+    old = edit.add_storages(
+        parameter_bytes(step)[mine], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=mine.astype(np.int32)
+    )
     return gradients, old
 
 
@@ -294,8 +440,14 @@ def _update(edit: Edit, step: Step, native: Native, mine: Rows, turns: list[Turn
     edit.hold_through(old, last)
 
 
-def let_go_buckets(edit: Edit, step: Step, landings: Landings, watched: int, turns: list[Turn], rows: I32) -> None:
-    """Each bucket is let go on the device before the first op that follows its copies; `watched`: the witness's gradient."""
+def sums_to_host(edit: Edit, step: Step, landings: Landings) -> None:
+    """What earlier micro-batches have left is on the host; `edit.tier` has been copied."""
+    sums = landings.sums[landings.sums >= 0]
+    edit.tier[sums[sums < step.n_storages]] = Tier.HOST
+
+
+def let_go_buckets(edit: Edit, step: Step, landings: Landings, turns: list[Turn], rows: I32) -> None:
+    """Each bucket is let go on the device before the first op that follows its copies."""
     gone = np.empty(len(landings.raw), np.int32)
     following = of = -1
     for turn, after in zip(reversed(turns[:-1]), rows[:0:-1].tolist(), strict=True):
@@ -307,9 +459,14 @@ def let_go_buckets(edit: Edit, step: Step, landings: Landings, watched: int, tur
     edit.held_until[landings.raw] = -1
     edit.kind[landings.raw] = Kind.TEMPORARY
     edit.let_go_before(landings.raw, gone)
-    edit.held_until[watched] = -1
-    end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    if landings.watched < step.n_storages:
+        edit.held_until[landings.watched] = -1
+    end = end_of_backward(step, landings)
     hung = [op for turn, op in zip(turns, rows.tolist(), strict=True) if turn.anchor == end]
-    if hung:
-        edit.hold_to_the_end_of_backward(hung[-1])
+    if hung:  # what Python holds until backward returns is still there
+        last = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+        held = (step.held_until >= last) & (step.held_until <= end) & (step.producer >= 0)
+        held &= step.op_phase[step.producer] == Phase.FORWARD
+        storages = np.flatnonzero(held).astype(np.int32)
+        edit.hold_through(storages, np.full(len(storages), hung[-1], np.int32))
     edit.hold_to_the_end_of_step(int(rows[-1]))

@@ -16,6 +16,7 @@ import numpy as np
 from memtune.packs import Packs, Span
 from memtune.passes.pack_states import Gradients, Weights, first_adds
 from memtune.passes.replay import Mask, NewOp, Replay, Rows, Turn, settle
+from memtune.passes.stages import batch_on_host
 from memtune.passes.tied import Tied, ready_after, shared_weights, two_parts
 from memtune.program import I32, Kind, Phase, Resource, Step, Tier
 
@@ -162,10 +163,8 @@ class _Writer:
 
     def _other_batches(self) -> None:
         """Micro-batches wait in host memory; the step at hand has one."""
-        step, before = self._step, self._parts.before
-        loads = before[step.op_resource[before] == Resource.HOST_TO_DEVICE]
-        batch = np.unique(step.use_storage[np.isin(step.use_op, loads)])
-        batch = batch[(step.producer[batch] < 0) & (step.tier[batch] == Tier.HOST)]
+        step = self._step
+        batch = batch_on_host(step, self._parts.before)
         for _ in range(1, self._count):
             self._new.add_storages(step.bytes[batch], Tier.HOST, step.kind[batch], -1, -1, step.held_until[batch])
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memtune.passes.region import Region
-from memtune.program import F64, Step
+from memtune.program import F64
 from memtune.remat import ALONG, REPLAY, RUN, Policy, Replay, Trace, TraceWriter, replay
 from memtune.schedule import Action, Do, OpGraph, Schedule, scheduled, wrong_with
 
@@ -79,10 +79,9 @@ def region_trace(
     return trace.done()
 
 
-def least_bytes(step: Step, region: Region) -> int:
+def least_bytes(region: Region) -> int:
     """A peak that no schedule of `region` gets below: what others hold, and what each op reads and makes while it runs."""
     graph = region.graph
-    after = int(step.live_bytes()[region.rows[-1] + 1 :].max(initial=0))
     held = np.zeros(graph.n_ops + 1, np.int64)
     outside = region.outside_until
     for value, maker in enumerate(graph.maker):
@@ -93,7 +92,7 @@ def least_bytes(step: Step, region: Region) -> int:
     for op in range(graph.n_ops):
         mine = (value for value in {*graph.reads[op], *graph.makes[op]} if not graph.maker[value] <= op <= outside[value])
         least[op] += sum(int(region.bytes[value]) for value in mine)
-    return max(int(least.max()), after)
+    return max(int(least.max()), region.after_bytes)
 
 
 def freeze(

@@ -174,19 +174,38 @@ def _tried_and_left_out(step: Step, forward: Mask, keep: Keep | None) -> tuple[M
         by_name = np.asarray([keep(name) for name in step.names], bool)
         return forward & by_name[step.op_name], np.zeros(step.n_ops, bool)
     tried, left_out = np.zeros(step.n_ops, bool), np.zeros(step.n_ops, bool)
-    for op, block, call in calls_of(step, np.flatnonzero(forward).astype(np.int32)):
-        tried[op], left_out[op] = call in keep[block].kept, call in keep[block].left_out
+    rows = np.flatnonzero(forward).astype(np.int32)
+    blocks, nth = step.op_block[rows], _nth(step, rows)
+    each = int(nth.max(initial=-1)) + 1
+    of_name = {name: i for i, name in enumerate(step.names)}
+    code = step.op_name[rows].astype(np.int64) * each + nth
+    alike: dict[int, list[int]] = {}  # equal blocks share one `Calls`
+    for block in np.flatnonzero(np.bincount(blocks)).tolist():
+        alike.setdefault(id(keep[block]), []).append(block)
+    for same in alike.values():
+        mine = np.isin(blocks, same) if len(alike) > 1 else np.ones(len(rows), bool)
+        calls = keep[same[0]]
+        for found, named in ((tried, calls.kept), (left_out, calls.left_out)):
+            is_named = np.zeros(len(step.names) * each, bool)
+            is_named[[of_name[name] * each + i for name, i in named if name in of_name and i < each]] = True
+            found[rows[mine]] = is_named[code[mine]]
     return tried, left_out
 
 
 def calls_of(step: Step, ops: I32) -> list[tuple[int, int, Call]]:
     """Row, block and address of each of `ops`: all forward ops of some blocks, ascending."""
-    names, blocks = step.op_name[ops], step.op_block[ops]
-    seen: dict[tuple[int, int], int] = {}
-    found = []
-    for op, name, block in zip(ops.tolist(), names.tolist(), blocks.tolist(), strict=True):
-        seen[block, name] = seen.get((block, name), -1) + 1
-        found.append((op, block, (step.names[name], seen[block, name])))
+    names, blocks = step.op_name[ops].tolist(), step.op_block[ops].tolist()
+    rows = zip(ops.tolist(), blocks, names, _nth(step, ops).tolist(), strict=True)
+    return [(op, block, (step.names[name], i)) for op, block, name, i in rows]
+
+
+def _nth(step: Step, ops: I32) -> I64:
+    """(k,) how many of `ops` before each are of the same name in the same block."""
+    key = step.op_block[ops].astype(np.int64) * len(step.names) + step.op_name[ops]
+    order = np.argsort(key, kind="stable")
+    new = np.append(True, np.diff(key[order]) > 0)[: len(ops)]
+    found = np.empty(len(ops), np.int64)
+    found[order] = np.arange(len(ops)) - np.maximum.accumulate(np.where(new, np.arange(len(ops)), 0))
     return found
 
 
@@ -224,8 +243,11 @@ def _taken_before(step: Step, kept: Mask, again: Mask, new_op: I32, anchor: I32)
 def _changed_buffers(step: Step, forward: Mask, active: I32, *, may_read: bool = False) -> tuple[I32, I32]:
     """Blocks and buffers (block[i], storage[i]) that a block's forward writes into (Rule 4), with `may_read` norms left out."""
     writes = (step.use_mutates == 1) & forward[step.use_op] & (step.kind[step.use_storage] == Kind.BUFFER)
-    writes &= np.isin(step.op_block[step.use_op], active)
-    if may_read and writes.any():
+    rows = np.flatnonzero(writes)
+    writes[rows] = np.isin(step.op_block[step.use_op[rows]], active)
+    if not writes.any():
+        return np.empty(0, np.int32), np.empty(0, np.int32)
+    if may_read:
         is_norm = np.asarray(["batch_norm" in name for name in step.names], bool)
         writes &= ~np.isin(step.op_module[step.use_op], np.unique(step.op_module[forward & is_norm[step.op_name]]))
     pairs = np.unique(np.stack([step.op_block[step.use_op[writes]], step.use_storage[writes]], 1), axis=0)

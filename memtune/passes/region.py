@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -36,6 +36,8 @@ class Region:
     """(n,) bytes of all that is no value of the region while each op runs, without kernels' scratch."""
     between_bytes: int
     """The largest `background_bytes`, scratch included, between forward and backward: the loss."""
+    after_bytes: int
+    """The most that is live once the region is through."""
 
     bytes: I64
     """(m,) of each value."""
@@ -67,6 +69,25 @@ def region_of(step: Step) -> Region | str:
         carried.setdefault(int(np.searchsorted(backward, row)) - 1 + len(forward), []).append(row)
     rows = np.concatenate([forward, backward])
     return _region(step.without_handing_over(rows), rows, len(forward), carried)
+
+
+def region_among(region: Region, after: Step, rows: I32) -> Region:
+    """`region` with the bytes that are besides it in `after`, where later passes have put other ops between its own.
+
+    Args:
+        region: As `region_of` found it; the passes kept its storages.
+        after: The step after them.
+        rows: (n,) row of `after` for each op of the region.
+    """
+    value_of = np.full(after.n_storages, -1, np.int32)
+    value_of[region.storages] = np.arange(len(region.storages), dtype=np.int32)
+    between = np.clip(np.searchsorted(rows, np.arange(after.n_ops), side="right") - 1, 0, len(rows) - 1)
+    along: list[list[int]] = [[] for _ in rows]
+    for row in range(int(rows[region.graph.n_forward]) + 1, int(rows[-1])):
+        along[int(between[row])].append(row)
+    carried = tuple(tuple(set(each) - {int(rows[op])}) for op, each in enumerate(along))
+    found = _with_bytes(after, region.graph, rows, carried, region.storages, value_of)
+    return replace(found, rows=region.rows, carried=region.carried)
 
 
 def _added_gradients(step: Step) -> npt.NDArray[np.bool_]:
@@ -114,7 +135,7 @@ def _with_bytes(
     until = _outside_until(step, graph, rows, carried, storages, value_of)
     return Region(
         graph, rows, carried, storages, until, scratch[rows], (plain - scratch)[rows],
-        int(between), step.bytes[storages],
+        int(between), int(step.live_bytes()[rows[-1] + 1 :].max(initial=0)), step.bytes[storages],
     )  # fmt: skip
 
 

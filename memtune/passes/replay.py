@@ -204,6 +204,7 @@ class Replay:
             step, names=tuple(self._names), parameters=replace(blocks, storage=known, gradient=gradient), **ops, **columns,
             **self._use_columns(), **saved,
             ready_after=np.full(self.n_storages, -1, np.int32), landing=landing, returned=_NONE, written_parts=_NONE,
+            looked_at=_NONE,
             enter=self.first_position[np.maximum(step.enter, 0)], leave=self.first_position[np.maximum(step.leave, 0)],
             input_call=_NONE, input_storage=_NONE,
         )  # fmt: skip

@@ -8,6 +8,9 @@ Three rules, as torch's reducer has them with gradients as views of the buckets:
    bucket. With several micro-batches that happens in the last one: until then the sums exist beside the buckets.
 3. A full bucket is averaged while backward goes on, buckets in order; all are done before backward returns. On the stages of a
    pipeline all of that comes after the last backward (`runtime.buckets`, rule 4).
+
+With more than two micro-batches the ones in the middle hold all sums to the end of their backward, where the last one lets go of
+each when it is copied. Where that makes them the larger ones, the sums stay here too: an upper end.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
+from memtune.passes.experts import experts_in
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
@@ -31,6 +35,10 @@ class Replication:
     accumulate: int = 1
     """Micro-batches per step; only the last one averages."""
     find_unused: bool = False
+    of_blocks: bool = True
+    """Gradients of the blocks are among them; else somebody else averages these."""
+    of_experts: bool = True
+    """The same of the blocks' experts."""
     at_end: bool = False
     """Whether buckets are filled when the last backward of a pipeline's step has ended, and not as gradients arrive."""
 
@@ -45,11 +53,25 @@ class _Arrival:
     """Op after which it is in place."""
 
 
+@functools.lru_cache(maxsize=8)
 def replicate(step: Step, how: Replication) -> Step:
     """`step` as one rank runs it under DDP; `step` itself where nothing gets a gradient."""
-    arrivals = _at_end(step) if how.at_end else _arrivals(step)
+    arrivals = _at_end(step) if how.at_end else _arrivals(step, how.of_blocks, how.of_experts)
     if not arrivals:
         return step
+    done = _replicated(step, how, arrivals, sums_stay=False)
+    if how.accumulate > 2:
+        bucket_bytes = sum(int(step.bytes[arrival.storage]) for arrival in arrivals)
+        if _backward_peak(step) + bucket_bytes > _backward_peak(done):
+            return _replicated(step, how, arrivals, sums_stay=True)
+    return done
+
+
+def _backward_peak(step: Step) -> int:
+    return int(step.live_bytes()[: np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1] + 1].max())
+
+
+def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, sums_stay: bool) -> Step:
     edit = Edit(step)
     _broadcast_buffers(edit, step, how)
     buckets = _buckets(step, arrivals, how.bucket_bytes)
@@ -63,13 +85,25 @@ def replicate(step: Step, how: Replication) -> Step:
     bucket_of = {a.parameter: int(row) for bucket, row in zip(buckets, rows, strict=True) for a in bucket}
     _copy_in(edit, step, arrivals, bucket_of, phase)
     _average(edit, how, buckets, rows, n_bytes, phase)
-    return _rebound(edit, step, arrivals, bucket_of)
+    if sums_stay:
+        sums = np.asarray([a.storage for a in arrivals if step.producer[a.storage] < 0], np.int32)
+        edit.held_until[sums] = arrivals[-1].at
+    return _rebound(edit, step, how, arrivals, bucket_of)
 
 
 @functools.lru_cache(maxsize=8)
-def _arrivals(step: Step) -> list[_Arrival]:
+def _others(step: Step, of_blocks: bool, of_experts: bool) -> frozenset[int]:
+    """Parameters whose gradients somebody else averages."""
+    blocks = () if of_blocks else np.flatnonzero(columns_of(step.parameters).block >= 0).tolist()
+    experts = () if of_experts else [index for each in experts_in(step) for index in each.parameters]
+    return frozenset((*blocks, *experts))
+
+
+@functools.lru_cache(maxsize=8)
+def _arrivals(step: Step, of_blocks: bool, of_experts: bool) -> list[_Arrival]:
     """In the order in which they arrive; a sum over micro-batches arrives when this one has been added to it."""
-    owners = {p.gradient: index for index, p in enumerate(step.parameters) if p.gradient >= 0}
+    others = _others(step, of_blocks, of_experts)
+    owners = {p.gradient: index for index, p in enumerate(step.parameters) if p.gradient >= 0 and index not in others}
     added: dict[int, int] = {}
     adds = (step.use_mutates == 1) & (step.use_phase < Phase.BOUNDARY) & (step.producer[step.use_storage] < 0)
     for op, storage in zip(step.use_op[adds].tolist(), step.use_storage[adds].tolist(), strict=True):
@@ -161,7 +195,7 @@ def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> None:
     edit.add_uses(np.full(len(buffers), back[0], np.int32), buffers, mutates=True)
 
 
-def _rebound(edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[int, int]) -> Step:
+def _rebound(edit: Edit, step: Step, how: Replication, arrivals: list[_Arrival], bucket_of: dict[int, int]) -> Step:
     """The optimizer reads the buckets; a gradient that this micro-batch made is a temporary now."""
     moved = np.full(step.n_storages, -1, np.int32)
     for arrival in arrivals:
@@ -170,8 +204,12 @@ def _rebound(edit: Edit, step: Step, arrivals: list[_Arrival], bucket_of: dict[i
     edit.use_storage = np.where(target >= 0, target, edit.use_storage)
     made = np.asarray([a.storage for a in arrivals if step.producer[a.storage] >= 0], np.int32)
     edit.kind[made] = Kind.TEMPORARY
-    gradient = np.full(len(step.parameters), -1, np.int32)
+    columns = columns_of(step.parameters)
+    rows = np.asarray(sorted(_others(step, how.of_blocks, how.of_experts)), np.intp)
+    others = columns.gradient[rows][columns.gradient[rows] >= 0]
+    gradient = np.where(np.isin(columns.gradient, others), columns.gradient, -1).astype(np.int32)
     gradient[list(bucket_of)] = list(bucket_of.values())
-    edit.parameters = replace(columns_of(step.parameters), gradient=gradient)
-    edit.landing = np.asarray(sorted(set(bucket_of.values())), np.int32)
+    edit.parameters = replace(columns, gradient=gradient)
+    buckets = np.asarray(sorted(set(bucket_of.values())), np.int32)
+    edit.landing = np.concatenate([step.landing[np.isin(step.landing, others)], buckets])
     return edit.done()

@@ -17,36 +17,40 @@ from memtune.passes.gradients_down import (
     Landings,
     Rows,
     Turn,
+    end_of_backward,
     host_gradients,
     insert_turns,
-    landings_of,
+    landings_in,
     let_go_buckets,
+    sums_to_host,
     watched_row,
 )
 from memtune.passes.host_optimizer import without_own_update
 from memtune.passes.ssd_optimizer import Pieces
 from memtune.passes.update_at_gradient import needed_after_landing
-from memtune.program import Phase, Step, Tier
+from memtune.program import Phase, Step
 
 
-def not_beside_backward(step: Step) -> str:
+def not_beside_backward(step: Step, ranks: int = 1) -> str:
     """Why weights of `step` cannot be replaced while backward goes on, '' where they can."""
     mine = _updated(step)
-    return needed_after_landing(step, mine, int(np.searchsorted(mine, watched_row(step))))
+    return needed_after_landing(step, mine, int(np.searchsorted(mine, watched_row(step))), ranks)
 
 
-def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int) -> Step:
+def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int, ranks: int = 1) -> Step:
     """`step` with weights and state on SSD and every update beside backward.
 
     Args:
-        step: One of a single rank that `not_beside_backward` has nothing to say about.
+        step: One that `not_beside_backward` has nothing to say about.
         bucket_bytes: Of gradients that go down together, and whose pieces are read meanwhile.
+        ranks: That train, as for `optimizer_beside_backward`.
     """
     mine = _updated(step)
     if not len(mine) or not (step.op_phase == Phase.OPTIMIZER).any():
         return step
     columns, watched = columns_of(step.parameters), int(np.searchsorted(mine, watched_row(step)))
-    edit, landings = Edit(step), landings_of(step, mine, watched, bucket_bytes)
+    edit = Edit(step)
+    landings = landings_in(edit, step, mine, watched, bucket_bytes, ranks, late=False)
     first = int(without_own_update(edit, step)[0])
     turns = _turns(step, landings, watched, first)
     pieces = Pieces.on_ssd(edit, step, mine)
@@ -64,8 +68,8 @@ def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int) -> Step:
     edit.add_uses(by_kind[UP], columns.storage[mine], mutates=True)
     early = landings.index
     edit.hold_through(gradients[early], by_kind[UP][early])
-    let_go_buckets(edit, step, landings, int(columns.gradient[mine][watched]), turns, rows)
-    edit.tier[landings.sums[landings.sums >= 0]] = Tier.HOST
+    let_go_buckets(edit, step, landings, turns, rows)
+    sums_to_host(edit, step, landings)
     return edit.done()
 
 
@@ -76,7 +80,7 @@ def _updated(step: Step) -> Rows:
 
 def _turns(step: Step, landings: Landings, watched: int, first: int) -> list[Turn]:
     """All ops in their order; the rules are those of `runtime.ssd_beside_backward`."""
-    end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    end = end_of_backward(step, landings)
     turns: list[Turn] = []
     sent: list[int] = []
     updating: list[int] = []

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.parameters import columns_of
-from memtune.program import I32, Phase, Step, Tier
+from memtune.program import I32, Phase, Resource, Step, Tier
 
 SHARED = 0
 """The place of ops before the blocks that every stage runs."""
@@ -177,3 +177,11 @@ def uploads(step: Step) -> I32:
     by = step.producer[made]  # saved activations come back in backward
     made[made] = (step.op_name[by] == step.names.index(_UPLOAD)) & (step.op_phase[by] == Phase.FORWARD)
     return np.flatnonzero(made).astype(np.int32)
+
+
+def batch_on_host(step: Step, ops: I32) -> I32:
+    """Storages in host memory, there from before the step, that those of `ops` which load something load."""
+    loads = ops[step.op_resource[ops] == Resource.HOST_TO_DEVICE]
+    batch = np.unique(step.use_storage[np.isin(step.use_op, loads)])
+    found: I32 = batch[(step.producer[batch] < 0) & (step.tier[batch] == Tier.HOST)]
+    return found

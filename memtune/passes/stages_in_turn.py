@@ -6,14 +6,17 @@ and gradients of blocks are there by use. Comments name the rules of `runtime.st
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from memtune.packs import OnRanks, Use
 from memtune.parameters import columns_of
+from memtune.passes.layer_major import Where
 from memtune.passes.pipeline import Parts, Piped, declare, upload
-from memtune.passes.stages import chain_of
+from memtune.passes.stages import batch_on_host, chain_of
 from memtune.passes.stream import native_update_bytes, whole_state
 from memtune.passes.unroll import Key, Rows
 from memtune.pipeline_order import Action
@@ -25,7 +28,9 @@ _SEND, _RECEIVE = "c10d.send.default", "c10d.recv_.default"
 _ADD, _REDUCE, _UPDATE = "aten.add_.Tensor", "memtune.all_reduce_.default", "memtune.host_update_.default"
 
 
-def in_turn(step: Step, layout: OnRanks, micro_batches: int, link: Resource = Resource.INTRA_LINK) -> list[Step]:
+def in_turn(
+    step: Step, layout: OnRanks, micro_batches: int, link: Resource = Resource.INTRA_LINK, boundaries: Where = "host"
+) -> list[Step]:
     """The step of each rank, but for the optimizer of what is in no block, from that of one rank that has all.
 
     Args:
@@ -33,6 +38,7 @@ def in_turn(step: Step, layout: OnRanks, micro_batches: int, link: Resource = Re
         layout: Which stage is where.
         micro_batches: Of all ranks.
         link: Between the ranks' hosts.
+        boundaries: Where what stages start from waits for backward.
 
     Raises:
         ValueError: The blocks are no chain that can be cut there.
@@ -42,15 +48,22 @@ def in_turn(step: Step, layout: OnRanks, micro_batches: int, link: Resource = Re
         raise ValueError(chain if isinstance(chain, str) else chain.obstacle)
     ranks = max(layout.ranks) + 1
     parts = Parts.of(step, chain, Piped(starts, ranks, "1f1b", micro_batches, link=link))
-    return [_Rank(parts, layout, rank, micro_batches, link).done() for rank in range(ranks)]
+    return [_Rank(parts, layout, rank, micro_batches, link, boundaries).done() for rank in range(ranks)]
+
+
+@functools.cache
+def _generator_bytes() -> int:
+    """What `runtime.turns` keeps of the rank's own random numbers while a step runs."""
+    return int(torch.Generator().get_state().nbytes)
 
 
 class _Rank:
     """Follows `runtime.stages_in_turn.StagesInTurn`, method by method."""
 
-    def __init__(self, parts: Parts, layout: OnRanks, rank: int, count: int, link: Resource) -> None:
+    def __init__(self, parts: Parts, layout: OnRanks, rank: int, count: int, link: Resource, boundaries: Where) -> None:
         self._parts, self._step, self._layout, self._rank = parts, parts.step, layout, rank
         self._count, self._link, self._columns = count, link, columns_of(parts.step.parameters)
+        self._waits_on_host = boundaries == "host"
         self._held = parts.owners()[list(layout.mine(rank))].max(0)
         self._rows = Rows(self._step, self._held)
         self._rows.sums(parts.sums.part, parts.sums.total)
@@ -60,7 +73,7 @@ class _Rank:
         self._there: dict[int, list[int]] = {}
         """By stage: its weights on the device."""
         self._given: dict[Key, int] = {}
-        """What a stage starts from, on the host."""
+        """What a stage starts from, where it waits."""
         self._leaving: tuple[int, Phase] | None = None
         self._gradient: int | None = None
         """On its way to the host."""
@@ -89,6 +102,8 @@ class _Rank:
     def done(self) -> Step:
         """The rank's step."""
         rows, parts = self._rows, self._parts
+        self._other_batches()
+        generator = rows.new(_generator_bytes(), Tier.HOST, Kind.WORKSPACE)
         upload(parts, rows)
         for stage in self._layout.mine(self._rank):
             declare(parts, rows, stage)
@@ -100,12 +115,20 @@ class _Rank:
             rows.hold_number(number, rows.n_ops - 1)
         for index in range(self._count):
             rows.hold_all(("upload", index), rows.n_ops - 1)
+        rows.hold_number(generator, rows.n_ops - 1)
         self._add_tied()
         rows.take_rest(self._held & ~self._inside)
         step = rows.done()
         columns = columns_of(step.parameters)
         used = np.where(columns.block >= 0, -1, columns.gradient).astype(np.int32)
         return replace(step, parameters=replace(columns, gradient=used))
+
+    def _other_batches(self) -> None:
+        """The rank's own micro-batches wait in host memory for the step to end; the step at hand has one."""
+        ranks = max(self._layout.ranks) + 1
+        for storage in batch_on_host(self._step, np.unique(self._step.producer[self._parts.uploaded])).tolist():
+            for _ in range(self._count // ranks - 1):
+                self._rows.new(int(self._step.bytes[storage]), Tier.HOST, Kind.BATCH, forever=True)
 
     def _made_forward(self, stage: int) -> I32:
         step = self._step
@@ -178,13 +201,17 @@ class _Rank:
         if use.stage == 0:
             return None
         rows, storage, n_bytes = self._rows, self._parts.given(use.stage), self._parts.chain.passed_bytes
-        if use.kind != "backward":
+        backward = use.kind == "backward"
+        if backward and not self._waits_on_host:
+            rows.put(key, storage, self._given[use.stage, index])
+            return self._given[use.stage, index]
+        if not backward:
             self._receive(posted[index], Phase.FORWARD)
-            self._given[use.stage, index] = posted[index]
+        host = self._given[use.stage, index] if backward else posted[index]
         number = rows.received(key, storage)
-        phase = Phase.FORWARD if use.kind != "backward" else Phase.BACKWARD
-        host = self._given[use.stage, index]
+        phase = Phase.BACKWARD if backward else Phase.FORWARD
         rows.add(_UP, phase, resource=Resource.HOST_TO_DEVICE, traffic_bytes=n_bytes, uses=[(host, READS)], stream=1)
+        self._given[use.stage, index] = host if self._waits_on_host else number
         return number
 
     def _receive(self, host: int, phase: Phase) -> None:

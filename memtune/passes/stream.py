@@ -16,6 +16,7 @@ from memtune.chunks import Chunks, aligned
 from memtune.edit import Edit
 from memtune.pages import Pages
 from memtune.parameters import columns_of
+from memtune.passes.gathered_rows import gathers_of, rows_of_gradients
 from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
 from memtune.passes.shares import raw_gradients
 from memtune.passes.turns import ADD, AHEAD, ALLOCATE, COPY, OPS, UPDATE, Turns, dropped_in, turns_of
@@ -70,7 +71,8 @@ def first_ops(step: Step) -> I32:
         rows = np.flatnonzero(mine & (step.op_block >= 0))[::-1].astype(np.int32)
         first[step.op_block[rows]] = rows  # the first one is written last
     forward = np.where(forward >= 0, np.minimum(forward, step.enter[:n_blocks]), -1).astype(np.int32)
-    return np.concatenate([forward, backward[::-1]])
+    found = np.concatenate([forward, backward[::-1]])
+    return found if (gathers := gathers_of(step)) is None else np.minimum(found, gathers.begins)
 
 
 def moment_of_ops(step: Step) -> I32:
@@ -91,11 +93,17 @@ class Landings:
     """What it is added to, -1 in the only or first micro-batch."""
     after: I32
     moment: I32
+    n_bytes: I64
 
     @classmethod
     def of(cls, step: Step) -> Landings:
         """Those of `step`."""
-        columns, raw = columns_of(step.parameters), raw_gradients(step)
+        columns = columns_of(step.parameters)
+        if gathers_of(step) is not None:
+            rows = rows_of_gradients(step)
+            moment = (2 * len(step.blocks) - 1 - columns.block[rows.parameter]).astype(np.int32)
+            return cls(rows.parameter, rows.raw, rows.sums, rows.after, moment, rows.n_bytes)
+        raw = raw_gradients(step)
         parameter_of = np.full(step.n_storages, -1, np.int32)
         mine = np.flatnonzero((columns.gradient >= 0) & (columns.block >= 0) & (raw >= 0)).astype(np.int32)
         parameter_of[columns.gradient[mine]] = mine
@@ -107,7 +115,9 @@ class Landings:
         order = np.argsort(after, kind="stable")
         moment = 2 * len(step.blocks) - 1 - columns.block[parameter]
         sums = np.where(summed, gradient, -1).astype(np.int32)
-        return cls(*(column[order] for column in (parameter, raw[parameter], sums, after, moment.astype(np.int32))))
+        parts = (parameter, raw[parameter], sums, after, moment.astype(np.int32))
+        parameter, made, sums, after, moment = (column[order] for column in parts)
+        return cls(parameter, made, sums, after, moment, step.bytes[made])
 
     def added_later(self, moments: int) -> Units:
         """(moments,) the row that is added to its sum when the moment begins: the last one before it; -1 for no sum."""
@@ -147,8 +157,9 @@ def bytes_beside_chunks(step: Step) -> Units:
 
 
 def stream_parameters(
-    step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True, read_ahead: int | None = None
-) -> Step:
+    step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True, read_ahead: int | None = None,
+    ranks: int = 1,
+) -> Step:  # fmt: skip
     """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
     Args:
@@ -157,6 +168,7 @@ def stream_parameters(
         chunks: Where the parameters lie; none: each block is a unit.
         early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
         read_ahead: The parameters are on SSD, and are read so many moments before they come in; None: they are on the host.
+        ranks: That have all weights, and average each gradient before it leaves.
     """
     frames: Frames | None = None
     if isinstance(chunks, Pages):
@@ -169,7 +181,7 @@ def stream_parameters(
     mine = in_blocks(step)
     hosts = host_memory(edit, pieces, frames, Tier.HOST if read_ahead is None else Tier.SSD)
     edit.bytes[columns.storage[mine]] = 0
-    down = _gradients_down(edit, step, landings)
+    down = _gradients_down(edit, step, landings, ranks)
     turns = turns_of(
         step, pieces, residency, landings.added_later(len(begins)), allocates=frames is None, early=early, read_ahead=read_ahead
     )
@@ -203,15 +215,17 @@ class _Down(NamedTuple):
     adds: I32
 
 
-def _gradients_down(edit: Edit, step: Step, landings: Landings) -> _Down:
+def _gradients_down(edit: Edit, step: Step, landings: Landings, ranks: int) -> _Down:
     """Each gradient's copy starts as it lands, after the one before it has been added to the sums of earlier micro-batches."""
     count = len(landings.after)
+    if ranks > 1:
+        _average(edit, step, landings, ranks)
     with_add = np.zeros(count, bool)
     with_add[1:] = (landings.sums[:-1] >= 0) & (landings.moment[1:] == landings.moment[:-1])
     row = np.repeat(np.arange(count), 1 + with_add)
     is_copy = np.append(row[1:] != row[:-1], True)[: len(row)]
     source = np.where(is_copy, row, row - 1)
-    n_bytes = step.bytes[landings.raw]
+    n_bytes = landings.n_bytes
     names = np.asarray([edit.name_id("aten.add_.Tensor"), edit.name_id("memtune.to_host.default")], np.int32)
     ops = edit.add_ops(
         names[is_copy.astype(int)],
@@ -238,6 +252,14 @@ def _gradients_down(edit: Edit, step: Step, landings: Landings) -> _Down:
     edit.add_uses(adds[done], hosts[done])
     edit.add_uses(adds[done], landings.sums[done], mutates=True)
     return _Down(copies, hosts, adds)
+
+
+def _average(edit: Edit, step: Step, landings: Landings, ranks: int) -> None:
+    average = edit.add_ops(
+        "memtune.all_reduce_.default", after=landings.after, phase=Phase.BACKWARD, resource=Resource.INTRA_LINK,
+        traffic_bytes=landings.n_bytes, call=step.op_call[landings.after], group=ranks,
+    )  # fmt: skip
+    edit.add_uses(average, landings.raw, mutates=True)
 
 
 def insert(edit: Edit, step: Step, pieces: Pieces, turns: Turns, begins: I32) -> I32:
@@ -329,6 +351,11 @@ def stay(
         begins = np.repeat(first_ops(step), [len(each) for each in frames.waits])
         edit.add_uses(begins, in_backward[np.concatenate([np.asarray(each, np.int32) for each in frames.waits])])
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
+    if (gathers := gathers_of(step)) is not None:
+        mine = in_blocks(step)
+        block, piece = columns_of(step.parameters).block[mine], pieces.of_parameter[mine]
+        edit.add_uses(gathers.forward[block], in_forward[piece])
+        edit.add_uses(gathers.backward[block], in_backward[piece])
 
 
 def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32, pieces: Pieces) -> None:

@@ -341,7 +341,7 @@ class Rows:
             ready_after=np.full(self._n_storages, -1, np.int32), use_op=use_op[by_op].astype(np.int32),
             use_storage=use_storage[by_op].astype(np.int32), use_mutates=hows[by_op].astype(np.uint8),
             enter=nothing, leave=nothing, input_call=_EMPTY, input_storage=_EMPTY, landing=_EMPTY, returned=_EMPTY,
-            written_parts=_EMPTY,
+            written_parts=_EMPTY, looked_at=_EMPTY,
         )  # fmt: skip
 
     def _parameters(self) -> tuple[Any, I32]:

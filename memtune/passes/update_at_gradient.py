@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
-from memtune.passes.gradients_down import Landings, landings_of, watched_row
+from memtune.passes.gradients_down import Landings, landed, landings_of, watched_row
 from memtune.program import F64, FOREVER, I32, WRITES, Kind, Phase, Step
 
 _MOST_SHARED = 64
@@ -104,12 +104,12 @@ def not_at_gradients(step: Step) -> str:
     return needed_after_landing(step, *_updated(step))
 
 
-def needed_after_landing(step: Step, mine: _Rows, watched: int) -> str:
+def needed_after_landing(step: Step, mine: _Rows, watched: int, ranks: int = 1) -> str:
     """Which op needs one of the weights `mine` when its gradient is complete, '' for none; but for that of `mine[watched]`."""
-    columns, there = columns_of(step.parameters), landings_of(step, mine, watched, 0)
+    columns, (index, complete) = columns_of(step.parameters), landed(step, mine, watched, ranks)
     after = np.full(step.n_storages, FOREVER, np.int32)
-    after[columns.storage[mine[there.index]]] = there.after
-    late = (step.use_op > after[step.use_storage]) & (step.use_phase != Phase.OPTIMIZER)
+    after[columns.storage[mine[index]]] = complete
+    late = (step.use_op > after[step.use_storage]) & (step.use_phase < Phase.BOUNDARY)
     if not late.any():
         return ""
     use = int(late.argmax())

@@ -7,6 +7,8 @@ must run again for them and does not yet.
 Rule 1. Only what ops make that may run again goes: none that write in place, run once or read what is written into later; and
         nothing that others hold.
 Rule 2. What a second run reads and what never goes stays until then; all else that it reads runs again as well.
+Rule 3. Where a whole block runs again, its output costs no more seconds; but without it the next block's second run waits for
+        this one's, and all blocks are there at once. So there is a second order, in which what blocks hand on never goes.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ class Late:
         n_bytes: (m,) of each value.
         op_s: (n,) seconds of each op.
         outside_until: (m,) op during which others still hold a value, -1 never.
+        op_block: (n,) block of each op, -1 for none.
     """
 
-    def __init__(self, graph: OpGraph, n_bytes: I64, op_s: F64, outside_until: I32) -> None:
+    def __init__(self, graph: OpGraph, n_bytes: I64, op_s: F64, outside_until: I32, op_block: I32) -> None:
         self._graph, self._op_s = graph, op_s.tolist()
         self._bytes: list[int] = n_bytes.tolist()
         stays = [
@@ -44,9 +47,12 @@ class Late:
         self._saved = frozenset(value for value in asked if self._again[value])
         held = (outside_until >= graph.n_forward).tolist()
         self.candidates = [value for value in sorted(self._saved) if not held[value] and self._bytes[value]]
+        block = op_block.tolist()
+        forward = range(graph.n_forward)
+        self.handed_on = frozenset(v for op in forward for v in graph.reads[op] if block[graph.maker[v]] != block[op])
 
-    def order(self) -> list[int]:
-        """The candidates, the cheapest per byte first; of equal ones the one that backward asks for last."""
+    def order(self, but: Set[int] = frozenset()) -> list[int]:
+        """The candidates, the cheapest per byte first; of equal ones the one that backward asks for last. Those in `but` stay."""
         kept, found = set(self._saved), list[int]()
         running: set[int] = set()  # ops that run again for what is gone
         priced_with: defaultdict[int, set[int]] = defaultdict(set)  # op → candidates whose price it is part of
@@ -61,7 +67,8 @@ class Late:
             heapq.heappush(heap, (price[value], value))
 
         for value in self.candidates:
-            put(value)
+            if value not in but:
+                put(value)
         while heap:
             cost, value = heapq.heappop(heap)
             if value not in kept or cost != price[value]:

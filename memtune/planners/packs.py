@@ -38,10 +38,10 @@ def balanced(n_bytes: Sequence[int], count: int) -> tuple[Span, ...]:
             high = middle
         else:
             low = middle + 1
-    return _split(greedy(n_bytes, low), count)
+    return split(greedy(n_bytes, low), count)
 
 
-def _split(packs: tuple[Span, ...], count: int) -> tuple[Span, ...]:
+def split(packs: tuple[Span, ...], count: int) -> tuple[Span, ...]:
     """Packs cut in two until there are `count`: no pack becomes larger."""
     sizes = [last - first for first, last in packs]
     while len(sizes) < count:

@@ -12,8 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
+
+import numpy as np
+import numpy.typing as npt
 
 from memtune.packs import OnRanks
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
 
 
 def contention(ranks: Sequence[int], per_root: int) -> float:
@@ -85,28 +92,75 @@ class TurnCosts:
 
 
 def step_s(costs: TurnCosts, layout: OnRanks, micro_batches: int) -> float:
+    """Seconds of a step under one layout, as `steps_s` says."""
+    bounds = np.array([[0, *(end for _, end in layout.stages)]])
+    return float(steps_s(costs, bounds, layout.ranks, micro_batches, prefetch=layout.prefetch)[0])
+
+
+def steps_s(costs: TurnCosts, bounds: I64, ranks: Sequence[int], micro_batches: int, *, prefetch: bool) -> F64:
     """Seconds of a step: each rank runs its uses in order, a micro-batch when it is there, a stage when its weights are.
 
     With prefetch a stage's weights begin to come in when the use before it begins, else when it has ended.
+
+    Args:
+        costs: Of the blocks.
+        bounds: (p, stages + 1) the first block of each stage and the end of the last, of p partitions.
+        ranks: Where each stage is.
+        micro_batches: Of all ranks.
+        prefetch: The next stage's weights come in while one computes.
+
+    Returns:
+        (p,) seconds.
     """
-    sums = [[sum(column[block] for block in layout.blocks(s)) for s in range(len(layout.stages))]
-            for column in (costs.forward_s, costs.backward_s, costs.load_s)]  # fmt: skip
-    forward, backward, load = sums
-    last = len(layout.stages) - 1
-    uses = [(stage, False) for stage in range(last + 1)] + [(stage, True) for stage in range(last - 1, -1, -1)]
-    free, began, loaded = dict.fromkeys(layout.ranks, 0.0), dict.fromkeys(layout.ranks, 0.0), dict.fromkeys(layout.ranks, 0.0)
+    forward, backward, load = (stage_sums(each, bounds) for each in (costs.forward_s, costs.backward_s, costs.load_s))
+    n, last = bounds.shape[0], bounds.shape[1] - 2
+    free, began, loaded = ({rank: np.zeros(n) for rank in ranks} for _ in range(3))
     there: dict[int, int] = {}
-    ready = [0.0] * micro_batches
-    for stage, is_back in uses:
-        rank = layout.ranks[stage]
+    ready, nth = np.zeros((n, micro_batches)), np.arange(1, micro_batches + 1)
+    for stage, is_back in [*((s, False) for s in range(last + 1)), *((s, True) for s in range(last - 1, -1, -1))]:
+        rank = ranks[stage]
         if there.get(rank) != stage:
-            loaded[rank] = max(loaded[rank], began[rank] if layout.prefetch else free[rank]) + load[stage]
+            loaded[rank] = np.maximum(loaded[rank], began[rank] if prefetch else free[rank]) + load[:, stage]
         there[rank] = stage
-        takes = forward[stage] + (backward[stage] if is_back or stage == last else 0.0)
-        now = max(free[rank], loaded[rank])
-        began[rank] = max(now, ready[0])
-        for index in range(micro_batches):
-            now = max(now, ready[index]) + takes
-            ready[index] = now + costs.message_s
-        free[rank] = now
-    return max(free.values())
+        takes = forward[:, stage] + (backward[:, stage] if is_back or stage == last else 0.0)
+        may = np.maximum(free[rank], loaded[rank])
+        began[rank] = np.maximum(may, ready[:, 0])
+        # The i-th micro-batch ends when the last one that it waits for was there, and all from that one to the i-th have run.
+        waits = ready - takes[:, None] * (nth - 1)
+        np.maximum(waits[:, 0], may, out=waits[:, 0])
+        ends = np.maximum.accumulate(waits, 1) + takes[:, None] * nth
+        free[rank], ready = ends[:, -1], ends + costs.message_s
+    found: F64 = np.max(list(free.values()), axis=0)
+    return found
+
+
+@dataclass(frozen=True)
+class TurnBytes:
+    """Of each block; activations are those of one micro-batch."""
+
+    weights: Sequence[int]
+    gradients: Sequence[int]
+    saved: Sequence[int]
+
+
+def needed_bytes(sizes: TurnBytes, bounds: I64, ranks: Sequence[int], *, prefetch: bool) -> F64:
+    """(p, ranks) most bytes of blocks on the device: a stage, what comes in beside it, and in backward what that makes."""
+    weights, gradients, saved = (stage_sums(each, bounds) for each in (sizes.weights, sizes.gradients, sizes.saved))
+    layout = OnRanks(tuple((n, n + 1) for n in range(len(ranks))), tuple(ranks), prefetch)
+    most = np.zeros((len(bounds), max(ranks) + 1))
+    for rank in range(most.shape[1]):
+        uses = layout.uses(rank)
+        for use, following in zip_longest(uses, uses[1:]):
+            need = weights[:, use.stage].copy()
+            if prefetch and following is not None and following.stage != use.stage:
+                need += weights[:, following.stage]
+            if use.kind != "forward":
+                need += gradients[:, use.stage] + saved[:, use.stage]
+            most[:, rank] = np.maximum(most[:, rank], need)
+    return most
+
+
+def stage_sums(column: Sequence[float], bounds: I64) -> F64:
+    """(p, stages) sums over the blocks of each stage."""
+    found: F64 = np.diff(np.concatenate([[0.0], np.cumsum(np.asarray(column, np.float64))])[bounds], axis=1)
+    return found

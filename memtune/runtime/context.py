@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memtune.runtime.elsewhere import Elsewhere
 
 Check = Callable[[], dict[str, Any]]
+Landed = Callable[[Tensor], None]
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Context:
         activations: The table of claims on the blocks' activations.
         parts: Consecutive ranks that hold one copy of the model together, each a part of it; 1 where every rank has all.
         averaged: Whether what divides or replicates states averages gradients between the copies.
+        averages_blocks: Whether what moves the blocks' parameters averages their gradients as they land; DDP leaves them out.
+        averages_experts: The same of what moves experts, before it updates them.
         later: Run when states have been divided, by techniques whose work depends on how.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
@@ -42,8 +45,11 @@ class Context:
         turns: Hands micro-batches round among ranks that work on one at a time; set by techniques that cut layers.
         pipeline: Runs forward and backward of a step's micro-batches in place of the loop; set where ranks have other blocks.
         elsewhere: What of the model only other ranks hold.
+        lands: Has what it is given called with each parameter of the model whose gradient is there and will not change in this
+            micro-batch any more, reduced where ranks share it; None where autograd says so itself, or on several ranks nobody.
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
+        gather_rows: Brings in the rows of weights that other ranks hold for the optimizer; all ranks call it.
         compiled: What runs through torch.compile, if anything does.
         before_use: Called with each parameter whose gradient is about to be used, and let go, inside backward, and with that.
         reloaded: Called when weights and optimizer state have been loaded, by whoever keeps copies of them.
@@ -59,6 +65,8 @@ class Context:
     activations: ActivationTable
     parts: int = 1
     averaged: bool = False
+    averages_blocks: bool = False
+    averages_experts: bool = False
     later: list[Callable[[], None]] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
@@ -66,8 +74,10 @@ class Context:
     turns: Turns | None = None
     pipeline: Callable[[nn.Module, LossFunction, Iterable[Any]], Tensor] | None = None
     elsewhere: Elsewhere | None = None
+    lands: Callable[[Landed], None] | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    gather_rows: Callable[[], None] | None = None
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)
     reloaded: list[Callable[[], None]] = field(default_factory=list)
     resumed_steps: int = 0

@@ -4,25 +4,28 @@ Rule 1. The first call with arguments of new shapes captures the region on fake 
         those that the schedule is for, code is written for it once (`runtime.frozen_code`); else the plain module runs.
 Rule 2. Before each run everything that the capture took for granted is checked (`runtime.guards`); if something differs, the
         plain module runs. So a difference costs memory and time, never a wrong gradient.
-Rule 3. Two autograd nodes stand for the region: `_Leave` hands out what forward made and takes the gradients in, so that the
-        schedule alone holds them; `_Region` runs the backward.
-Rule 4. A parameter's gradient is put in place as soon as it is there, as autograd's accumulation does; hooks that wait for
-        that may be called by autograd only when the whole backward is through. Where the caller asked for gradients instead
-        (`autograd.grad`), they are returned.
+Rule 3. Autograd nodes stand for the region: `_Leave` hands out what forward made and takes the gradients in, so that the
+        schedule alone holds them; `_Whole` runs the backward, and puts each parameter's gradient in place as soon as it is
+        there. Where the caller asked for gradients instead (`autograd.grad`), they are returned.
+Rule 4. On several ranks, and where a parameter has hooks, a chain of nodes runs the backward in pieces: one `_Land` for each
+        parameter, in the order in which gradients are complete, then `_End`. So autograd itself puts each gradient in place
+        when it is there, and calls all hooks, those in C++ too, in the order of the plain backward: what averages or divides
+        gradients works as beside the plain model, and ranks may differ in whether the schedule ran.
 Rule 5. What forward was given and what it returned must not be written into before backward has read it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
@@ -58,31 +61,49 @@ class _Coded:
         self._code = generated(tape)
         self._ran = [False, False]
 
+    @property
+    def lands(self) -> tuple[int, ...]:
+        """`Code.lands`."""
+        return self._code.lands
+
     def forward(self, *args: Any) -> Any:
         """`Code.forward`."""
-        return self._run(0, *args)
-
-    def backward(self, *args: Any) -> Any:
-        """`Code.backward`."""
-        return self._run(1, *args)
-
-    def _run(self, which: int, *args: Any) -> Any:
         checked = self._checked
-        if checked is None or self._ran[which]:
-            return (self._code.backward if which else self._code.forward)(*args)
-        try:
-            out = (checked.backward if which else checked.forward)(*args)
-        except LayoutError as error:
-            raise ApplyError(
-                "a frozen schedule cannot run this model.",
-                evidence=f"{error}.",
-                fix="choose recompute: {kind: full}",
-                code="MT327",
-            ) from error
+        if checked is None or self._ran[0]:
+            return self._code.forward(*args)
+        with _layouts_as_captured():
+            out = checked.forward(*args)
+        self._has_run(0)
+        return out
+
+    def backward(self, *args: Any) -> Generator[int, None, list[Tensor]]:
+        """`Code.backward`."""
+        checked = self._checked
+        if checked is None or self._ran[1]:
+            return self._code.backward(*args)
+        return self._first_backward(checked.backward(*args))
+
+    def _first_backward(self, running: Generator[int, None, list[Tensor]]) -> Generator[int, None, list[Tensor]]:
+        with _layouts_as_captured():
+            gradients = yield from running
+        self._has_run(1)
+        return gradients
+
+    def _has_run(self, which: int) -> None:
         self._ran[which] = True
         if all(self._ran):
             self._checked = None
-        return out
+
+
+@contextmanager
+def _layouts_as_captured() -> Iterator[None]:
+    try:
+        yield
+    except LayoutError as error:
+        raise ApplyError(
+            "a frozen schedule cannot run this model.",
+            evidence=f"{error}.", fix="choose recompute: {kind: full}", code="MT327",
+        ) from error  # fmt: skip
 
 
 @dataclass
@@ -196,7 +217,8 @@ class FrozenRegion(ReplacedForward):
             except CaptureError:
                 tape = captured.tape
             same = tape.graph == captured.tape.graph and not not_by_element(tape, self.schedule, self._device)
-            captured.codes[key] = self._coded(tape) if same else captured.first
+            coded = self._coded(tape) if same else captured.first
+            captured.codes[key] = coded if coded.lands == captured.first.lands else captured.first
         coded = captured.codes[key]
         _make_alike(coded.tape, gradients, self._device)
         return coded
@@ -245,52 +267,90 @@ class _Run:
         self.gradients: dict[int, Tensor] = {}
         tape = captured.tape
         self.differentiable, self.tape_outputs = tape.differentiable, tape.outputs
-        self._numbers = list(dict.fromkeys(number for number, _, _ in tape.landed))
+        self._numbers = captured.first.lands
+        self._backward: Generator[int, None, list[Tensor]] | None = None
+        self._landed: list[Tensor] = []
 
     def start(self, inputs: list[Any]) -> Any:
-        """Run forward; what it returns has `_Leave` for its history."""
+        """Run forward; what it returns has the chain of nodes for its history (Rule 3)."""
         tape = self._captured.tape
-        flow = [self._state[n] for n in self._numbers] + [inputs[n] for n, _ in tape.input_gradients]
+        flow = [inputs[n] for n, _ in tape.input_gradients]
         self.inputs = inputs
-        token = _apply(_Region, self, *flow)
+        with torch.no_grad():
+            self.forward()
+        if self._is_watched():
+            token = _apply(_End, self, *flow) if flow else self.token
+            for number in reversed(self._numbers):
+                token = _apply(_Land, self, number, token, self._state[number])
+        else:
+            token = _apply(_Whole, self, *(self._state[n] for n in self._numbers), *flow)
         tensors = iter(_apply(_Leave, self, token))
         return tree_unflatten([next(tensors) if isinstance(leaf, Slot) else leaf for leaf in tape.outputs], tape.output_spec)
 
-    def forward(self) -> Tensor:
+    def _is_watched(self) -> bool:
+        """Whether somebody may wait for gradients one by one: DDP's own hooks cannot be seen (Rule 4)."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return True
+        parameters = (self._state[number] for number in self._numbers)
+        return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
+
+    def forward(self) -> None:
         """The schedule's forward."""
         with no_autocast():
             self.outputs, saved = self._captured.first.forward(self._state, self.inputs)
         self.inputs = []
         self.saved = [saved]
         self._versions = self._sum_of_versions()
-        return self.token.detach()
 
     def _sum_of_versions(self) -> int:
         saved = sum(each._version for each in self.saved[0] if isinstance(each, Tensor))
         return saved + sum(self._state[n]._version for n in self._numbers)
 
-    def backward(self, node: Any) -> list[Tensor | None]:
-        """The schedule's backward: gradients of what flowed in, None where they were put in place."""
+    def gradient_of(self, number: int) -> Tensor:
+        """The gradient of a parameter, whose turn it is; nobody else holds it."""
+        reached = self._run_on()
+        assert reached == number, (reached, number)
+        if number == self._numbers[-1] and not self._captured.tape.input_gradients:
+            self._run_on()  # nothing that follows is waited for
+        return self._landed.pop()
+
+    def gradients_of_inputs(self) -> list[Tensor]:
+        """Of those that want one; backward is through."""
+        gradients = self._run_on()
+        assert isinstance(gradients, list), gradients
+        return gradients
+
+    def all_gradients(self, node: Any) -> list[Tensor | None]:
+        """Run backward: gradients of parameters, None where they were put in place, then of inputs."""
+        edge = dict(zip(self._numbers, (edge for edge, _ in node.next_functions), strict=False))
+        found: dict[int, Tensor | None] = dict.fromkeys(self._numbers)
+        while not isinstance(reached := self._run_on(), list):
+            gradient = self._landed.pop()
+            if _is_accumulated(edge[reached]):
+                put_in_place(self._state[reached], gradient)
+            else:
+                found[reached] = gradient
+            del gradient
+        return [*found.values(), *reached]
+
+    def _run_on(self) -> int | list[Tensor]:
+        """Run to the next gradient of a parameter, or to the end."""
+        if self._backward is None:
+            self._backward = self._begin()
+        try:
+            with no_autocast():
+                return next(self._backward)
+        except StopIteration as end:
+            self._backward = None
+            found: list[Tensor] = end.value
+            return found
+
+    def _begin(self) -> Generator[int, None, list[Tensor]]:
         self._check()
         coded = self.region.code_for(self._captured, self.gradients)
         flowing = [self.gradients.get(i) for i in range(len(coded.tape.outputs))]
         self.gradients = {}
-        returned: dict[int, Tensor | None] = {
-            number: None
-            for number, (edge, _) in zip(self._numbers, node.next_functions, strict=False)
-            if not _is_accumulated(self._state[number], edge)
-        }
-        state = self._state
-
-        def land(number: int, gradient: Tensor) -> None:
-            if number in returned:
-                returned[number] = gradient
-            else:
-                put_in_place(state[number], gradient)
-
-        with no_autocast():
-            of_inputs = coded.backward(state, self.saved, flowing, land)
-        return [*(returned.get(number) for number in self._numbers), *of_inputs]
+        return coded.backward(self._state, self.saved, flowing, self._landed)
 
     def _check(self) -> None:
         if torch.is_grad_enabled():
@@ -310,10 +370,8 @@ class _Run:
             )  # fmt: skip
 
 
-def _is_accumulated(parameter: Tensor, edge: Any) -> bool:
-    """Whether the gradient goes into `parameter.grad` and nobody wants to see it before (Rule 4)."""
-    if parameter._backward_hooks:
-        return False
+def _is_accumulated(edge: Any) -> bool:
+    """Whether the gradient goes into `parameter.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(edge))
     except RuntimeError:  # autograd.grad: it is returned to the caller
@@ -326,51 +384,49 @@ def put_in_place(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-    hooks: dict[int, Callable[[Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    if hooks and not _engine_calls_hooks():
-        for hook in list(hooks.values()):
-            hook(parameter)
-
-
-@cache
-def _engine_calls_hooks() -> bool:
-    """Whether autograd calls these hooks at the end of backward although no gradient came to it; some versions do."""
-    called: list[Tensor] = []
-    with _disable_current_modes(), torch.enable_grad():
-        leaf = torch.zeros((), requires_grad=True)
-        leaf.register_post_accumulate_grad_hook(called.append)
-        token = _apply(_Nothing, leaf)
-        torch.autograd.backward(token, torch.zeros(()))
-    return bool(called)
 
 
 def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
-class _Nothing(torch.autograd.Function):
-    """Hands no gradient on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None
-
-
-class _Region(torch.autograd.Function):
+class _Whole(torch.autograd.Function):
     """The node whose backward is the region's; what flows through it is a token."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *flow: Tensor) -> Tensor:
         ctx.run = run
-        return run.forward()
+        return run.token.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, *ctx.run.backward(ctx)
+        return None, *ctx.run.all_gradients(ctx)
+
+
+class _End(torch.autograd.Function):
+    """The last node: its backward runs what is left of the region's."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *flow: Tensor) -> Tensor:
+        ctx.run = run
+        return run.token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, *ctx.run.gradients_of_inputs()
+
+
+class _Land(torch.autograd.Function):
+    """The node whose backward has the gradient of one parameter; what flows through it is a token."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, number: int, token: Tensor, parameter: Tensor) -> Tensor:
+        ctx.run, ctx.number = run, number
+        return run.token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, ctx.run.token, ctx.run.gradient_of(ctx.number)
 
 
 class _Leave(torch.autograd.Function):

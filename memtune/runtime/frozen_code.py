@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,16 @@ class Code:
 
     forward: Callable[[Sequence[Tensor], Sequence[Any]], tuple[tuple[Tensor, ...], tuple[Any, ...]]]
     """(parameters and buffers, arguments) → (output tensors in their order, what backward needs)."""
-    backward: Callable[[Sequence[Tensor], list[Any], list[Any], Callable[[int, Tensor], None]], list[Tensor]]
-    """(parameters and buffers, [what forward left], gradients of the outputs, land) → gradients of the inputs.
+    backward: Callable[[Sequence[Tensor], list[Any], list[Any], list[Tensor]], Generator[int, None, list[Tensor]]]
+    """(parameters and buffers, [what forward left], gradients of the outputs, landed) → gradients of the inputs, at the end.
 
-    The two lists are emptied; `land(parameter, gradient)` is called as soon as a parameter's gradient is there.
+    The two lists are emptied. As soon as a parameter's gradient is there it is put into `landed`, which alone holds it, and the
+    parameter's number is yielded.
     """
+    lands: tuple[int, ...]
+    """Parameters in the order in which backward has their gradients."""
     source: str
-    """Both, as text."""
+    """Both functions, as text."""
 
 
 class LayoutError(Exception):
@@ -64,7 +67,7 @@ def generate(
     text = writer.text()
     namespace = {**writer.namespace, "random_state": random_state, "device": device, "check": _check_layout}
     exec(compile(text, "<frozen schedule>", "exec"), namespace)  # the text holds nothing that came from a file
-    return Code(namespace["forward"], namespace["backward"], text)
+    return Code(namespace["forward"], namespace["backward"], tuple(writer.lands), text)
 
 
 class _Writer:
@@ -85,6 +88,7 @@ class _Writer:
         self._there: dict[str, None] = {}
         """Names that hold something, in the order of their making."""
         self._outputs = _by_value(tape.outputs)
+        self.lands: list[int] = []
         self._landings: dict[int, list[tuple[int, Slot]]] = {}
         for parameter, after, gradient in tape.landed:
             self._landings.setdefault(after, []).append((parameter, gradient))
@@ -101,7 +105,7 @@ class _Writer:
         forward, backward = self._forward(), self._backward()
         indent = "\n    "
         return (
-            f"def forward(p, x):\n    {indent.join(forward)}\n\ndef backward(p, saved, g, land):\n    {indent.join(backward)}\n"
+            f"def forward(p, x):\n    {indent.join(forward)}\n\ndef backward(p, saved, g, landed):\n    {indent.join(backward)}\n"
         )
 
     def _forward(self) -> list[str]:
@@ -140,7 +144,9 @@ class _Writer:
         read = {each for each in self._read_outside(steps) | set(last) if each.kind != "input"}
         given = [f"{_name(each)} = g[{each.number}]" for each in read if each.kind == "gradient"]
         saved = f"{_tuple(self._saved)} = saved.pop()" if self._saved else "saved.pop()"
-        return [saved, *_fetched(read), *given, "g.clear()", *self._lines, f"return [{', '.join(gradients)}]"]
+        no_gradient = [] if self._tape.landed else ["yield from ()"]
+        end = f"return [{', '.join(gradients)}]"
+        return [saved, *_fetched(read), *given, "g.clear()", *self._lines, *no_gradient, end]
 
     def _inputs_of_backward(self) -> list[str]:
         read = self._read_outside(self._schedule.backward) | set(_kept(slot for _, slot in self._tape.input_gradients))
@@ -223,15 +229,17 @@ class _Writer:
             self._lines.append(f"del q{value}")
 
     def _land(self) -> None:
-        """Put in place the gradients that the last op completed, once what it alone had needed is let go."""
+        """Hand out the gradients that the last op completed, once what it alone had needed is let go."""
         due, self._due = self._due, []
         for parameter, gradient in due:
-            self._lines.append(f"land({parameter}, {self._view(gradient)})")
+            self.lands.append(parameter)
+            self._lines.append(f"landed.append({self._view(gradient)}.detach())")
             if isinstance(gradient.of, int):
                 self._owed[gradient.of] -= 1
                 if gradient.of in self._held_back and not self._owed[gradient.of]:
                     self._held_back.discard(gradient.of)
                     self._drop(f"v{gradient.of}")
+            self._lines.append(f"yield {parameter}")
 
     def _drop(self, name: str) -> None:
         self._lines.append(f"del {name}")

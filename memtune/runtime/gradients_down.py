@@ -2,8 +2,9 @@
 
 Six rules, which the pass `passes.gradients_down` follows op by op:
 
-Rule 1. A gradient that autograd has put in place joins the bucket and is no longer the parameter's. When the bucket holds
-        `bucket_bytes` or more, it is sent: copies to the host start for all that is in it.
+Rule 1. A gradient that autograd has put in place, on several ranks one that they have reduced (`Context.lands`), joins the bucket
+        and is no longer the parameter's. When the bucket holds `bucket_bytes` or more, it is sent: copies to the host start for
+        all that is in it.
 Rule 2. Before a bucket is sent, the one before it has arrived: the device lets go of it, the host adds it to the sums of earlier
         micro-batches. So the device holds two buckets at most. When backward ends, the last bucket is sent and arrives.
 Rule 3. What has arrived in the last micro-batch is updated then (`per_gradient`), once its block is complete (`per_layer`), or
@@ -13,26 +14,29 @@ Rule 4. Weights go up in `optimizer.step()`, whenever they were updated: within 
 Rule 5. One step late (`HostOptimizer.late`): the update begins with the next step, beside its forward and backward, and the
         weights go up at its end. A state dict waits for it, and has its weights.
 Rule 6. The smallest gradient stays on the device until the step, as a witness: whoever scales gradients in between (clipping by
-        norm, a loss scaler) changes it, and is refused, since the others would not be scaled.
+        norm, a loss scaler) changes it, and is refused, since the others would not be scaled. A reduced one lies in one piece
+        with others, and is copied out of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
-from memtune.early_updates import Trigger, witness
+from memtune.early_updates import Trigger, staying, witness
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import add_gradient, before_step
 from memtune.runtime.tiers import HOST, mark
+from memtune.runtime.tree import local
 from memtune.runtime.weak_hook import weakly
 
 
@@ -60,14 +64,21 @@ class GradientsDown:
         optimizer: Holds what gradients are for on the host, and updates natively.
         bucket_bytes: Of gradients that go down together; 0: each by itself.
         trigger: When the host updates.
+        stays: What the optimizer itself goes on updating on the device.
     """
 
-    def __init__(self, context: Context, optimizer: Updates, bucket_bytes: int, trigger: Trigger) -> None:
+    def __init__(
+        self, context: Context, optimizer: Updates, bucket_bytes: int, trigger: Trigger, stays: Collection[nn.Parameter] = ()
+    ) -> None:
         self._optimizer, self._bucket_bytes, self._trigger = optimizer, bucket_bytes, trigger
         self._before_use = context.before_use
-        trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
-        self._witness = trained[witness([parameter.nbytes for parameter in trained])]
-        self._held = {p: context.represented[p] for p in trained if p in context.represented and p is not self._witness}
+        trained = _trained(context)
+        leaving = {p: n_bytes for p, n_bytes in trained.items() if context.represented.get(p, p) not in stays}
+        self._witness = list(leaving)[witness(list(leaving.values()))]
+        mine = [p for p in leaving if p in context.represented]
+        moved = {p: _moved(context, p) for p in mine if p is not self._witness}
+        self._moved = {parameter: rows for parameter, (rows, _) in moved.items()}
+        self._held = {parameter: held for parameter, (_, held) in moved.items()}
         for parameter, held in self._held.items():
             if held.dtype is not parameter.dtype:  # a master, whose gradient is as narrow as the weight on the device
                 held.grad_dtype = parameter.dtype
@@ -83,10 +94,21 @@ class GradientsDown:
         self._is_last = self._queued = False
         self._version: int | None = None
         self.buckets = self.sent_bytes = 0
-        for parameter in self._held:
-            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)
-        context.sync = self.sync
+        self._listen(context)
+        self._outer, context.sync = context.sync, self.sync
         before_step(context.optimizer, self._step_begins)
+
+    def _listen(self, context: Context) -> None:
+        if context.lands is not None:
+            context.lands(weakly(self._landed))
+        elif context.ranks > 1:
+            raise ApplyError(
+                "Gradients cannot go down as they land here: between backward and the step ranks still change them.",
+                fix="sharding: {states: {kind: fsdp}}, zero1 or zero2, with nothing under sharding.parallel", code="MT315",
+            )  # fmt: skip
+        else:
+            for parameter in self._held:
+                context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -95,7 +117,8 @@ class GradientsDown:
         self._is_last, self._queued = last, False
         self._missing = {index: set(block) for index, block in enumerate(self._blocks)}
         try:
-            yield
+            with nullcontext() if self._outer is None else self._outer(last):
+                yield
         finally:
             self._is_last = False
 
@@ -107,7 +130,10 @@ class GradientsDown:
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._backward_ends)
-        self._bucket.append((parameter, parameter.grad))
+        if parameter not in self._held:
+            parameter.grad = _of_its_own(parameter.grad)
+            return
+        self._bucket.append((parameter, local(parameter.grad)))
         parameter.grad = None
         if sum(gradient.nbytes for _, gradient in self._bucket) >= self._bucket_bytes:
             self._send()
@@ -115,7 +141,7 @@ class GradientsDown:
     def _send(self) -> None:
         self._arrive()
         if self._is_last and self._trigger == "per_gradient":
-            self._optimizer.expect([parameter for parameter, _ in self._bucket])
+            self._optimizer.expect([self._moved[parameter] for parameter, _ in self._bucket])
         for parameter, gradient in self._bucket:
             host = torch.ops.memtune.to_host(gradient)
             mark(host, HOST)
@@ -139,7 +165,7 @@ class GradientsDown:
             self._show(parameters)
         ready = self._ready(parameters) if self._is_last else []
         if ready:
-            self._optimizer.update(ready, at_once=False)
+            self._optimizer.update([self._moved[parameter] for parameter in ready], at_once=False)
 
     def _show(self, arrived: Iterable[nn.Parameter]) -> None:
         for parameter in arrived:
@@ -191,3 +217,41 @@ class GradientsDown:
             raise ApplyError(f"{len(left)} gradients are on the device that should have gone down as they landed.", code="MT309")
         facts = self._optimizer.check()
         return facts | {"trigger": self._trigger, "buckets": self.buckets, "gradient_bytes_down": self.sent_bytes}
+
+
+def _trained(context: Context) -> dict[nn.Parameter, int]:
+    """The trained parameters of the model, and the bytes of each on the rank that has most of it: the same on all ranks."""
+    trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
+    return {parameter: _share_bytes(parameter, context.represented.get(parameter)) for parameter in trained}
+
+
+def staying_in(context: Context, ratio: float) -> list[nn.Parameter]:
+    """What the optimizer holds of the parameters whose state stays on the device, before any has moved."""
+    trained = _trained(context)
+    parameters = list(trained)
+    return [context.represented.get(each, each) for each in parameters[: staying(list(trained.values()), ratio)]]
+
+
+def _moved(context: Context, parameter: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
+    """What has been moved of `parameter`, itself or this rank's rows of it, and what the optimizer holds in its place."""
+    held = context.represented[parameter]
+    while held in context.represented:
+        parameter, held = held, context.represented[held]
+    return parameter, held
+
+
+def _share_bytes(parameter: nn.Parameter, held: nn.Parameter | None) -> int:
+    """Bytes of the largest rank's rows of `parameter`."""
+    divided = next((each for each in (parameter, held) if isinstance(each, DTensor)), None)
+    if divided is None:
+        return parameter.nbytes
+    rows = parameter.shape[0]
+    for ranks in divided.device_mesh.shape:
+        rows = -(-rows // ranks)
+    return rows * parameter.shape[1:].numel() * parameter.itemsize
+
+
+def _of_its_own(gradient: Tensor) -> Tensor:
+    """`gradient` in memory of its own: reduced ones lie in one piece with others."""
+    here = local(gradient)
+    return gradient if here.untyped_storage().nbytes() == here.nbytes else gradient.clone()

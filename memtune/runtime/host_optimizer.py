@@ -72,6 +72,12 @@ class HostOptimizer:
         self._updated: set[nn.Parameter] = set()  # on the host, before `step`
         self._under_way: list[Future[None]] = []
         self._late_after, self._steps = late_after, 0
+        if late_after is not None and context.represented:
+            raise ApplyError(
+                "Updates that are one step late do not work where ranks update rows of whole weights.",
+                evidence="Weights that a state dict asks for would have to be gathered, on all ranks, before it is made.",
+                fix="sharding: {states: {kind: fsdp}}, or  delayed: false", code="MT315",
+            )  # fmt: skip
         self._late: dict[nn.Parameter, Tensor] | None = None  # gradients of the step before, whose update is late
         self._late_began = False
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient

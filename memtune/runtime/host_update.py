@@ -48,6 +48,9 @@ def update_(
 ) -> None:
     """What is behind `torch.ops.memtune.host_update_`: one step of `rule` over one parameter; `step` counts it.
 
+    Tensors may lie in memory in any order. Those that do not lie as the weight does are copied for the time of the update, and so
+    is a weight with gaps.
+
     Args:
         rule: `adamw` with `settings` (lr, beta1, beta2, eps, weight_decay), `sgd` (lr, momentum, dampening, weight_decay,
             nesterov), `adagrad` (lr, lr_decay, eps, weight_decay), `lion` (lr, beta1, beta2, weight_decay).
@@ -64,8 +67,6 @@ def update_(
         maximize: Goes up the gradient.
         seed: Of stochastic rounding, together with `step`.
     """
-    of_first, of_second = _flat(first_scale), _flat(second_scale)
-    arrays = (_flat(weight), _flat(gradient), _flat(out), _flat(first), _flat(second), of_first, of_second)
     threads = torch.get_num_threads()
 
     def update() -> None:
@@ -75,7 +76,10 @@ def update_(
             count = step.item()
         sign = -1.0 if maximize else 1.0
         numbers = _native.OptimizerNumbers(**_NUMBERS[rule](count, *settings), sign=sign, seed=_seed(seed, int(count)))
-        _native.optimizer_update(rule, moments, *arrays, numbers, threads)
+        rows = _Rows(weight)
+        arrays = (rows.of(weight), rows.of(gradient, changes=False), rows.of(out), rows.of(first), rows.of(second))
+        _native.optimizer_update(rule, moments, *arrays, first_scale, second_scale, numbers, threads)
+        rows.back()
 
     under_way: list[Future[None]] | None = getattr(_local, "under_way", None)
     if under_way is None:
@@ -108,8 +112,31 @@ def beside(under_way: list[Future[None]]) -> Iterator[None]:
         _local.under_way = None
 
 
-def _flat(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().view(-1)
+class _Rows:
+    """Tensors of one shape as rows of elements, all in the order that the weight has in memory."""
+
+    def __init__(self, weight: Tensor) -> None:
+        like = weight if weight.is_contiguous() else torch.empty_like(weight, device="meta")  # has no gaps
+        self._stride, self._contiguous = like.stride(), like.is_contiguous()
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, tensor: Tensor | None, *, changes: bool = True) -> Tensor | None:
+        """The row of `tensor`; if that is a copy and it `changes`, `back` writes it back."""
+        if tensor is None:
+            return None
+        tensor = row = tensor.detach()
+        alike = tensor.is_contiguous() if self._contiguous else tensor.stride() == self._stride
+        if not alike:
+            with tier(HOST):
+                row = torch.empty_strided(tensor.size(), self._stride, dtype=tensor.dtype).copy_(tensor)
+            if changes:
+                self._copies.append((tensor, row))
+        return row.as_strided((row.numel(),), (1,))
+
+    def back(self) -> None:
+        """What was copied has the values of its row."""
+        for tensor, row in self._copies:
+            tensor.copy_(row)
 
 
 def _seed(seed: int, count: int) -> int:
@@ -235,7 +262,7 @@ class NativeUpdate:
                 value = state.get(name)
                 dtype = DTYPES[self._moments]
                 if value is None:
-                    state[name] = torch.zeros(parameter.shape, dtype=dtype)
+                    state[name] = _zeros(parameter, dtype)
                 elif (
                     value.dtype is not dtype
                 ):  # made by the optimizer itself, or loaded: torch loads state in the parameter's type
@@ -245,6 +272,13 @@ class NativeUpdate:
         for value in state.values() if fresh else ():
             if isinstance(value, Tensor):
                 mark(value, HOST)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros that lie as `like` does, without its gaps."""
+    if like.is_contiguous():
+        return torch.zeros(like.shape, dtype=dtype)
+    return torch.zeros_like(like, dtype=dtype, requires_grad=False)
 
 
 def _rule_of(optimizer: Optimizer) -> str:

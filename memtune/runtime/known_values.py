@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memtune.runtime.op_arguments import tensors_in
+from memtune.runtime.op_arguments import READ_OUTS, tensors_in
 
 _MOST_ELEMENTS = 1 << 20
-_LOOKS = frozenset({"aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default"})
 
 
 class KnownValues:
@@ -37,7 +36,7 @@ class KnownValues:
 
     def look(self, func: Any, args: Any) -> Any | None:
         """What `func` tells code of tensors that are known; None if it asks for nothing or something else."""
-        if str(func) not in _LOOKS or any(each not in self._twin for each in tensors_in(args)):
+        if func not in READ_OUTS or any(each not in self._twin for each in tensors_in(args)):
             return None
         with _disable_current_modes():
             return func(*tree_map(self._real, args))
@@ -49,6 +48,9 @@ class KnownValues:
         for each in writes:  # views of it would have to follow
             self._forget(each)
         if writes or not known or not isinstance(out, Tensor) or not _is_kept(out):
+            return
+        if func is torch.ops.memtune.to_device.default:
+            self._twin[out] = self._twin[args[0]]
             return
         if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten" or "empty" in str(func):
             return

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +30,17 @@ from torch.optim import Optimizer
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.page_locked import page_locked
 from memtune.runtime.paged_store import PagedStore
 from memtune.runtime.tiers import HOST, mark, tier
 
 _Gradients = dict[nn.Parameter, Tensor]
 """By host copy."""
 _pool: ThreadPoolExecutor | None = None
+
+
+def _twin(host: Tensor, locked: bool) -> Tensor:
+    return torch.empty_like(host, pin_memory=locked, requires_grad=False)
 
 
 def _thread() -> ThreadPoolExecutor:
@@ -75,7 +81,7 @@ class LockFreeOptimizer(HostOptimizer):
         for _, host in self._pairs:
             if host not in self._spare:
                 with tier(HOST):
-                    self._spare[host] = torch.empty_like(host, pin_memory=host.is_pinned(), requires_grad=False)
+                    self._spare[host] = page_locked(partial(_twin, host), wanted=host.is_pinned())
                 mark(self._spare[host], HOST)
 
     @contextmanager

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.errors import ApplyError
 from memtune.runtime.moved import id_of
+from memtune.runtime.page_locked import page_locked
 
 _LEAF = "torch::autograd::AccumulateGrad"
 """Its number is none of the order; what a region is called with is one in the second run."""
@@ -181,7 +182,7 @@ class Compared:
         if not isinstance(self.before, Tensor) or not isinstance(self.now, Tensor):
             return self
         with _disable_current_modes():
-            there = torch.empty(2, pin_memory=True)
+            there = page_locked(lambda locked: torch.empty(2, pin_memory=locked), wanted=True)
             there.copy_(torch.stack([self.before, self.now]), non_blocking=True)
             event = torch.cuda.Event()
             event.record()

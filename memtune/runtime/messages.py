@@ -21,6 +21,7 @@ from torch import Tensor
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.runtime import transfer
 from memtune.runtime.nodes import count_collective
+from memtune.runtime.page_locked import page_locked
 from memtune.runtime.tiers import HOST, mark, tier
 
 
@@ -43,7 +44,9 @@ class Messages:
     def post(self, like: Tensor, rank: int, tag: int) -> None:
         """Rule 2: something like `like` will come from `rank`."""
         with tier(HOST):
-            host = torch.empty(like.shape, dtype=like.dtype, pin_memory=torch.cuda.is_available())
+            host = page_locked(
+                lambda locked: torch.empty(like.shape, dtype=like.dtype, pin_memory=locked), wanted=torch.cuda.is_available()
+            )
         self._posted[tag] = dist.irecv(host, group=self._group, group_src=rank, tag=tag), host
 
     def received(self, tag: int) -> Tensor:

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -20,14 +21,16 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from memtune.errors import EnvironmentFault
 
 VARIABLE: Final = "MEMTUNE_OFFLOAD_DIR"
 _NETWORK: Final = (
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "9p", "afs", "beegfs", "glusterfs", "pvfs2",
-    "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs", "fuse.ceph",
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "9p", "afs", "beegfs", "glusterfs", "pvfs2", "wekafs",
+    "davfs", "vboxsf", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs", "fuse.ceph",
+    "fuse.ceph-fuse", "fuse.mount-s3", "fuse.goofys", "fuse.blobfuse", "fuse.blobfuse2", "fuse.davfs", "fuse.hdfs",
+    "fuse.alluxio-fuse", "fuse.seaweedfs", "fuse.lustre", "fuse.vmhgfs-fuse",
 )  # fmt: skip
 _MEMORY: Final = ("tmpfs", "ramfs")
 _RUN, _NEW = "memtune-run-", ".memtune-new-"
@@ -59,22 +62,26 @@ def checked(root: str | None = None) -> Path:
     text = allowed() if root is None else root
     if not text:
         raise _fault("No directory for tensors on SSD was given.", fix=f"export {VARIABLE}=/path/on/your/drive, or --offload-dir")
-    path = Path(text)
-    _must_be_a_plain_directory(path)
-    path = path.absolute()  # the process may go elsewhere
+    path = Path(text).absolute()  # the process may go elsewhere
+    _must_not_be_on_network(path, _mounted_at(path))
+    _must_be_a_plain_directory(Path(text))
     kind = file_system(path)
+    _must_not_be_on_network(path, kind)
     if kind in _MEMORY:
         warnings.warn(
             f"The offload directory {path} is in memory ({kind}): what goes there takes host memory, not a drive's.", stacklevel=2
         )
-    if kind in _NETWORK:
-        raise _fault(f"The offload directory {path} is on a network mount ({kind}).", fix="choose a directory on a local drive")
     if not os.access(path, os.W_OK | os.X_OK):
         raise _fault(f"The offload directory {path} is not writable.", fix=f"chmod u+w {path}, or choose another")
     mode = path.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise _fault(f"Everybody may write into the offload directory {path}.", fix=f"chmod o-w {path}")
     return path
+
+
+def _must_not_be_on_network(path: Path, kind: str) -> None:
+    if kind in _NETWORK:
+        raise _fault(f"The offload directory {path} is on a network mount ({kind}).", fix="choose a directory on a local drive")
 
 
 def _must_be_a_plain_directory(path: Path) -> None:
@@ -99,15 +106,33 @@ def file_system(path: Path) -> str:
     """Type of the file system that holds `path` as the kernel names it (`ext4`, `nfs4`), empty where it does not say."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
+    return next((each.kind for each in _mounts() if each.device == wanted), "")
+
+
+class _Mount(NamedTuple):
+    device: str
+    at: Path
+    kind: str
+
+
+def _mounts() -> Iterator[_Mount]:
+    """What is mounted, the last mount first; empty where the kernel does not say."""
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
-        return ""
+        return
     for line in reversed(lines):
         left, _, right = line.partition(" - ")
-        if left.split()[2:3] == [wanted]:
-            return right.split()[0]
-    return ""
+        fields = left.split()
+        at = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields[4])  # a blank is written as \040
+        yield _Mount(fields[2], Path(at), right.split()[0])
+
+
+def _mounted_at(path: Path) -> str:
+    """As `file_system`, from the path's text alone: nobody is asked who may not answer, as a dead server does not."""
+    path = Path(os.path.normpath(path))
+    under = [each for each in _mounts() if path.is_relative_to(each.at)]
+    return max(under, key=lambda each: len(each.at.parts)).kind if under else ""
 
 
 class RunFolder:

@@ -141,7 +141,7 @@ class OnlineTable:
             over = None if abroad or not written else self._values[written[0].untyped_storage()._cdata]
             spoils = odd or about.once or (abroad and not about.norm) or len(owners) > 1
             if spoils or (over is not None and not over.again):
-                self._spoil(written)
+                self._spoil(written, unsaid=about.norm)
                 return None
         random = RandomState.capture(self._module) if facts.random else None
         read = [self._read(each) for each in args]
@@ -171,12 +171,13 @@ class OnlineTable:
             given.tensor, given.version = whole, whole._version
             self.watch(whole)
 
-    def _spoil(self, written: list[Tensor]) -> None:
+    def _spoil(self, written: list[Tensor], *, unsaid: bool) -> None:
         """Values that an op wrote into which cannot be repeated: they stay, and who read them before cannot run again."""
         for each in written:
             value = self._values.get(each.untyped_storage()._cdata)
             if value is not None:
                 value.writes += 1
+                value.unsaid += unsaid
                 if value.again:
                     value.again = False
                     self._books.hold(value.number)
@@ -307,7 +308,7 @@ class OnlineTable:
                 raise written_since("a tensor that backward needs")
             return tensor  # type: ignore[no-any-return]
         value = kept.value
-        if value.writes != kept.writes:
+        if value.writes - value.unsaid != kept.writes:
             raise written_since("a tensor that backward needs")
         if value.alias is None:
             self._bring(value)

@@ -56,6 +56,8 @@ class Value:
     """Whether Python or the engine hold it, as far as was seen."""
     writes: int = 0
     """How often it was written into without becoming another value."""
+    unsaid: int = 0
+    """How many of those writes kernels do not declare (BatchNorm's statistics): autograd does not count them either."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +110,7 @@ class Kept:
     __slots__ = ("gone", "value", "view", "writes")
 
     def __init__(self, value: Value, view: View, gone: Callable[[Value], None]) -> None:
-        self.value, self.view, self.writes, self.gone = value, view, value.writes, gone
+        self.value, self.view, self.writes, self.gone = value, view, value.writes - value.unsaid, gone
 
     def __del__(self) -> None:
         self.gone(self.value)

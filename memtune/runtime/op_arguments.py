@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+READ_OUTS = frozenset(
+    {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
+)
+"""What gives code a number of a tensor (`.item()`, `float(x)`, `if x:`)."""
 _SENDS = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan")
 """Collectives that write into nothing that they are given."""
 # BatchNorm kernels that write running_mean and running_var (arguments 3 and 4) without saying so in their schema.

@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from memtune.errors import ApplyError
@@ -39,9 +38,8 @@ class PackStore(HostParameters):
     """
 
     def __init__(self, context: Context, optimizer: HostOptimizer, *, averages: bool = True) -> None:
-        super().__init__(context, optimizer)
+        super().__init__(context, optimizer, averages=averages)
         self._updates = optimizer
-        self._group = dist.group.WORLD if averages and context.ranks > 1 else None
         self.is_stepping = False
         """Inside a step: packs are brought in and let go by `begin` and `end` alone."""
         self.is_last = False
@@ -113,14 +111,7 @@ class PackStore(HostParameters):
 
     def _landed(self, parameter: Tensor) -> None:
         if self.is_last:
-            self._average(parameter)
             super()._landed(parameter)
-
-    @torch.no_grad()
-    def _average(self, parameter: Tensor) -> None:
-        if self._group is not None:
-            assert parameter.grad is not None
-            torch.ops.memtune.all_reduce_(parameter.grad, self._group.group_name, self._group.size(), "avg")
 
     def check(self) -> dict[str, Any]:
         """Where the blocks' parameters are.

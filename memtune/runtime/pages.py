@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memtune.pages import Pages, runs
 from memtune.runtime.chunks import Piece, place_in
 from memtune.runtime.context import Context
+from memtune.runtime.page_locked import page_locked
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 
 
@@ -38,7 +39,8 @@ class InFrames(NamedTuple):
     def twin(self) -> InFrames:
         """The same with other host memory, of the same values."""
         with tier(HOST):
-            memory = torch.empty_like(self.memory, pin_memory=self.frames.is_cuda).copy_(self.memory)
+            made = page_locked(lambda locked: torch.empty_like(self.memory, pin_memory=locked), wanted=self.frames.is_cuda)
+            memory = made.copy_(self.memory)
         mark(memory, HOST)
         hosts = {p: place_in(memory, host, int(host.storage_offset()) * host.element_size()) for p, host in self.hosts.items()}
         return self._replace(memory=memory, hosts=hosts)
@@ -56,7 +58,10 @@ def in_frames(context: Context, parameters: Sequence[nn.Parameter], hosts: dict[
     """
     like = parameters[0]
     with tier(HOST):
-        memory = torch.empty(pages.count * pages.page_bytes, dtype=torch.uint8, device="cpu", pin_memory=like.is_cuda)
+        n_bytes = pages.count * pages.page_bytes
+        memory = page_locked(
+            lambda locked: torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=locked), wanted=like.is_cuda
+        )
     mark(memory, HOST)
     in_pages = dict(hosts)  # also where only some have been moved
     context.undo.callback(_apart, parameters, in_pages)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +12,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memtune.errors import ApplyError
+from memtune.experts import experts_of
 from memtune.runtime.context import Context
 from memtune.runtime.nodes import count_collective
 from memtune.runtime.ranks import require_ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Where DDP looks for the names of parameters that are not its own."""
 
 
 class Replicas:
@@ -38,13 +44,14 @@ class Replicas:
         self._ranks = context.ranks
         self._averaged_bytes = 0
         self._model = context.model
-        self.wrapper = DistributedDataParallel(
-            context.model,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=find_unused_parameters,
-            init_sync=False,  # the weights are equal already, and the user's are not to be overwritten
-        )
+        with _left_out(context):
+            self.wrapper = DistributedDataParallel(
+                context.model,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=find_unused_parameters,
+                init_sync=False,  # the weights are equal already, and the user's are not to be overwritten
+            )
         # A lambda, because DDP reads a hook's annotations and takes none that are strings.
         self.wrapper.register_comm_hook(None, lambda state, bucket: self._average(bucket))
         context.runner = self.wrapper
@@ -67,6 +74,33 @@ class Replicas:
         if self.wrapper.module is not self._model:
             raise ApplyError("the model is no longer the one that DistributedDataParallel wraps.", code="MT324")
         return {"ranks": self._ranks, "averaged_bytes": self._averaged_bytes}
+
+
+def _averaged_elsewhere(context: Context) -> list[str]:
+    """Modules whose parameters' gradients somebody else averages."""
+    if context.averages_experts:
+        return [expert.name for expert in experts_of(context.model, context.blocks)]
+    return context.blocks if context.averages_blocks else []
+
+
+@contextmanager
+def _left_out(context: Context) -> Iterator[None]:
+    """DDP is told of the parameters whose gradients others average, if there are any and others beside them."""
+    model: Any = context.model
+    mine = {f"{name}." for name in _averaged_elsewhere(context)}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    inside = {name for name in trained if any(name.startswith(block) for block in mine)}
+    if not inside or len(inside) == len(trained):
+        yield
+        return
+    before = vars(model).get(_IGNORED)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, {*(before or ()), *inside})
+    try:
+        yield
+    finally:
+        vars(model).pop(_IGNORED)
+        if before is not None:
+            vars(model)[_IGNORED] = before
 
 
 def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -10,7 +10,8 @@ Five rules:
    place, what arrives is written over it: one beside it, and a hop more, home.
 4. Nothing but the input and the own shard is saved for backward.
 5. What is not rotated is whole on every rank; its gradient is averaged after the last backward, as are those of the rotated
-   weights between groups (a ring is consecutive ranks).
+   weights between groups (a ring is consecutive ranks). Where states are divided among the ranks that hold the same shards
+   (`runtime.parts`), that averages between the rings, and what is whole is averaged inside a ring, once a step.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.deferred import keep_only
 from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.ring import Ring, Round, Sums
 from memtune.runtime.sharding import meshes, rebind
@@ -201,7 +204,7 @@ def rotate_layers(model: nn.Module, layers: Sequence[str], ring: Ring) -> list[s
 
 
 def _shard(whole: nn.Parameter, ring: Ring) -> nn.Parameter:
-    mine = whole.detach().chunk(ring.ranks)[ring.rank].clone(memory_format=torch.contiguous_format)
+    mine = ring.piece(whole.detach()).clone(memory_format=torch.contiguous_format)
     if ring.mesh is not None:
         mine = DTensor.from_local(mine, ring.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(mine, requires_grad=whole.requires_grad)
@@ -230,14 +233,23 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
     before = dict(context.model.named_parameters())
     ring = Ring(mesh.get_group().group_name, degree, mesh.get_local_rank(), in_place, mesh)
     rotated = rotate_layers(context.model, layers, ring)
+    keep_only(context.model, dict.fromkeys(rotated, ring.piece))
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
+    context.parts = degree
+    context.later.append(lambda: _average(context, rotated, mesh, copies))
+    context.checks["sharding.parallel"] = lambda: _check(context, layers, rotated, degree)
+
+
+def _average(context: Context, rotated: Sequence[str], ring: DeviceMesh, copies: DeviceMesh | None) -> None:
+    """Rule 5, when states have been divided: whoever does that averages between the copies, here what is whole in a ring is."""
     trainable = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
     whole = [p for name, p in trainable.items() if name not in rotated]
-    context.sync = Average(context, dist.distributed_c10d._get_default_group(), whole).sync
-    if copies is not None:
-        context.sync = Average(context, copies.get_group(), [trainable[n] for n in rotated if n in trainable], context.sync).sync
-    context.checks["sharding.parallel"] = lambda: _check(context, layers, rotated, degree)
+    everyone = ring.get_group() if context.averaged else dist.distributed_c10d._get_default_group()
+    context.sync = Average(context, everyone, whole, context.sync).sync
+    if copies is not None and not context.averaged:
+        mine = [trainable[name] for name in rotated if name in trainable]
+        context.sync = Average(context, copies.get_group(), mine, context.sync).sync
 
 
 def _check(context: Context, layers: Sequence[str], rotated: Sequence[str], degree: int) -> dict[str, Any]:

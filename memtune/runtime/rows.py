@@ -16,7 +16,7 @@ Five rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from memtune.runtime.context import Context
+from memtune.runtime.mesh_dims import dim_by_dim
 from memtune.runtime.parts import PARTS, Whole
 from memtune.runtime.tree import local
 
@@ -124,6 +125,7 @@ class Rows:
         self, context: Context, inputs: Sequence[nn.Parameter], axes: Axes, *, bucket_cap_mb: int, every_micro_batch: bool
     ) -> None:
         self._axes, self._mesh = axes, axes.mesh
+        dim_by_dim(axes.mesh)
         self._ranks, self._rank = axes.group.size(), axes.group.rank()
         self._group = axes.group.group_name
         self._link = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
@@ -132,6 +134,8 @@ class Rows:
         self._every_micro_batch, self.is_last, self._next = every_micro_batch, True, 0
         self._in_flight: tuple[Any, ...] = ()
         self._unsure: list[tuple[Part, Tensor]] = []
+        self.landed: Callable[[Tensor], None] | None = None
+        """Called, on the link's stream, with each input whose gradient has been reduced."""
 
     def _bucket(self, parameters: list[nn.Parameter]) -> Bucket:
         parts, size = [], 0
@@ -178,6 +182,7 @@ class Rows:
             if self._axes.copies is not None and self.is_last:
                 self._average(bucket, taken, self._axes.copies)
             self._add(bucket, taken, used)
+            self._tell(bucket)
         self._in_flight = (given, taken, self._event())
 
     def _pack(self, bucket: Bucket, given: Tensor) -> list[bool]:
@@ -219,17 +224,29 @@ class Rows:
             if not used[index]:
                 self._unsure.append((part, taken[bucket.size + index]))
 
+    def _tell(self, bucket: Bucket) -> None:
+        if self.landed is None:
+            return
+        self._drop_what_nobody_used()
+        for part in bucket.parts:
+            if part.parameter.grad is not None:
+                self.landed(part.parameter)
+
+    def _drop_what_nobody_used(self) -> None:
+        """Rule 3."""
+        for part, flag in self._unsure:
+            if isinstance(flag, FakeTensor) or not flag.item():
+                part.parameter.grad = None
+        self._unsure.clear()
+
     def _reduce_the_rest(self) -> None:
         """Called when backward ends."""
         while self._next < len(self._buckets):
             self._reduce()
         self._land()
-        for part, flag in self._unsure:  # rule 3
-            if isinstance(flag, FakeTensor) or not flag.item():
-                part.parameter.grad = None
+        self._drop_what_nobody_used()
         for part in self.parts:
             part.shard.grad = part.parameter.grad  # rule 5
-        self._unsure.clear()
         self._next = 0
 
     # -- weights -------------------------------------------------------------------------------------------------------

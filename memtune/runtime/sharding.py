@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.errors import ApplyError
 from memtune.runtime.collectives import SeamAllGather, SeamAllReduce, SeamReduceScatter
-from memtune.runtime.context import Context
+from memtune.runtime.context import Context, Landed
 from memtune.runtime.copies import OncePerStep
 from memtune.runtime.deferred import fill_shards
-from memtune.runtime.parts import PARTS, divided, leave_plain, part_of, see_whole
+from memtune.runtime.mesh_dims import dim_by_dim
+from memtune.runtime.parts import PARTS, Divided, divided, leave_plain, part_of, see_whole
 from memtune.runtime.ranks import require_ranks
 from memtune.runtime.sharded_stage import shard_stage
 from memtune.runtime.tree import local
@@ -82,7 +83,7 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     two_hop: bool = False,
     kind: str = "fsdp",
-    sharers: DeviceMesh | None = None,
+    sharers: Divided | None = None,
 ) -> None:
     """Shard the model of `context` over `degree` ranks (replicated over the others) and rebind its optimizer.
 
@@ -107,13 +108,10 @@ def shard(
     require_ranks(context, kind)
     _require_shardable(context, degree, reshard_after_forward, kind, alone=sharers is None)
     before = dict(context.model.named_parameters())
-    grid = divided(context, degree) if context.parts > 1 and sharers is None else None
-    if grid is not None:
-        copies, mesh = grid.copies, grid.sharers
-    else:
-        copies, mesh = meshes(context.device.type, degree) if sharers is None else (None, sharers)
+    grid = sharers or (divided(context, degree) if context.parts > 1 else None)
+    copies, mesh = meshes(context.device.type, degree) if grid is None else (grid.copies, grid.sharers)
     in_stages = context.elsewhere is not None
-    wholes = leave_plain(context.model) if grid is not None and not in_stages else {}
+    wholes = leave_plain(context.model) if context.parts > 1 and not in_stages else {}
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": bool(reshard_after_forward), "mp_policy": policy}
     units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
@@ -125,7 +123,8 @@ def shard(
     frees_root = bool(reshard_after_forward) and (in_stages or not keep_root)
     fully_shard(context.model, **{**arguments, "reshard_after_forward": frees_root}, ignored_params=_absent(context))
     fill_shards(context.model)
-    if wholes and grid is not None:
+    if grid is not None and context.parts > 1 and not in_stages:
+        dim_by_dim(grid.both)
         for module in context.model.modules():
             if isinstance(module, FSDPModule) and _gathers(module):
                 see_whole(module._get_fsdp_state()._fsdp_param_group, wholes, grid.both)
@@ -143,6 +142,8 @@ def shard(
         _average_copies(context, copies, two_hop)
     if in_stages:
         shard_stage(context, mesh.get_group(), keeps=not reshard_after_forward)
+    elif sharers is None and grid is None and not (copies is not None and two_hop):
+        context.lands = partial(_call_landed, context)
     if sharers is None:
         rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
@@ -239,6 +240,13 @@ def _average_copies(context: Context, copies: DeviceMesh, two_hop: bool) -> None
         context.pipeline.reduce = once.at_end(unit for _, unit in units_of(context.model))  # type: ignore[attr-defined]
     elif two_hop:
         context.sync = once.sync
+
+
+def _call_landed(context: Context, landed: Landed) -> None:
+    """FSDP2 calls the hooks of a shard itself when it has reduced and added up the shard's gradient."""
+    for parameter in context.model.parameters():
+        if parameter.requires_grad:
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(landed).remove)
 
 
 def units_of(model: nn.Module) -> Iterator[tuple[FSDPModule, tuple[nn.Parameter, ...]]]:

@@ -73,10 +73,10 @@ class Run:
         self._absent: list[tuple[dict[str, Any], str, Tensor]] = []
         """Where weights that the code before the blocks uses are held, and the fake ones."""
 
-    def without(self, module: nn.Module, name: str, like: Tensor, mode: FakeTensorMode) -> None:
+    def without(self, module: nn.Module, name: str, like: Tensor, device: torch.device, mode: FakeTensorMode) -> None:
         """The parameter `name` of `module` is a fake one while the code before the blocks runs on a later stage."""
         with mode:
-            fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
         self._absent.append((module._parameters, name, fake))
 
     def probe(self, model: nn.Module, loss_function: LossFunction, batch: Any) -> Tensor:
@@ -230,7 +230,7 @@ def become_pieces(context: Context, blocks: Sequence[str], run: Run, first: froz
     for path, module in context.model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in wanted and not f"{path}.".startswith(inside):
-                run.without(module, name, wanted[id(parameter)], mode)
+                run.without(module, name, wanted[id(parameter)], context.device, mode)
 
 
 class StageModule(nn.Module):

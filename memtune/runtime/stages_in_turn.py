@@ -8,7 +8,7 @@ Rule 1. A rank holds weights, gradients and optimizer state of its stages alone,
 Rule 2. Stages run forward in order, each over all micro-batches, with autograd looking on and nothing saved. The last one, the
         turn, runs forward and backward at once; the others then run forward again and backward, from last to first.
 Rule 3. What passes between stages does so by way of the hosts (`runtime.messages`). What a stage starts from waits there for its
-        backward, and comes to the device for each of the two.
+        backward, and comes to the device for each of the two; or, with `boundaries` "device", comes once and waits there.
 Rule 4. The stage that a rank uses next comes in while one computes (`packs.OnRanks`); gradients leave once, with the last
         micro-batch, and the host updates a stage when its backward is done (`runtime.pack_store`).
 Rule 5. Each rank brings its own micro-batches, and all ranks work on all of them in one order (`runtime.turns`), so each weight's
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from memtune.errors import ApplyError
 from memtune.packs import OnRanks, Use
-from memtune.runtime.boundaries import nothing_saved
+from memtune.runtime.boundaries import Where, nothing_saved
 from memtune.runtime.context import Context
 from memtune.runtime.elsewhere import keep_own
 from memtune.runtime.host_optimizer import HostOptimizer
@@ -53,18 +53,19 @@ class StagesInTurn:
         group: All ranks, with host memory to send from.
         tied: The ranks of first and last stage, where they are two and share a weight; None elsewhere.
         shared: Names of such weights.
+        boundaries: Where what stages start from waits for backward.
     """
 
     def __init__(
         self, context: Context, store: PackStore, layout: OnRanks, run: Run, group: dist.ProcessGroup,
-        tied: dist.ProcessGroup | None, shared: frozenset[str],
+        tied: dist.ProcessGroup | None, shared: frozenset[str], boundaries: Where = "host",
     ) -> None:  # fmt: skip
         self._context, self._store, self._layout, self._run = context, store, layout, run
         self._tied, self._shared = tied, [p for name, p in context.model.named_parameters() if name in shared]
         self.turns = Turns(group)
         self._rank, self._last = context.rank, len(layout.stages) - 1
         self._messages = Messages(group, self._sent)
-        self._group = group
+        self._group, self._waits_on_host = group, boundaries == "host"
         spans, first = {}, 0
         for stage in layout.mine(self._rank):
             spans[stage] = first, first + len(layout.blocks(stage))
@@ -72,7 +73,7 @@ class StagesInTurn:
         self._spans = spans
         """Of each stage here, its blocks among those that are here."""
         self._given: dict[tuple[int, int], Tensor] = {}
-        """By stage and micro-batch: what it starts from, in host memory."""
+        """By stage and micro-batch: what it starts from, where that waits."""
         self.sent_bytes = 0
         self.order: list[tuple[str, int, int]] = []
         """What the last step ran, when: kind of use, stage, micro-batch."""
@@ -145,10 +146,18 @@ class StagesInTurn:
         if use.stage == 0:
             return None
         key = use.stage, index
-        if use.kind != "backward":
-            self._given[key] = self._messages.received(self._tag(use.stage, index, count, backward=False))
-        host = self._given[key] if use.kind == "forward" else self._given.pop(key)
-        return torch.ops.memtune.to_device(host, self._context.device).requires_grad_()  # type: ignore[no-any-return]
+        if use.kind == "backward":
+            return self._on_device(self._given.pop(key))
+        host = self._messages.received(self._tag(use.stage, index, count, backward=False))
+        given = self._on_device(host)
+        if use.kind == "forward":
+            self._given[key] = host if self._waits_on_host else given
+        return given
+
+    def _on_device(self, given: Tensor) -> Tensor:
+        """What a stage starts from, from where it waits."""
+        there = given if given.requires_grad else torch.ops.memtune.to_device(given, self._context.device)
+        return there.requires_grad_()
 
     def _stage(self, step: _Step, stage: int, index: int, given: Tensor | None) -> Tensor:
         """The stage's output of a micro-batch, or its loss."""
@@ -175,8 +184,8 @@ class StagesInTurn:
             output = output / count if count > 1 else output
             losses.append(output.detach())
         else:
-            host = self._messages.received(self._tag(use.stage + 1, index, count, backward=True))
-            gradient = torch.ops.memtune.to_device(host, self._context.device)
+            tag = self._tag(use.stage + 1, index, count, backward=True)
+            gradient = torch.ops.memtune.to_device(self._messages.received(tag), self._context.device)
         torch.autograd.backward(output, gradient)
         if given is not None:
             assert given.grad is not None
@@ -217,7 +226,10 @@ class _Step(NamedTuple):
     """Of what is drawn in each."""
 
 
-def stages_in_turn(context: Context, layout: OnRanks, first: frozenset[str], last: frozenset[str], kind: str) -> None:
+def stages_in_turn(
+    context: Context, layout: OnRanks, first: frozenset[str], last: frozenset[str], kind: str,
+    boundaries: Where = "host",
+) -> None:  # fmt: skip
     """Leave this rank's stages in the model of `context`, on its host, and have `Tuned.step` run them.
 
     Args:
@@ -226,6 +238,7 @@ def stages_in_turn(context: Context, layout: OnRanks, first: frozenset[str], las
         first: Parameters outside of the blocks that run before them, by their plain names.
         last: The same of those that run after them; a tied weight is in both.
         kind: The technique, for errors.
+        boundaries: Where what stages start from waits for backward.
 
     Raises:
         ApplyError: There is no process group, the ranks' weights differ, or the layout is not one of this model.
@@ -256,7 +269,7 @@ def stages_in_turn(context: Context, layout: OnRanks, first: frozenset[str], las
     store = PackStore(context, optimizer, averages=False)
     group = world if context.device.type == "cpu" else dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    here = StagesInTurn(context, store, layout, run, group, tied if rank in ends else None, shared)
+    here = StagesInTurn(context, store, layout, run, group, tied if rank in ends else None, shared, boundaries)
     context.pipeline, context.turns = here, here.turns
     context.checks["offload.states"] = lambda: store.check() | {"stages": len(layout.stages), "mine": list(layout.mine(rank))}
 

@@ -27,24 +27,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.errors import ApplyError
 from memtune.factors import Factors
-from memtune.runtime.context import Context
+from memtune.runtime.context import Context, Landed
 from memtune.runtime.partition import Hop, Partition
-from memtune.runtime.parts import divided
+from memtune.runtime.parts import PARTS, Divided, divided
 from memtune.runtime.ranks import require_ranks
 from memtune.runtime.rows import Axes, Part, Rows
 from memtune.runtime.sharding import rebind, shard, units_of
 
-_DIMS = ("copies", "parameters", "gradients", "optimizer")
+_DIMS = (PARTS, "copies", "parameters", "gradients", "optimizer")
 
 
 @cache
-def _mesh(device_type: str, ranks: int, factors: Factors, group: int) -> DeviceMesh:
+def _mesh(device_type: str, parts: int, ranks: int, factors: Factors, group: int) -> DeviceMesh:
     """Dims of size 1 are left out: every dim is a communicator."""
     s, o = factors.summed_over, factors.optimizer
     p = factors.parameters
-    sizes = {"copies": ranks // o, "parameters": p, "gradients": s // p, "optimizer": o // s}
-    # Neighbours share parameters; the slowest index is the copy.
-    where = torch.arange(ranks).view(ranks // o, o // s, s // p, p).permute(0, 3, 2, 1)
+    sizes = {PARTS: parts, "copies": ranks // o, "parameters": p, "gradients": s // p, "optimizer": o // s}
+    # Neighbours hold parts of one copy, then share parameters; the slowest index is the copy.
+    where = torch.arange(ranks * parts).view(ranks // o, o // s, s // p, p, parts).permute(4, 0, 3, 2, 1)
     kept = [dim for dim in _DIMS if sizes[dim] > 1]
     return DeviceMesh(device_type, where.reshape([sizes[dim] for dim in kept]), mesh_dim_names=tuple(kept))
 
@@ -54,11 +54,18 @@ def forget_meshes() -> None:
     _mesh.cache_clear()
 
 
-def mesh_of(device_type: str, factors: Factors) -> DeviceMesh:
-    """The ranks by copy, and by the part of parameters, gradients and optimizer state that they hold; made once."""
+def mesh_of(context: Context, factors: Factors) -> DeviceMesh:
+    """The ranks by part and copy of the model, and by the rows of parameters, gradients and optimizer state; made once."""
     default = dist.distributed_c10d._get_default_group()
     with _disable_current_modes():
-        return _mesh(device_type, dist.get_world_size(), factors, id(default))
+        return _mesh(context.device.type, context.parts, context.copies, factors, id(default))
+
+
+def _sharers(context: Context, factors: Factors) -> Divided:
+    """The ranks that share parameters, where what is left is divided further."""
+    mesh = mesh_of(context, factors)
+    sharers = mesh["parameters"]
+    return Divided(None, sharers, mesh[PARTS, "parameters"] if context.parts > 1 else sharers)
 
 
 def divide(
@@ -93,7 +100,7 @@ def divide(
     if pipeline is not None and factors.gradients > 1:
         pipeline.require_divisible(kind)
     if p > 1:
-        sharers = mesh_of(context.device.type, factors)["parameters"] if o > p else None
+        sharers = _sharers(context, factors) if o > p else None
         shard(
             context, degree=p, reshard_after_forward=reshard_after_forward, blocks_per_unit=blocks_per_unit, kind=kind,
             two_hop=not whole_gradients, sharers=sharers,
@@ -150,7 +157,8 @@ class _Levels:
         rebind(context.optimizer, before, {name: finals.get(name, p) for name, p in context.model.named_parameters()})
         context.represented.update({held[name]: final for name, final in finals.items()})
         context.optimizer.register_step_pre_hook(self._before_step)
-        context.optimizer.register_step_post_hook(self._after_step)
+        context.optimizer.register_step_post_hook(lambda *_: self._gather())
+        context.gather_rows = self._gather
         others = context.checks.get("sharding.states")
         context.checks["sharding.states"] = lambda: (others() if others is not None else {}) | self._check()
 
@@ -165,11 +173,16 @@ class _Levels:
             return
         if isinstance(first, Partition):
             first.on_end = self._end
+            if len(self.rows) == 1 and context.parts == 1 and self._factors.optimizer == context.ranks:
+                context.lands = self._call_landed
             return
         chain_of = {chain[0].parameter: chain[0] for chain in self._parts}
         for module, unit in units_of(context.model):
             parts = [chain_of[parameter] for parameter in unit if parameter in chain_of]
             module.set_all_reduce_hook(functools.partial(self._unit_reduced, parts))
+
+    def _call_landed(self, landed: Landed) -> None:
+        self.rows[0].landed = landed
 
     def _unit_reduced(self, parts: list[Part], shard: Tensor) -> None:
         for part in parts:
@@ -204,7 +217,7 @@ class _Levels:
             elif parameter.grad is not final.grad:  # the user has put another one there
                 final.grad = parameter.grad
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _gather(self) -> None:
         """Gather what the other ranks have updated, from the inside out."""
         for level in reversed(self.rows):
             level.gather()
@@ -223,16 +236,13 @@ class _Levels:
 
 def _divisions(context: Context, factors: Factors) -> Iterator[tuple[Axes, bool]]:
     """Who divides among whom after FSDP2, and whether in every micro-batch."""
-    if context.parts > 1:  # one division of whole parts (rule 2)
-        grid = divided(context, factors.optimizer)  # a stage's weights are whole where they are
-        yield Axes(grid.both if context.elsewhere is None else grid.sharers), factors.gradients > 1
-        return
-    mesh = mesh_of(context.device.type, factors)
+    mesh = mesh_of(context, factors)
     names = mesh.mesh_dim_names or ()
     copies = mesh["copies"].get_group() if "copies" in names else None
-    inside = [dim for dim in names if dim != "copies"]
+    without = {"copies"} if context.elsewhere is None else {"copies", PARTS}  # a stage's weights are whole where they are
+    inside = [dim for dim in names if dim not in without]
     for dim in inside:
-        if dim == "parameters":
+        if dim in (PARTS, "parameters"):
             continue
         upto = tuple(inside[: inside.index(dim) + 1])
         yield Axes(mesh[upto] if upto != names else mesh, copies if dim == inside[-1] else None), dim == "gradients"

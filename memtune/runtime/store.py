@@ -11,7 +11,8 @@ Rule 2. When a moment begins, the gradient on its way is finished, then units ar
 Rule 3. A unit's memory is given back and taken anew in place (the storage is resized, as FSDP2 does), so what autograd saved
         of a weight finds the values that it saved: they do not change within a step.
 Rule 4. A gradient's copy to the host starts when autograd has put it in place; the device lets go of it when the next one lands,
-        or when the next moment begins. The host adds up micro-batches.
+        or when the next moment begins. The host adds up micro-batches. Among replicas it is averaged before it leaves, in each
+        micro-batch: no rank ever has the sum on its device.
 Rule 5. Updates in backward need to know that the micro-batch is the last one: `Tuned.step` or `Tuned.micro_batch` says so. In
         any other loop all blocks are updated in `optimizer.step()`.
 Rule 6. What is not there when it is asked for comes in late: a loop that uses blocks in another order is slower, not wrong.
@@ -20,7 +21,7 @@ Rule 6. What is not there when it is asked for comes in late: a loop that uses b
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from memtune.chunks import Chunks
 from memtune.errors import ApplyError
 from memtune.pages import Pages
-from memtune.residency import Residency
+from memtune.residency import Residency, order_of_use
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import before_step
@@ -69,24 +70,29 @@ class ParameterStore(HostParameters):
         copy: Callable[[Tensor, Tensor], None] | None = None,
         members: list[list[nn.Parameter]] | None = None,
     ) -> None:
-        super().__init__(context, optimizer, chunks, only=only, landing=landing, copy=copy, members=members)
+        averages = context.averages_blocks and context.runner is not None  # DDP's, which has left them out
+        super().__init__(
+            context, optimizer, chunks, only=only, landing=landing, copy=copy, members=members, averages=averages
+        )  # fmt: skip
         self._residency = residency
         self._moment = self._end = len(residency.drops) - 1
+        self._uses = order_of_use(len(self._blocks), gathered=self._gathered is not None)
         self._is_last = False
         self._queued = False
         for index in range(len(self._modules)):
             self._watch(context, index)
+        self._outer = context.sync
         if early:
             context.sync = self.sync
         before_step(context.optimizer, self._step_begins)
         self._release(list(self._there))
 
     def _watch(self, context: Context, index: int) -> None:
-        block = self._modules[index]
+        block, first = self._modules[index], self._gathered is not None  # before FSDP2's own hooks
         block.register_forward_pre_hook(
-            lambda module, args: self._begin(index) if torch.is_grad_enabled() else self._fetch_block(index)
+            lambda module, args: self._begin(index) if torch.is_grad_enabled() else self._fetch_block(index), prepend=first
         )
-        block.register_forward_hook(lambda module, args, output: self._returned(index, output))
+        block.register_forward_hook(lambda module, args, output: self._returned(index, output), prepend=first)
         self._watch_block(context, index)
 
     @contextmanager
@@ -94,7 +100,8 @@ class ParameterStore(HostParameters):
         """The context of a micro-batch: after the last one's backward each block is updated (Rule 5)."""
         self._is_last = last
         try:
-            yield
+            with nullcontext() if self._outer is None else self._outer(last):
+                yield
         finally:
             self._is_last = False
 
@@ -129,8 +136,8 @@ class ParameterStore(HostParameters):
         blocks = len(self._blocks)
         self._release(self._there if before + 1 != moment else self._residency.drops[moment])
         transfer.caught_up(self._device)
-        if moment < self._end:
-            self._fetch_block(moment if moment < blocks else self._end - 1 - moment)  # the first that comes in, or Rule 6
+        if moment < self._end and (used := self._uses[moment]) >= 0:
+            self._fetch_block(used)  # the first that comes in, or Rule 6
         with transfer.ahead(self._device):
             self._fetch_units(self._residency.loads[moment])
         if self._is_last and blocks <= before < self._end:

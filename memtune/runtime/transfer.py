@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime import disk
+from memtune.runtime.page_locked import page_locked
 from memtune.runtime.ssd_file import Ticket
 from memtune.runtime.tiers import HOST, tier
 
@@ -72,6 +74,10 @@ def _upload_stream(device: torch.device) -> torch.cuda.Stream:
     return _upload_streams[index]
 
 
+def _like(x: Tensor, locked: bool) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=locked)
+
+
 def _start(host: Tensor, x: Tensor) -> None:
     """Start copying `x` into `host`; the caller keeps `x` alive until `wait(host)`."""
     COUNTERS.add("device_to_host", x.nbytes)
@@ -114,7 +120,7 @@ def finish(host: Tensor) -> None:
 def to_host(x: Tensor) -> Tensor:
     """A host tensor of `x`'s layout into which a copy has been started."""
     with tier(HOST):
-        host = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+        host = page_locked(partial(_like, x), wanted=x.is_cuda)
     _start(host, x)
     return host
 
@@ -179,16 +185,18 @@ def to_ssd(host: Tensor, name: str) -> Tensor:
 def from_ssd(ssd: Tensor) -> Tensor:
     """A host tensor of `ssd`'s layout into which a read has been started."""
     with tier(HOST):
-        pinned = torch.cuda.is_available()  # whatever is read goes on to a device, where there is one
-        host = torch.empty_strided(ssd.size(), ssd.stride(), dtype=ssd.dtype, device="cpu", pin_memory=pinned)
+        host = page_locked(partial(_like, ssd), wanted=torch.cuda.is_available())  # it goes on to a device, where there is one
     COUNTERS.add("ssd_read", ssd.nbytes)
     _pending[host.untyped_storage()._cdata] = disk.current().load(host, ssd)
     return host
 
 
 def write_ssd(ssd: Tensor, host: Tensor) -> None:
-    """Start writing `host` to the tensor `ssd`."""
+    """Start writing `host` to the tensor `ssd`, in whose order of memory."""
     finish(host)
+    if host.stride() != ssd.stride() and not (host.is_contiguous() and ssd.is_contiguous()):
+        with tier(HOST):
+            host = torch.empty_strided(ssd.size(), ssd.stride(), dtype=ssd.dtype).copy_(host)
     COUNTERS.add("ssd_write", host.nbytes)
     disk.current().store(ssd, host)
 

@@ -375,11 +375,14 @@ def _flat(tensor: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def _refuse(each: _Parameter, master: bool) -> None:
-    """Only float32, or where masters are kept bfloat16; and only what fills its memory."""
+    """Only float32, or where masters are kept bfloat16; and only what has no gaps in memory and no element twice."""
     if each.device.dtype not in ((torch.float32, torch.bfloat16) if master else (torch.float32,)):
         raise ApplyError(
             f"The native update has no way to update {each.name}, of {each.device.dtype}.",
             fix="update: master" if each.device.dtype is torch.bfloat16 else "offload: {states: {kind: none}}", code="MT318",
         )  # fmt: skip
-    if each.device.untyped_storage().nbytes() < each.device.nbytes:
-        raise ApplyError(f"{each.name} is several times the same memory, which cannot be divided.", code="MT318")
+    if not each.device.is_contiguous() and each.device.stride() != torch.empty_like(each.device, device="meta").stride():
+        raise ApplyError(
+            f"{each.name} has gaps in memory, or is several times the same, and cannot be divided as a row.",
+            fix="offload: {states: {kind: zero_infinity}}", code="MT318",
+        )  # fmt: skip

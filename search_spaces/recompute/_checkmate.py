@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
-from memtune.passes.region import Region, region_of
-from memtune.passes.schedule import run_schedule
+from memtune.passes.region import region_of
 from memtune.planners.checkmate import solve_exactly, solve_rounded
-from memtune.program import Step
 from memtune.schedule import Schedule, plain_schedule, wrong_with
+from memtune.search_spaces.recompute._place import Place
 from memtune.search_spaces.recompute._stages import Stages, stages_of
 
 _TRIES = 5
@@ -39,42 +37,39 @@ class Found:
 
 
 @lru_cache(maxsize=128)
-def schedule_for(
-    step: Step, hardware: Hardware, budget_bytes: int | None, share: float, nodes: int, exact_s: float
-) -> Found | str:
+def schedule_for(place: Place, budget_bytes: int | None, share: float, nodes: int, exact_s: float) -> Found | str:
     """The cheapest schedule found whose peak is within the budget, else the one with the smallest peak; or why there is none.
 
     Args:
-        step: The program without recompute.
-        hardware: Whose op times count.
+        place: The program without recompute, and what comes after it.
         budget_bytes: Peak of the whole step; None: by `share`.
         share: Where the budget lies between the smallest peak found and the plain one.
         nodes: How many nodes the ops are joined to.
         exact_s: Seconds for the integer program; 0: the relaxation alone.
     """
-    region = region_of(step)
+    region = region_of(place.step)
     if isinstance(region, str):
         return region
     plain = plain_schedule(region.graph)
     wrong = wrong_with(region.graph, plain)
     if wrong:
         return f"the recorded step cannot be repeated: {wrong}"
-    stages = stages_of(region, op_costs(step, hardware).op_s[region.rows], nodes)
-    plain_bytes = run_schedule(step, region, plain).peak_bytes()
+    stages = stages_of(place.among, op_costs(place.step, place.hardware).op_s[region.rows], nodes)
+    plain_bytes = place.peak_bytes(plain)
     if budget_bytes is None:
-        smallest = _judged(step, stages, 0, plain_bytes, exact_s=0.0)
+        smallest = _judged(place, stages, 0, plain_bytes, exact_s=0.0)
         budget_bytes = int(smallest.peak_bytes + share * (plain_bytes - smallest.peak_bytes))
     if plain_bytes <= budget_bytes:
         return Found(plain, plain_bytes, 0.0, budget_bytes, plain_bytes, len(stages.nodes))
-    return _best(step, stages, budget_bytes, plain_bytes, exact_s)
+    return _best(place, stages, budget_bytes, plain_bytes, exact_s)
 
 
-def _best(step: Step, stages: Stages, budget_bytes: int, plain_bytes: int, exact_s: float) -> Found:
+def _best(place: Place, stages: Stages, budget_bytes: int, plain_bytes: int, exact_s: float) -> Found:
     """Give the nodes more or less than the budget by what the last schedule's ops left of it or were over."""
     given, best = budget_bytes, None
     enough, too_much = 0, 0  # given to the nodes, with a peak within the budget and above it
     for _ in range(_TRIES):
-        found = _judged(step, stages, given, plain_bytes, exact_s, budget_bytes)
+        found = _judged(place, stages, given, plain_bytes, exact_s, budget_bytes)
         if best is None or _rank(found) < _rank(best):
             best = found
         spare = budget_bytes - found.peak_bytes
@@ -94,7 +89,7 @@ def _rank(found: Found) -> tuple[int, float]:
 
 
 def _judged(
-    step: Step, stages: Stages, given_bytes: int, plain_bytes: int, exact_s: float, budget_bytes: int | None = None
+    place: Place, stages: Stages, given_bytes: int, plain_bytes: int, exact_s: float, budget_bytes: int | None = None
 ) -> Found:
     problem = stages.problem(given_bytes)
     solution = solve_rounded(problem)
@@ -103,9 +98,8 @@ def _judged(
         if exact is not None and (solution.over_bytes > 0 or exact.cost_s < solution.cost_s):
             solution = exact
     schedule = stages.schedule(solution)
-    region: Region = stages.region
-    wrong = wrong_with(region.graph, schedule)
+    wrong = wrong_with(place.region.graph, schedule)
     assert not wrong, wrong
-    peak = run_schedule(step, region, schedule).peak_bytes()
+    peak = place.peak_bytes(schedule)
     budget = given_bytes if budget_bytes is None else budget_bytes
     return Found(schedule, peak, stages.again_s(schedule), budget, plain_bytes, len(stages.nodes))

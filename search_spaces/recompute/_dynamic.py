@@ -15,24 +15,22 @@ from memtune.op_costs import op_class, op_costs
 from memtune.passes.by_data import depends_on_data
 from memtune.passes.in_parts import elements_of
 from memtune.passes.online import online_policy
-from memtune.passes.policy import Frozen, freeze, least_bytes, region_trace
+from memtune.passes.policy import Frozen, freeze, region_trace
 from memtune.passes.region import region_of
-from memtune.passes.schedule import run_schedule
 from memtune.program import Program, Step
 from memtune.remat import Policy, Trace
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
+from memtune.runtime.ranks import require_whole_parameters
 from memtune.schedule import Schedule
 from memtune.search_spaces.recompute._online import told_online, too_little_online
+from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 _EXPENSIVE = frozenset({"attention", "convolution", "recurrent", "matmul"})
-_ALONE = ("split", "sharding.parallel", "sharding.communication", "sharding.states", "offload.activations")
-"""Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
-
 NOT_THE_POLICYS = ("budget_bytes", "ratio", "online", "freeze_after")
 """Knobs that say for which budget and when to decide, not how."""
 
@@ -58,7 +56,8 @@ class _Dynamic(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs the model to itself on one rank, and a budget that plain training exceeds and the policy meets."""
-        reason = cannot_freeze(program, target, online=self.online is not False)
+        online = self.online is not False
+        reason = cannot_freeze(program, target, online=online) or self._looked_through(program, target)
         if reason is not None:
             return reason
         if self.budget_bytes is not None and self.ratio is not None:
@@ -66,20 +65,17 @@ class _Dynamic(Technique):
         if self._has_no_budget(target):
             fix = f"--max-memory 20GiB, or recompute: {{kind: {self.kind}, ratio: 0.5}}"
             return Reason("there is no budget to evict for", fix)
-        least = _least_bytes(program.step)
-        if program.step.peak_bytes() <= least:
+        place = place_of(program, target)
+        least = place.least_bytes
+        if place.plain_bytes <= least:
             return Reason("the peak is not made of what the model's forward saves", "recompute: {kind: none}")
-        budget_bytes = self._budget_bytes(program.step, target)
-        if self.ratio is None and program.step.peak_bytes() <= budget_bytes:
+        budget_bytes = self._budget_bytes(place, target)
+        if self.ratio is None and place.plain_bytes <= budget_bytes:
             return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
         if budget_bytes < least or self._frozen(program, target) is None:
-            return Reason(
-                f"the policy finds no way to stay within {format_bytes(budget_bytes)}; no recompute gets below "
-                f"{format_bytes(least)}",
-                "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
-            )
+            return self._too_little(place, budget_bytes)
         if self._is_online(program.step):
-            return too_little_online(program.step, self.policy(), budget_bytes, target.hardware)
+            return too_little_online(program.step, self.policy(), budget_bytes, target.hardware, place.more_bytes)
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
@@ -89,13 +85,13 @@ class _Dynamic(Technique):
             raise ApplyError(
                 f"recompute: {{kind: {self.kind}}} has no schedule within its budget.", fix="give a larger budget", code="MT317"
             )
-        decisions: dict[str, Any] = {"online": self._online(program.step, target)} if self._is_online(program.step) else {}
+        decisions: dict[str, Any] = {"online": self._online(program, target)} if self._is_online(program.step) else {}
         return Plan(
             decisions=decisions
             | {
                 "schedule": frozen.schedule.to_plain(),
                 "peak_bytes": frozen.peak_bytes,
-                "plain_bytes": program.step.peak_bytes(),
+                "plain_bytes": place_of(program, target).plain_bytes,
                 "replay_s": round(frozen.replay_s, 9),
             }
         )
@@ -106,7 +102,7 @@ class _Dynamic(Technique):
         schedule = self._schedule(plan)
         if isinstance(region, str) or schedule.graph != region.graph.sha256:
             return program  # as the executor does: the plain model runs
-        return program.with_step(run_schedule(program.step, region, schedule))
+        return program.with_step(under_schedule(program.step, schedule))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward."""
@@ -114,8 +110,7 @@ class _Dynamic(Technique):
         if "online" in plan.decisions:
             self._apply_online(context, plan.decisions["online"])
             return
-        region = FrozenRegion(context.model, schedule, context.device)
-        region.install()
+        region = install_region(context, schedule, self.kind)
         context.checks["recompute"] = lambda: check_schedule(region)
 
     def _apply_online(self, context: Context, plan: dict[str, Any]) -> None:
@@ -133,15 +128,24 @@ class _Dynamic(Technique):
         )
         region = OnlineRegion(context.model, context.optimizer, settings, context.device)
         region.install()
+        context.later.append(partial(require_whole_parameters, context, f"recompute: {{kind: {self.kind}}}", ahead=True))
         context.checks["recompute"] = lambda: _check_online(region)
+
+    def _looked_through(self, program: Program, target: Target) -> Reason | None:
+        """DDP would look for unused parameters in a graph that is there in backward alone."""
+        states = target.chosen.get("sharding.states") if program.ranks > 1 else None
+        if states is None or ("find_unused_parameters", True) not in states.knobs() or not self._is_online(program.step):
+            return None
+        return Reason("DDP cannot look for unused parameters in a graph that is made in backward", "online: false")
 
     def _is_online(self, step: Step) -> bool:
         region = region_of(step)
         return bool(self.online) or (self.online is None and not isinstance(region, str) and bool(depends_on_data(step, region)))
 
-    def _online(self, step: Step, target: Target) -> dict[str, Any]:
+    def _online(self, program: Program, target: Target) -> dict[str, Any]:
         """What the runtime is told: the budget, what is outside of it, and rates that make costs the same in every run."""
-        return {"budget_bytes": self._budget_bytes(step, target), **told_online(step, target.hardware)}
+        place = place_of(program, target)
+        return {"budget_bytes": self._budget_bytes(place, target), **told_online(place.step, target.hardware, place.buffer_bytes)}
 
     def record(self, target: Target) -> dict[str, Any]:
         """The policy and its budget."""
@@ -156,10 +160,10 @@ class _Dynamic(Technique):
     def _has_no_budget(self, target: Target) -> bool:
         return self.ratio is None and self.budget_bytes is None and target.budget_bytes is None
 
-    def _budget_bytes(self, step: Step, target: Target) -> int:
+    def _budget_bytes(self, place: Place, target: Target) -> int:
         if self.ratio is not None:
-            least = _least_bytes(step)
-            return least + int(self.ratio * max(step.peak_bytes() - least, 0))
+            least = place.least_bytes
+            return least + int(self.ratio * max(place.plain_bytes - least, 0))
         found = self.budget_bytes or target.budget_bytes
         assert found is not None  # `_has_no_budget` was asked
         return found
@@ -168,8 +172,19 @@ class _Dynamic(Technique):
         region = region_of(program.step)
         if isinstance(region, str) or self._has_no_budget(target):
             return None
-        budget_bytes, online = self._budget_bytes(program.step, target), self._is_online(program.step)
-        return solved(program.step, self.policy(), budget_bytes, target.hardware, online)
+        place = place_of(program, target)
+        return solved(place, self.policy(), self._budget_bytes(place, target), self._is_online(program.step))
+
+    def _too_little(self, place: Place, budget_bytes: int) -> Reason:
+        """Says what would be enough where a config asks for these bytes; a search, which asks of many, does not look for it."""
+        why = f"the policy finds no way to stay within {format_bytes(budget_bytes)}"
+        rest = "a smaller micro-batch, or recompute: {kind: planned}"
+        enough = None
+        if self.budget_bytes is not None:
+            enough = _enough_bytes(place, self.policy(), budget_bytes, self._is_online(place.step))
+        if enough is None:
+            return Reason(f"{why}; no recompute gets below {format_bytes(place.least_bytes)}", f"a larger budget, {rest}")
+        return Reason(f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {enough}, {rest}")
 
     def _schedule(self, plan: Plan) -> Schedule:
         try:
@@ -183,39 +198,37 @@ class _Dynamic(Technique):
             ) from error
 
 
-def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> Reason | None:
-    """Why no schedule can take the place of the model's forward and backward, nor, if asked for, the online runtime."""
-    if target.compiled:
-        return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
-    if program.ranks > 1:
-        return Reason("a frozen schedule runs the whole model on one rank", "recompute: {kind: planned}")
-    for slot in _ALONE:
-        if slot in target.chosen and target.chosen[slot].kind != "none":
-            return Reason(f"a frozen schedule runs the model without {target.chosen[slot].kind}", f"{slot}: {{kind: none}}")
-    region = region_of(program.step)
-    if isinstance(region, str):
-        return Reason(region, "recompute: {kind: planned}")
-    odd = "" if online else depends_on_data(program.step, region)
-    if odd:
-        return Reason(f"{odd} runs in the model: what follows it depends on the data", "recompute: {kind: planned}")
-    return None
-
-
 @lru_cache(maxsize=32)
-def solved(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, online: bool = False) -> Frozen | None:
-    """Solved once for a step, policy and budget."""
-    region = region_of(step)
-    if isinstance(region, str):
+def solved(place: Place, policy: Policy, budget_bytes: int, online: bool = False) -> Frozen | None:
+    """Solved once for a place, policy and budget."""
+    traces = [partial(_trace, place.step, place.hardware, online, keep_written) for keep_written in (False, True)]
+    return freeze(place.among, traces, policy, budget_bytes, place.peak_bytes)
+
+
+@lru_cache(maxsize=16)
+def _enough_bytes(place: Place, policy: Policy, too_little_bytes: int, online: bool) -> int | None:
+    """A budget for which the policy has a schedule, within 1 % of one for which it has none; None: not even the peak.
+
+    A policy may fail above a budget that it meets: what is found, by bisection, is one that it does meet.
+    """
+    low, high = too_little_bytes, place.plain_bytes
+    if low < place.least_bytes:
+        if solved(place, policy, place.least_bytes, online) is not None:
+            return place.least_bytes
+        low = place.least_bytes
+    if solved(place, policy, high, online) is None:
         return None
-    traces = [partial(_trace, step, hardware, online, keep_written) for keep_written in (False, True)]
-    return freeze(region, traces, policy, budget_bytes, lambda schedule: run_schedule(step, region, schedule).peak_bytes())
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        low, high = (middle, high) if solved(place, policy, middle, online) is None else (low, middle)
+    return high
 
 
 @lru_cache(maxsize=16)
 def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> Trace:
     """The same for all policies and budgets."""
     region = region_of(step)
-    assert not isinstance(region, str)  # `solved` has seen to it
+    assert not isinstance(region, str)  # `cannot_freeze` has seen to it
     op_s = op_costs(step, hardware).op_s[region.rows]
     return region_trace(region, op_s, _is_cheap, elements_of(step, region), keep_written=keep_written, online=online)
 
@@ -224,10 +237,12 @@ def _is_cheap(name: str) -> bool:
     return op_class(name) not in _EXPENSIVE
 
 
-@lru_cache(maxsize=32)
-def _least_bytes(step: Step) -> int:
-    region = region_of(step)
-    return 0 if isinstance(region, str) else least_bytes(step, region)
+def install_region(context: Context, schedule: Schedule, kind: str) -> FrozenRegion:
+    """Put the executor of `schedule` in the place of the model's forward, for the technique `kind`."""
+    region = FrozenRegion(context.model, schedule, context.device)
+    region.install()
+    context.later.append(partial(require_whole_parameters, context, f"recompute: {{kind: {kind}}}"))
+    return region
 
 
 def check_schedule(region: FrozenRegion) -> dict[str, Any]:

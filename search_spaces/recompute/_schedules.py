@@ -2,7 +2,7 @@
 
 A plan by blocks runs a block again as one piece, before the first of its backward ops that needs it. A schedule says op by op
 what runs again and what is let go early, across blocks, so it meets smaller budgets and takes less time near the plain peak.
-In return it runs the whole model itself, on one rank, without what other mechanisms do inside it.
+In return it runs the whole model itself, without what other mechanisms do inside it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.passes.region import region_of
-from memtune.passes.schedule import run_schedule
 from memtune.planners.late import Late
 from memtune.program import Program, Step
 from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime.context import Context
-from memtune.runtime.frozen import FrozenRegion
 from memtune.schedule import Schedule, wrong_with
 from memtune.search_spaces.recompute._checkmate import schedule_for
-from memtune.search_spaces.recompute._dynamic import cannot_freeze, check_schedule, solved
+from memtune.search_spaces.recompute._dynamic import check_schedule, install_region, solved
+from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes, format_seconds
 
@@ -46,49 +45,61 @@ class Found:
     """On top of the plain step."""
 
 
-def fastest_schedule(program: Program, target: Target, budget_bytes: int) -> Found | Reason:
-    """The fastest schedule of the dynamic policies and of Checkmate within the budget, or why there is none."""
+def fastest_schedule(program: Program, target: Target, budget_bytes: int, by_blocks_bytes: int) -> Found | Reason:
+    """The fastest schedule of the dynamic policies and of Checkmate within the budget, or why there is none.
+
+    Args:
+        program: Without recompute.
+        target: What it is for.
+        budget_bytes: Peak of the whole step.
+        by_blocks_bytes: The smallest peak of a plan by blocks, to say what would be enough.
+    """
     reason = cannot_freeze(program, target)
     if reason is not None:
         return reason
-    found = _fastest(program.step, budget_bytes, target.hardware)
-    return found or Reason(f"no schedule stays within {format_bytes(budget_bytes)}", "a larger budget")
+    place = place_of(program, target)
+    if program.ranks > 1 and (reason := place.below(budget_bytes)) is not None:
+        return reason
+    found = _fastest(place, budget_bytes)
+    if found is not None:
+        return found
+    least = f"the smallest plan by blocks needs {format_bytes(by_blocks_bytes)}"
+    return Reason(f"no schedule stays within {format_bytes(budget_bytes)}: {least}", "a larger budget")
 
 
 @lru_cache(maxsize=64)
-def _fastest(step: Step, budget_bytes: int, hardware: Hardware) -> Found | None:
+def _fastest(place: Place, budget_bytes: int) -> Found | None:
     """The fastest of all that were found within the budget.
 
     A policy that has more memory may do worse, so what it does with less is looked at as well: on a grid that does not depend on
     the budget, so that a larger budget has all that a smaller one has of it.
     """
-    plain = step.peak_bytes()
+    plain = place.plain_bytes
     budgets = [plain * level // _LEVELS for level in range(1, _LEVELS) if plain * level // _LEVELS < budget_bytes]
-    found = [_played(step, policy, given, hardware) for given in (*budgets, budget_bytes) for policy in _POLICIES]
-    if step.n_ops <= _MOST_OPS:
-        exact = schedule_for(step, hardware, budget_bytes, 0.0, _NODES, 0.0)
-        found.append(None if isinstance(exact, str) else _judged(step, exact.schedule, hardware))
-    found.append(_late(step, budget_bytes, hardware))
+    found = [_played(place, policy, given) for given in (*budgets, budget_bytes) for policy in _POLICIES]
+    if place.step.n_ops <= _MOST_OPS:
+        exact = schedule_for(place, budget_bytes, 0.0, _NODES, 0.0)
+        found.append(None if isinstance(exact, str) else _judged(place, exact.schedule))
+    found.append(_late(place, budget_bytes))
     within = [each for each in found if each is not None and each.peak_bytes <= budget_bytes]
     return min(within, key=lambda each: (each.seconds, each.peak_bytes), default=None)
 
 
 @lru_cache(maxsize=256)
-def _played(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Found | None:
-    frozen = solved(step, policy, budget_bytes, hardware)
-    return None if frozen is None else _judged(step, frozen.schedule, hardware)
+def _played(place: Place, policy: Policy, budget_bytes: int) -> Found | None:
+    frozen = solved(place, policy, budget_bytes)
+    return None if frozen is None else _judged(place, frozen.schedule)
 
 
 class _LateSearch:
     """Schedules of one step by what they let go after forward (`planners.late`), judged as far as they were asked for."""
 
-    def __init__(self, step: Step, hardware: Hardware) -> None:
-        region = region_of(step)
-        assert not isinstance(region, str)  # `cannot_freeze` was asked
-        costs = op_costs(step, hardware)
+    def __init__(self, place: Place) -> None:
+        region = place.among
+        costs = op_costs(place.step, place.hardware)
         op_s = costs.op_s.clip(min=costs.issue_s)[region.rows]
-        self._step, self._hardware, self._graph = step, hardware, region.graph
-        self._late = Late(region.graph, region.bytes, op_s, region.outside_until)
+        self._place, self._graph = place, region.graph
+        self._late = Late(region.graph, region.bytes, op_s, region.outside_until, place.step.op_block[region.rows])
         self.order = self._late.order()
         self._known: dict[frozenset[int], Found | None] = {}
 
@@ -97,21 +108,35 @@ class _LateSearch:
         if gone not in self._known:
             schedule = self._late.schedule(gone)
             wrong = wrong_with(self._graph, schedule)
-            self._known[gone] = None if wrong else _judged(self._step, schedule, self._hardware)
+            self._known[gone] = None if wrong else _judged(self._place, schedule)
         return self._known[gone]
 
     def within(self, budget_bytes: int) -> Found | None:
-        """As little as meets the budget goes; then what turns out not to be needed for that comes back, the dearest first."""
-        low, high = 0, len(self.order)
+        """The faster one of both orders' schedules within the budget."""
+        first = self._cut(self.order, budget_bytes)
+        if not self._late.handed_on.intersection(self.order[:first]):
+            return self._within(self.order[:first], budget_bytes)  # the other order begins alike
+        second = self._late.order(self._late.handed_on)
+        both = self.order[:first], second[: self._cut(second, budget_bytes)]
+        found = [each for each in (self._within(gone, budget_bytes) for gone in both) if each is not None]
+        return min(found, key=lambda each: (each.seconds, each.peak_bytes), default=None)
+
+    def _cut(self, order: list[int], budget_bytes: int) -> int:
+        """How many of `order` go, as few as meet the budget."""
+        low, high = 0, len(order)
         while low < high:
             middle = (low + high) // 2
-            found = self.judged(frozenset(self.order[:middle]))
+            found = self.judged(frozenset(order[:middle]))
             low, high = (low, middle) if found is not None and found.peak_bytes <= budget_bytes else (middle + 1, high)
-        gone = frozenset(self.order[:low])
+        return low
+
+    def _within(self, going: list[int], budget_bytes: int) -> Found | None:
+        """As `going` says; then what turns out not to be needed for that comes back, the dearest first."""
+        gone = frozenset(going)
         best = self.judged(gone)
         if best is None or best.peak_bytes > budget_bytes:
             return None
-        for value in self.order[:low][: -_BACK - 1 : -1]:
+        for value in going[: -_BACK - 1 : -1]:
             found = self.judged(gone - {value})
             if found is not None and found.peak_bytes <= budget_bytes and found.seconds < best.seconds:
                 gone, best = gone - {value}, found
@@ -119,20 +144,19 @@ class _LateSearch:
 
 
 @lru_cache(maxsize=4)
-def _late_search(step: Step, hardware: Hardware) -> _LateSearch:
-    return _LateSearch(step, hardware)
+def _late_search(place: Place) -> _LateSearch:
+    return _LateSearch(place)
 
 
 @lru_cache(maxsize=64)
-def _late(step: Step, budget_bytes: int, hardware: Hardware) -> Found | None:
-    return _late_search(step, hardware).within(budget_bytes)
+def _late(place: Place, budget_bytes: int) -> Found | None:
+    return _late_search(place).within(budget_bytes)
 
 
-def _judged(step: Step, schedule: Schedule, hardware: Hardware) -> Found:
-    region = region_of(step)
-    assert not isinstance(region, str)  # `cannot_freeze` was asked
-    after = run_schedule(step, region, schedule)
-    return Found(schedule, after.peak_bytes(), _seconds(after, hardware) - _seconds(step, hardware))
+def _judged(place: Place, schedule: Schedule) -> Found:
+    run = place.run(schedule)
+    seconds = _seconds(run, place.hardware) - _seconds(place.step, place.hardware)
+    return Found(schedule, place.after(run).peak_bytes(), seconds)
 
 
 def _seconds(step: Step, hardware: Hardware) -> float:
@@ -160,13 +184,12 @@ def rewritten_by(plan: Plan, program: Program) -> Program:
     wrong = region if isinstance(region, str) else wrong_with(region.graph, schedule)
     if isinstance(region, str) or wrong:
         raise ApplyError("the plan's schedule is for another model.", evidence=f"{wrong}.", fix=_SEARCH, code="MT316")
-    return program.with_step(run_schedule(program.step, region, schedule))
+    return program.with_step(under_schedule(program.step, schedule))
 
 
 def install_schedule(plan: Plan, context: Context, *, made_by: str = "planned") -> None:
     """Put the executor of the plan's schedule in the place of the model's forward; the audit asks whether it ran."""
-    region = FrozenRegion(context.model, _schedule(plan, made_by), context.device)
-    region.install()
+    region = install_region(context, _schedule(plan, made_by), made_by)
     context.checks["recompute"] = lambda: check_schedule(region)
 
 

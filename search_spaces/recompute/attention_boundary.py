@@ -9,12 +9,11 @@ from pydantic import Field
 from memtune.errors import ApplyError
 from memtune.op_costs import op_costs
 from memtune.passes.region import region_of
-from memtune.passes.schedule import run_schedule
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces.recompute._boundaries import Boundaries, boundaries_of
-from memtune.search_spaces.recompute._dynamic import cannot_freeze
 from memtune.search_spaces.recompute._fits import no_attention
+from memtune.search_spaces.recompute._place import cannot_freeze, place_of
 from memtune.search_spaces.recompute._schedules import install_schedule, rewritten_by
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -43,7 +42,7 @@ class AttentionBoundary(Technique):
     Left out: the square root of their number, which needs the least."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks with fused attention, and a model whose ops do not depend on its data, by itself on one rank."""
+        """Needs blocks with fused attention, and a model whose ops do not depend on its data, by itself."""
         if not program.step.blocks:
             return Reason("the model has no blocks to recompute", "say which they are: def blocks(model) in model.py")
         reason = no_attention(program.step) or cannot_freeze(program, target)
@@ -66,7 +65,7 @@ class AttentionBoundary(Technique):
                 "schedule": found.schedule.to_plain(),
                 "residual_every": found.every,
                 "kept_bytes": int(region.bytes[list(found.kept)].sum()),
-                "peak_bytes": run_schedule(step, region, found.schedule).peak_bytes(),
+                "peak_bytes": place_of(program, target).peak_bytes(found.schedule),
                 "again_s": round(float(op_s[found.schedule.computes()].sum() - op_s.sum()), 9),
             }
         )

@@ -7,19 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune.errors import ApplyError
-from memtune.passes.by_data import depends_on_data
 from memtune.passes.region import Region, region_of
-from memtune.passes.schedule import run_schedule
-from memtune.program import Program, Step
+from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.schedule import Schedule, wrong_with
-from memtune.search_spaces import NULL_KINDS
 from memtune.search_spaces.recompute._checkmate import Found, schedule_for
+from memtune.search_spaces.recompute._dynamic import install_region
+from memtune.search_spaces.recompute._place import cannot_freeze, place_of, under_schedule
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
-
-_ALONE = ("offload.activations", "sharding.states", "sharding.communication", "sharding.parallel", "split")
 
 
 class Checkmate(Technique):
@@ -50,7 +47,7 @@ class Checkmate(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that plain training exceeds and a schedule meets, and a model whose ops do not depend on its data."""
-        reason = self._cannot_run(program.step, target)
+        reason = cannot_freeze(program, target)
         if reason is not None:
             return reason
         if self.budget_bytes is not None and self.share is not None:
@@ -58,9 +55,13 @@ class Checkmate(Technique):
         budget = self.budget_bytes or target.budget_bytes
         if budget is None and self.share is None:
             return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}")
-        if self.share is None and budget is not None and program.step.peak_bytes() <= budget:
-            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
-        found = self._found(program.step, target)
+        if self.share is None and budget is not None:
+            place = place_of(program, target)
+            if place.plain_bytes <= budget:
+                return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+            if program.ranks > 1 and (reason := place.below(budget)) is not None:
+                return reason
+        found = self._found(program, target)
         if isinstance(found, str):
             return Reason(found, "recompute: {kind: planned}")
         if not found.is_within:
@@ -79,7 +80,7 @@ class Checkmate(Technique):
             raise ApplyError(
                 "recompute: {kind: checkmate} has no budget to plan for.", fix="give budget_bytes or share", code="MT316"
             )
-        found = self._found(program.step, target)
+        found = self._found(program, target)
         if isinstance(found, str):
             raise ApplyError(f"recompute: {{kind: checkmate}} finds nothing to plan: {found}.", code="MT316")
         return Plan(
@@ -97,12 +98,11 @@ class Checkmate(Technique):
         wrong = region if isinstance(region, str) else wrong_with(region.graph, schedule)
         if not isinstance(region, Region) or wrong:
             raise ApplyError("the plan's schedule is for another model.", evidence=f"{wrong}.", fix=_SEARCH, code="MT316")
-        return program.with_step(run_schedule(program.step, region, schedule))
+        return program.with_step(under_schedule(program.step, schedule))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward; the audit asks whether it ran."""
-        frozen = FrozenRegion(context.model, _schedule(plan), context.device)
-        frozen.install()
+        frozen = install_region(context, _schedule(plan), self.kind)
         context.checks["recompute"] = lambda: _check(frozen)
 
     def record(self, target: Target) -> dict[str, Any]:
@@ -111,26 +111,10 @@ class Checkmate(Technique):
         asked: Any = f"share {self.share}" if self.share is not None else budget or "no budget"
         return {"activations.recompute": {"checkmate": asked, "nodes": self.nodes, "solver": self.solver}}
 
-    def _cannot_run(self, step: Step, target: Target) -> Reason | None:
-        if target.compiled:
-            return Reason(self.eager_only, "execution.compile: false")
-        for slot in _ALONE:
-            if slot in target.chosen and target.chosen[slot].kind != NULL_KINDS[slot]:
-                return Reason(
-                    f"the schedule is of the whole model, which {slot} changes", f"{slot}: {{kind: {NULL_KINDS[slot]}}}"
-                )
-        region = region_of(step)
-        if isinstance(region, str):
-            return Reason(region, "recompute: {kind: planned}")
-        odd = depends_on_data(step, region)
-        if odd:
-            return Reason(f"{odd} runs in the model: what follows it depends on the data", "recompute: {kind: planned}")
-        return None
-
-    def _found(self, step: Step, target: Target) -> Found | str:
+    def _found(self, program: Program, target: Target) -> Found | str:
         budget = None if self.share is not None else self.budget_bytes or target.budget_bytes
         exact_s = 60.0 if self.solver == "exact" else 0.0
-        return schedule_for(step, target.hardware, budget, self.share or 0.0, self.nodes, exact_s)
+        return schedule_for(place_of(program, target), budget, self.share or 0.0, self.nodes, exact_s)
 
 
 _SEARCH = "memtune search  or  memtune trial --config  makes one and says the least budget; or recompute: {kind: full}"

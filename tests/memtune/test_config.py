@@ -126,6 +126,11 @@ def test_settings_drop_null_techniques():
         ("settings: {}\nmemtune: 2\nnew_part: {}\n", 2, "schema 2"),
         ("settings: {}\nmemtune: one\n", 2, "schema"),
         ("- a\n- b\n", 1, "mapping"),
+        (
+            "memtune: 1\nsettings:\n  allocator: {kind: native, roundup_power2_divisions: true}",
+            3,
+            "settings.allocator.roundup_power2_divisions: expected a valid integer, but got true",
+        ),
     ],
 )
 def test_a_wrong_config_is_explained_with_its_line(text: str, line: int, words: str):
@@ -381,3 +386,8 @@ def test_a_variable_set_after_cuda_started_is_refused(monkeypatch: pytest.Monkey
         check_environment(EXPANDABLE)
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_an_axis_in_the_wrong_place_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'sharding'[\s\S]*Fix: settings: \{sharding: …\}"):
+        load_config({"sharding": {"states": {"kind": "ddp"}}})

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from memtune.edit import accumulate_gradients
-from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
-from memtune.packs import OnRanks, Span
+from memtune.packs import OnRanks
 from memtune.passes.host_optimizer import Native, optimizer_on_host
-from memtune.passes.layer_major import parts_of
+from memtune.passes.layer_major import Where, parts_of
 from memtune.passes.stages import Chain, chain_of
 from memtune.passes.stages_in_turn import in_turn
 from memtune.pipeline_order import idle_share
-from memtune.planners.stages import balanced
-from memtune.planners.stages_on_ranks import TurnCosts, cross_mapping
+from memtune.planners.fastest_on_ranks import Partitions
+from memtune.planners.stages_on_ranks import F64, TurnBytes, TurnCosts, cross_mapping
 from memtune.program import Program, RankClass, Resource, Step
+from memtune.remembered import remembered
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._packs import block_bytes, first_within, not_in_packs
+from memtune.search_spaces.offload.states._packs import block_bytes, from_plan, not_in_packs, within_budget
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes
 
@@ -44,20 +44,22 @@ def not_in_turn(program: Program, target: Target, count: int | None) -> Reason |
     return None
 
 
-def divided(program: Program, hardware: Hardware, count: int, *, prefetch: bool, crossed: bool) -> OnRanks | None:
-    """The blocks in `count` stages, the slowest as fast as can be, then the fullest as empty; None where cuts are too few."""
-    step, sizes = program.step, block_bytes(program.step)
-    chain = chain_of(step)
-    assert isinstance(chain, Chain), "fits refuses others"
-    costs = costs_of(step, hardware)
-    need = np.add(sizes.weights, np.add(sizes.gradients, sizes.saved)).astype(np.float64)
-    seconds = np.add(costs.forward_s, costs.backward_s)
-    starts = balanced(seconds, np.broadcast_to(need, (count, len(need))), chain.cuts, count)
-    if starts is None:
-        return None
-    spans: tuple[Span, ...] = tuple(zip(starts, (*starts[1:], len(step.blocks)), strict=True))
+def partitions(program: Program, hardware: Hardware, *, prefetch: bool, crossed: bool, boundaries: Where = "host") -> Partitions:
+    """All partitions of the blocks into stages on the ranks of `program`."""
+    sizes, ranks, chain = block_bytes(program.step), program.ranks, chain_in(program)
+    count = program.accumulate * ranks
     per_root = hardware.gpus_per_pcie_root if crossed else 1
-    return OnRanks(spans, cross_mapping(count, program.ranks, per_root), prefetch)
+    return Partitions(
+        costs_of(program.step, hardware), TurnBytes(sizes.weights, sizes.gradients, sizes.saved), chain.cuts, count,
+        lambda stages: cross_mapping(stages, ranks, per_root), prefetch, count * chain.passed_bytes * (boundaries == "device"),
+    )  # fmt: skip
+
+
+def chain_in(program: Program) -> Chain:
+    """How the blocks of `program`, which `not_in_turn` has let through, hang together."""
+    chain = chain_of(program.step)
+    assert isinstance(chain, Chain), "fits refuses others"
+    return chain
 
 
 @functools.lru_cache(maxsize=32)
@@ -72,31 +74,46 @@ def costs_of(step: Step, hardware: Hardware) -> TurnCosts:
     return TurnCosts(forward, backward, load, chain.passed_bytes / down + chain.passed_bytes / up)
 
 
-@functools.lru_cache(maxsize=8)
-def on_ranks(program: Program, layout: OnRanks, hardware: Hardware) -> Program:
+@remembered
+def on_ranks(program: Program, layout: OnRanks, hardware: Hardware, boundaries: Where = "host") -> Program:
     """The step of each rank, all micro-batches of all ranks in it; the fullest one first."""
-    step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
     ranks, count = program.ranks, program.accumulate * program.ranks
-    link = Resource.INTER_LINK if hardware.local_ranks(ranks) == 1 else Resource.INTRA_LINK
-    steps = [optimizer_on_host(each, Native()) for each in in_turn(step, layout, count, link)]
+    steps = _rank_steps(program, layout, hardware, boundaries)
     classes = sorted((RankClass(1, each) for each in steps), key=lambda each: each.step.peak_bytes(), reverse=True)
     idle = idle_share(ranks, len(layout.stages) // ranks, count)
     return Program(tuple(classes), program.micro_batch, 1, program.notes, sharers=ranks, unrolled=count, idle=idle)
 
 
-def first_that_fits(
-    program: Program, layouts: Sequence[OnRanks], least: OnRanks, hardware: Hardware, budget_bytes: int | None
-) -> OnRanks:
-    """The first of `layouts` under which every rank stays within the budget, as the pass says; else `least`."""
+@functools.lru_cache(maxsize=4)
+def _rank_steps(program: Program, layout: OnRanks, hardware: Hardware, boundaries: Where) -> tuple[Step, ...]:
+    """By rank."""
+    step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
+    ranks, count = program.ranks, program.accumulate * program.ranks
+    link = Resource.INTER_LINK if hardware.local_ranks(ranks) == 1 else Resource.INTRA_LINK
+    return tuple(optimizer_on_host(each, Native()) for each in in_turn(step, layout, count, link, boundaries))
+
+
+def within(
+    program: Program,
+    hardware: Hardware,
+    budget_bytes: int | None,
+    boundaries: Where,
+    solve: Callable[[F64], OnRanks | None],
+    all_of_them: Partitions,
+) -> OnRanks | None:
+    """What `solve` finds, under which every rank stays within the budget, as the pass says; None where nothing does."""
     if budget_bytes is None:
-        return layouts[0]
-    return first_within(layouts, lambda each: on_ranks(program, each, hardware).step.peak_bytes(), budget_bytes) or least
+        return solve(np.full(program.ranks, np.inf))
+
+    def peaks(layout: OnRanks) -> F64:
+        return np.array([float(each.peak_bytes()) for each in _rank_steps(program, layout, hardware, boundaries)])
+
+    return within_budget(solve, all_of_them.needed, peaks, budget_bytes, program.ranks)
 
 
 def decisions_of(program: Program, layout: OnRanks) -> dict[str, Any]:
     """A plan that names `layout`, and what it moves."""
-    chain, sizes = chain_of(program.step), block_bytes(program.step)
-    assert isinstance(chain, Chain), "fits refuses others"
+    chain, sizes = chain_in(program), block_bytes(program.step)
     return {
         "spans": [list(span) for span in layout.stages], "ranks": list(layout.ranks), "first": list(chain.first),
         "last": list(chain.last), "moved_bytes": moved_bytes(layout, sizes.weights, sizes.gradients),
@@ -118,15 +135,12 @@ def layout_of(plan: Plan, kind: str, *, prefetch: bool) -> OnRanks:
     Raises:
         ApplyError: There is none, or it is damaged.
     """
-    try:
-        spans = tuple((int(first), int(end)) for first, end in plan.decisions["spans"])
-        return OnRanks(spans, tuple(int(rank) for rank in plan.decisions["ranks"]), prefetch)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ApplyError(
-            f"offload.states: {{kind: {kind}}} has no stages for several ranks.",
-            evidence=f"The plan says {plan.decisions or 'nothing'}: {error}.",
-            fix="memtune search, which writes them with the config; memtune trial finds them for itself", code="MT364",
-        ) from None  # fmt: skip
+
+    def read(decisions: Mapping[str, Any]) -> OnRanks:
+        spans = tuple((int(first), int(end)) for first, end in decisions["spans"])
+        return OnRanks(spans, tuple(int(rank) for rank in decisions["ranks"]), prefetch)
+
+    return from_plan(plan, kind, "stages for several ranks", read)
 
 
 def told_on_ranks(plan: Plan) -> tuple[str, ...]:
@@ -141,7 +155,7 @@ def told_on_ranks(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def apply_in_turn(context: Context, plan: Plan, kind: str, *, prefetch: bool) -> None:
+def apply_in_turn(context: Context, plan: Plan, kind: str, *, prefetch: bool, boundaries: Where = "host") -> None:
     """Leave each rank its stages, on its host, and have `Tuned.step` run them.
 
     Raises:
@@ -151,4 +165,4 @@ def apply_in_turn(context: Context, plan: Plan, kind: str, *, prefetch: bool) ->
 
     layout = layout_of(plan, kind, prefetch=prefetch)
     first, last = (plan.decisions.get(name, []) for name in ("first", "last"))
-    stages_in_turn(context, layout, frozenset(map(str, first)), frozenset(map(str, last)), kind)
+    stages_in_turn(context, layout, frozenset(map(str, first)), frozenset(map(str, last)), kind, boundaries)

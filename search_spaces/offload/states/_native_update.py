@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from memtune.parameters import columns_of
 from memtune.program import Step
 from memtune.technique import Reason
@@ -18,3 +20,13 @@ def no_native_update(step: Step, update: Literal["native", "master"]) -> Reason 
     if update == "master" and 2 not in sizes:
         return Reason("the parameters are float32 themselves", "update: native")
     return None
+
+
+def not_rows(step: Step) -> Reason | None:
+    """Why whole parameters cannot be taken as rows of elements: one has gaps in memory, or has its memory several times."""
+    columns = columns_of(step.parameters)
+    wrong = (columns.gradient >= 0) & (step.bytes[columns.storage] != columns.numel * columns.itemsize)
+    if not wrong.any():
+        return None
+    name = columns.names[int(np.argmax(wrong))]
+    return Reason(f"{name} shares its memory with something else", "offload: {states: {kind: zero_infinity}}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.errors import ApplyError
 from memtune.packs import Packs
@@ -16,6 +16,7 @@ from memtune.passes.chain import not_a_chain
 from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.passes.layer_major import Where, layer_major
 from memtune.program import Kind, Program, Step
+from memtune.remembered import remembered
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.order import LayerMajor
@@ -29,9 +30,10 @@ _ALONE = {
     "offload.activations": "what a pack saves is used at once",
     "split": "the model's own code runs once more up to the first block",
 }
-_TRIES = 3
+_TRIES = 4
 """Whole rewrites of a plan: what sums of sizes promise is confirmed by the pass."""
 T = TypeVar("T")
+F64 = npt.NDArray[np.float64]
 _OF_RANKS = dict.fromkeys(("sharding.states", "sharding.parallel"), "packs average their gradients themselves")
 
 
@@ -77,7 +79,7 @@ def block_bytes(step: Step) -> BlockBytes:
     return BlockBytes(tuple(weights.tolist()), tuple(gradients.tolist()), saved, boundary, max(beside, 0))
 
 
-@functools.lru_cache(maxsize=4)
+@remembered
 def in_packs(program: Program, packs: Packs, boundaries: Where) -> Program:
     """The program of a whole step in layer-major order: all its micro-batches are in one body."""
     step = layer_major(program.step, packs, program.accumulate, boundaries, program.ranks)
@@ -85,9 +87,31 @@ def in_packs(program: Program, packs: Packs, boundaries: Where) -> Program:
     return program.with_step(optimizer_on_host(step, Native()), micro_batch=whole, accumulate=1)
 
 
-def first_within(choices: Iterable[T], peak_bytes: Callable[[T], int], budget_bytes: int) -> T | None:
-    """The first of the first few `choices` whose peak, as the pass says, is within the budget; None where none of them is."""
-    return next((each for each in itertools.islice(choices, _TRIES) if peak_bytes(each) <= budget_bytes), None)
+def within_budget(
+    solve: Callable[[F64], T | None], needed: Callable[[T], F64], peaks: Callable[[T], F64], budget_bytes: int, ranks: int = 1
+) -> T | None:
+    """What `solve` finds and the pass confirms, None where a few tries lead to nothing.
+
+    Sums of sizes leave out what else is on the device, and what that comes to the pass says: the room of a rank whose peak is
+    above the budget becomes what was needed less what was too much.
+
+    Args:
+        solve: From the room for blocks on each rank, the best that sums of sizes promise; None where there is none.
+        needed: (ranks,) that sum.
+        peaks: (ranks,) peaks of the rewritten step.
+        budget_bytes: Of each rank.
+        ranks: Whose room differs.
+    """
+    room = np.full(ranks, float(budget_bytes))
+    for _ in range(_TRIES):
+        found = solve(room)
+        if found is None:
+            return None
+        over = peaks(found) - budget_bytes
+        if (over <= 0).all():
+            return found
+        room = np.where(over > 0, np.minimum(room, needed(found) - over), room)
+    return None
 
 
 def apply_packs(context: Context, packs: Packs, boundaries: Where, kind: str) -> None:
@@ -104,26 +128,37 @@ def apply_packs(context: Context, packs: Packs, boundaries: Where, kind: str) ->
     context.checks["offload.states"] = lambda: store.check() | order.check()
 
 
+def from_plan(plan: Plan, kind: str, what: str, read: Callable[[Mapping[str, Any]], T]) -> T:
+    """What `read` makes of the decisions of `plan`; `what` says what that is.
+
+    Raises:
+        ApplyError: There are none, they are damaged, or were made for another model.
+    """
+    try:
+        return read(plan.decisions)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ApplyError(
+            f"offload.states: {{kind: {kind}}} has no {what}.",
+            evidence=f"The plan says {plan.decisions or 'nothing'}: {error}.",
+            fix="memtune search, which writes them with the config; memtune trial finds them for itself", code="MT364",
+        ) from None  # fmt: skip
+
+
 def planned_packs(plan: Plan, context: Context, kind: str, **settings: Any) -> Packs:
     """The packs that `plan` names.
 
     Raises:
         ApplyError: There is no plan, or it was made for another number of blocks.
     """
-    try:
-        packs = packs_of(plan.decisions, **settings)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ApplyError(
-            f"{kind} has no packs for {len(context.blocks)} blocks.",
-            evidence=f"The plan says {plan.decisions or 'nothing'}: {error}.",
-            fix="memtune search, which writes which blocks run together; memtune trial finds it for itself", code="MT364",
-        ) from None  # fmt: skip
-    if packs.blocks != len(context.blocks):
-        raise ApplyError(
-            f"{kind} has no packs for {len(context.blocks)} blocks.", evidence=f"The plan was made for {packs.blocks}.",
-            fix="memtune search, which writes which blocks run together; memtune trial finds it for itself", code="MT364",
-        )  # fmt: skip
-    return packs
+    blocks = len(context.blocks)
+
+    def read(decisions: Mapping[str, Any]) -> Packs:
+        packs = packs_of(decisions, **settings)
+        if packs.blocks != blocks:
+            raise ValueError(f"it was made for {packs.blocks}")
+        return packs
+
+    return from_plan(plan, kind, f"packs for {blocks} blocks", read)
 
 
 def packs_of(decisions: Mapping[str, Any], **settings: Any) -> Packs:

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from memtune.hardware import Hardware
 from memtune.packs import OnRanks, Packs, Span
-from memtune.planners.packs import balanced, greedy
+from memtune.planners.fastest_on_ranks import Partitions
+from memtune.planners.packs import balanced, greedy, split
+from memtune.planners.stages_on_ranks import F64
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces.offload.states._in_turn import (
     apply_in_turn,
     decisions_of,
-    divided,
-    first_that_fits,
     layout_of,
     not_in_turn,
     on_ranks,
+    partitions,
     told_on_ranks,
+    within,
 )
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY
 from memtune.search_spaces.offload.states._packs import (
     apply_packs,
     block_bytes,
-    first_within,
     in_packs,
     not_in_packs,
     packs_of,
     planned_packs,
+    within_budget,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -102,13 +106,13 @@ class Harmony(Technique):
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """All micro-batches, pack by pack."""
         if self._is_pipeline(program.ranks):
-            return on_ranks(program, layout_of(plan, self.kind, prefetch=self.prefetch), target.hardware)
+            return on_ranks(program, layout_of(plan, self.kind, prefetch=self.prefetch), target.hardware, self.boundaries)
         return in_packs(program, packs_of(plan.decisions, **self._settings()), self.boundaries)
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Weights and optimizer to the host; `Tuned.step` runs packs."""
         if self._is_pipeline(context.ranks):
-            apply_in_turn(context, plan, self.kind, prefetch=self.prefetch)
+            apply_in_turn(context, plan, self.kind, prefetch=self.prefetch, boundaries=self.boundaries)
             return
         apply_packs(context, planned_packs(plan, context, self.kind, **self._settings()), self.boundaries, self.kind)
 
@@ -127,7 +131,7 @@ class Harmony(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, when packs are updated, and how packs are made."""
-        knobs = dict(self.knobs())
+        knobs = {name: value for name, value in self.knobs() if name != "across" or target.ranks > 1}
         return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "in_backward", "packs": knobs}}
 
 
@@ -147,11 +151,30 @@ def _counts(technique: Harmony, program: Program, ranks: int) -> list[int]:
 
 @functools.lru_cache(maxsize=32)
 def _on_ranks(technique: Harmony, program: Program, hardware: Hardware, budget_bytes: int | None) -> OnRanks:
-    """The fewest packs, as many on each rank, that fit; those of `backward` blocks at most where that is given."""
-    counts = _counts(technique, program, program.ranks)
-    each = [divided(program, hardware, n, prefetch=technique.prefetch, crossed=False) for n in counts]
-    layouts = [layout for layout in each if layout is not None]
-    return first_that_fits(program, layouts, layouts[-1], hardware, budget_bytes)
+    """The fewest packs, as many on each rank, that fit, or those that need least."""
+    each = partitions(program, hardware, prefetch=technique.prefetch, crossed=False, boundaries=technique.boundaries)
+    layouts = _layouts(technique, program, each)
+
+    def solve(room: F64) -> OnRanks | None:
+        return next((layout for layout in layouts if (each.needed(layout) <= room).all()), None)
+
+    found = within(program, hardware, budget_bytes, technique.boundaries, solve, each)
+    return found or min(layouts, key=lambda layout: (each.needed(layout).max(), len(layout.stages)))
+
+
+def _layouts(technique: Harmony, program: Program, each: Partitions) -> list[OnRanks]:
+    """As `packing` and `backward` say, the fewest packs first."""
+    sizes, ranks = each.piece_bytes, program.ranks
+    counts = [count for count in _counts(technique, program, ranks) if count <= len(sizes)]
+    if technique.packing == "balanced":
+        return [each.over_pieces(balanced(sizes, count)) for count in counts]
+    found: dict[int, OnRanks] = {}
+    for width in [technique.backward] if technique.backward else range(len(sizes), 0, -1):
+        packs = greedy(sizes, _widest(sizes, min(width, len(sizes))))
+        count = -(-len(packs) // ranks) * ranks
+        if count <= len(sizes):
+            found.setdefault(count, each.over_pieces(split(packs, count)))
+    return [found[count] for count in sorted(found)] or [each.over_pieces(balanced(sizes, counts[-1]))]
 
 
 @functools.lru_cache(maxsize=64)
@@ -159,13 +182,18 @@ def _planned(technique: Harmony, program: Program, budget_bytes: int | None) -> 
     """The fewest packs whose step stays within the budget, or those whose step needs least; the pass confirms it."""
     blocks = len(program.step.blocks)
     widths = [technique.backward] if technique.backward else list(range(blocks, 0, -1))
-    found = {_packed(technique, program, min(width, blocks)): None for width in widths}
-    needs = {packs: _needed(technique, program, packs) for packs in found}
+    needs = {packs: _needed(technique, program, packs) for packs in (_packed(technique, program, min(w, blocks)) for w in widths)}
+    least = min(needs, key=lambda packs: (needs[packs], len(packs.backward)))
     if len(needs) == 1 or budget_bytes is None:
-        return min(needs, key=lambda packs: (needs[packs], len(packs.backward)))
-    likely = [packs for packs in needs if needs[packs] <= budget_bytes] or [min(needs, key=lambda packs: needs[packs])]
-    fits = first_within(likely, lambda packs: in_packs(program, packs, technique.boundaries).step.peak_bytes(), budget_bytes)
-    return fits or min(needs, key=lambda packs: (needs[packs], len(packs.backward)))
+        return least
+
+    def solve(room: F64) -> Packs | None:
+        return next((packs for packs, need in needs.items() if need <= room[0]), None)
+
+    def peaks(packs: Packs) -> F64:
+        return np.array([float(in_packs(program, packs, technique.boundaries).step.peak_bytes())])
+
+    return within_budget(solve, lambda packs: np.array([float(needs[packs])]), peaks, budget_bytes) or least
 
 
 def _packed(technique: Harmony, program: Program, width: int) -> Packs:
@@ -175,11 +203,16 @@ def _packed(technique: Harmony, program: Program, width: int) -> Packs:
     if technique.packing == "balanced":
         backward = balanced(need, -(-len(need) // width))
     else:
-        backward = greedy(need, max(sum(need[i : i + width]) for i in range(len(need) - width + 1)))
+        backward = greedy(need, _widest(need, width))
     forward: tuple[Span, ...] = backward[:-1]
     if technique.forward and forward:
         forward = greedy([1] * backward[-1][0], technique.forward)
     return Packs(forward, backward, technique.prefetch, technique.group or 0)
+
+
+def _widest(n_bytes: Sequence[int], width: int) -> int:
+    """Bytes of the largest pack of `width` neighbours."""
+    return max(sum(n_bytes[i : i + width]) for i in range(len(n_bytes) - width + 1))
 
 
 def _needed(technique: Harmony, program: Program, packs: Packs) -> int:

@@ -26,7 +26,8 @@ class Lohan(Technique):
     write are three stages with a bucket in each. Nothing is late: weights are those of an update at the end of the step, to the
     bit. What `zero_infinity` does after backward is over when backward is. With accumulation the host adds up and the last
     micro-batch updates. Clipping by norm between backward and step is noticed and refused: gradients have been used by then.
-    The paper's other half, how many activation bytes to swap rather than recompute, is `recompute: {kind: lohan}`.
+    The paper's other half, how many activation bytes to swap rather than recompute, and which of them go on to SSD, is
+    `recompute: {kind: lohan}`.
 
     Distinguishing test: the read, the update and the write of all buckets but the last come before the last op of backward;
     12 bytes per parameter are read and 12 written in a step, and host memory holds three buckets.
@@ -50,7 +51,7 @@ class Lohan(Technique):
     on device and host, and leaves less to do when backward has ended."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a drive, one rank, gradients that autograd puts in place one by one, and a type that the native update knows."""
+        """Needs a drive, gradients that land one by one, reduced on several ranks, and a type that the native update knows."""
         if (reason := not_as_they_land(program, target) or no_directory(target)) is not None:
             return reason
         step = program.step
@@ -58,12 +59,12 @@ class Lohan(Technique):
             return Reason("the optimizer has no state to move")
         if (reason := no_native_update(step, self.update)) is not None:
             return reason
-        why_not = not_beside_backward(step)
+        why_not = not_beside_backward(step, target.ranks)
         return Reason(why_not, "offload: {states: {kind: zero_infinity}}") if why_not else None
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State and masters to SSD; copies down, reads, updates, copies up and writes inside backward."""
-        return program.with_step(optimizer_on_ssd_beside_backward(program.step, self._bucket_bytes))
+        return program.with_step(optimizer_on_ssd_beside_backward(program.step, self._bucket_bytes, program.ranks))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to tensors on SSD, hooks that send gradients down."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -14,30 +13,28 @@ from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.packs import OnRanks, Packs, Span, spans
 from memtune.passes.layer_major import parts_of
-from memtune.planners.stages_in_turn import StageCosts, fastest_stages
-from memtune.planners.stages_on_ranks import step_s
+from memtune.planners.stages_in_turn import F64, StageCosts, fastest_stages, memory_bytes
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces.offload.states._in_turn import (
     apply_in_turn,
-    costs_of,
     decisions_of,
-    divided,
-    first_that_fits,
     layout_of,
     not_in_turn,
     on_ranks,
+    partitions,
     told_on_ranks,
+    within,
 )
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY
 from memtune.search_spaces.offload.states._packs import (
     apply_packs,
     block_bytes,
-    first_within,
     in_packs,
     not_in_packs,
     packs_of,
     planned_packs,
+    within_budget,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -56,8 +53,9 @@ class Mobius(Technique):
     On g ranks stage j is on the rank of place j mod g, each rank holds its stages alone, and ranks bring their own micro-batches
     and work on all of them; what passes between stages goes by way of the hosts. The last stage of each rank stays between its
     forward and its backward. Cross mapping places ranks so that stages in turn are under different root complexes. The partition
-    is then, of the balanced ones into each multiple of g, the fastest that fits. Such a config is written by hand, with
-    `sharding: {states: {kind: none}}`.
+    is then the fastest one into a multiple of g stages under which each rank stays within the budget: of all of them where they
+    are few, else the best that is found from even ones (`planners.fastest_on_ranks`). Forward and backward have the same stages:
+    a block's weights are on one rank's host. Such a config is written by hand, with `sharding: {states: {kind: none}}`.
 
     Distinguishing test: weights of every stage but the first come in while another computes, the partition is the fastest of all
     (brute force), and no mapping has less contention.
@@ -142,31 +140,26 @@ def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, coun
     if budget_bytes is None:
         return _in_turn(fastest_stages(costs, count=count) or smallest)
 
-    def peak_bytes(packs: Packs) -> int:
-        return in_packs(program, packs, "host").step.peak_bytes()
+    def solve(room: F64) -> tuple[Span, ...] | None:
+        return fastest_stages(costs, min(float(room[0]), budget_bytes - beside), count)
 
-    def partitions() -> Iterator[Packs]:
-        """Each leaves as much room more as the one before it was over the budget."""
-        room = float(budget_bytes - beside)
-        while (found := fastest_stages(costs, room, count)) is not None:
-            yield _in_turn(found)
-            room -= peak_bytes(_in_turn(found)) - budget_bytes
+    def needed(stages: tuple[Span, ...]) -> F64:
+        return np.array([float(memory_bytes(costs, stages))])
 
-    if (fits := first_within(partitions(), peak_bytes, budget_bytes)) is not None:
-        return fits
-    return _in_turn(smallest if count is None else fastest_stages(costs, math.inf, count) or smallest)
+    def peaks(stages: tuple[Span, ...]) -> F64:
+        return np.array([float(in_packs(program, _in_turn(stages), "host").step.peak_bytes())])
+
+    found = within_budget(solve, needed, peaks, budget_bytes)
+    return _in_turn(found or (smallest if count is None else fastest_stages(costs, math.inf, count) or smallest))
 
 
 @functools.lru_cache(maxsize=32)
 def _on_ranks(program: Program, hardware: Hardware, budget_bytes: int | None, count: int | None, crossed: bool) -> OnRanks:
-    """Of the balanced partitions the fastest that fits; where none does, that into most stages, which need least."""
-    ranks, blocks = program.ranks, len(program.step.blocks)
-    counts = [count] if count else list(range(ranks, blocks + 1, ranks))
-    each = [divided(program, hardware, n, prefetch=True, crossed=crossed) for n in counts]
-    layouts = [layout for layout in each if layout is not None]
-    costs, micro_batches = costs_of(program.step, hardware), program.accumulate * ranks
-    quick = sorted(layouts, key=lambda layout: (step_s(costs, layout, micro_batches), len(layout.stages)))
-    return first_that_fits(program, quick, layouts[-1], hardware, budget_bytes)
+    """The fastest partition that fits; where none does, that into most stages which needs least."""
+    counts = [count] if count else list(range(program.ranks, len(program.step.blocks) + 1, program.ranks))
+    each = partitions(program, hardware, prefetch=True, crossed=crossed)
+    found = within(program, hardware, budget_bytes, "host", lambda room: each.fastest(counts, room), each)
+    return found or each.smallest(counts)
 
 
 def _in_turn(stages: tuple[Span, ...]) -> Packs:

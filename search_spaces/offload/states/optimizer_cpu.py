@@ -75,7 +75,7 @@ class OptimizerCpu(Technique):
         native = native_of(self.moments)
         if self.trigger == "end_of_step":
             return program.with_step(optimizer_on_host(program.step, native))
-        return program.with_step(optimizer_beside_backward(program.step, native, Early(0, self.trigger)))
+        return program.with_step(optimizer_beside_backward(program.step, native, Early(0, self.trigger), program.ranks))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to host copies of its parameters."""

@@ -11,7 +11,7 @@ from memtune.program import Kind, Program
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.updaters import Updaters
-from memtune.search_spaces.offload.states._native_update import no_native_update
+from memtune.search_spaces.offload.states._native_update import no_native_update, not_rows
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB
 
@@ -59,6 +59,8 @@ class SmartInfinity(Technique):
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
+        if program.ranks == 1 and target.ranks == 1 and (reason := not_rows(step)) is not None:
+            return reason
         return no_native_update(step, self.update)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:

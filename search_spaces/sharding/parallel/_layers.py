@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -14,14 +13,16 @@ from memtune.errors import ApplyError
 from memtune.linear_pairs import Pair, find_pairs
 from memtune.passes.tensor import Sharing, share, sum_shards
 from memtune.program import Program, RankClass, Resource
+from memtune.remembered import remembered
 from memtune.runtime.context import Context
 from memtune.technique import CutRecording, Exactness, Plan, Reason, Target, Technique
 
-_BESIDE_PARTS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "mics")
+_BESIDE_PARTS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "mics", "paro", "amsp")
 """What divides parts of a model as it divides a whole one."""
 
 
-def _divides_states(target: Target) -> bool:
+def divides_states(target: Target) -> bool:
+    """Whether something divides or replicates model states, and averages gradients."""
     states = target.chosen.get("sharding.states")
     return states is not None and states.kind != "none"
 
@@ -53,10 +54,10 @@ class Shared(Technique):
             return Reason(
                 "each degree must be recorded, which is done when the slot is asked for", "--axes sharding.parallel,recompute"
             )
-        for slot in ("sharding.communication", "offload.states"):
-            other = target.chosen.get(slot)
-            if other is not None and other.kind != "none":
-                return Reason(f"{slot}: {other.kind} does not work on layers that ranks share", f"{slot}: {{kind: none}}")
+        other = target.chosen.get("offload.states")
+        if other is not None and other.kind != "none":
+            text = f"offload.states: {other.kind} does not work on layers that ranks share"
+            return Reason(text, "offload.states: {kind: none}")
         states = target.chosen.get("sharding.states")
         wrong = None if states is None or states.kind == "none" else self._not_beside(states, target)
         if wrong is not None:
@@ -83,6 +84,30 @@ class Shared(Technique):
         return found
 
 
+class InParts(Shared):
+    """Layers of which each rank of a group has a part; states are divided among the ranks that hold the same part."""
+
+    def ranks_of_a_copy(self, ranks: int) -> int:
+        """Those of a group."""
+        return self.degree or ranks
+
+    def divides_parameters(self, ranks: int, plan: Plan) -> bool:
+        """Those of the layers that are shared."""
+        return True
+
+    def _not_beside(self, states: Technique, target: Target) -> Reason | None:
+        degree = self.degree or target.ranks
+        if degree == target.ranks:
+            text = f"all {degree} ranks share layers: sharding.states: {states.kind} has no copies of a part to work on"
+            return Reason(text, "a smaller degree, or sharding.states: {kind: none}")
+        if states.kind not in _BESIDE_PARTS:
+            return super()._not_beside(states, target)
+        if not isinstance(getattr(states, "reshard_after_forward", True), bool):
+            text = f"sharding.states: {states.kind} keeps parts of units over ranks that are neighbours, which share layers here"
+            return Reason(text, "reshard_after_forward: true")
+        return None
+
+
 class TakingTurns(Shared):
     """A group of ranks that works on one micro-batch at a time."""
 
@@ -98,7 +123,7 @@ class TakingTurns(Shared):
         degree, node = self.degree or target.ranks, target.hardware.local_ranks(target.ranks)
         accumulate = program.accumulate * degree
         between = Resource.INTER_LINK if degree % node == 0 else Resource.INTRA_LINK
-        alone = not _divides_states(target)
+        alone = not divides_states(target)
         copies, summed = (target.ranks // degree, self.summed(program, plan)) if alone else (1, frozenset[str]())
         return _taking_turns(
             program, self._recorded(target), Sharing(degree, copies, between, accumulate, summed, self._inside(target))
@@ -111,7 +136,7 @@ class TakingTurns(Shared):
     def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
         """What is summed inside a group, where each rank has a part of it left, after the states' own reductions."""
         degree = self.ranks_of_a_copy(target.ranks)
-        if degree == 1 or not _divides_states(target):
+        if degree == 1 or not divides_states(target):
             return program  # who averages over all ranks averages over the group's as well
         summed = self.summed(program, plan)
         if not summed:
@@ -120,7 +145,7 @@ class TakingTurns(Shared):
         return program.with_step(sum_shards(program.step, how))
 
 
-@lru_cache(maxsize=32)
+@remembered
 def _taking_turns(program: Program, recorded: CutRecording, how: Sharing) -> Program:
     """One object for all states that the same copies hold: what other passes make of it is shared as well."""
     step = share(accumulate_gradients(recorded.recording.at(program.micro_batch)), how)
@@ -128,24 +153,8 @@ def _taking_turns(program: Program, recorded: CutRecording, how: Sharing) -> Pro
     return Program(ranks, program.micro_batch, how.accumulate, program.notes, sharers=how.ranks)
 
 
-class CutLayers(TakingTurns):
-    """Layers that a group of ranks has in parts; states are divided among the ranks that hold the same part."""
-
-    def ranks_of_a_copy(self, ranks: int) -> int:
-        """Those of a group."""
-        return self.degree or ranks
-
-    def _not_beside(self, states: Technique, target: Target) -> Reason | None:
-        degree = self.degree or target.ranks
-        if degree == target.ranks:
-            text = f"all {degree} ranks share layers: sharding.states: {states.kind} has no copies of a part to work on"
-            return Reason(text, "a smaller degree, or sharding.states: {kind: none}")
-        if states.kind not in _BESIDE_PARTS:
-            return super()._not_beside(states, target)
-        if not isinstance(getattr(states, "reshard_after_forward", True), bool):
-            text = f"sharding.states: {states.kind} keeps parts of units over ranks that are neighbours, which share layers here"
-            return Reason(text, "reshard_after_forward: true")
-        return None
+class CutLayers(InParts, TakingTurns):
+    """Layers that a group of ranks has in parts, and computes with together."""
 
     @abstractmethod
     def cut_live(self, context: Context, pairs: Sequence[Pair], degree: int) -> None:

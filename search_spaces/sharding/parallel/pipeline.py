@@ -132,6 +132,10 @@ class Pipeline(Technique):
         """Those of a pipeline."""
         return self.degree or ranks
 
+    def divides_parameters(self, ranks: int, plan: Plan) -> bool:
+        """By stages."""
+        return True
+
     def _uncut(self, step: Step, count: int) -> Reason | None:
         """Why the blocks of `step` cannot be put into `count` stages."""
         chain = chain_of(step)

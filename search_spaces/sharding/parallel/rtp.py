@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from memtune.edit import Edit, accumulate_gradients
 from memtune.parameters import columns_of
-from memtune.passes.tensor import average
+from memtune.passes.tensor import Sharing, average, sum_shards
 from memtune.program import Program, Resource
 from memtune.runtime.context import Context
 from memtune.runtime.rotate import rotate
-from memtune.search_spaces.sharding.parallel._layers import Shared, needs_plan, of_another
-from memtune.technique import Plan, Target
+from memtune.search_spaces.sharding.parallel._layers import InParts, divides_states, needs_plan, of_another
+from memtune.technique import CutRecording, Plan, Reason, Target
 from memtune.units import format_bytes
 
 
-class Rtp(Shared):
+class Rtp(InParts):
     """Trades the all-gather of whole units for one hop per shard and layer, and many small products for each large one.
 
     A rank holds 1/degree of the weights of linear layers and embeddings, of their gradients and their optimizer state. In a
@@ -45,16 +46,32 @@ class Rtp(Shared):
         return "rotated in place" if self.in_place else "rotated"
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """The step as recorded with the weights going round; what stays whole, and copies, averaged after backward."""
+        """The step as recorded with the weights going round; what stays whole, and copies, averaged after backward.
+
+        What divides or replicates states averages gradients between copies itself; what is whole is left to `finish`.
+        """
         degree, ranks, node = self.degree or target.ranks, target.ranks, target.hardware.local_ranks(target.ranks)
-        step = self._recorded(target).recording.at(program.micro_batch)
-        step = step if program.accumulate == 1 else accumulate_gradients(step)
+        going_round = _going_round(program, self._recorded(target))
+        if divides_states(target):
+            return going_round
+        step = going_round.step
         rotated = np.isin(columns_of(step.parameters).names, plan.decisions["parameters"])
         edit = Edit(step)
         average(edit, step, ~rotated, ranks, _link(1, node), program.accumulate)
         if degree < ranks:
             average(edit, step, rotated, ranks // degree, _link(degree, node), program.accumulate)
         return program.with_step(edit.done())
+
+    def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
+        """What every rank has whole, averaged inside a ring after the states' own reductions."""
+        if not divides_states(target):
+            return program
+        rotated = plan.decisions["parameters"]
+        whole = frozenset(p.name for p in program.step.parameters if p.trainable) - frozenset(rotated)
+        node = target.hardware.local_ranks(target.ranks)
+        inside = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
+        how = Sharing(self.degree or target.ranks, 1, Resource.NOTHING, program.accumulate, whole, inside)
+        return program.with_step(sum_shards(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Divide the weights that the plan names."""
@@ -79,6 +96,13 @@ class Rtp(Shared):
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Beside the own shard, or over it."""
         return {"in_place": (False, True)}
+
+
+@lru_cache(maxsize=32)
+def _going_round(program: Program, recorded: CutRecording) -> Program:
+    """One object for all states: what other passes make of it is shared as well."""
+    step = recorded.recording.at(program.micro_batch)
+    return program.with_step(step if program.accumulate == 1 else accumulate_gradients(step))
 
 
 def _link(stride: int, node: int) -> Resource:

@@ -54,8 +54,13 @@ class Ddp(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Gradients into buckets as they arrive, an all-reduce behind each full bucket."""
-        at_end = program.unrolled > 1
-        how = Replication(program.ranks, self.bucket_cap_mb << 20, program.accumulate, self.find_unused_parameters, at_end)
+        offload = target.chosen.get("offload.states")
+        of_blocks = offload is None or not offload.averages_blocks
+        of_experts = offload is None or not offload.averages_experts
+        bucket_bytes, at_end = self.bucket_cap_mb << 20, program.unrolled > 1
+        how = Replication(
+            program.ranks, bucket_bytes, program.accumulate, self.find_unused_parameters, of_blocks, of_experts, at_end
+        )
         return program.with_step(replicate(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtune.planners.late import Late
-from memtune.schedule import Action, OpGraph, wrong_with
+from memtune.schedule import Action, OpGraph, Schedule, wrong_with
 
 
 @st.composite
@@ -31,7 +31,8 @@ def graphs(draw: st.DrawFn) -> OpGraph:
 
 
 def late_of(graph: OpGraph, n_bytes: list[int], op_s: list[float]) -> Late:
-    return Late(graph, np.asarray(n_bytes), np.asarray(op_s), np.full(len(n_bytes), -1, np.int32))
+    never, no_block = np.full(len(n_bytes), -1, np.int32), np.full(graph.n_ops, -1, np.int32)
+    return Late(graph, np.asarray(n_bytes), np.asarray(op_s), never, no_block)
 
 
 @settings(max_examples=200, deadline=None)
@@ -66,3 +67,28 @@ def test_the_cheapest_per_byte_goes_first_and_shared_runs_are_paid_once() -> Non
     assert late_of(graph, [8, 8, 4, 8, 1], [40.0, 1.0, 1.0, 8.0, 1.0]).order() == [3, 1, 2]
     assert late.schedule({1, 2}).computes() == [0, 1, 2, 3, 0, 1, 2, 4]
     assert late.schedule({3}).computes() == [0, 1, 2, 3, 3, 4]
+
+
+def test_what_blocks_hand_on_may_stay() -> None:
+    """With the outputs of eight blocks kept, no second run waits for another block's: few values are there at once."""
+    n_blocks, each = 8, 4
+    n = n_blocks * each
+    reads = [(op - 1,) if op else () for op in range(n)] + [(op,) for op in reversed(range(n))]
+    makes = [(op,) for op in range(n)] + [()] * n
+    graph = OpGraph(tuple(f"op{op}" for op in range(2 * n)), n, tuple(makes), tuple(reads), ((),) * (2 * n))
+    blocks = np.concatenate([np.arange(n) // each, np.arange(n)[::-1] // each]).astype(np.int32)
+    late = Late(graph, np.ones(n, np.int64), np.ones(2 * n), np.full(n, -1, np.int32), blocks)
+    assert late.handed_on == {each * block - 1 for block in range(1, n_blocks)}
+    order = late.order(late.handed_on)
+    assert sorted([*order, *late.handed_on]) == late.candidates == list(range(n))
+    assert most_values(late.schedule(set(order)), n) <= n_blocks - 1 + each < n
+    assert most_values(late.schedule(set(late.candidates)), n) >= n
+
+
+def most_values(schedule: Schedule, n_forward: int) -> int:
+    """How many values of a graph in which op and value have one number are there at once."""
+    there, most = 0, 0
+    for step in (*schedule.forward, *schedule.backward):
+        there += (step.action == Action.COMPUTE and step.of < n_forward) - (step.action == Action.FREE)
+        most = max(most, there)
+    return most

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,17 @@ from torch import Tensor, nn
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune import _native
+from memtune._apply import apply
 from memtune.errors import ApplyError
 from memtune.runtime.host_update import BLOCK, NativeUpdate
+from memtune.search_spaces.offload.states.l2l import L2L
+from memtune.search_spaces.offload.states.lohan import Lohan
+from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
+from memtune.search_spaces.offload.states.smart_infinity import SmartInfinity
+from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
+from memtune.technique import Technique
+from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, config_of, differences, plain, train
 
 ADAMW = [1e-3, 0.9, 0.999, 1e-8, 1e-2]
 N = 16 * 4099  # no scalar tail in torch's kernels, and several parts for several threads
@@ -190,3 +201,49 @@ def test_wrong_arrays_are_refused() -> None:
         _native.optimizer_update("adamw", "float32", weight, weight, None, None, None, None, None, numbers)
     with pytest.raises(ValueError, match="as many elements"):
         _native.optimizer_update("sgd", "float32", weight, weight[:3], None, None, None, None, None, numbers)
+
+
+def laid(value: Tensor, how: str) -> Tensor:
+    """`value` in memory column by column, or as a part of wider rows."""
+    if how == "transposed":
+        return value.t().contiguous().t()
+    return torch.cat([value, torch.full_like(value, torch.nan)], 1)[:, : value.shape[1]]
+
+
+@pytest.mark.parametrize("gradient_too", [False, True])
+@pytest.mark.parametrize("how", ["transposed", "gaps"])
+def test_order_in_memory_changes_no_bit(how: str, gradient_too: bool) -> None:
+    weight, gradient = (each.view(16, -1) for each in values())
+    other, its = laid(weight, how), laid(gradient, how) if gradient_too else gradient
+    wanted, got = update("adamw", weight, gradient, ADAMW), update("adamw", other, its, ADAMW)
+    assert torch.equal(other, weight)
+    assert all(torch.equal(got[name], wanted[name]) for name in ("first", "second"))
+    narrow, its = gradient.bfloat16(), laid(gradient.bfloat16(), how)
+    update("adamw", weight, narrow, ADAMW, steps=1, out=narrow)
+    update("adamw", other, its, ADAMW, steps=1, out=its)
+    assert torch.equal(its, narrow)
+
+
+STRIDED = Path(__file__).parents[2] / "strided_model.py"
+
+
+@pytest.mark.usefixtures("ssd")
+def test_weights_in_any_order_in_memory_train_to_the_bit() -> None:
+    native = train(STRIDED, OptimizerCpu(kind="optimizer_cpu", update="native"))
+    assert not differences(native, plain(STRIDED), 1e-5)
+    for technique in (ZeroInfinity(kind="zero_infinity"), Lohan(kind="lohan")):
+        assert not differences(replace(train(STRIDED, technique), gradients=[]), replace(native, gradients=[]))
+    away = ZeroInfinity(kind="zero_infinity", parameters="ssd", on_device=1)
+    gapless = STRIDED.with_name(f"{STRIDED.name}:gapless")
+    native = train(gapless, OptimizerCpu(kind="optimizer_cpu", update="native"))
+    assert not differences(replace(train(gapless, away), gradients=[]), replace(native, gradients=[]))
+
+
+@pytest.mark.usefixtures("ssd")
+@pytest.mark.parametrize("technique", [L2L(kind="l2l"), SmartInfinity(kind="smart_infinity")], ids=lambda each: each.kind)
+def test_weights_with_gaps_that_cannot_be_taken_are_refused_by_name(technique: Technique) -> None:
+    name = "layers.0.down.weight"
+    assert name in str(technique.fits(plain_program(STRIDED), target_of()))
+    _, model, optimizer = build(STRIDED)
+    with pytest.raises(ApplyError, match=name):
+        apply(model, optimizer, config_of(STRIDED, technique), strict=False)

@@ -139,3 +139,30 @@ print(folder.path)
 """
     assert run_child(code, tmp_path).startswith(str(tmp_path / "drive"))
     assert not list((tmp_path / "drive").iterdir())
+
+
+def test_a_network_mount_whose_server_is_gone_is_refused_without_asking_it(tmp_path: Path) -> None:
+    """A real mount in a namespace of its own; nobody answers for it, so whoever looks at the directory waits for ever."""
+    code = f"""
+import ctypes, os, sys
+from pathlib import Path
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x20000) or libc.mount(None, b"/", None, 0x44000, None):  # own mounts, none of them seen outside
+    sys.exit(print("not allowed"))
+where = Path({str(tmp_path)!r}) / "far away"
+where.mkdir()
+server = os.open("/dev/fuse", os.O_RDWR) if os.path.exists("/dev/fuse") else -1
+options = f"fd={{server}},rootmode=40000,user_id=0,group_id=0".encode()
+if libc.mount(b"server:/home", bytes(where), b"fuse.sshfs", 0, options):
+    sys.exit(print("not allowed"))
+from memtune.errors import EnvironmentFault
+from memtune.runtime.offload_dir import checked
+try:
+    checked(str(where / "offload"))
+except EnvironmentFault as fault:
+    print(fault)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    if done.stdout == "not allowed\n":
+        pytest.skip("mounting is not allowed here")
+    assert "far away/offload is on a network mount (fuse.sshfs)" in done.stdout

@@ -92,6 +92,21 @@ def test_an_lstm_of_ever_new_lengths() -> None:
     assert same(*found)
 
 
+def test_norms_that_keep_statistics_by_sample() -> None:
+    """InstanceNorm's kernel writes into a copy of its statistics for each sample, which autograd saves and sees no write to."""
+    found = []
+    for policy in (None, DTR):
+        torch.manual_seed(0)
+        norms = [nn.Sequential(nn.Linear(32, 32), nn.InstanceNorm1d(4, track_running_stats=True), nn.GELU()) for _ in range(3)]
+        net = nn.Sequential(*norms, nn.Linear(32, 1))
+        region = policy and online(net, torch.optim.SGD(net.parameters()), policy, 250_000)
+        net(torch.randn(64, 4, 32)).square().sum().backward()
+        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None] + [b.clone() for b in net.buffers()])
+    assert region is not None
+    assert region.runs.replays > 0
+    assert same(*found)
+
+
 def test_several_forwards_before_one_backward_and_a_nested_checkpoint() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,14 +24,18 @@ from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.simulate import simulate
+from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.packs import OnRanks
-from memtune.program import Phase, Resource, Tier
+from memtune.planners.stages_on_ranks import step_s
+from memtune.program import Phase, Program, RankClass, Resource, Tier
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.pack_store import PackStore
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.offload.states._in_turn import on_ranks, partitions
+from memtune.search_spaces.offload.states.harmony import Harmony
 from memtune.testing.training import build
 
 CHAIN = MODELS / "chain.py"
@@ -95,12 +100,13 @@ def trained(path: Path, ranks: int, config: dict[str, Any], accumulate: int, def
             with tier(HOST):
                 torch.manual_seed(step)
                 batches = [workload.make_batch(SIZE) for _ in range(ranks * accumulate)]
-            mine = batches[rank * accumulate :][:accumulate]
             turns = [batches[each * accumulate + n] for n in range(accumulate) for each in range(ranks)]
+            mine = turns if alone else batches[rank * accumulate :][:accumulate]
+            del batches, turns  # a rank holds its own alone
             if ledger:
                 ledger.reset_peak()
             COUNTERS.take()
-            losses.append(float(tuned.step(turns if alone else mine)))
+            losses.append(float(tuned.step(mine)))
             counted = COUNTERS.take()
             peaks = (ledger.peak_allocated_bytes() - empty[0], ledger.peak_allocated_bytes(HOST) - empty[1]) if ledger else (0, 0)
         state, pipeline = tuned.state_dict(), tuned._context.pipeline
@@ -127,6 +133,7 @@ def check(
         for run in runs:
             nearest = steps[min(steps, key=lambda peak: abs(peak - run["peaks"][0]))]
             assert run["peaks"][0] == pytest.approx(nearest.peak_bytes(), rel=0.02)
+            assert run["peaks"][1] == pytest.approx(nearest.peak_bytes(Tier.HOST), rel=0.02)
         assert max(run["peaks"][0] for run in runs) == pytest.approx(made.program.step.peak_bytes(), rel=0.02)
     return runs
 
@@ -150,7 +157,8 @@ def assert_bytes(ranks: int, runs: list[Any], **states: Any) -> None:
         own = {stage: sum(sizes[slice(*where.stages[stage])]) for stage in mine}
         beside = before * (rank == first) + (sum(outside.values()) - before) * (rank == ends)
         weights = 2 * sum(own.values()) - own[mine[-1]]
-        given = sum((stage > 0) + (stage > 0) * (stage < last) + (stage < last) for stage in mine)  # forward, again, gradient
+        again = states["kind"] == "mobius" or states.get("boundaries") == "host"
+        given = sum((stage > 0) * (1 + again * (stage < last)) + (stage < last) for stage in mine)  # forward, again, gradient
         passed = sum((stage < last) + (stage > 0) for stage in mine)
         assert run["counted"]["host_to_device"] == weights + beside + given * count * PASSED + 2 * batch
         assert run["counted"]["device_to_host"] == sum(own.values()) + beside + passed * count * PASSED
@@ -176,10 +184,16 @@ def test_on_four_ranks(states: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("states", [HARMONY, {**HARMONY, "prefetch": True, "backward": 1}, {**MOBIUS, "stages": 8}], ids=str)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "states",
+    [HARMONY, {**HARMONY, "prefetch": True, "backward": 1}, {**HARMONY, "boundaries": "host"}, {**MOBIUS, "stages": 8}],
+    ids=str,
+)
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_on_two_ranks(states: dict[str, Any], accumulate: int) -> None:
-    check(2, accumulate, **states)
+    runs = check(2, accumulate, **states)
+    if accumulate == 2:
+        assert_bytes(2, runs, **states)
 
 
 @pytest.mark.slow
@@ -244,16 +258,67 @@ def test_the_fewest_packs_that_fit_are_taken() -> None:
     assert less < whole
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1.0, 0.85, 0.7])
+def test_no_partition_within_the_budget_is_faster(share: float) -> None:
+    """All 64 partitions, each rewritten: the planner's is the fastest of those whose every rank stays within the budget."""
+    made, target = rewriter(CHAIN, 2), rewriter(CHAIN, 2).target
+    slow = replace(target.hardware, host_to_device_bytes_per_s=2e7)
+    program = Program((RankClass(2, accumulate_gradients(made.recording.at(SIZE))),), SIZE, 2)
+    each = partitions(program, slow, prefetch=True, crossed=True)
+    layouts = [each.layout(np.array([0, *inner, 8])) for count in (2, 4, 6, 8) for inner in combinations(range(1, 8), count - 1)]
+    peaks = [on_ranks(program, every, slow).step.peak_bytes() for every in layouts]
+    budget = int(share * max(peaks))
+    seconds = [step_s(each.costs, every, 4) for every in layouts]
+    least = min(takes for takes, peak in zip(seconds, peaks, strict=True) if peak <= budget)
+    choice = Choice.from_document(settings(2, {"kind": "mobius"}))
+    found = Rewriter(made.recording, replace(target, hardware=slow, budget_bytes=budget)).candidate(choice)
+    assert isinstance(found, Candidate), found
+    told = found.plans["offload.states"].decisions
+    assert found.program.step.peak_bytes() <= budget
+    chosen = OnRanks(tuple(map(tuple, told["spans"])), tuple(told["ranks"]))
+    assert step_s(each.costs, chosen, 4) == pytest.approx(least)
+
+
 @pytest.mark.parametrize(
     ("states", "reason"),
     [
         ({"kind": "mobius", "stages": 3}, "no multiple of 2 ranks"),
         ({"kind": "mobius", "stages": 10}, "8 blocks are fewer than 10 stages"),
         ({**HARMONY, "forward": 3}, "forward and backward alike"),
+        ({**HARMONY, "group": 1}, "forward and backward alike"),
     ],
 )
 def test_refusals(states: dict[str, Any], reason: str) -> None:
     assert reason in str(_found(CHAIN, 2, 2, tuple(states.items())))
+
+
+def test_what_packs_start_from_waits_where_the_option_says() -> None:
+    count, programs = 4, [candidate(2, **{**HARMONY, "boundaries": where}).program for where in ("device", "host")]
+    steps = [[each.step for each in program.rank_classes] for program in programs]
+    for tier_, sign in ((Tier.DEVICE, 1), (Tier.HOST, -1)):
+        peaks = [sum(step.peak_bytes(tier_) for step in each) for each in steps]
+        assert sign * (peaks[0] - peaks[1]) >= (count - 1) * PASSED
+    ups = [sum(int((step.op_resource == Resource.HOST_TO_DEVICE).sum()) for step in each) for each in steps]
+    assert ups[1] - ups[0] == 2 * count  # of the two packs between the first and the last
+
+
+def test_packs_are_as_the_option_says() -> None:
+    """`balanced`: even in bytes; `greedy`: filled from the last block on, up to three, then cut for each rank to have as many."""
+    spans = {
+        packing: layout(2, kind="harmony", across="pipeline", backward=3, packing=packing).stages
+        for packing in ("balanced", "greedy")
+    }
+    assert spans == {"balanced": ((0, 2), (2, 4), (4, 6), (6, 8)), "greedy": ((0, 2), (2, 3), (3, 5), (5, 8))}
+
+
+def test_across_is_no_setting_of_one_rank() -> None:
+    target = rewriter(CHAIN, 2).target
+    records = [
+        [Harmony(kind="harmony", across=each).record(replace(target, ranks=n)) for each in ("data", "pipeline")] for n in (1, 2)
+    ]
+    assert records[0][0] == records[0][1]
+    assert records[1][0] != records[1][1]
 
 
 def test_a_search_pays_nothing_unless_somebody_asks() -> None:

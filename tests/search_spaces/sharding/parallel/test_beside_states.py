@@ -18,6 +18,7 @@ from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.simulate import simulate
 from memtune.copies import all_parts, one_part
+from memtune.errors import MemtuneError
 from memtune.op_costs import op_costs
 from memtune.program import APART, Program, RankClass, Resource, Step
 from memtune.runtime import shim
@@ -41,12 +42,18 @@ STATES = {
     "zero3": {"kind": "zero3"},
     "kept": {"kind": "fsdp", "reshard_after_forward": False, "blocks_per_unit": 2},
 }
+IN_PLACE = "rtp, in place"
 
 
 def document(kind: str, states: dict[str, Any], accumulate: int = 1) -> dict[str, Any]:
-    found = settings(kind, accumulate, degree=PARTS)
+    knobs = {"in_place": True} if kind == IN_PLACE else {}
+    found = settings(_kind(kind), accumulate, degree=PARTS, **knobs)
     found["sharding"]["states"] = states
     return found
+
+
+def _kind(name: str) -> str:
+    return name.partition(",")[0]
 
 
 def predicted(kind: str, states: dict[str, Any], accumulate: int = 1) -> Candidate:
@@ -73,7 +80,8 @@ def refused(kind: str, states: dict[str, Any], **knobs: Any) -> str:
 
 def test_refusals_name_what_is_in_the_way() -> None:
     assert "has no copies of a part" in refused("tensor", {"kind": "fsdp"})
-    assert "paro does not work on layers that ranks share" in refused("tensor", {"kind": "paro", "group": 2}, degree=2)
+    assert "has no copies of a part" in refused("rtp", {"kind": "fsdp"})
+    assert "all 2 ranks are in one group" in refused("tensor", {"kind": "paro", "group": 2}, degree=2)
     kept = {"kind": "fsdp", "reshard_after_forward": 2}
     assert "neighbours, which share layers" in refused("tensor", kept, degree=2)
     assert "degree=4 is more than the 2 ranks" in refused("tensor", {"kind": "fsdp", "degree": 4}, degree=2)
@@ -148,8 +156,8 @@ def between_copies(kind: str, states: str, accumulate: int) -> int:
     """Bytes that a rank receives from the other copies of its part in a step: the formulas of `memtune.factors`, with padding."""
     parts = kind != "head_context"
     ranks = COPIES if parts else RANKS
-    step = candidate(kind, PATH, RANKS, degree=PARTS).program.step if parts else rewriter(PATH, RANKS).recording.step
-    turns = accumulate * PARTS
+    step = candidate(_kind(kind), PATH, RANKS, degree=PARTS).program.step if parts else rewriter(PATH, RANKS).recording.step
+    turns = accumulate * (1 if _kind(kind) == "rtp" else PARTS)
     rows = {p.name: (p.shape[0] + ranks - 1) // ranks * ranks * 4 for p in step.parameters}
     whole = {p.name: rows[p.name] * (p.shape[1] if len(p.shape) > 1 else 1) for p in step.parameters}
     blocks = sum(n_bytes for name, n_bytes in whole.items() if name.startswith("h."))
@@ -189,12 +197,54 @@ def loaded_plain(folder: Path, saved: dict[str, Any]) -> None:
     torch.testing.assert_close(state["optimizer"]["state"], saved["optimizer"]["state"], rtol=0, atol=0)
 
 
+def refusals(documents: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for each in documents:
+        workload, model, optimizer = build(PATH)
+        before = [(name, type(module)) for name, module in model.named_modules()]
+        try:
+            apply(model, optimizer, each, loss=workload.loss, strict=False)
+            found.append("no error")
+        except MemtuneError as error:
+            found.append(str(error))
+        assert [(name, type(module)) for name, module in model.named_modules()] == before
+    return found
+
+
+def test_configs_that_say_it_all_the_same_are_refused() -> None:
+    two, four = (shared_layers.config("rtp", RANKS, path=PATH, degree=degree) for degree in (PARTS, RANKS))
+    by_node = {"kind": "hierarchical", "ranks_per_node": 2}
+    cases = {
+        "all 4 ranks share layers: zero1 has no copies": (four, {"sharding": {"states": {"kind": "zero1"}}}),
+        "optimizer_cpu} does not work beside sharding.parallel: {kind: rtp}": (
+            two, {"offload": {"states": {"kind": "optimizer_cpu"}}}
+        ),
+        "the 2 ranks are no multiple of optimizer=4": (
+            two, {"sharding": {"states": {"kind": "amsp", "parameters": 1, "gradients": 2, "optimizer": 4}}}
+        ),
+        "every node has one of the ranks": (two, {"sharding": {"states": {"kind": "fsdp"}, "communication": by_node}}),
+        "groups of 2 ranks, which share layers, are no whole nodes of 3": (
+            two, {"sharding": {"states": {"kind": "fsdp"}, "communication": {**by_node, "ranks_per_node": 3}}}
+        ),
+    }  # fmt: skip
+    documents = []
+    for config_, more in cases.values():
+        settings_ = {**config_["settings"], **more}
+        settings_["sharding"] = {**config_["settings"]["sharding"], **more.get("sharding", {})}
+        documents.append({"settings": settings_, "plan": config_["plan"]})
+    for rank in run_ranks(refusals, RANKS, documents):
+        for said, error in zip(cases, rank, strict=True):
+            assert said in error
+
+
 def test_four_ranks_train_as_one_as_predicted_and_save(tmp_path: Path) -> None:
-    check([("sequence_parallel", "zero3", 4, True), ("tensor", "ddp", 1, False)], tmp_path)
+    check([("sequence_parallel", "zero3", 4, True), ("tensor", "ddp", 1, False), (IN_PLACE, "zero3", 1, True)], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "head_context"])
+@pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "head_context", "rtp", IN_PLACE])
 @pytest.mark.parametrize("states", list(STATES))
 def test_every_division_of_states(kind: str, states: str, tmp_path: Path) -> None:
-    check([(kind, states, accumulate, clip) for accumulate, clip in ((1, False), (1, True), (4, False), (4, True))], tmp_path)
+    one_is_zero1 = states == "zero2" and _kind(kind) == "rtp"  # its ranks take no turns
+    times = (4,) if one_is_zero1 else (1, 4)
+    check([(kind, states, accumulate, clip) for accumulate in times for clip in (False, True)], tmp_path)

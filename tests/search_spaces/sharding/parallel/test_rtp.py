@@ -52,7 +52,7 @@ def sent(degree: int, in_place: bool, ranks: int, parts: int = 1, node: int = 8)
 
 def test_refusals_name_what_is_in_the_way() -> None:
     both = {"parallel": {"kind": KIND}, "states": {"kind": "fsdp"}}
-    assert "sharding.states: fsdp does not work" in refusal(KIND, beside={"sharding": both})
+    assert "fsdp has no copies of a part" in refusal(KIND, beside={"sharding": both})
     assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
     program, here = candidate(KIND).program, hardware.detect("cpu")
     assert "each degree must be recorded" in str(Rtp().fits(program, Target(here, 2)))

@@ -1,0 +1,166 @@
+"""Where a schedule of the whole model is put: the recorded step, and the passes of other techniques that come after it.
+
+On several ranks gradients are averaged, or states divided, by passes that come later. A schedule is judged on the step that
+they make of it, so that a budget is that of a rank. What they put between the model's ops stays where gradients are complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from memtune.errors import ApplyError
+from memtune.hardware import Hardware
+from memtune.passes.by_data import depends_on_data
+from memtune.passes.policy import least_bytes
+from memtune.passes.region import Region, region_among, region_of
+from memtune.passes.schedule import run_schedule
+from memtune.program import Program, RankClass, Step, Tier
+from memtune.schedule import Schedule
+from memtune.search_spaces import NULL_KINDS
+from memtune.search_spaces.recompute._budget import after_later, later_techniques
+from memtune.technique import NO_PLAN, Reason, Target, Technique
+from memtune.units import format_bytes
+
+_ALONE = ("split", "sharding.parallel", "sharding.communication", "offload.activations")
+"""Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A step whose region a schedule is to run, and what comes after it."""
+
+    step: Step
+    hardware: Hardware
+    ranks: int = 1
+    micro_batch: int = 1
+    accumulate: int = 1
+    later: tuple[Technique, ...] = ()
+
+    @property
+    def region(self) -> Region:
+        """The model's forward and backward; `cannot_freeze` has seen to it that there is one."""
+        found = region_of(self.step)
+        assert not isinstance(found, str), found
+        return found
+
+    @cached_property
+    def among(self) -> Region:
+        """The region with the bytes that are besides it after all passes."""
+        if not self.later:
+            return self.region
+        after = self._marked_after
+        return region_among(self.region, after, np.flatnonzero(after.op_match).astype(np.int32))
+
+    @cached_property
+    def _marked_after(self) -> Step:
+        """The plain step after all passes; the region's ops are marked."""
+        marks = np.zeros(self.step.n_ops, np.int32)
+        marks[self.region.rows] = 1
+        return self.after(replace(self.step, op_match=marks))
+
+    @cached_property
+    def more_bytes(self) -> int:
+        """By how much what is besides the region grows most through the later passes; less than 0 where it shrinks."""
+        return int((self.among.background_bytes - self.region.background_bytes).max()) if self.later else 0
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """What later passes keep throughout, beside the model's own: buckets of gradients."""
+        if not self.later:
+            return 0
+        after = self._marked_after
+        new = np.arange(after.n_storages) >= self.step.n_storages
+        return int(after.bytes[new & (after.producer < 0) & (after.tier == Tier.DEVICE)].sum())
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """A peak that no schedule gets below."""
+        return least_bytes(self.among)
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        """The peak without a schedule."""
+        return (self._marked_after if self.later else self.step).peak_bytes()
+
+    def below(self, budget_bytes: int) -> Reason | None:
+        """Why no schedule at all stays within `budget_bytes`: known before any is looked for."""
+        if budget_bytes >= self.least_bytes:
+            return None
+        return Reason(
+            f"no schedule stays within {format_bytes(budget_bytes)}: no recompute gets below {format_bytes(self.least_bytes)}",
+            "a larger budget, a smaller micro-batch, or sharding or offload of what is not an activation",
+        )
+
+    def run(self, schedule: Schedule) -> Step:
+        """The step under `schedule`, before the later passes."""
+        return under_schedule(self.step, schedule)
+
+    def peak_bytes(self, schedule: Schedule) -> int:
+        """Of the step under `schedule`, after all passes."""
+        return self.after(self.run(schedule)).peak_bytes()
+
+    def after(self, step: Step) -> Step:
+        """`step` after the later passes."""
+        if not self.later:
+            return step
+        program = Program((RankClass(self.ranks, step),), self.micro_batch, self.accumulate)
+        return after_later(program, self.later, self.hardware).step
+
+
+@lru_cache(maxsize=4)
+def under_schedule(step: Step, schedule: Schedule) -> Step:
+    """`step` under a schedule that is right for it; what a plan was made with is what its rewrite asks for next."""
+    region = region_of(step)
+    assert not isinstance(region, str), region
+    return run_schedule(step, region, schedule)
+
+
+def place_of(program: Program, target: Target) -> Place:
+    """Where a schedule of `program` is put: the same object for equal ones."""
+    if program.ranks == 1:
+        return _place(program.step, target.hardware, 1, 1, 1, ())
+    later = later_techniques(target)
+    return _place(program.step, target.hardware, program.ranks, program.micro_batch, program.accumulate, later)
+
+
+@lru_cache(maxsize=32)
+def _place(step: Step, hardware: Hardware, ranks: int, micro_batch: int, accumulate: int, later: tuple[Technique, ...]) -> Place:
+    return Place(step, hardware, ranks, micro_batch, accumulate, later)
+
+
+def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> Reason | None:
+    """Why no schedule can take the place of the model's forward and backward, nor, if asked for, the online runtime."""
+    if target.compiled:
+        return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
+    for slot in _ALONE:
+        if slot in target.chosen and target.chosen[slot].kind != NULL_KINDS[slot]:
+            kind = target.chosen[slot].kind
+            return Reason(f"a frozen schedule runs the model without {slot}: {kind}", f"{slot}: {{kind: {NULL_KINDS[slot]}}}")
+    reason = _comes_and_goes(program, target)
+    if reason is not None:
+        return reason
+    region = region_of(program.step)
+    if isinstance(region, str):
+        return Reason(region, "recompute: {kind: planned}")
+    odd = "" if online else depends_on_data(program.step, region)
+    if odd:
+        return Reason(f"{odd} runs in the model: what follows it depends on the data", "recompute: {kind: planned}")
+    return None
+
+
+def _comes_and_goes(program: Program, target: Target) -> Reason | None:
+    """Parameters that are gathered for a block and dropped after it: by hooks of modules, which a schedule does not call."""
+    states = target.chosen.get("sharding.states")
+    if states is None or program.ranks == 1:
+        return None
+    try:
+        divided = states.divides_parameters(program.ranks, NO_PLAN)
+    except ApplyError:  # its own plan says so, which is made after this one
+        divided = True
+    if not divided:
+        return None
+    why = f"a frozen schedule runs ops of all blocks, and {states.kind} gathers a block's parameters for its own calls alone"
+    return Reason(why, "recompute: {kind: planned}, or sharding.states: {kind: zero1}")
