@@ -274,7 +274,8 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     if not begins_with_shards(config, context.ranks):
         fill(context.model, context.optimizer, rebind)
     _execution(context, config)
-    context.averages_blocks = config.settings.technique("offload.states").averages_blocks
+    offload = config.settings.technique("offload.states")
+    context.averages_blocks, context.averages_experts = offload.averages_blocks, offload.averages_experts
     _one(context, config, "sharding.parallel")
     if not _states_divide_parameters(config, context.ranks):
         fill(context.model, context.optimizer, rebind)

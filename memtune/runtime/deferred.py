@@ -174,20 +174,19 @@ def fill(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None]) ->
 
     def place(name: str, whole: Tensor) -> None:
         mine = pieces[name](whole) if name in pieces else whole
-        _put(places[name], _like(places[name][0][2], mine, construction.device))
+        _put(places[name], _like(places[name], mine, construction))
 
     construction.run(place)
     for found in places.values():
         real = found[0][2]
-        if not real.is_meta and real.device != construction.device:
-            _put(found, _like(real, local(real.detach()), construction.device))
+        if not real.is_meta and real.device != construction.device and _goes_along(found):
+            _put(found, _like(found, local(real.detach()), construction))
     rebind(optimizer, before, dict(model.named_parameters()))
 
 
-def _like(old: Tensor, mine: Tensor, device: torch.device) -> Tensor:
-    """`mine` on `device` as what `old` is: a parameter or a buffer, a part of a larger one or a whole one."""
-    with tier(DEVICE):
-        value = torch.empty_like(mine, device=device).copy_(mine)
+def _like(places: _Places, mine: Tensor, construction: Construction) -> Tensor:
+    """A copy of `mine` where it is to be, as what is at `places`: parameter or buffer, a part of a larger one or a whole one."""
+    old, value = places[0][2], _value(places, mine, construction)
     if isinstance(old, DTensor):
         value = DTensor.from_local(
             value, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
@@ -211,8 +210,7 @@ def fill_shards(model: nn.Module) -> None:
         if id(old) in shards:
             _fill_shard(shards[id(old)], mine, construction.device)
             return
-        with tier(DEVICE):
-            _put(places[name], torch.empty_like(mine, device=construction.device).copy_(mine))
+        _put(places[name], _value(places[name], mine, construction))
 
     construction.run(place)
 
@@ -259,3 +257,14 @@ def _places(model: nn.Module) -> dict[str, _Places]:
 def _put(places: _Places, value: Tensor) -> None:
     for module, attribute, _ in places:
         setattr(module, attribute, value)  # recurrent layers keep a list of their own beside
+
+
+def _goes_along(places: _Places) -> bool:
+    """`Module.to` would take it to the device: a parameter or a buffer. What is a plain attribute stays where it was made."""
+    return any(attribute in module._parameters or attribute in module._buffers for module, attribute, _ in places)
+
+
+def _value(places: _Places, whole: Tensor, construction: Construction) -> Tensor:
+    """A copy of `whole`, which belongs at `places`, where it is to be."""
+    with tier(DEVICE):
+        return torch.empty_like(whole, device=construction.device if _goes_along(places) else whole.device).copy_(whole)

@@ -94,6 +94,37 @@ def require_plain(model: nn.Module) -> None:
             )  # fmt: skip
 
 
+def require_whole_parameters(context: Context, what: str, *, ahead: bool = False) -> None:
+    """Check, when states have been divided, that each rank has all parameters while the model runs.
+
+    Args:
+        context: Model and what was applied to it.
+        what: Needs them, for the message: `recompute: {kind: dtr}`.
+        ahead: `what` hides the model's graph until backward, so that nobody can look through it for unused parameters.
+
+    Raises:
+        ApplyError: Parameters come and go block by block, ranks have parts of the model, or the graph would be looked through.
+    """
+    if context.parts > 1 or context.pipeline is not None:
+        raise ApplyError(
+            f"{what} does not work where ranks have parts of the model.",
+            evidence="It runs the whole model itself.", fix="recompute: {kind: planned}", code="MT315",
+        )  # fmt: skip
+    if any(isinstance(module, FSDPModule) for module in context.model.modules()):
+        raise ApplyError(
+            f"{what} does not work where parameters are divided over ranks.",
+            evidence="It runs ops of all blocks, and FSDP2 gathers a block's parameters for its own calls alone.",
+            fix="recompute: {kind: planned}, or sharding: {states: {kind: zero1}}", code="MT315",
+        )  # fmt: skip
+    runner = context.runner
+    if ahead and isinstance(runner, DistributedDataParallel) and runner.find_unused_parameters:
+        raise ApplyError(
+            f"{what} does not work beside find_unused_parameters: true.",
+            evidence="DDP looks for them in the graph, which is there in backward alone.",
+            fix="online: false, or find_unused_parameters: false", code="MT315",
+        )  # fmt: skip
+
+
 def require_same_config(said: str, device: torch.device) -> None:
     """Compare what every rank is about to do, before anything else is sent.
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.errors import EnvironmentFault
 from memtune.runtime import disk, offload_dir, transfer
 from memtune.runtime.context import Context
 from memtune.runtime.manifest import DeadRun, Manifest, dead_runs, forget
@@ -48,6 +49,7 @@ class LastStep:
         self._key = self._key_of()
         self._before: list[DeadRun] = []
         self._taken: list[Piece] = []
+        self._gathered = False
         self.steps = 0
 
     def resume(self) -> int:
@@ -111,16 +113,40 @@ class LastStep:
     def _take_up(self, run: DeadRun, manifest: Manifest) -> None:
         buffers = {name: local(value).clone() for name, value in self._buffers()}
         self._context.undo.callback(self._back, buffers | _random(self._context))
-        file = os.open(run.path / TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._on_all_ranks(lambda: self._take_up_pieces(run, manifest))
+        if self._context.gather_rows is not None:
+            self._gathered = True
+            self._context.gather_rows()
+        self._set(manifest.values)
+        self.steps = manifest.step
+        disk.current().flush()
+        self._manifest().write(disk.folder().path)
+
+    def _on_all_ranks(self, act: Callable[[], None]) -> None:
+        """`act`, after which every rank knows whether it went well on all: what follows needs them all."""
+        failed: EnvironmentFault | None = None
+        try:
+            act()
+        except EnvironmentFault as error:
+            failed = error
+        if self._agreed(failed is None) == 0:
+            raise failed or EnvironmentFault(
+                "Another rank cannot go on from the step that it kept.", fix="see that rank's message", code="MT363"
+            )
+
+    def _take_up_pieces(self, run: DeadRun, manifest: Manifest) -> None:
+        try:
+            file = os.open(run.path / TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"What the run kept of step {manifest.step} cannot be read: {error.strerror}.",
+                evidence=str(run.path / TENSORS), fix="memtune clean, and go on from a checkpoint", code="MT364",
+            ) from None  # fmt: skip
         try:
             for piece, extent, counter in zip(self._pieces, manifest.pieces, manifest.counters, strict=True):
                 self._take_up_piece(piece, extent, counter, file)
         finally:
             os.close(file)
-        self._set(manifest.values)
-        self.steps = manifest.step
-        disk.current().flush()
-        self._manifest().write(disk.folder().path)
 
     def _take_up_piece(self, piece: Piece, extent: Extent, counter: float | None, file: int) -> None:
         with tier(HOST):
@@ -141,6 +167,8 @@ class LastStep:
         for piece in self._taken:
             assert piece.spare is not None
             _up(piece, piece.spare)
+        if self._gathered and self._context.gather_rows is not None:
+            self._context.gather_rows()
         self._set(values)
 
     def _release(self) -> None:

@@ -29,11 +29,10 @@ from memtune.errors import ApplyError
 from memtune.factors import Factors
 from memtune.runtime.context import Context, Landed
 from memtune.runtime.partition import Hop, Partition
-from memtune.runtime.parts import PARTS, Divided
+from memtune.runtime.parts import PARTS, Divided, divided
 from memtune.runtime.ranks import require_ranks
 from memtune.runtime.rows import Axes, Part, Rows
 from memtune.runtime.sharding import rebind, shard, units_of
-from memtune.runtime.tensor import mix_plain_and_sharded
 
 _DIMS = (PARTS, "copies", "parameters", "gradients", "optimizer")
 
@@ -97,6 +96,9 @@ def divide(
         raise ApplyError(f"{kind} cannot divide the model: {problem}.", fix="factors that divide one another", code="MT345")
     p, o, whole_gradients = factors.parameters, factors.optimizer, factors.gradients == 1 < factors.parameters
     before = dict(context.model.named_parameters())
+    pipeline: Any = context.pipeline
+    if pipeline is not None and factors.gradients > 1:
+        pipeline.require_divisible(kind)
     if p > 1:
         sharers = _sharers(context, factors) if o > p else None
         shard(
@@ -139,7 +141,8 @@ class _Levels:
         inputs = list(held.values())
         self._parts: list[list[Part]] = [[] for _ in inputs]  # (trainable parameters,) its parts, from the outside in
         for axes, every_micro_batch in _divisions(context, factors):
-            kind = Hop if self.rows or factors.parameters > 1 or context.pipeline is not None else Partition
+            at_end = context.pipeline is not None and not every_micro_batch
+            kind = Hop if self.rows or factors.parameters > 1 or at_end else Partition
             level = kind(context, inputs, axes, bucket_cap_mb=bucket_cap_mb, every_micro_batch=every_micro_batch)
             self.rows.append(level)
             part_of = {part.parameter: part for part in level.parts}
@@ -154,7 +157,8 @@ class _Levels:
         rebind(context.optimizer, before, {name: finals.get(name, p) for name, p in context.model.named_parameters()})
         context.represented.update({held[name]: final for name, final in finals.items()})
         context.optimizer.register_step_pre_hook(self._before_step)
-        context.optimizer.register_step_post_hook(self._after_step)
+        context.optimizer.register_step_post_hook(lambda *_: self._gather())
+        context.gather_rows = self._gather
         others = context.checks.get("sharding.states")
         context.checks["sharding.states"] = lambda: (others() if others is not None else {}) | self._check()
 
@@ -162,8 +166,10 @@ class _Levels:
         """Hear of the end of a backward that reduces, and beforehand of every sum that FSDP2 is about to add to."""
         first = self.rows[0]
         if context.pipeline is not None:
-            mix_plain_and_sharded()
-            context.pipeline.reduce = self._end  # type: ignore[attr-defined]
+            pipeline: Any = context.pipeline
+            pipeline.divided_among(divided(context, self._factors.optimizer).sharers.get_group())
+            if isinstance(first, Hop):
+                pipeline.reduce = self._end
             return
         if isinstance(first, Partition):
             first.on_end = self._end
@@ -211,7 +217,7 @@ class _Levels:
             elif parameter.grad is not final.grad:  # the user has put another one there
                 final.grad = parameter.grad
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _gather(self) -> None:
         """Gather what the other ranks have updated, from the inside out."""
         for level in reversed(self.rows):
             level.gather()

@@ -17,16 +17,16 @@ from memtune.passes.in_parts import elements_of
 from memtune.passes.online import online_policy
 from memtune.passes.policy import Frozen, freeze, region_trace
 from memtune.passes.region import region_of
-from memtune.passes.schedule import run_schedule
 from memtune.program import Program, Step
 from memtune.remat import Policy, Trace
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
+from memtune.runtime.ranks import require_whole_parameters
 from memtune.schedule import Schedule
 from memtune.search_spaces.recompute._online import told_online, too_little_online
-from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of
+from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -56,7 +56,8 @@ class _Dynamic(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs the model to itself on one rank, and a budget that plain training exceeds and the policy meets."""
-        reason = cannot_freeze(program, target, online=self.online is not False)
+        online = self.online is not False
+        reason = cannot_freeze(program, target, online=online) or self._looked_through(program, target)
         if reason is not None:
             return reason
         if self.budget_bytes is not None and self.ratio is not None:
@@ -72,13 +73,9 @@ class _Dynamic(Technique):
         if self.ratio is None and place.plain_bytes <= budget_bytes:
             return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
         if budget_bytes < least or self._frozen(program, target) is None:
-            return Reason(
-                f"the policy finds no way to stay within {format_bytes(budget_bytes)}; no recompute gets below "
-                f"{format_bytes(least)}",
-                "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
-            )
+            return self._too_little(place, budget_bytes)
         if self._is_online(program.step):
-            return too_little_online(program.step, self.policy(), budget_bytes, target.hardware)
+            return too_little_online(program.step, self.policy(), budget_bytes, target.hardware, place.more_bytes)
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
@@ -105,7 +102,7 @@ class _Dynamic(Technique):
         schedule = self._schedule(plan)
         if isinstance(region, str) or schedule.graph != region.graph.sha256:
             return program  # as the executor does: the plain model runs
-        return program.with_step(run_schedule(program.step, region, schedule))
+        return program.with_step(under_schedule(program.step, schedule))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward."""
@@ -113,8 +110,7 @@ class _Dynamic(Technique):
         if "online" in plan.decisions:
             self._apply_online(context, plan.decisions["online"])
             return
-        region = FrozenRegion(context.model, schedule, context.device)
-        region.install()
+        region = install_region(context, schedule, self.kind)
         context.checks["recompute"] = lambda: check_schedule(region)
 
     def _apply_online(self, context: Context, plan: dict[str, Any]) -> None:
@@ -132,7 +128,15 @@ class _Dynamic(Technique):
         )
         region = OnlineRegion(context.model, context.optimizer, settings, context.device)
         region.install()
+        context.later.append(partial(require_whole_parameters, context, f"recompute: {{kind: {self.kind}}}", ahead=True))
         context.checks["recompute"] = lambda: _check_online(region)
+
+    def _looked_through(self, program: Program, target: Target) -> Reason | None:
+        """DDP would look for unused parameters in a graph that is there in backward alone."""
+        states = target.chosen.get("sharding.states") if program.ranks > 1 else None
+        if states is None or ("find_unused_parameters", True) not in states.knobs() or not self._is_online(program.step):
+            return None
+        return Reason("DDP cannot look for unused parameters in a graph that is made in backward", "online: false")
 
     def _is_online(self, step: Step) -> bool:
         region = region_of(step)
@@ -141,7 +145,7 @@ class _Dynamic(Technique):
     def _online(self, program: Program, target: Target) -> dict[str, Any]:
         """What the runtime is told: the budget, what is outside of it, and rates that make costs the same in every run."""
         place = place_of(program, target)
-        return {"budget_bytes": self._budget_bytes(place, target), **told_online(place.step, target.hardware)}
+        return {"budget_bytes": self._budget_bytes(place, target), **told_online(place.step, target.hardware, place.buffer_bytes)}
 
     def record(self, target: Target) -> dict[str, Any]:
         """The policy and its budget."""
@@ -171,6 +175,17 @@ class _Dynamic(Technique):
         place = place_of(program, target)
         return solved(place, self.policy(), self._budget_bytes(place, target), self._is_online(program.step))
 
+    def _too_little(self, place: Place, budget_bytes: int) -> Reason:
+        """Says what would be enough where a config asks for these bytes; a search, which asks of many, does not look for it."""
+        why = f"the policy finds no way to stay within {format_bytes(budget_bytes)}"
+        rest = "a smaller micro-batch, or recompute: {kind: planned}"
+        enough = None
+        if self.budget_bytes is not None:
+            enough = _enough_bytes(place, self.policy(), budget_bytes, self._is_online(place.step))
+        if enough is None:
+            return Reason(f"{why}; no recompute gets below {format_bytes(place.least_bytes)}", f"a larger budget, {rest}")
+        return Reason(f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {enough}, {rest}")
+
     def _schedule(self, plan: Plan) -> Schedule:
         try:
             return Schedule.from_plain(plan.decisions["schedule"], made_by=self.kind)
@@ -191,6 +206,25 @@ def solved(place: Place, policy: Policy, budget_bytes: int, online: bool = False
 
 
 @lru_cache(maxsize=16)
+def _enough_bytes(place: Place, policy: Policy, too_little_bytes: int, online: bool) -> int | None:
+    """A budget for which the policy has a schedule, within 1 % of one for which it has none; None: not even the peak.
+
+    A policy may fail above a budget that it meets: what is found, by bisection, is one that it does meet.
+    """
+    low, high = too_little_bytes, place.plain_bytes
+    if low < place.least_bytes:
+        if solved(place, policy, place.least_bytes, online) is not None:
+            return place.least_bytes
+        low = place.least_bytes
+    if solved(place, policy, high, online) is None:
+        return None
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        low, high = (middle, high) if solved(place, policy, middle, online) is None else (low, middle)
+    return high
+
+
+@lru_cache(maxsize=16)
 def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> Trace:
     """The same for all policies and budgets."""
     region = region_of(step)
@@ -201,6 +235,14 @@ def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> 
 
 def _is_cheap(name: str) -> bool:
     return op_class(name) not in _EXPENSIVE
+
+
+def install_region(context: Context, schedule: Schedule, kind: str) -> FrozenRegion:
+    """Put the executor of `schedule` in the place of the model's forward, for the technique `kind`."""
+    region = FrozenRegion(context.model, schedule, context.device)
+    region.install()
+    context.later.append(partial(require_whole_parameters, context, f"recompute: {{kind: {kind}}}"))
+    return region
 
 
 def check_schedule(region: FrozenRegion) -> dict[str, Any]:

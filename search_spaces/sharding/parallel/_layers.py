@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -14,6 +13,7 @@ from memtune.errors import ApplyError
 from memtune.linear_pairs import Pair, find_pairs
 from memtune.passes.tensor import Sharing, share, sum_shards
 from memtune.program import Program, RankClass, Resource
+from memtune.remembered import remembered
 from memtune.runtime.context import Context
 from memtune.technique import CutRecording, Exactness, Plan, Reason, Target, Technique
 
@@ -145,7 +145,7 @@ class TakingTurns(Shared):
         return program.with_step(sum_shards(program.step, how))
 
 
-@lru_cache(maxsize=32)
+@remembered
 def _taking_turns(program: Program, recorded: CutRecording, how: Sharing) -> Program:
     """One object for all states that the same copies hold: what other passes make of it is shared as well."""
     step = share(accumulate_gradients(recorded.recording.at(program.micro_batch)), how)

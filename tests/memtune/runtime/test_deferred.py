@@ -17,8 +17,9 @@ from zoo_paths import ZOO
 import memtune
 from memtune._apply import apply
 from memtune.errors import ApplyError
-from memtune.runtime.deferred import construction_of
+from memtune.runtime.deferred import construction_of, fill_whole
 from memtune.runtime.ledger import Ledger
+from memtune.runtime.sharding import rebind
 from memtune.runtime.tiers import HOST, tier
 from memtune.workload import Workload
 
@@ -140,6 +141,19 @@ def test_values_that_are_written_over_later_are_those_of_the_time() -> None:
     assert construction is not None
     construction.run(kept.place)
     assert torch.equal(kept["weight"], wanted["weight"])
+
+
+def test_what_a_module_moves_goes_to_the_device_and_plain_attributes_stay() -> None:
+    """As `model.to(device)` has it; the device here is one without memory, which every machine has."""
+    torch.manual_seed(0)
+    plain = converted()
+    torch.manual_seed(0)
+    model = memtune.deferred(converted, "meta")
+    model.made_since = torch.ones(2)  # type: ignore[assignment]
+    fill_whole(model, torch.optim.SGD(model.parameters(), lr=1.0), rebind)
+    assert all(each.is_meta for each in model.state_dict().values())
+    assert torch.equal(model.mask, plain.mask)  # type: ignore[arg-type]
+    assert torch.equal(model.made_since, torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_draws_in_between_are_not_taken_back() -> None:

@@ -214,7 +214,7 @@ def train_on_rank(directory: str, sharding: str, kill_at: int) -> tuple[int, dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "zero1", "zero2"])
 @pytest.mark.parametrize("act", [52, 63, 75])
 def test_a_killed_rank_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
     plain, killed = tmp_path / "plain", tmp_path / "killed"
