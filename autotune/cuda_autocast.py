@@ -2,7 +2,7 @@
 
 CPU and CUDA have lists of their own: under autocast CUDA runs norms, softmax and sums in float32 and saves what it cast for them,
 CPU runs them in 16 bits; and `torch.autocast("cuda")` does nothing without CUDA. Inside `as_on_cuda` the first is CPU's as well,
-and both names mean it.
+and both names mean it, where code asks whether it is on (`torch.is_autocast_enabled`) too.
 
 Sources: ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_PROMOTE; it is installed with torch) and
 aten/src/ATen/autocast_mode.cpp (TORCH_LIBRARY_IMPL of AutocastCPU: what only CPU casts).
@@ -89,9 +89,29 @@ def as_on_cuda() -> Iterator[None]:
 
         autocast.__init__, autocast.__enter__, autocast.__exit__ = on_cpu, entered, left  # type: ignore[method-assign]
         try:
-            yield
+            with _answers():
+                yield
         finally:
             autocast.__init__, autocast.__enter__, autocast.__exit__ = init, enter, leave  # type: ignore[method-assign]
+
+
+@contextmanager
+def _answers() -> Iterator[None]:
+    """Whoever asks for CUDA's autocast, which is meant where no device is named, is told of CPU's, which stands for it."""
+    enabled, dtype, gpu_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.get_autocast_gpu_dtype
+
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return enabled("cpu" if device_type == "cuda" else device_type)
+
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        return dtype("cpu" if device_type == "cuda" and enabled("cpu") else device_type)
+
+    torch.is_autocast_enabled, torch.get_autocast_dtype = is_autocast_enabled, get_autocast_dtype
+    torch.get_autocast_gpu_dtype = lambda: get_autocast_dtype("cuda")
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled, torch.get_autocast_dtype, torch.get_autocast_gpu_dtype = enabled, dtype, gpu_dtype
 
 
 @contextmanager

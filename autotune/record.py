@@ -28,7 +28,7 @@ from memtune.autotune.foreach import foreach_phase, step_counters
 from memtune.autotune.optimizer_fold import OptimizerFold
 from memtune.autotune.tracer import Tracer
 from memtune.autotune.unfold import Short
-from memtune.autotune.untraced import as_in_training
+from memtune.autotune.untraced import BatchValues, as_in_training
 from memtune.batches import map_tensors
 from memtune.edit import Edit
 from memtune.errors import MemtuneError, WorkloadError
@@ -92,6 +92,8 @@ class Session:
     """What pays for forward and backward of equal blocks once; None: all blocks run."""
     assumed: list[str] = field(default_factory=list)
     """What user code would have asked the data, and the answer it was given."""
+    values: BatchValues = field(default_factory=BatchValues)
+    """What is known of the micro-batches although they are fake."""
 
     compiled: CompiledModel | None = None
     """What of the model runs through torch.compile; graphs are made in an untraced step, as Dynamo sees no recorder then."""
@@ -102,7 +104,7 @@ class Session:
             batch = self.workload.make_batch(size)
         fake = self.fake
         if fake is not None:
-            batch = map_tensors(batch, fake.from_tensor)
+            batch = map_tensors(batch, lambda tensor: self.values.fake(tensor, fake))
         map_tensors(batch, lambda tensor: mark(tensor, HOST))
         return batch
 
@@ -115,7 +117,7 @@ class Session:
             if self.fake is None:
                 yield
             else:
-                with as_in_training(self.assumed, self.optimizer), RealOutputs(self.sizes):
+                with as_in_training(self.assumed, self.optimizer, self.values), RealOutputs(self.sizes):
                     yield
 
     def warm_up(self, size: int) -> None:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from memtune.runtime.known_values import KnownValues, unnoticed
+from memtune.runtime.op_arguments import mutated
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = "assumed that the numbers which the optimizer reads from tensors are 1: no size depends on them"
 _ONE_SEQUENCE = "assumed that no sample holds several packed sequences: transformers decides by looking at position_ids"
 
 
+_AS_IN_THIS_BATCH = "assumed that every batch has masks like those recorded with: transformers decides by looking at them"
+
+
 @contextmanager
-def as_in_training(assumed: list[str], optimizer: Optimizer) -> Iterator[None]:
+def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues) -> Iterator[None]:
     """Inside, code that asks fake tensors for data goes the way that it goes in training; adds to `assumed` what was assumed.
 
     Optimizers that scale by a norm (`torch.optim.Adafactor`) read numbers in every step; a fake tensor has none.
@@ -27,13 +33,49 @@ def as_in_training(assumed: list[str], optimizer: Optimizer) -> Iterator[None]:
     numbers = _Numbers(assumed)
     before = optimizer.register_step_pre_hook(lambda *_: numbers.begin())
     after = optimizer.register_step_post_hook(lambda *_: numbers.end())
+    looks = batch.watched(assumed) if "transformers" in sys.modules else nullcontext()
     try:
-        with _one_sequence(assumed):
+        with _one_sequence(assumed), unnoticed(), looks:
             yield
     finally:
         numbers.end()
         before.remove()
         after.remove()
+
+
+class BatchValues:
+    """Integers and masks of the micro-batches that a session made, which were real before they were made fake."""
+
+    def __init__(self) -> None:
+        self._known = KnownValues()
+
+    def fake(self, tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+        """`tensor` as a fake one, of which the values stay known where they are no floats."""
+        made = mode.from_tensor(tensor)
+        self._known.know(made, tensor)
+        return made
+
+    def watched(self, assumed: list[str]) -> TorchDispatchMode:
+        """Inside, code that looks at what follows from them and from constants alone is told what training would tell it."""
+        return _Looks(self._known, assumed)
+
+
+class _Looks(TorchDispatchMode):
+    def __init__(self, known: KnownValues, assumed: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known, self._assumed = known, assumed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        told = self._known.look(func, args)
+        if told is not None:
+            if _AS_IN_THIS_BATCH not in self._assumed:
+                self._assumed.append(_AS_IN_THIS_BATCH)
+            return told
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and not out.is_floating_point():  # floats are never known, nor written into what is
+            self._known.follow(func, args, kwargs, out, writes=mutated(func, args, kwargs))
+        return out
 
 
 class _Numbers(TorchDispatchMode):

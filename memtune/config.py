@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -168,7 +168,7 @@ def _validated(document: Document) -> TunedConfig:
             **rest,
         )
     except ValidationError as error:
-        raise _explained(document, (), error) from None
+        raise _explained(document, (), data, error) from None
 
 
 def _settings(document: Document, data: dict[str, Any]) -> Settings:
@@ -198,7 +198,7 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
             # Through JSON, where strict means what a config can say: a list is a tuple, a word an enum, "2" is no number.
             techniques[slot] = technique.model_validate_json(json.dumps({**node, "kind": kind}))
         except ValidationError as error:
-            raise _explained(document, path, error) from None
+            raise _explained(document, path, node, error) from None
     path = ("settings", "execution")
     execution = _mapping(document, path, data.get("execution"))
     own = {name: value for name, value in execution.items() if name not in _slots_in("execution")}
@@ -206,7 +206,7 @@ def _settings(document: Document, data: dict[str, Any]) -> Settings:
     try:
         return Settings.of(Execution.model_validate_json(json.dumps(own)), techniques)
     except ValidationError as error:
-        raise _explained(document, path, error) from None
+        raise _explained(document, path, own, error) from None
 
 
 def _slots_in(axis: str) -> tuple[str, ...]:
@@ -248,15 +248,25 @@ def _known(document: Document, path: tuple[str, ...], data: dict[str, Any], know
             )
 
 
-def _explained(document: Document, path: tuple[str, ...], error: ValidationError) -> ConfigError:
+def _explained(document: Document, path: tuple[str, ...], data: Any, error: ValidationError) -> ConfigError:
     first = error.errors()[0]
-    where = (*path, *first["loc"])
+    where = (*path, *_place_in(data, first))
     wrong = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     return ConfigError(
         f"{document.where(where)}  {'.'.join(map(str, where))}: {wrong}, but got {_said(first.get('input'))}.",
         fix="memtune techniques  shows what each technique can be given",
         code="MT202",
     )
+
+
+def _place_in(data: Any, error: Mapping[str, Any]) -> Iterator[str | int]:
+    """The keys that lead to what is wrong; pydantic also names the member of a union that it tried, which is no key."""
+    for key in error["loc"]:
+        if (isinstance(data, Mapping) and key in data) or (isinstance(data, list) and isinstance(key, int)):
+            data = data[key]
+            yield key
+        elif error["type"] == "missing":
+            yield key
 
 
 def _said(value: Any) -> str:

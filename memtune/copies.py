@@ -7,16 +7,16 @@ What the passes insert is put on the real ranks' links afterwards.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import numpy as np
 
 from memtune.hardware import Hardware
 from memtune.program import APART, Program, RankClass, Resource
+from memtune.remembered import remembered
 
 
-@functools.lru_cache(maxsize=16)
+@remembered
 def one_part(program: Program, parts: int) -> Program:
     """`program` on the ranks that hold the same part; the groups of what the parts send are marked by their sign.
 

@@ -49,6 +49,9 @@ class KnownValues:
             self._forget(each)
         if writes or not known or not isinstance(out, Tensor) or not _is_kept(out):
             return
+        if func is torch.ops.memtune.to_device.default:
+            self._twin[out] = self._twin[args[0]]
+            return
         if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten" or "empty" in str(func):
             return
         host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs

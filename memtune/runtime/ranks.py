@@ -20,14 +20,14 @@ from memtune.runtime.tree import local
 
 
 def require_ranks(context: Context, what: str) -> None:
-    """Check that this process is one of several that hold the same weights.
+    """Check that this process is one of several that hold the same weights, or the same part of them.
 
     Args:
         context: The model whose weights are compared.
         what: What needs the ranks, for the message: `sharding`.
 
     Raises:
-        ApplyError: There is no process group, or the ranks' weights differ.
+        ApplyError: There is no process group, no other rank holds the same part, or the ranks' weights differ.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ApplyError(
@@ -35,6 +35,11 @@ def require_ranks(context: Context, what: str) -> None:
             fix="torchrun --nproc-per-node 2 your_script.py",
             code="MT320",
         )
+    if context.parts > 1 and context.copies == 1:
+        raise ApplyError(
+            f"all {context.ranks} ranks share layers: {what} has no copies of a part to work on.",
+            fix="sharding.parallel of a smaller degree, or sharding.states: {kind: none}", code="MT321",
+        )  # fmt: skip
     if are_there(context.model):
         require_backend(context.device)
     _require_same_weights(context)

@@ -15,6 +15,7 @@ import numpy as np
 
 from memtune.hardware import Hardware
 from memtune.program import I32, Program, RankClass, Step
+from memtune.remembered import remembered
 from memtune.search_spaces import NULL_KINDS, PASS_ORDER
 from memtune.search_spaces._passes import judged, made, parts_seen, run
 from memtune.search_spaces._watched import Watched
@@ -119,10 +120,11 @@ def _after(program: Program, technique: Technique, chosen: dict[str, Technique],
     if judged(program, technique, target, parts) is None:
         after = made(program, technique, target, parts)[0]
     known.append((watched.seen, after))
+    _ways.holds(after, program, technique, hardware)
     return after
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _ways(
     program: Program, technique: Technique, hardware: Hardware
 ) -> list[tuple[Mapping[str, Technique | None], Program | None]]:
@@ -215,7 +217,7 @@ class _Search:
         return after_later(self._program.with_step(step), self._later, self._hardware).step
 
 
-@lru_cache(maxsize=16)
+@remembered
 def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
     """The step under one option for each block: the same few are asked for under every set of later techniques."""
     return rewritten(found.step, found.chosen(np.asarray(choice, np.int32)))

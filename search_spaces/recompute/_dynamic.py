@@ -14,7 +14,7 @@ from memtune.hardware import Hardware
 from memtune.op_costs import op_class, op_costs
 from memtune.passes.by_data import depends_on_data
 from memtune.passes.in_parts import elements_of
-from memtune.passes.online import online_policy
+from memtune.passes.online import online_policy, with_peak
 from memtune.passes.policy import Frozen, freeze, region_trace
 from memtune.passes.region import region_of
 from memtune.program import Program, Step
@@ -25,7 +25,7 @@ from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
 from memtune.runtime.ranks import require_whole_parameters
 from memtune.schedule import Schedule
-from memtune.search_spaces.recompute._online import told_online, too_little_online
+from memtune.search_spaces.recompute._online import peak_online, told_online, too_little_online
 from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -73,11 +73,7 @@ class _Dynamic(Technique):
         if self.ratio is None and place.plain_bytes <= budget_bytes:
             return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
         if budget_bytes < least or self._frozen(program, target) is None:
-            return Reason(
-                f"the policy finds no way to stay within {format_bytes(budget_bytes)}; no recompute gets below "
-                f"{format_bytes(least)}",
-                "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
-            )
+            return self._too_little(place, budget_bytes)
         if self._is_online(program.step):
             return too_little_online(program.step, self.policy(), budget_bytes, target.hardware, place.more_bytes)
         return None
@@ -101,12 +97,15 @@ class _Dynamic(Technique):
         )
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """The model's forward and backward run as the schedule says."""
+        """The model's forward and backward run as the schedule says; online as much stays as the budget lets."""
         region = region_of(program.step)
         schedule = self._schedule(plan)
         if isinstance(region, str) or schedule.graph != region.graph.sha256:
             return program  # as the executor does: the plain model runs
-        return program.with_step(under_schedule(program.step, schedule))
+        step = under_schedule(program.step, schedule)
+        return program.with_step(
+            with_peak(step, plan.decisions["online"].get("peak_bytes", 0)) if "online" in plan.decisions else step
+        )
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward."""
@@ -149,7 +148,10 @@ class _Dynamic(Technique):
     def _online(self, program: Program, target: Target) -> dict[str, Any]:
         """What the runtime is told: the budget, what is outside of it, and rates that make costs the same in every run."""
         place = place_of(program, target)
-        return {"budget_bytes": self._budget_bytes(place, target), **told_online(place.step, target.hardware, place.buffer_bytes)}
+        budget_bytes = self._budget_bytes(place, target)
+        peak = peak_online(place.step, self.policy(), budget_bytes - place.more_bytes, target.hardware)
+        told = told_online(place.step, target.hardware, place.buffer_bytes)
+        return {"budget_bytes": budget_bytes, "peak_bytes": peak or 0, **told}
 
     def record(self, target: Target) -> dict[str, Any]:
         """The policy and its budget."""
@@ -179,6 +181,17 @@ class _Dynamic(Technique):
         place = place_of(program, target)
         return solved(place, self.policy(), self._budget_bytes(place, target), self._is_online(program.step))
 
+    def _too_little(self, place: Place, budget_bytes: int) -> Reason:
+        """Says what would be enough where a config asks for these bytes; a search, which asks of many, does not look for it."""
+        why = f"the policy finds no way to stay within {format_bytes(budget_bytes)}"
+        rest = "a smaller micro-batch, or recompute: {kind: planned}"
+        enough = None
+        if self.budget_bytes is not None:
+            enough = _enough_bytes(place, self.policy(), budget_bytes, self._is_online(place.step))
+        if enough is None:
+            return Reason(f"{why}; no recompute gets below {format_bytes(place.least_bytes)}", f"a larger budget, {rest}")
+        return Reason(f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {enough}, {rest}")
+
     def _schedule(self, plan: Plan) -> Schedule:
         try:
             return Schedule.from_plain(plan.decisions["schedule"], made_by=self.kind)
@@ -196,6 +209,25 @@ def solved(place: Place, policy: Policy, budget_bytes: int, online: bool = False
     """Solved once for a place, policy and budget."""
     traces = [partial(_trace, place.step, place.hardware, online, keep_written) for keep_written in (False, True)]
     return freeze(place.among, traces, policy, budget_bytes, place.peak_bytes)
+
+
+@lru_cache(maxsize=16)
+def _enough_bytes(place: Place, policy: Policy, too_little_bytes: int, online: bool) -> int | None:
+    """A budget for which the policy has a schedule, within 1 % of one for which it has none; None: not even the peak.
+
+    A policy may fail above a budget that it meets: what is found, by bisection, is one that it does meet.
+    """
+    low, high, least = too_little_bytes, place.plain_bytes, place.least_bytes
+    if low < least:
+        if solved(place, policy, least, online) is not None:
+            return least
+        low = least
+    if solved(place, policy, high, online) is None:
+        return None
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        low, high = (middle, high) if solved(place, policy, middle, online) is None else (low, middle)
+    return high
 
 
 @lru_cache(maxsize=16)

@@ -45,8 +45,15 @@ class Found:
     """On top of the plain step."""
 
 
-def fastest_schedule(program: Program, target: Target, budget_bytes: int) -> Found | Reason:
-    """The fastest schedule of the dynamic policies and of Checkmate within the budget, or why there is none."""
+def fastest_schedule(program: Program, target: Target, budget_bytes: int, by_blocks_bytes: int) -> Found | Reason:
+    """The fastest schedule of the dynamic policies and of Checkmate within the budget, or why there is none.
+
+    Args:
+        program: Without recompute.
+        target: What it is for.
+        budget_bytes: Peak of the whole step.
+        by_blocks_bytes: The smallest peak of a plan by blocks, to say what would be enough.
+    """
     reason = cannot_freeze(program, target)
     if reason is not None:
         return reason
@@ -54,7 +61,10 @@ def fastest_schedule(program: Program, target: Target, budget_bytes: int) -> Fou
     if program.ranks > 1 and (reason := place.below(budget_bytes)) is not None:
         return reason
     found = _fastest(place, budget_bytes)
-    return found or Reason(f"no schedule stays within {format_bytes(budget_bytes)}", "a larger budget")
+    if found is not None:
+        return found
+    least = f"the smallest plan by blocks needs {format_bytes(by_blocks_bytes)}"
+    return Reason(f"no schedule stays within {format_bytes(budget_bytes)}: {least}", "a larger budget")
 
 
 @lru_cache(maxsize=64)

@@ -137,7 +137,7 @@ class Planned(Technique):
 
     def _scheduled(self, program: Program, target: Target, solution: Solution) -> Found | Reason:
         """A schedule that is faster than the plan by blocks, or meets a budget that no such plan does; else why not."""
-        found = fastest_schedule(program, target, solution.budget_bytes)
+        found = fastest_schedule(program, target, solution.budget_bytes, solution.smallest_bytes)
         if isinstance(found, Found) and solution.is_within and found.seconds >= solution.seconds:
             return Reason("no schedule is faster than the plan by blocks", "by_schedule: false")
         return found

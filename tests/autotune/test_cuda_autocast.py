@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._C import _dispatch_dump, _dispatch_get_all_op_names
 
 from memtune.autotune import cuda_autocast as ours
@@ -74,6 +76,43 @@ def test_what_comes_out_is_what_cuda_s_policies_say(device: str) -> None:
     assert x.grad is not None
     with torch.autocast("cpu", BF16):  # CPU's own again
         assert (x @ x).softmax(-1).dtype == BF16
+
+
+class Doubled(torch.autograd.Function):
+    """Casts as torch's own decorators say, in backward by what was on in forward."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ x
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return (gradient @ x.t()).float() + (x.t() @ gradient).float()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_code_that_asks_is_told_what_is_on(device: str) -> None:
+    def told() -> list[Any]:
+        return [torch.is_autocast_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")]
+
+    x = torch.randn(4, 4, requires_grad=True)
+    before = told()
+    with as_on_cuda():
+        assert told() == [False, False, torch.get_autocast_dtype("cuda")]
+        with torch.autocast(device, BF16):
+            assert told() == [True, True, BF16]
+            assert torch.get_autocast_gpu_dtype() == BF16
+            with torch.autocast("cuda", enabled=False):
+                assert told()[:2] == [False, False]
+            y = Doubled.apply(x)
+        assert y.dtype == BF16
+        y.sum().backward()
+        assert not torch.is_autocast_enabled()
+    assert told() == before == [False, False, torch.float16]
 
 
 MODEL = """

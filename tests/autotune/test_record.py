@@ -16,6 +16,8 @@ from zoo_paths import BAD, ZOO
 from memtune.autotune.record import SEED, check, record, start_session
 from memtune.cores import cpu_threads
 from memtune.errors import WorkloadError
+from memtune.passes.by_data import depends_on_data
+from memtune.passes.region import Region, region_of
 from memtune.program import Kind, Recording
 from memtune.runtime import shim
 from memtune.runtime.loop import train_step
@@ -320,3 +322,40 @@ def test_an_op_that_says_no_to_fake_tensors_is_named(tmp_path: Path) -> None:
     recording = record(Workload.load(path))
     assert recording.rung == "real-step"
     assert any("memtune_test.refuses.default" in note and "only on real ones" in note for note in recording.notes)
+
+
+BERT = """
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+def model():
+    return BertForMaskedLM(BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+def batch(size):
+    ids = torch.randint(50, (size, 8))
+    mask = torch.ones_like(ids)
+    mask[0, 8 - {padded}:] = 0
+    return {{"input_ids": ids, "labels": ids}} | ({{"attention_mask": mask}} if {masked} else {{}})
+
+def loss(model, batch):
+    return model(**batch).loss
+"""
+
+
+def test_a_mask_that_hides_nothing_is_dropped_as_in_training(tmp_path: Path) -> None:
+    """transformers looks at the mask; it is known while the batch is fake, and that it was looked at is seen."""
+    pytest.importorskip("transformers")
+    step = {}
+    for name, masked, padded in (("none", False, 0), ("ones", True, 0), ("padded", True, 3)):
+        path = tmp_path / f"{name}.py"
+        path.write_text(BERT.format(masked=masked, padded=padded))
+        recording = record(Workload.load(path))
+        assert recording.rung == "fake"
+        assert any("masks like those" in note for note in recording.notes) == masked
+        step[name] = recording.step
+    assert step["ones"].saved_bytes(0) == step["none"].saved_bytes(0) < step["padded"].saved_bytes(0)
+    region = region_of(step["ones"])
+    assert isinstance(region, Region)
+    assert depends_on_data(step["ones"], region) == "aten.all.default"

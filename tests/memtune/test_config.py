@@ -126,6 +126,11 @@ def test_settings_drop_null_techniques():
         ("settings: {}\nmemtune: 2\nnew_part: {}\n", 2, "schema 2"),
         ("settings: {}\nmemtune: one\n", 2, "schema"),
         ("- a\n- b\n", 1, "mapping"),
+        (
+            "memtune: 1\nsettings:\n  allocator: {kind: native, roundup_power2_divisions: true}",
+            3,
+            "settings.allocator.roundup_power2_divisions: expected a valid integer, but got true",
+        ),
     ],
 )
 def test_a_wrong_config_is_explained_with_its_line(text: str, line: int, words: str):

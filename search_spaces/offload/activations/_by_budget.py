@@ -16,6 +16,7 @@ from memtune.passes.position_wise import PositionWise, position_wise
 from memtune.passes.split_region import split_regions
 from memtune.planners.tsplit import Found, Problem, solve
 from memtune.program import I64, Program, RankClass, Step
+from memtune.remembered import remembered
 from memtune.search_spaces.offload.activations._micro_tensors import Decisions, Split, calls_in_parts, decisions
 from memtune.search_spaces.recompute._budget import after_later
 from memtune.search_spaces.recompute._levels import live_bytes, windows
@@ -237,14 +238,14 @@ def rewritten(step: Step, decided: Decided, min_bytes: int) -> Step:
     return _moved(_in_parts(step, tuple(sorted(decided.split.items()))), tuple(decided.moved), min_bytes, decided.ahead)
 
 
-@lru_cache(maxsize=8)
+@remembered
 def _in_parts(step: Step, split: tuple[tuple[str, int], ...]) -> Step:
     parts = dict(split)
     regions = [each for each in position_wise(step) if each.module in parts]
     return split_regions(step, regions, [parts[each.module] for each in regions]) if regions else step
 
 
-@lru_cache(maxsize=16)
+@remembered
 def _moved(step: Step, moved: tuple[frozenset[Call], ...], min_bytes: int, ahead: int) -> Step:
     """Many budgets have one plan, and what was planned with is made again when it is chosen: the same step, not an equal one."""
     claims = [MoveClaim(i, 1.0, min_bytes, calls) for i, calls in enumerate(moved) if calls]

@@ -20,6 +20,7 @@ from memtune.pipeline_order import idle_share
 from memtune.planners.fastest_on_ranks import Partitions
 from memtune.planners.stages_on_ranks import F64, TurnBytes, TurnCosts, cross_mapping
 from memtune.program import Program, RankClass, Resource, Step
+from memtune.remembered import remembered
 from memtune.runtime.context import Context
 from memtune.search_spaces.offload.states._packs import block_bytes, from_plan, not_in_packs, within_budget
 from memtune.technique import Plan, Reason, Target
@@ -73,7 +74,7 @@ def costs_of(step: Step, hardware: Hardware) -> TurnCosts:
     return TurnCosts(forward, backward, load, chain.passed_bytes / down + chain.passed_bytes / up)
 
 
-@functools.lru_cache(maxsize=8)
+@remembered
 def on_ranks(program: Program, layout: OnRanks, hardware: Hardware, boundaries: Where = "host") -> Program:
     """The step of each rank, all micro-batches of all ranks in it; the fullest one first."""
     ranks, count = program.ranks, program.accumulate * program.ranks
@@ -139,7 +140,7 @@ def layout_of(plan: Plan, kind: str, *, prefetch: bool) -> OnRanks:
         spans = tuple((int(first), int(end)) for first, end in decisions["spans"])
         return OnRanks(spans, tuple(int(rank) for rank in decisions["ranks"]), prefetch)
 
-    return from_plan(plan, kind, read)
+    return from_plan(plan, kind, "stages for several ranks", read)
 
 
 def told_on_ranks(plan: Plan) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ from zoo_paths import ZOO
 from memtune._apply import apply
 from memtune.errors import ApplyError
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.recompute._place import place_of
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.technique import NO_PLAN
 from memtune.testing import TechniqueSuite
@@ -55,10 +57,18 @@ class TestDtr(TechniqueSuite):
         assert technique.fits(program, target_of(technique)) is None
         assert technique.plan(program, target_of(technique)).decisions["peak_bytes"] == 754_144
 
-    def test_a_budget_below_the_least_peak_is_refused_with_it(self) -> None:
+    @pytest.mark.parametrize("reachable", [True, False])
+    def test_a_budget_that_is_too_small_is_refused_with_one_that_is_enough(self, reachable: bool) -> None:
+        """The least that any schedule has, where the policy reaches it; else what a bisection finds."""
+        program = plain_program(ZOO["cnn_bn" if reachable else "gpt"], 2 if reachable else 16)
         technique = Dtr(budget_bytes=400_000)
-        reason = technique.fits(plain_program(ZOO["cnn_bn"]), target_of(technique))
-        assert "no recompute gets below 736 KiB" in str(reason)
+        reason = technique.fits(program, target_of(technique))
+        told = re.search(r"are enough \(budget_bytes: (\d+),", str(reason))
+        assert told
+        enough = int(told[1])
+        other = Dtr(budget_bytes=enough)
+        assert (enough == place_of(program, target_of(other)).least_bytes) == reachable
+        assert other.fits(program, target_of(other)) is None
 
     @pytest.mark.parametrize(
         ("technique", "model", "why"),

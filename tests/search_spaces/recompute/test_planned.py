@@ -152,6 +152,8 @@ class TestPlanned(TechniqueSuite):
         program, target = plain_program(ZOO["cnn_bn"]), target_of()
         below = self.solved(program, Planned(share=0.0)).peak_bytes - 1
         assert "no plan stays within" in str(Planned(budget_bytes=below, spare=0.0).fits(program, target))
+        hopeless = Planned(budget_bytes=1000, spare=0.0, by_schedule=True).fits(program, target)
+        assert f"the smallest plan by blocks needs {format_bytes(below + 1)}" in str(hopeless)
         mine = Planned(budget_bytes=below, spare=0.0, by_schedule=True)
         assert mine.fits(program, target) is None
         assert rewritten_by(program, mine).peak_bytes() <= below
