@@ -27,6 +27,7 @@ def owners(n_storages: int, parameters: Sequence[Parameter], producer: Sequence[
     touched: dict[int, list[int]] = {}
     for op, storage, _ in uses.tolist():
         touched.setdefault(op, []).append(storage)
+    of_nobody = set[int]()
     for storage, op in enumerate(producer):
         touched.setdefault(op, []).append(storage)
     for op, phase in enumerate(phases):
@@ -34,9 +35,34 @@ def owners(n_storages: int, parameters: Sequence[Parameter], producer: Sequence[
             continue
         storages = touched.get(op, [])
         whose = {int(owner[s]) for s in storages if owner[s] >= 0}
-        if len(whose) == 1:
+        if not whose:
+            of_nobody.update(storages)
+        elif len(whose) == 1:
             mine = whose.pop()
             for s in storages:
                 if owner[s] < 0:
                     owner[s] = mine
+        else:
+            _of_lists(owner, list(dict.fromkeys(storages)), of_nobody)
     return owner
+
+
+def _of_lists(owner: I32, storages: list[int], of_nobody: set[int]) -> None:
+    """Of an op that takes lists (a fused or foreach step): what is at one place in each of them belongs to one parameter.
+
+    Args:
+        owner: Of each storage; changed in place.
+        storages: That the op touches, each once, in the order of its arguments.
+        of_nobody: Storages that ops without a parameter have touched: what counts steps.
+    """
+    first = [int(owner[s]) for s in storages]
+    count = next((n for n, each in enumerate(first) if each < 0 or each in first[:n]), len(first))
+    if count < 2:
+        return
+    for place, s in enumerate(storages[: len(storages) // count * count]):
+        mine = first[place % count]
+        if owner[s] >= 0 and owner[s] != mine:
+            return  # no lists of one length
+    for place, s in enumerate(storages[: len(storages) // count * count]):
+        if owner[s] < 0 and s not in of_nobody:
+            owner[s] = first[place % count]

@@ -181,9 +181,9 @@ def main() -> None:
         for name, row in found["rows"].items():
             print(f"{millions:>4}M  {name:<40} {row['median_s'] * 1e3:9.1f} ms  {row['gb_per_s']:6.1f} GB/s")
         for name, ratio in found["ratios"].items():
-            print(f"{millions:>4}M  {name:<60} {ratio['median']:.2f}  ({ratio['low']:.2f} to {ratio['high']:.2f})")
-    if given.json:
-        given.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+            print(f"{millions:>4}M  {name:<60} {ratio['median']:.2f}  ({ratio['low']:.2f} to {ratio['high']:.2f})", flush=True)
+        if given.json:
+            given.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -87,6 +87,12 @@ def _rotations(*degrees: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _divided_rotations() -> dict[str, dict[str, Any]]:
+    """Rings of two, and states divided between the rings."""
+    ring = {"kind": "rtp", "degree": 2, "in_place": False}
+    return {f"rtp of 2, {kind}": {"parallel": ring, "states": {"kind": kind}} for kind in ("ddp", "zero1", "zero2", "zero3")}
+
+
 def _config(sharding: dict[str, Any], layers: Callable[[int], list[str]]) -> dict[str, Any]:
     """The config; `layers` are those whose weights can go round so many ranks, for the plan of `rtp`."""
     degree = sharding.get("parallel", {}).get("degree", 0)
@@ -132,7 +138,7 @@ def exact(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     for ranks in (2, 4):
         asked = {name: sharding for name, sharding, _ in cases(ranks)} | _rotations(2)  # the rows of some layers are seven
         if ranks > NODE:
-            asked |= _communications(lossy=False)
+            asked |= _communications(lossy=False) | _divided_rotations()
         asked = {name: sharding for name, sharding in asked.items() if wanted(name)}
         if not asked:
             continue
@@ -241,7 +247,8 @@ def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
     cut = CutRecordings(Workload.load(ZOO["gpt"]), plain)
     rewriter = Rewriter(plain, Target(hardware.detect("cpu"), 4, cut=cut))
     few = ("zero1", "zero2", "zero3", "mics", "paro IIG", "paro ING", "amsp 2, 4, 4")
-    asked = {name: sharding for name, sharding, _ in cases(4) if name in few} | _communications(lossy=False) | _rotations(4)
+    asked = {name: sharding for name, sharding, _ in cases(4) if name in few} | _communications(lossy=False)
+    asked |= _rotations(4) | _divided_rotations()
     asked = {name: sharding for name, sharding in asked.items() if only(name)}
     rows = []
     for parts in (1, 2) if asked else ():

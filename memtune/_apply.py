@@ -24,7 +24,7 @@ from memtune.runtime.audit import audit
 from memtune.runtime.checkpoint import load_full_state_dict
 from memtune.runtime.compiled import compile_regions
 from memtune.runtime.context import Context, Snapshot
-from memtune.runtime.deferred import construction_of, fill_whole, require_untouched, said
+from memtune.runtime.deferred import construction_of, fill, require_untouched, said
 from memtune.runtime.export import export
 from memtune.runtime.first_failure import first_failure_is_shown
 from memtune.runtime.loop import LossFunction, train_step, update
@@ -201,7 +201,7 @@ def apply(
     config = config if isinstance(config, TunedConfig) else load_config(config)
     if hasattr(model, _MARK):
         raise ApplyError("this model has been tuned already.", fix="call memtune.apply once, on the fresh model", code="MT304")
-    if "sharding.states" in config.settings.chosen:
+    if not config.settings.chosen.keys().isdisjoint(("sharding.states", "sharding.parallel")):
         require_plain(model)
     require_untouched(model)
     _join_ranks(model)
@@ -232,9 +232,15 @@ def apply(
 
 def begins_with_shards(config: TunedConfig, ranks: int) -> bool:
     """Whether nothing in `config` needs weights before it has divided the parameters over some of `ranks`."""
+    parallel = config.settings.technique("sharding.parallel")
+    cut = ranks > 1 and parallel.divides_parameters(ranks, config.plan.get("sharding.parallel", NO_PLAN))
+    return cut or _states_divide_parameters(config, ranks)
+
+
+def _states_divide_parameters(config: TunedConfig, ranks: int) -> bool:
     states, parallel = (config.settings.technique(f"sharding.{slot}") for slot in ("states", "parallel"))
-    plan: Plan = config.plan.get("sharding.states", NO_PLAN)
-    return parallel.kind == "none" and ranks > 1 and states.divides_parameters(ranks, plan)
+    copies = ranks // parallel.ranks_of_a_copy(ranks)
+    return copies > 1 and states.divides_parameters(copies, config.plan.get("sharding.states", NO_PLAN))
 
 
 def _hardware(config: TunedConfig, device: torch.device) -> str:
@@ -252,13 +258,27 @@ def _what_all_must_say(config: TunedConfig, model: nn.Module) -> str:
     return "\n".join([*settings, *plans, f"model: {fingerprint(model)}", *said(model)])
 
 
+def _require_whole_states(config: TunedConfig) -> None:
+    """Refuse what every technique under `sharding.parallel` refuses in `fits`: a config may say it all the same."""
+    parallel, offload = config.settings.technique("sharding.parallel"), config.settings.technique("offload.states")
+    if parallel.kind != "none" and offload.kind != "none":
+        raise ApplyError(
+            f"offload.states: {{kind: {offload.kind}}} does not work beside sharding.parallel: {{kind: {parallel.kind}}}.",
+            evidence="It moves states of whole layers.", fix="set one of the two to none", code="MT315",
+        )  # fmt: skip
+
+
 def _apply_axes(context: Context, config: TunedConfig) -> None:
     """From the inside out: what is applied later sees, and moves or shards, what was applied before."""
+    _require_whole_states(config)
     if not begins_with_shards(config, context.ranks):
-        fill_whole(context.model, context.optimizer, rebind)
+        fill(context.model, context.optimizer, rebind)
     _execution(context, config)
-    context.averages_blocks = config.settings.technique("offload.states").averages_blocks
+    offload = config.settings.technique("offload.states")
+    context.averages_blocks, context.averages_experts = offload.averages_blocks, offload.averages_experts
     _one(context, config, "sharding.parallel")
+    if not _states_divide_parameters(config, context.ranks):
+        fill(context.model, context.optimizer, rebind)
     _one(context, config, "split")
     _one(context, config, "recompute")
     _one(context, config, "offload.activations")

@@ -32,6 +32,8 @@ class Chunks:
     """(parameters,) byte in its chunk at which each one begins."""
     of_block: tuple[Units, ...]
     """The chunks that each block's parameters lie in."""
+    gathered: bool = False
+    """They hold a rank's rows, used as `residency.order_of_use` says."""
 
     @property
     def count(self) -> int:
@@ -50,21 +52,22 @@ class Chunks:
 
 @functools.lru_cache(maxsize=1024)
 def _uses(chunks: Chunks, ahead: int) -> tuple[Units, ...]:
-    order = order_of_use(len(chunks.of_block))
+    order, of_block = order_of_use(len(chunks.of_block), gathered=chunks.gathered), (*chunks.of_block, ())  # the last serves -1
     return tuple(
-        tuple(dict.fromkeys(chunk for block in order[at : at + 1 + ahead] for chunk in chunks.of_block[block]))
+        tuple(dict.fromkeys(chunk for block in order[at : at + 1 + ahead] for chunk in of_block[block]))
         for at in range(len(order))
     )
 
 
 @functools.lru_cache(maxsize=512)
-def pack(n_bytes: Units, block: Units, chunk_bytes: int) -> Chunks:
+def pack(n_bytes: Units, block: Units, chunk_bytes: int, gathered: bool = False) -> Chunks:
     """Parameters into chunks, one after the other; a new chunk begins where the one at hand has no room.
 
     Args:
         n_bytes: What each parameter takes, in the order of use.
         block: The block of each parameter, ascending from 0.
         chunk_bytes: At least the bytes of the largest parameter.
+        gathered: They are a rank's rows.
 
     Raises:
         ValueError: A parameter is larger than a chunk.
@@ -82,4 +85,4 @@ def pack(n_bytes: Units, block: Units, chunk_bytes: int) -> Chunks:
     for index, each in zip(block, chunk, strict=True):
         if each not in of_block[index][-1:]:
             of_block[index].append(each)
-    return Chunks(chunk_bytes, tuple(chunk), tuple(offset), tuple(map(tuple, of_block)))
+    return Chunks(chunk_bytes, tuple(chunk), tuple(offset), tuple(map(tuple, of_block)), gathered)

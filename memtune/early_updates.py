@@ -26,3 +26,16 @@ def bucket_ends(n_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
             ends.append(index)
             held = 0
     return ends
+
+
+def staying(n_bytes: Sequence[int], ratio: float) -> int:
+    """How many trained parameters keep their optimizer state on the device: those used first, up to 1 - `ratio` of the bytes.
+
+    At least one leaves.
+    """
+    room = (1.0 - ratio) * sum(n_bytes)
+    for index, size in enumerate(n_bytes[:-1]):
+        room -= size
+        if room < 0:
+            return index
+    return max(len(n_bytes) - 1, 0)

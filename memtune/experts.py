@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import nn
+
 from memtune.residency import DECAY, Rule, Units, window
 
 Shape = tuple[int, ...]
@@ -39,6 +41,14 @@ def find_experts(names: Sequence[str], shapes: Sequence[Shape], block_of: Sequen
         if len(members) > 1 and len(kinds) == 1:
             experts += [Expert(block, f"{path}.{n}", tuple(index for *_, index in each)) for n, each in members.items()]
     return tuple(sorted(experts, key=lambda expert: expert.block))
+
+
+def experts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Expert, ...]:
+    """The experts of a live model with these blocks; indices are into `model.parameters()`."""
+    block_of = {id(p): i for i, name in enumerate(blocks) for p in model.get_submodule(name).parameters()}
+    named = list(model.named_parameters())
+    shapes = [tuple(parameter.shape) for _, parameter in named]
+    return find_experts([name for name, _ in named], shapes, [block_of.get(id(parameter), -1) for _, parameter in named])
 
 
 def _split(name: str) -> tuple[str, str, str] | None:

@@ -64,14 +64,21 @@ def reads_ahead(residency: Residency, ahead: int) -> tuple[tuple[Units, Units], 
     return tuple((tuple(now), tuple(later)) for now, later in found)
 
 
-def order_of_use(units: int) -> Units:
-    """The unit of each moment of a step over `units` units."""
-    return (*range(units), *reversed(range(units)))
+def order_of_use(units: int, *, gathered: bool = False) -> Units:
+    """The unit of each moment of a step over `units` units; -1 for none.
+
+    Args:
+        units: How many there are.
+        gathered: A unit is gathered from ranks, in backward one moment ahead; so what is used then are the next one's rows.
+    """
+    return (*range(units), *reversed(range(units - 1)), -1) if gathered else (*range(units), *reversed(range(units)))
 
 
 @functools.lru_cache(maxsize=64)
-def window(units: int, slots: int) -> Residency:
+def window(units: int, slots: int, *, gathered: bool = False) -> Residency:
     """`slots` consecutive units slide over the model and back, each there `slots` - 1 moments before its use.
+
+    `gathered` is as in `order_of_use`.
 
     Raises:
         ValueError: `slots` is not between 1 and `units`.
@@ -79,15 +86,15 @@ def window(units: int, slots: int) -> Residency:
     if not 1 <= slots <= units:
         raise ValueError(f"a window over {units} units has 1 to {units} slots, not {slots}")
     firsts = [min(unit, units - slots) for unit in range(units)]
-    firsts += [max(unit - slots + 1, 0) for unit in reversed(range(units))]
+    firsts += [max(unit - slots + 1 - gathered, 0) for unit in reversed(range(units))]
     wanted = [frozenset(range(first, first + slots)) for first in firsts]
-    uses = order_of_use(units)
+    uses = order_of_use(units, gathered=gathered)
     ahead = [lambda unit: unit] * units + [lambda unit: -unit] * units
     loads = [
         tuple(sorted(now - before, key=key)) for now, before, key in zip(wanted, [frozenset(), *wanted], ahead, strict=False)
     ]
     drops = [tuple(sorted(before - now)) for now, before in zip(wanted, [frozenset(), *wanted], strict=False)]
-    assert all(use in now for use, now in zip(uses, wanted, strict=True))
+    assert all(use < 0 or use in now for use, now in zip(uses, wanted, strict=True))
     return Residency((*drops, tuple(sorted(wanted[-1]))), (*loads, ()))
 
 
@@ -168,7 +175,7 @@ class _Seen:
         return (last,) if rule == "lru" else (self._count[unit] * DECAY ** (self._moment - last), last)
 
 
-def smallest_window(compute_s: Sequence[float], load_s: Sequence[float]) -> int:
+def smallest_window(compute_s: Sequence[float], load_s: Sequence[float], *, gathered: bool = False) -> int:
     """Slots of the smallest window under which no unit is waited for: STRONGHOLD's inequality.
 
     The unit that comes in when moment i begins is used slots - 1 moments later: its load must fit into what is computed until
@@ -177,6 +184,7 @@ def smallest_window(compute_s: Sequence[float], load_s: Sequence[float]) -> int:
     Args:
         compute_s: (moments,) seconds of compute in each moment, in the order of `order_of_use`.
         load_s: (units,) seconds that each unit takes to come in.
+        gathered: As in `order_of_use`.
 
     Source: Sun et al. 2022, STRONGHOLD (SC 22), the inequality for transfers in; gradients leave on a link of their own.
     """
@@ -185,16 +193,16 @@ def smallest_window(compute_s: Sequence[float], load_s: Sequence[float]) -> int:
     for each in compute_s:
         done.append(done[-1] + each)
     for slots in range(min(2, units), units):
-        if all(load_s[unit] <= done[use] - done[at] for at, use, unit in _arrivals(units, slots)):
+        if all(load_s[unit] <= done[use] - done[at] for at, use, unit in _arrivals(units, slots, gathered)):
             return slots
     return units
 
 
-def _arrivals(units: int, slots: int) -> list[tuple[int, int, int]]:
+def _arrivals(units: int, slots: int, gathered: bool) -> list[tuple[int, int, int]]:
     """Of each load that a window does ahead of use: the moment in which it begins, the one that uses it, the unit."""
-    uses = order_of_use(units)
+    uses = order_of_use(units, gathered=gathered)
     found = []
-    for at, loads in enumerate(window(units, slots).loads):
+    for at, loads in enumerate(window(units, slots, gathered=gathered).loads):
         if at:  # what the first moment needs is waited for whatever the window
             found += [(at, next(i for i in range(at, len(uses)) if uses[i] == unit), unit) for unit in loads]
     return found

@@ -149,11 +149,16 @@ class Technique(BaseModel):
     """Why it cannot work beside torch.compile (it needs a dispatch mode, or the model's own ops); empty where it can."""
 
     among_copies: ClassVar[bool] = False
-    """It divides or replicates states, among the ranks that hold the same part of a model: it sees these alone as `ranks`."""
+    """It works among the ranks that hold the same part of a model, of which it divides or gathers states: it sees these alone as
+    `ranks`."""
+    every_micro_batch: ClassVar[bool] = False
+    """It gathers or reduces in every micro-batch: on the stages of a pipeline as well."""
     averages: ClassVar[bool] = False
     """It averages gradients over all ranks itself, so that `sharding.states: none` is right on several."""
     averages_blocks: ClassVar[bool] = False
     """Beside `ddp` it averages gradients of the blocks itself, as they land; `ddp` has those of what is in no block."""
+    averages_experts: ClassVar[bool] = False
+    """The same of experts alone."""
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Of `ranks`, the consecutive ones that hold one copy of the model together, each a part of it."""

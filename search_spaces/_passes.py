@@ -7,7 +7,8 @@ Four rules:
 2. Each pass works on what the ones before it left, as far as none refuses. When all are done comes what is left to the end
    (`Technique.finish`).
 3. How many ranks hold a copy together is what the technique under `sharding.parallel` says, whose pass may have been before.
-4. In a pipeline each rank has a step of its own at the end, and its states are divided among the copies of its stages then.
+4. In a pipeline each rank has a step of its own at the end, and its states are divided among the copies of its stages then: in
+   its whole step, or, where each micro-batch is reduced (`Technique.every_micro_batch`), in the one of a micro-batch.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def made(program: Program, technique: Technique, target: Target, parts: int) -> 
     """What the pass of `technique`, which fits, makes of `program`, and its plan; `target` is that of all ranks."""
     before, seen = program if parts == 1 else one_part(program, parts), target_seen(target, parts)
     plan = technique.plan(before, seen)
+    if technique.among_copies and program.stages is not None:
+        return program, plan  # rule 4
     after = technique.rewrite(before, plan, seen)
     if after is before:
         return program, plan
@@ -88,6 +91,14 @@ def steps_of_stages(program: Program, target: Target, ranks: Sequence[int] | Non
     states = target.chosen.get("sharding.states")
     if states is None or states.kind == "none":
         return pipelined(program.step, how, ranks)
-    steps = pipelined(program.step, replace(how, copies=1), ranks)
-    own = replace(program, accumulate=times, unrolled=how.micro_batches, stages=None)
-    return [made(own.with_step(step), states, target, how.ranks)[0].step for step in steps]
+    alone = replace(how, copies=1)
+    whole = replace(program, accumulate=times, unrolled=how.micro_batches, stages=None)
+    seen = replace(program, stages=None) if states.every_micro_batch else whole
+
+    def divide(step: Step) -> Step:
+        return made(seen.with_step(step), states, target, how.ranks)[0].step
+
+    if states.every_micro_batch:
+        kept = not getattr(states, "reshard_after_forward", True)
+        return pipelined(program.step, alone, ranks, divide, kept=kept)
+    return [divide(step) for step in pipelined(program.step, alone, ranks)]

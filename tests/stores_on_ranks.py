@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from memtune import hardware
 from memtune._apply import Tuned, apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.errors import ApplyError
-from memtune.program import Resource, Step
+from memtune.program import Phase, Resource, Step
 from memtune.runtime import shim
 from memtune.runtime.transfer import COUNTERS
 from memtune.technique import Target, Technique
@@ -131,14 +132,21 @@ def alone(parts: int) -> Weights:
     return trained({"settings": {}}, parts, 1)[0]
 
 
-def link_bytes(step: Step) -> dict[str, int]:
-    """What a step of one micro-batch moves on each link."""
-    return {name: int(step.op_traffic_bytes[step.op_resource == resource].sum()) for name, resource in LINKS.items()}
+def link_bytes(step: Step, parts: int, ranks: int) -> dict[str, int]:
+    """What a rank moves on each link in a step; of messages, what a ring brings it: averages go round twice."""
+    traffic = step.op_traffic_bytes * np.where(step.op_phase < Phase.BOUNDARY, parts, 1)
+    found = {name: int(traffic[step.op_resource == resource].sum()) for name, resource in LINKS.items()}
+    averages = [number for number, name in enumerate(step.names) if "all_reduce" in name or "allreduce" in name]
+    messages = step.op_resource == Resource.INTRA_LINK
+    twice = int(traffic[messages & np.isin(step.op_name, averages)].sum())
+    return found | {"intra_link": (found["intra_link"] + twice) * (ranks - 1) // ranks}
 
 
 def check_on_ranks(
     techniques: dict[str, tuple[Technique, Technique, Technique]], folder: Path, *, ranks: int = 2, parts: int = 1,
     bitwise: bool = True,
+    beside: Sequence[Technique] = (),
+    budget_bytes: int | None = None,
 ) -> dict[str, Step]:  # fmt: skip
     """Raise AssertionError where training on ranks is not that of one rank, of the reference, or what was predicted.
 
@@ -148,13 +156,15 @@ def check_on_ranks(
         ranks: That train.
         parts: Micro-batches of a rank's step.
         bitwise: Whether the reference's weights are the same to the bit; else to 1e-6.
+        beside: Techniques of other slots, which the reference does without.
+        budget_bytes: That plans are made for.
 
     Returns:
         The predicted step of each.
     """
-    found = {name: candidate(each[:2], parts, ranks) for name, each in techniques.items()}
+    found = {name: candidate((*each[:2], *beside), parts, ranks, budget_bytes) for name, each in techniques.items()}
     cases = {
-        name: Case(config_of(found[name], (states, mine)), {"settings": settings_of(states, other)}, parts)
+        name: Case(config_of(found[name], (states, mine, *beside)), {"settings": settings_of(states, other)}, parts)
         for name, (states, mine, other) in techniques.items()
     }
     on_ranks = run_ranks(on_rank, ranks, cases, str(folder), shim.available() is None, deadline_s=300)
@@ -165,14 +175,18 @@ def check_on_ranks(
 
 
 def _check(run: dict[str, Any], first: Weights, step: Step, parts: int, ranks: int, bitwise: bool) -> None:
+    is_first = run["weights"] is first
     _same(run["weights"], first, 0)
     _same(run["weights"], run["wanted"], 0 if bitwise else 1e-6)
     _same(run["weights"], alone(parts * ranks), 1e-6)
-    _same(run["went_on"][1], run["went_on"][0], 0)
+    _same(run["went_on"][1], run["went_on"][0], 0 if bitwise else 1e-6)  # a new DDP fills its buckets in another order
     assert "clipping by norm" in run["clipping"]
     assert run["audit"]["blocks_on_host"] == len(step.blocks)
-    if parts == 1 and ranks == 2:  # a ring over two ranks sends what a message holds
-        assert {link: run["moved"].get(link, 0) for link in LINKS} == link_bytes(step)
+    moved, predicted = {link: run["moved"].get(link, 0) for link in LINKS}, link_bytes(step, parts, ranks)
+    if is_first:
+        assert moved == pytest.approx(predicted, rel=1e-4)  # what three ranks are sent is rounded, message by message
+    else:  # the first rank has the largest rows
+        assert all(0.9 * n <= moved[link] <= n for link, n in predicted.items()), (moved, predicted)
     if "peaks" in run:
         wanted = step.peak_bytes()
         assert max(run["peaks"]) == pytest.approx(wanted, rel=0.02, abs=SPARE_BYTES), (run["peaks"], wanted)

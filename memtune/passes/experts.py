@@ -1,7 +1,8 @@
 """The pass of `runtime.experts`: experts on SSD, those of the current blocks on the device, a cache in host memory between.
 
-Which experts a batch uses is not known before it runs. Predicted is the step that uses them all: no other needs more memory or
-moves more bytes.
+Which experts a batch uses is not known before it runs, but a recorded step shows which of them got rows (`used_in`). Where that
+is no accident, such a step is predicted, one after another. Elsewhere it is the step that uses them all: no other needs more
+memory or moves more bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from memtune.edit import Edit
 from memtune.experts import Expert, find_experts, trace
 from memtune.parameters import columns_of
+from memtune.passes.shares import raw_gradients
 from memtune.passes.stream import first_ops, stream_parameters
 from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES
@@ -60,20 +62,59 @@ def _parameters(experts: tuple[Expert, ...]) -> npt.NDArray[np.intp]:
     return np.asarray(sorted(index for expert in experts for index in expert.parameters), np.intp)
 
 
-def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How) -> Step:
+_BY_CHANCE = 0.01
+"""A block's idle experts are no accident if even rows dealt evenly among all would leave one out with less than this."""
+
+
+@functools.lru_cache(maxsize=8)
+def used_in(step: Step, experts: tuple[Expert, ...]) -> tuple[Expert, ...]:
+    """Those that get rows whenever a step like this one runs: all of them where its routing does not say.
+
+    A product with no row has no FLOPs. Of E experts that T rows are dealt to at random, one gets none with a probability of
+    E (1 - 1/E)^T at most.
+    """
+    columns, forward = columns_of(step.parameters), step.op_phase == Phase.FORWARD
+    flops = np.zeros(step.n_storages)
+    np.add.at(flops, step.use_storage, np.where(forward, step.op_flops, 0.0)[step.use_op])
+    largest = [max(expert.parameters, key=lambda index: columns.numel[index]) for expert in experts]
+    rows = flops[columns.storage[largest]] / (2 * columns.numel[largest])
+    block = np.asarray([expert.block for expert in experts])
+    for each in np.unique(block[rows == 0]):
+        count, dealt = int((block == each).sum()), float(rows[block == each].sum())
+        if count * (1 - 1 / count) ** dealt > _BY_CHANCE:
+            return experts
+    return tuple(expert for expert, got in zip(experts, rows.tolist(), strict=True) if got)
+
+
+def _without_memory(step: Step, idle: npt.NDArray[np.intp]) -> Step:
+    """`step` with the parameters `idle`, which nobody reads, of no bytes, nor their gradients: Rule 1."""
+    columns, n_bytes, numel = columns_of(step.parameters), step.bytes.copy(), columns_of(step.parameters).numel.copy()
+    gradients = np.concatenate([columns.gradient[idle], raw_gradients(step)[idle]])
+    n_bytes[columns.storage[idle]] = 0
+    n_bytes[gradients[gradients >= 0]] = 0
+    numel[idle] = 0
+    return replace(step, bytes=n_bytes, parameters=replace(columns, numel=numel))
+
+
+def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How, used: tuple[Expert, ...], ranks: int = 1) -> Step:
     """`step` with its experts on SSD.
 
     Args:
         step: One of which `passes.stream.not_in_layers` has nothing to say about `only_experts`.
         experts: Of the step.
         how: What is kept where.
+        used: Those of them that get rows.
+        ranks: Replicas that average gradients before updates.
     """
     blocks, before = len(step.blocks), columns_of(step.parameters)
-    streamed = stream_parameters(only_experts(step, experts), window(blocks, min(how.on_device, blocks)))
+    idle = _parameters(tuple(expert for expert in experts if expert not in set(used)))
+    shown = only_experts(_without_memory(step, idle), experts)
+    streamed = stream_parameters(shown, window(blocks, min(how.on_device, blocks)))
+    streamed = replace(streamed, parameters=replace(columns_of(streamed.parameters), numel=before.numel))
     edit, mine = Edit(streamed), _parameters(experts)
     state = _on_ssd(edit, streamed, step, mine)
     _not_of_the_optimizer(edit, streamed, step, mine)
-    pieces = _piece_bytes(streamed, mine, state)
+    pieces, experts = _piece_bytes(streamed, mine, state), used
     n_bytes = np.asarray([sum(pieces[i] for i in expert.parameters) for expert in experts])
     held = min(how.slots, len(experts)) * int(n_bytes.max())
     if how.slots < len(experts):  # pieces that are being written
@@ -81,6 +122,8 @@ def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How) -> Step:
     nowhere, forever = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32)
     edit.add_storages(np.asarray([held]), producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
     _moves(edit, streamed, experts, how, n_bytes)
+    if ranks > 1:
+        _averages(edit, streamed, mine, ranks)
     edit.parameters = replace(columns_of(streamed.parameters), block=before.block)
     return edit.done()
 
@@ -105,6 +148,7 @@ def _on_ssd(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> 
     size[theirs] = (columns.numel * columns.itemsize)[step.owner[theirs]]
     moments = state & (step.bytes == size)
     state |= _counters(step, plain, mine)
+    edit.bytes[weights] = size[weights]
     edit.tier = np.where(weights | moments, np.uint8(Tier.SSD), np.where(state, np.uint8(Tier.HOST), step.tier)).astype(np.uint8)
     return np.flatnonzero(moments).astype(np.int32)
 
@@ -144,3 +188,47 @@ def _moves(edit: Edit, step: Step, experts: tuple[Expert, ...], how: How, n_byte
         resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
         traffic_bytes=n_bytes[expert],
     )
+
+
+def _averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks: int) -> None:
+    """Before a block's updates flags, and each gradient up, averaged and down again; flags once more in the optimizer's step."""
+    columns = columns_of(step.parameters)
+    updates = np.flatnonzero(step.op_name == step.names.index("memtune.host_update_.default")).astype(np.int32)
+    weights, reads = np.isin(step.use_op, updates), step.kind[step.use_storage] == Kind.PARAMETER
+    owner = np.full(step.n_ops, -1, np.int32)
+    owner[step.use_op[weights & reads]] = step.owner[step.use_storage[weights & reads]]
+    parameter = owner[updates]
+    of_block = np.bincount(columns.block[parameter], minlength=len(step.blocks))
+    _, first = np.unique(columns.block[parameter], return_index=True)
+    last = np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[:1].astype(np.int32)
+    before = np.concatenate([updates[first], last])
+    _flags(edit, before, np.append(of_block[columns.block[parameter[first]]], len(mine)), ranks)
+    n_bytes = (columns.numel * columns.itemsize)[parameter]
+    names = ("memtune.to_device.default", "memtune.all_reduce_.default", "memtune.to_host.default")
+    resource = (Resource.HOST_TO_DEVICE, Resource.INTRA_LINK, Resource.DEVICE_TO_HOST)
+    rows = edit.add_ops(
+        np.tile(np.asarray([edit.name_id(name) for name in names], np.int32), len(updates)),
+        before=np.repeat(updates, 3),
+        phase=Phase.BOUNDARY,
+        resource=np.tile(np.asarray(resource, np.uint8), len(updates)),
+        traffic_bytes=np.repeat(n_bytes, 3),
+        group=np.tile(np.asarray([0, ranks, 0], np.int32), len(updates)),
+    ).reshape(-1, 3)
+    there = edit.add_storages(n_bytes, producer=rows[:, 0], kind=Kind.TEMPORARY)
+    edit.add_uses(rows[:, 1], there, mutates=True)
+    edit.add_uses(rows[:, 2], there)
+
+
+def _flags(edit: Edit, before: I32, parameters: npt.NDArray[np.int64], ranks: int) -> None:
+    n_bytes = 2 * 4 * parameters.astype(np.int64)
+    make, share = (
+        edit.add_ops(
+            name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=traffic, group=group
+        )
+        for name, resource, traffic, group in (
+            ("aten.new_empty.default", Resource.NOTHING, 0, 0),
+            ("memtune.all_reduce_.default", Resource.INTRA_LINK, n_bytes, ranks),
+        )
+    )  # fmt: skip
+    flags = edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
+    edit.add_uses(share, flags, mutates=True)

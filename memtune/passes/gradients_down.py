@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memtune.early_updates import Trigger, bucket_ends, witness
+from memtune.early_updates import Trigger, bucket_ends, staying, witness
 from memtune.edit import Edit
 from memtune.parameters import columns_of
-from memtune.passes.host_optimizer import Native, on_host, update_by, update_bytes, without_own_update
+from memtune.passes.host_optimizer import Native, of_first_ops, on_host, update_by, update_bytes, without_own_update
 from memtune.passes.shares import raw_gradients
 from memtune.passes.stream import adding
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
@@ -70,18 +70,30 @@ class Turn(NamedTuple):
     anchor: int
 
 
-def watched_row(step: Step) -> int:
-    """The witness among the parameters."""
+def staying_rows(step: Step, ratio: float) -> npt.NDArray[np.bool_]:
+    """(parameters,) which ones keep their optimizer state on the device when `ratio` of the bytes leaves."""
     trained = np.flatnonzero(columns_of(step.parameters).trainable)
-    return int(trained[witness(_sizes(step)[trained].tolist())])
+    found = np.zeros(len(step.parameters), bool)
+    found[trained[: staying(parameter_bytes(step)[trained].tolist(), ratio)]] = True
+    return found
 
 
-def no_witness(step: Step) -> bool:
-    """Whether the smallest trained parameter gets no gradient, so that nobody would notice a change of gradients."""
-    return bool(columns_of(step.parameters).gradient[watched_row(step)] < 0)
+def watched_row(step: Step, stays: npt.NDArray[np.bool_] | None = None) -> int:
+    """The witness among the parameters that leave."""
+    trainable = columns_of(step.parameters).trainable
+    trained = np.flatnonzero(trainable if stays is None else trainable & ~stays)
+    return int(trained[witness(parameter_bytes(step)[trained].tolist())])
 
 
-def optimizer_beside_backward(step: Step, native: Native, early: Early, ranks: int = 1) -> Step:
+def no_witness(step: Step, ratio: float = 1.0) -> bool:
+    """Whether the smallest parameter that leaves gets no gradient, so that nobody would notice a change of gradients."""
+    stays = staying_rows(step, ratio) if ratio < 1.0 else None
+    return bool(columns_of(step.parameters).gradient[watched_row(step, stays)] < 0)
+
+
+def optimizer_beside_backward(
+    step: Step, native: Native, early: Early, ranks: int = 1, stays: npt.NDArray[np.bool_] | None = None, ops: int = 0
+) -> Step:
     """`step` with its optimizer on the host, gradients that leave as they land, and updates as `early` says.
 
     Args:
@@ -89,26 +101,59 @@ def optimizer_beside_backward(step: Step, native: Native, early: Early, ranks: i
         native: The update.
         early: When gradients go down and the host updates.
         ranks: That train; of several each has its rows of the gradients, reduced in groups.
+        stays: (parameters,) those that the optimizer's first `ops` ops go on updating on the device; None: none.
+        ops: As `passes.stays.updated_first` found.
     """
-    columns = columns_of(step.parameters)
-    mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0))
+    updated = _updated(step)
+    mine = np.flatnonzero(updated if stays is None else updated & ~stays)
     if not len(mine) or not (step.op_phase == Phase.OPTIMIZER).any():
         return step
-    watched = int(np.searchsorted(mine, watched_row(step)))
+    watched = int(np.searchsorted(mine, watched_row(step, stays)))
     edit = Edit(step)
     landings = landings_in(edit, step, mine, watched, early.bucket_bytes, ranks, late=early.late)
-    first = int(without_own_update(edit, step)[0])
+    if ranks > 1 and stays is not None and ops:
+        _alone_on_device(edit, step, np.flatnonzero(updated & stays), ops)
+    first = int(without_own_update(edit, step, ops)[0])
     turns = _turns(step, mine, landings, watched, early, first)
     rows = insert_turns(edit, step, mine, landings, turns, watched, first, {UPDATE: update_bytes(step, native, mine)})
     gradients, old = host_gradients(edit, step, mine, landings, watched, turns, rows, early.late)
     _update(edit, step, native, mine, turns, rows, gradients, old)
     let_go_buckets(edit, step, landings, turns, rows)
-    on_host(edit, step, step.op_phase == Phase.OPTIMIZER)
+    on_device, held = of_first_ops(step, ops)
+    on_host(edit, step, (step.op_phase == Phase.OPTIMIZER) & ~on_device, held)
     sums_to_host(edit, step, landings)
     return edit.done()
 
 
-def _sizes(step: Step) -> I64:
+def _updated(step: Step) -> npt.NDArray[np.bool_]:
+    columns = columns_of(step.parameters)
+    found: npt.NDArray[np.bool_] = columns.trainable & (columns.gradient >= 0)
+    return found
+
+
+def _alone_on_device(edit: Edit, step: Step, mine: Rows, ops: int) -> None:
+    """Reduced gradients of the parameters `mine`, for the optimizer's first `ops` ops, in memory of their own."""
+    gradient, reduced = columns_of(step.parameters).gradient[mine], _reduced(step, mine)
+    sizes = parameter_bytes(step)[mine].tolist()
+    summed = gradient != reduced.raw
+    edit.bytes[gradient[summed]], edit.held_until[gradient[summed]] = 0, -1
+    dropped = np.zeros(step.n_ops, bool)
+    dropped[reduced.adds] = True
+    edit.drop_ops(dropped)
+    alone = np.asarray([
+        _alone(edit, step, reduced, index, size, bool(summed[index])) for index, size in enumerate(sizes)
+    ], np.int32)  # fmt: skip
+    first = np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[:ops]
+    uses = np.isin(step.use_op, first) & np.isin(step.use_storage, gradient)
+    edit.drop_uses(uses)
+    for op, storage in zip(step.use_op[uses].tolist(), step.use_storage[uses].tolist(), strict=True):
+        theirs = alone[gradient == storage]
+        edit.add_uses(np.full(len(theirs), op, np.int32), theirs)
+    edit.hold_through(alone, np.full(len(alone), first[-1], np.int32))
+
+
+def parameter_bytes(step: Step) -> I64:
+    """(parameters,) of each, or of a rank's rows of it."""
     columns = columns_of(step.parameters)
     return columns.numel * columns.itemsize
 
@@ -143,7 +188,7 @@ def landings_in(edit: Edit, step: Step, mine: Rows, watched: int, bucket_bytes: 
     row = mine if "fsdp.chunk_cat.default" in step.names else -mine  # FSDP2's order, else that of `runtime.rows`
     index = np.lexsort((row, reduced.after))
     index = index[index != watched].astype(np.int32)
-    sizes, summed = _sizes(step)[mine], columns.gradient[mine] != reduced.raw
+    sizes, summed = parameter_bytes(step)[mine], columns.gradient[mine] != reduced.raw
     sums = np.full(len(index), -1, np.int32)
     nowhere = np.full(int(summed[index].sum()), -1, np.int32)
     sums[summed[index]] = edit.add_storages(
@@ -159,7 +204,7 @@ def landings_in(edit: Edit, step: Step, mine: Rows, watched: int, bucket_bytes: 
     full = np.zeros(len(index), np.int32)
     full[bucket_ends(sizes[index].tolist(), bucket_bytes)] = 1
     bucket, after = (np.cumsum(full) - full).astype(np.int32), reduced.after[index]
-    stays = _witness_alone(edit, step, reduced, watched, int(sizes[watched]), bool(summed[watched]))
+    stays = _alone(edit, step, reduced, watched, int(sizes[watched]), bool(summed[watched]))
     return Landings(index, reduced.raw[index], sums, after, bucket, full.astype(bool), stays, reduced.adds)
 
 
@@ -198,9 +243,9 @@ def _reduced(step: Step, mine: Rows) -> _Reduced:
     return _Reduced(np.where(is_sum[gradient], added[after], gradient).astype(np.int32), after, adds)
 
 
-def _witness_alone(edit: Edit, step: Step, reduced: _Reduced, watched: int, n_bytes: int, summed: bool) -> int:
-    """The storage that the witness's gradient has on the device, and the op that fills it."""
-    raw, after = reduced.raw[watched : watched + 1], reduced.after[watched : watched + 1]
+def _alone(edit: Edit, step: Step, reduced: _Reduced, index: int, n_bytes: int, summed: bool) -> int:
+    """A storage for the gradient `index` that stays on the device, and the op that fills it."""
+    raw, after = reduced.raw[index : index + 1], reduced.after[index : index + 1]
     if not summed and int(edit.bytes[raw[0]]) == n_bytes:
         return int(raw[0])
     op = edit.add_ops(
@@ -220,7 +265,8 @@ def _witness_alone(edit: Edit, step: Step, reduced: _Reduced, watched: int, n_by
 
 def end_of_backward(step: Step, landings: Landings) -> int:
     """Its last op, or that of what is reduced once per step when it ends."""
-    return max(int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]), *landings.after[-1:].tolist(), -1)
+    last = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    return max(last, int(landings.after[-1])) if len(landings.after) else last
 
 
 def _turns(step: Step, mine: Rows, landings: Landings, watched: int, early: Early, first: int) -> list[Turn]:
@@ -244,7 +290,7 @@ def _turns(step: Step, mine: Rows, landings: Landings, watched: int, early: Earl
         turns += [Turn(COPY, row, anchor) for row in members]
         before = members
     turns += arrival(before, end)
-    turns += [Turn(COPY, WITNESS, first)]
+    turns += [Turn(COPY, WITNESS, int((step.op_phase == Phase.OPTIMIZER).argmax()))]
     if not early.late:
         turns += [Turn(UPDATE, index, first) for index in range(len(mine)) if index not in updated]
     return turns + [Turn(UP, index, first) for index in range(len(mine))]
@@ -300,7 +346,7 @@ def insert_turns(
     """
     what, row, anchor = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
-    sizes = _sizes(step)[mine]
+    sizes = parameter_bytes(step)[mine]
     of_landing = np.append(landings.index, watched).astype(np.int32)  # the last: the witness
     index = np.where((what == ADD) | (what == COPY), of_landing[row], row)
     traffic = np.where(what == ADD, 3, 1) * sizes[index]
@@ -308,7 +354,7 @@ def insert_turns(
         traffic = np.where(what == kind, n_bytes[index], traffic)
     rows = np.empty(len(turns), np.int32)
     once = bool((step.op_phase[landings.after] == Phase.BOUNDARY).any())  # whole sums, reduced in the last micro-batch
-    at_start, at_end = anchor == _BEGIN, anchor == first
+    at_start, at_end = anchor == _BEGIN, anchor >= int((step.op_phase == Phase.OPTIMIZER).argmax())
     for part, where in ((at_start, "before"), (~at_start & ~at_end, "after"), (at_end, "before")):
         inside = where == "after"
         phase = np.where((what > COPY) | once, Phase.BOUNDARY, Phase.BACKWARD) if inside else np.full(len(turns), Phase.OPTIMIZER)
@@ -336,7 +382,7 @@ def host_gradients(
     index = np.append(landings.index, watched)[source]
     stays = late & (sums[source] < 0)
     hosts = edit.add_storages(
-        _sizes(step)[mine][index],
+        parameter_bytes(step)[mine][index],
         producer=copies,
         tier=Tier.HOST,
         kind=Kind.GRADIENT,
@@ -358,7 +404,9 @@ def host_gradients(
     if not late:
         return gradients, gradients
     nowhere = np.full(len(mine), -1, np.int32)
-    old = edit.add_storages(_sizes(step)[mine], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=mine.astype(np.int32))
+    old = edit.add_storages(
+        parameter_bytes(step)[mine], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=mine.astype(np.int32)
+    )
     return gradients, old
 
 

@@ -30,7 +30,7 @@ def optimizer_on_host(step: Step, native: Native | None = None, stay_down: I32 |
         stay: So many of the optimizer's ops, the first ones, stay on the device with all that they touch (`passes.stays`).
     """
     columns = columns_of(step.parameters)
-    on_device, stays = _stay(step, stay)
+    on_device, stays = of_first_ops(step, stay)
     mine = columns.trainable & (columns.gradient >= 0) & ~stays[columns.storage]
     weights, gradients = columns.storage[mine], columns.gradient[mine]
     sizes = columns.numel[mine] * columns.itemsize[mine]  # of parts of a shared storage, where sharded
@@ -84,7 +84,7 @@ def optimizer_on_host(step: Step, native: Native | None = None, stay_down: I32 |
     return edit.done()
 
 
-def _stay(step: Step, count: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def of_first_ops(step: Step, count: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """The first `count` ops of the optimizer, and the storages that they touch."""
     ops, storages = np.zeros(step.n_ops, bool), np.zeros(step.n_storages, bool)
     if count:
@@ -115,9 +115,9 @@ def _one_pass(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp]
     edit.add_uses(updates, gradients, mutates=True)
 
 
-def without_own_update(edit: Edit, step: Step) -> npt.NDArray[np.intp]:
-    """Take the optimizer's own ops away; returns where they were."""
-    optimizer = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
+def without_own_update(edit: Edit, step: Step, stay: int = 0) -> npt.NDArray[np.intp]:
+    """Take the optimizer's own ops away, but for the first `stay`; returns where they were."""
+    optimizer = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE) & ~of_first_ops(step, stay)[0]
     edit.drop_ops(optimizer)
     return np.flatnonzero(optimizer)
 

@@ -36,6 +36,8 @@ class MoveClaim:
     min_bytes: int = 0
     only: frozenset[Call] | None = None
     """Calls whose outputs are claimable, `INPUTS` for what the block was called with; None: everything is."""
+    stays_on_host: bool = False
+    """Does not go on where others go on to SSD."""
 
 
 def move_activations(
@@ -46,8 +48,8 @@ def move_activations(
     Args:
         step: Any step.
         claims: At most one per block.
-        ssd_ahead: All goes on from the host to SSD, and so many tensors are read before they are asked for; None: the host
-            keeps them.
+        ssd_ahead: All but claims that stay on the host go on from there to SSD, and so many tensors are read before they are
+            asked for; None: the host keeps them.
         ahead: Tensors that come back from the host before backward asks for them; for blocks that do not run again.
         stages: Of a pipeline, whose blocks run once each.
     """
@@ -99,7 +101,9 @@ def _move_calls(
     first, asked = _before_backward(step, moved, moved_save) if in_slots else _first_asked(step, moved_save, len(storage))
     by_next = np.append(step.save_before[rows][1:], step.n_ops) <= lands_after[block]
     landing = _Landing(lands_after[block], by_next, int(first.min(initial=step.n_ops)))
-    leave, write = _leave(edit, step, rows, landing, to_ssd=ssd_ahead is not None)
+    stay = [claim.block for claim in claims if claim.stays_on_host]
+    on = ~np.isin(block, stay) if ssd_ahead is not None else np.zeros(len(rows), bool)
+    leave, write = _leave(edit, step, rows, landing, on)
     edit.add_uses(leave, storage)
     host = edit.add_storages(n_bytes, producer=leave, tier=Tier.HOST)
     _hold_sources(edit, step, rows, leave, write, moved, landing)
@@ -111,9 +115,10 @@ def _move_calls(
     elif ssd_ahead is None and ahead:
         ops, read = _come_ahead(edit, step, storage, block, first, asked, ahead)
     else:
-        ops, read = _come_back(edit, step, storage, block, first, asked, ssd_ahead)
-    if ssd_ahead is not None:
-        host = _shelve(edit, n_bytes, host, write, asked, ops, read)
+        ops, read = _come_back(edit, step, storage, block, first, asked, on, ssd_ahead or 0)
+    if on.any():
+        there, place = on[asked], np.cumsum(on) - 1
+        host[on] = _shelve(edit, n_bytes[on], host[on], write[on], place[asked[there]], ops[there], read[there])
     edit.add_uses(ops, host[asked])
     if not in_slots:
         _hold_locals(edit, step, storage[asked], ops)
@@ -237,7 +242,7 @@ def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, write: I32, mov
 def _let_go_of_landed(edit: Edit, storage: I32, leave: I32, write: I32, landing: _Landing) -> None:
     """Rule 6: a source stays until just before the next copy, or through the op after which it lands."""
     by_next = landing.by_next
-    landed_by = write[:-1] if len(write) else leave[1:]
+    landed_by = np.where(write[:-1] >= 0, write[:-1], leave[1:])
     edit.let_go_before(storage[:-1][by_next[:-1]], landed_by[by_next[:-1]])
     late = ~by_next
     edit.hold_through(storage[late], landing.after[late])
@@ -267,9 +272,8 @@ def _hold_over_leavers(edit: Edit, step: Step, rows: I32, leave: I32, write: I32
     at_end = step.save_before[rows] == end[block] + 1
     last_leave = np.full(step.n_ops, -1, np.int32)
     np.maximum.at(last_leave, end[block[at_end]], leave[at_end])
-    if len(write):
-        at_return = ~landing.by_next & (landing.after < step.n_ops)
-        np.maximum.at(last_leave, landing.after[at_return], write[at_return])
+    at_return = ~landing.by_next & (landing.after < step.n_ops) & (write >= 0)
+    np.maximum.at(last_leave, landing.after[at_return], write[at_return])
     returns = np.full(step.n_ops, -1, np.int32)
     returns[end[end >= 0]] = np.flatnonzero(end >= 0)
     until = np.clip(step.held_until, 0, step.n_ops - 1)
@@ -325,10 +329,11 @@ def _made_in(step: Step) -> I32:
     return np.where(step.producer >= 0, step.op_block[step.producer], -1).astype(np.int32)
 
 
-def _leave(edit: Edit, step: Step, rows: I32, landing: _Landing, *, to_ssd: bool) -> tuple[I32, I32]:
-    """Insert the copies to the host and, with `to_ssd`, the write of each where its copy lands; returns the rows of both."""
+def _leave(edit: Edit, step: Step, rows: I32, landing: _Landing, on: npt.NDArray[np.bool_]) -> tuple[I32, I32]:
+    """Insert the copies to the host and, of those that go `on` to SSD, the write where the copy lands; the rows, -1 for none."""
     n_bytes, block, before = step.bytes[step.save_storage[rows]], step.save_block[rows], step.save_before[rows]
-    if not to_ssd:
+    write = np.full(len(rows), -1, np.int32)
+    if not on.any():
         copies = edit.add_ops(
             "memtune.to_host.default",
             before=before,
@@ -338,7 +343,7 @@ def _leave(edit: Edit, step: Step, rows: I32, landing: _Landing, *, to_ssd: bool
             call=block,
             prefetch=1,  # the side stream waits for the compute stream
         )
-        return copies, copies[:0]
+        return copies, write
     end = _forward_end(step)
     returns = np.full(step.n_ops + 1, -1, np.int32)  # the call that returns after each op; the last entry: none
     returns[end[end >= 0]] = np.flatnonzero(end >= 0)
@@ -346,16 +351,19 @@ def _leave(edit: Edit, step: Step, rows: I32, landing: _Landing, *, to_ssd: bool
     lands_before = np.where(landing.by_next, np.append(before[1:], step.n_ops), late)
     lands_in = np.where(landing.by_next, np.append(block[1:], -1), returns[landing.after])
     names = [edit.name_id(f"memtune.{name}.default") for name in ("to_host", "to_ssd")]
+    there = np.stack([np.ones(len(rows), bool), on], axis=1).ravel()
     ops = edit.add_ops(  # a copy, the write of it, the next copy
-        np.tile(np.asarray(names, np.int32), len(rows)),
-        before=_in_turn(before, lands_before),
+        np.tile(np.asarray(names, np.int32), len(rows))[there],
+        before=_in_turn(before, lands_before)[there],
         phase=Phase.FORWARD,
-        resource=np.tile(np.asarray([Resource.DEVICE_TO_HOST, Resource.SSD_WRITE], np.uint8), len(rows)),
-        traffic_bytes=np.repeat(n_bytes, 2),
-        call=_in_turn(block, lands_in),
+        resource=np.tile(np.asarray([Resource.DEVICE_TO_HOST, Resource.SSD_WRITE], np.uint8), len(rows))[there],
+        traffic_bytes=np.repeat(n_bytes, 2)[there],
+        call=_in_turn(block, lands_in)[there],
         prefetch=1,
     )
-    return ops[0::2], ops[1::2]
+    is_write = np.tile([False, True], len(rows))[there]
+    write[on] = ops[is_write]
+    return ops[~is_write], write
 
 
 def _in_turn(one: I32, other: npt.NDArray[np.integer]) -> I32:
@@ -363,7 +371,7 @@ def _in_turn(one: I32, other: npt.NDArray[np.integer]) -> I32:
 
 
 def _come_back(
-    edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, ssd_ahead: int | None
+    edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, on: npt.NDArray[np.bool_], ssd_ahead: int
 ) -> tuple[I32, I32]:
     """Insert the copies back, each just before it is asked for and after the reads that it starts; returns both, as asked.
 
@@ -371,17 +379,18 @@ def _come_back(
     """
     fetched, is_read = asked, np.zeros(len(asked), bool)
     moving = asked
-    if ssd_ahead is not None:
+    if on.any():
+        shelved = asked[on[asked]]
         pairs: list[tuple[int, int, bool]] = []
         starts: dict[int, list[int]] = {}
-        for fetch, tensor in reads(np.sort(asked).tolist(), asked.tolist(), ssd_ahead):
+        for fetch, tensor in reads(np.sort(shelved).tolist(), shelved.tolist(), ssd_ahead):
             starts.setdefault(fetch, []).append(tensor)
         for each in asked.tolist():
             pairs += [(each, tensor, True) for tensor in starts.get(each, [])] + [(each, each, False)]
         fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
         is_read = np.asarray([pair[2] for pair in pairs], bool)
     asking = step.op_block[first[fetched]]
-    names = [edit.name_id(f"memtune.{name}.default") for name in ("to_device", "from_ssd")[: 1 + int(ssd_ahead is not None)]]
+    names = [edit.name_id(f"memtune.{name}.default") for name in ("to_device", "from_ssd")[: 1 + int(on.any())]]
     ops = edit.add_ops(
         np.asarray(names, np.int32)[is_read.astype(np.int32)],
         before=first[fetched],

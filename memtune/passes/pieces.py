@@ -11,6 +11,7 @@ from memtune.chunks import Chunks
 from memtune.edit import Edit
 from memtune.pages import Pages, runs
 from memtune.parameters import columns_of
+from memtune.passes.gathered_rows import gathers_of
 from memtune.program import FOREVER, I32, I64, Kind, Step, Tier
 from memtune.residency import Residency, Units, order_of_use
 
@@ -58,7 +59,8 @@ class Pieces(NamedTuple):
         of_parameter[mine] = np.arange(len(mine), dtype=np.int32)
         rows = np.split(np.arange(len(mine)), np.searchsorted(columns.block[mine], np.arange(1, len(step.blocks))))
         of_unit = tuple(tuple(part.tolist()) for part in rows)
-        used = tuple((unit,) for unit in order_of_use(len(step.blocks)))
+        order = order_of_use(len(step.blocks), gathered=gathers_of(step) is not None)
+        used = tuple((unit,) if unit >= 0 else () for unit in order)
         n_bytes = (columns.numel * columns.itemsize)[mine]
         return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used, of_parameter)
 

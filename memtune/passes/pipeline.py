@@ -17,13 +17,15 @@ It comes after all other passes: what they do to a block they do wherever the bl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from memtune.hardware import Hardware
 from memtune.parameters import columns_of
+from memtune.passes.own_states import Divide, Own, Stage, own
 from memtune.passes.stage_moves import SlotMoves
 from memtune.passes.stages import SHARED, Chain, chain_of, uploads
 from memtune.passes.unroll import Rows
@@ -78,8 +80,17 @@ def piped(program: Program, hardware: Hardware) -> tuple[Piped, int]:
     return Piped(stages.starts, stages.ranks, stages.schedule, written, copies, link, between, waiting, stages.in_slots), times
 
 
-def pipelined(step: Step, how: Piped, ranks: Sequence[int] | None = None) -> list[Step]:
+def pipelined(
+    step: Step, how: Piped, ranks: Sequence[int] | None = None, divide: Divide | None = None, *, kept: bool = False
+) -> list[Step]:
     """The step of `ranks` of a pipeline (None: of each), from that of one rank that has all; `step` is a later micro-batch's.
+
+    Args:
+        step: That of all stages.
+        how: How they are divided.
+        ranks: Whose steps are wanted.
+        divide: Divides the states of a rank's step of one micro-batch, where something is reduced or gathered in each of them.
+        kept: What that gathers in a forward stays to the end of the step.
 
     Raises:
         ValueError: The blocks are no chain that can be cut there.
@@ -88,7 +99,36 @@ def pipelined(step: Step, how: Piped, ranks: Sequence[int] | None = None) -> lis
     if isinstance(chain, str) or set(how.starts[1:]) - set(chain.cuts):
         raise ValueError(chain if isinstance(chain, str) else chain.obstacle)
     parts = Parts.of(step, chain, how)
-    return [_rank(parts, rank) for rank in (range(how.ranks) if ranks is None else ranks)]
+    wanted = range(how.ranks) if ranks is None else ranks
+    if divide is None:
+        return [_rank(parts, rank, parts.held_by(rank)) for rank in wanted]
+    return [_rank(*_divided(parts, rank, divide, kept=kept)) for rank in wanted]
+
+
+def _divided(parts: Parts, rank: int, divide: Divide, *, kept: bool) -> tuple[Parts, int, npt.NDArray[np.bool_]]:
+    """The one stage of `rank` with its states divided, taken apart as all stages are (`passes.own_states`)."""
+    how, step, stage = parts.how, parts.step, rank
+    last, mine = len(how.starts) - 1, parts.stage == stage
+    backward = step.op_phase > Phase.FORWARD
+    rows = (
+        np.unique(step.producer[parts.uploaded]).astype(np.int32),
+        np.flatnonzero((mine | parts.shared) & ~backward).astype(np.int32),
+        np.flatnonzero(mine & backward).astype(np.int32),
+    )
+    made = np.flatnonzero((step.producer >= 0) & (mine | parts.shared)[step.producer]).astype(np.int32)
+    given, returned = (parts.given(stage), parts.gradient[stage]) if stage else (-1, -1)
+    passed, received = (parts.given(stage + 1), parts.gradient[stage + 1]) if stage < last else (-1, -1)
+    here = Stage(stage, rows, made, parts.uploaded, given, passed, returned, received)
+    found: Own = own(step, here, parts.held_by(rank), divide, kept=kept)
+    boundary = {how.starts[stage]: found.given}
+    gradient = {stage: found.returned}
+    if stage < last:
+        boundary[how.starts[stage + 1]], gradient[stage + 1] = found.passed, found.received
+    divided = Parts(
+        found.step, replace(parts.chain, boundary=boundary), how, found.stage, np.zeros(found.step.n_ops, bool), found.uploaded,
+        gradient, (), _sums(found.step, ()), found.once,
+    )  # fmt: skip
+    return divided, rank, np.ones(len(columns_of(found.step.parameters)), bool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +145,8 @@ class Parts:
     """Stage → the gradient of what it is given."""
     tied: tuple[_Tied, ...]
     sums: _Sums
+    once: I32 = field(default_factory=lambda: _NONE)
+    """Rows of a forward that run for the first micro-batch alone; what they make serves all."""
 
     @classmethod
     def of(cls, step: Step, chain: Chain, how: Piped) -> Parts:
@@ -139,6 +181,17 @@ class Parts:
         held[-1] |= ~inside & last
         assert step.n_ops
         return held
+
+    def held_by(self, rank: int) -> npt.NDArray[np.bool_]:
+        """(parameters,) what the stages of `rank` hold."""
+        found: npt.NDArray[np.bool_] = self.owners()[rank :: self.how.ranks].max(0)
+        return found
+
+    @cached_property
+    def kept(self) -> I32:
+        """Storages that the rows `once` make."""
+        made = np.flatnonzero(self.step.producer >= 0)
+        return made[np.isin(self.step.producer[made], self.once)].astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,11 +273,10 @@ def _tied(step: Step, stage: I32, foreign: Sequence[int]) -> list[_Tied]:
     return sorted(found, key=lambda each: int(step.producer[each.part]))
 
 
-def _rank(parts: Parts, rank: int) -> Step:
-    """The step of one rank."""
+def _rank(parts: Parts, rank: int, held: npt.NDArray[np.bool_]) -> Step:
+    """The step of one rank, which holds the parameters `held`."""
     how = parts.how
     stages = [s for s in range(len(how.starts)) if s % how.ranks == rank]
-    held = parts.owners()[stages].max(0)
     rows = Rows(parts.step, held)
     rows.sums(parts.sums.part, parts.sums.total)
     upload(parts, rows)
@@ -239,10 +291,19 @@ def _rank(parts: Parts, rank: int) -> Step:
             rows.hold_all((_UPLOAD, action.micro_batch), rows.n_ops - 1)
     for key, storage in held_lists.values():
         rows.hold(key, storage, rows.n_ops - 1)
+    _keep_to_the_end(parts, rows, stages[0])
     if how.waiting:
         rows.there(how.waiting * _kept_bytes(parts, stages), rows.n_ops - 1)
     _finish(parts, rows, stages, held)
     return rows.done()
+
+
+def _keep_to_the_end(parts: Parts, rows: Rows, stage: int) -> None:
+    """What is gathered once, and not only to be copied out, is there until its backward in the last micro-batch."""
+    first = np.flatnonzero((parts.stage == stage) & (parts.step.op_phase > Phase.FORWARD))
+    if len(first) and len(parts.once):
+        weights = parts.kept[parts.step.held_until[parts.kept] >= first[0]]
+        rows.hold_as((stage, 0), weights, (stage, parts.how.micro_batches - 1))
 
 
 def _kept_bytes(parts: Parts, stages: Sequence[int]) -> int:
@@ -274,6 +335,8 @@ def declare(parts: Parts, rows: Rows, stage: int) -> None:
     made = (step.producer >= 0) & ((parts.stage == stage) | parts.shared)[step.producer]
     made[[each.added for each in parts.tied if each.added >= 0]] = False
     rows.declare(stage, np.flatnonzero(made).astype(np.int32))
+    if len(parts.once):
+        rows.keep(stage, parts.kept)
     for each in parts.tied:
         if parts.stage[each.adder] == stage and each.added >= 0:
             rows.alias(stage, each.added, each.other)
@@ -302,6 +365,8 @@ def _run(parts: Parts, rows: Rows, action: Action, lists: Lists, moves: SlotMove
     within[[each.adder for each in parts.tied]] = False
     if action.micro_batch == 0:
         within[parts.sums.adder] = False
+    else:
+        within[parts.once] = False
     ops = np.flatnonzero(within).astype(np.int32)
     if moves is not None:
         moves.begins(rows, action)

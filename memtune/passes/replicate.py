@@ -6,7 +6,8 @@ Three rules, as torch's reducer has them with gradients as views of the buckets:
    are never freed.
 2. A gradient is copied into its bucket as soon as autograd has put it in place, and let go; what the optimizer reads is the
    bucket. With several micro-batches that happens in the last one: until then the sums exist beside the buckets.
-3. A full bucket is averaged while backward goes on, buckets in order; all are done before backward returns.
+3. A full bucket is averaged while backward goes on, buckets in order; all are done before backward returns. On the stages of a
+   pipeline all of that comes after the last backward (`runtime.buckets`, rule 4).
 
 With more than two micro-batches the ones in the middle hold all sums to the end of their backward, where the last one lets go of
 each when it is copied. Where that makes them the larger ones, the sums stay here too: an upper end.
@@ -21,6 +22,7 @@ import numpy as np
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
+from memtune.passes.experts import experts_in
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
@@ -35,6 +37,10 @@ class Replication:
     find_unused: bool = False
     of_blocks: bool = True
     """Gradients of the blocks are among them; else somebody else averages these."""
+    of_experts: bool = True
+    """The same of the blocks' experts."""
+    at_end: bool = False
+    """Whether buckets are filled when the last backward of a pipeline's step has ended, and not as gradients arrive."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class _Arrival:
 @functools.lru_cache(maxsize=8)
 def replicate(step: Step, how: Replication) -> Step:
     """`step` as one rank runs it under DDP; `step` itself where nothing gets a gradient."""
-    arrivals = _arrivals(step, how.of_blocks)
+    arrivals = _at_end(step) if how.at_end else _arrivals(step, how.of_blocks, how.of_experts)
     if not arrivals:
         return step
     done = _replicated(step, how, arrivals, sums_stay=False)
@@ -86,10 +92,18 @@ def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, sums_
 
 
 @functools.lru_cache(maxsize=8)
-def _arrivals(step: Step, of_blocks: bool) -> list[_Arrival]:
+def _others(step: Step, of_blocks: bool, of_experts: bool) -> frozenset[int]:
+    """Parameters whose gradients somebody else averages."""
+    blocks = () if of_blocks else np.flatnonzero(columns_of(step.parameters).block >= 0).tolist()
+    experts = () if of_experts else [index for each in experts_in(step) for index in each.parameters]
+    return frozenset((*blocks, *experts))
+
+
+@functools.lru_cache(maxsize=8)
+def _arrivals(step: Step, of_blocks: bool, of_experts: bool) -> list[_Arrival]:
     """In the order in which they arrive; a sum over micro-batches arrives when this one has been added to it."""
-    mine = enumerate(step.parameters)
-    owners = {p.gradient: index for index, p in mine if p.gradient >= 0 and (of_blocks or p.block < 0)}
+    others = _others(step, of_blocks, of_experts)
+    owners = {p.gradient: index for index, p in enumerate(step.parameters) if p.gradient >= 0 and index not in others}
     added: dict[int, int] = {}
     adds = (step.use_mutates == 1) & (step.use_phase < Phase.BOUNDARY) & (step.producer[step.use_storage] < 0)
     for op, storage in zip(step.use_op[adds].tolist(), step.use_storage[adds].tolist(), strict=True):
@@ -100,6 +114,12 @@ def _arrivals(step: Step, of_blocks: bool) -> list[_Arrival]:
             at = int(step.ready_after[storage]) if step.producer[storage] >= 0 else added[storage]
             found.append(_Arrival(owners[storage], storage, at))
     return sorted(found, key=lambda arrival: arrival.at)
+
+
+def _at_end(step: Step) -> list[_Arrival]:
+    """In reverse order of registration, all after the last backward."""
+    gradient, end = columns_of(step.parameters).gradient, int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    return [_Arrival(row, int(gradient[row]), end) for row in np.flatnonzero(gradient >= 0)[::-1].tolist()]
 
 
 def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[list[_Arrival]]:
@@ -185,7 +205,8 @@ def _rebound(edit: Edit, step: Step, how: Replication, arrivals: list[_Arrival],
     made = np.asarray([a.storage for a in arrivals if step.producer[a.storage] >= 0], np.int32)
     edit.kind[made] = Kind.TEMPORARY
     columns = columns_of(step.parameters)
-    others = columns.gradient[(columns.block >= 0) & (columns.gradient >= 0) & (not how.of_blocks)]
+    rows = np.asarray(sorted(_others(step, how.of_blocks, how.of_experts)), np.intp)
+    others = columns.gradient[rows][columns.gradient[rows] >= 0]
     gradient = np.where(np.isin(columns.gradient, others), columns.gradient, -1).astype(np.int32)
     gradient[list(bucket_of)] = list(bucket_of.values())
     edit.parameters = replace(columns, gradient=gradient)

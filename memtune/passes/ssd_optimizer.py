@@ -12,7 +12,7 @@ from memtune.parameters import columns_of
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES
 
-_READ, _DOWN, _UPDATE, _UP, _WRITE, _KEEP, _COPY = range(7)
+_READ, _DOWN, _UPDATE, _UP, _WRITE, _KEEP, _COPY, _GRADIENT = range(8)
 _OPS = (
     ("from_ssd", Resource.SSD_READ),
     ("to_host", Resource.DEVICE_TO_HOST),
@@ -21,12 +21,13 @@ _OPS = (
     ("write_ssd_", Resource.SSD_WRITE),
     ("write_ssd_", Resource.SSD_WRITE),
     ("copy_", Resource.HOST_THREADS),
+    ("from_ssd", Resource.SSD_READ),
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Away:
-    """Parameters that are not on the device, and whose gradients are on the host already."""
+    """Parameters that are not on the device, and whose gradients are on the host, or on SSD, already."""
 
     gradients: I32
     """(parameters,) -1 for those that are on the device."""
@@ -68,8 +69,9 @@ def optimizer_on_ssd(step: Step, ahead: int, slots: int = 1, away: Away | None =
     narrow, gradient_bytes = columns.itemsize[mine] != 4, columns.numel[mine] * columns.itemsize[mine].astype(np.int64)
     up = np.where(here, _UP, _UP if away is None else np.where(step.tier[away.weights[mine]] == Tier.SSD, _KEEP, _COPY))
     traffic = {_READ: pieces.n_bytes, _UPDATE: pieces.update_bytes, _WRITE: pieces.n_bytes, _COPY: 2 * gradient_bytes}
-    traffic |= dict.fromkeys((_DOWN, _UP, _KEEP), gradient_bytes)
-    rows = _insert(edit, int(np.flatnonzero(optimizer)[0]), traffic, ahead, here, up)
+    traffic |= dict.fromkeys((_DOWN, _UP, _KEEP, _GRADIENT), gradient_bytes)
+    kept = np.zeros(len(mine), bool) if away is None else ~here & (step.tier[away.gradients[mine]] == Tier.SSD)
+    rows = _insert(edit, int(np.flatnonzero(optimizer)[0]), traffic, ahead, here, up, kept)
 
     host = pieces.stream(edit, rows[_READ], rows[_UPDATE], rows[_WRITE])
     down = _gradients_down(edit, step, mine[here], gradient_bytes[here], rows[:, here])
@@ -79,7 +81,8 @@ def optimizer_on_ssd(step: Step, ahead: int, slots: int = 1, away: Away | None =
     if away is not None:
         landed = ~here
         gradients[landed], weights = away.gradients[mine[landed]], np.where(here, weights, away.weights[mine])
-        edit.held_until[gradients[landed]] = -1
+        edit.held_until[gradients[landed & ~kept]] = -1
+        gradients[kept] = _gradients_read(edit, gradients[kept], gradient_bytes[kept], rows[_GRADIENT][kept], mine[kept])
         keeps = landed & narrow & (up == _KEEP)  # written from the gradient's memory, as long as the piece
         _hold_while_written(edit, gradients, rows[_WRITE], keeps)
     edit.add_uses(rows[_UPDATE], gradients, mutates=True)
@@ -99,6 +102,12 @@ def _gradients_down(edit: Edit, step: Step, mine: npt.NDArray[np.intp], n_bytes:
     edit.held_until[gradients[freed]] = -1
     edit.let_go_before(gradients[freed], rows[_UPDATE][freed])
     return down
+
+
+def _gradients_read(edit: Edit, gradients: I32, n_bytes: I64, rows: I32, owner: npt.NDArray[np.intp]) -> I32:
+    """Gradients on SSD as they are in host memory from their reads on."""
+    edit.add_uses(rows, gradients)
+    return edit.add_storages(n_bytes, producer=rows, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner.astype(np.int32))
 
 
 def _hold_while_written(edit: Edit, gradients: I32, write: I32, keeps: npt.NDArray[np.bool_]) -> None:
@@ -168,9 +177,10 @@ def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[n
 
 
 def _insert(
-    edit: Edit, anchor: int, traffic: dict[int, I64], ahead: int, here: npt.NDArray[np.bool_], up: npt.NDArray[np.intp]
-) -> I32:
-    """The ops in the order of Rules 1 and 2, before the op `anchor`; returns (7, parameters) rows, -1 where there is no op.
+    edit: Edit, anchor: int, traffic: dict[int, I64], ahead: int, here: npt.NDArray[np.bool_], up: npt.NDArray[np.intp],
+    kept: npt.NDArray[np.bool_],
+) -> I32:  # fmt: skip
+    """The ops in the order of Rules 1 and 2, before the op `anchor`; returns (8, parameters) rows, -1 where there is no op.
 
     Args:
         edit: Of the step.
@@ -179,14 +189,16 @@ def _insert(
         ahead: Pieces that are read ahead.
         here: (parameters,) whether the gradient is on the device.
         up: (parameters,) where the new weight goes: `_UP`, `_KEEP` or `_COPY`.
+        kept: (parameters,) whether the gradient is on SSD.
     """
     count = len(here)
-    turns = [(_READ, i) for i in range(min(ahead, count))]
+    reads = [[(_READ, i), *([(_GRADIENT, i)] if kept[i] else [])] for i in range(count)]
+    turns = [each for i in range(min(ahead, count)) for each in reads[i]]
     for i, (down, new) in enumerate(zip(here.tolist(), up.tolist(), strict=True)):
-        turns += [(_READ, i)] if ahead == 0 else []
+        turns += reads[i] if ahead == 0 else []
         turns += [(_DOWN, i)] if down else []
         turns += [(_UPDATE, i), (new, i), (_WRITE, i)]
-        turns += [(_READ, i + ahead)] if ahead and i + ahead < count else []
+        turns += reads[i + ahead] if ahead and i + ahead < count else []
     kind, index = np.asarray(turns, np.int32).T
     names = np.asarray([edit.name_id(f"{'aten' if name == 'copy_' else 'memtune'}.{name}.default") for name, _ in _OPS], np.int32)
     rows = edit.add_ops(

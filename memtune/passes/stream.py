@@ -16,6 +16,7 @@ from memtune.chunks import Chunks, aligned
 from memtune.edit import Edit
 from memtune.pages import Pages
 from memtune.parameters import columns_of
+from memtune.passes.gathered_rows import gathers_of, rows_of_gradients
 from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
 from memtune.passes.shares import raw_gradients
 from memtune.passes.turns import ADD, AHEAD, ALLOCATE, COPY, OPS, UPDATE, Turns, dropped_in, turns_of
@@ -70,7 +71,8 @@ def first_ops(step: Step) -> I32:
         rows = np.flatnonzero(mine & (step.op_block >= 0))[::-1].astype(np.int32)
         first[step.op_block[rows]] = rows  # the first one is written last
     forward = np.where(forward >= 0, np.minimum(forward, step.enter[:n_blocks]), -1).astype(np.int32)
-    return np.concatenate([forward, backward[::-1]])
+    found = np.concatenate([forward, backward[::-1]])
+    return found if (gathers := gathers_of(step)) is None else np.minimum(found, gathers.begins)
 
 
 def moment_of_ops(step: Step) -> I32:
@@ -91,11 +93,17 @@ class Landings:
     """What it is added to, -1 in the only or first micro-batch."""
     after: I32
     moment: I32
+    n_bytes: I64
 
     @classmethod
     def of(cls, step: Step) -> Landings:
         """Those of `step`."""
-        columns, raw = columns_of(step.parameters), raw_gradients(step)
+        columns = columns_of(step.parameters)
+        if gathers_of(step) is not None:
+            rows = rows_of_gradients(step)
+            moment = (2 * len(step.blocks) - 1 - columns.block[rows.parameter]).astype(np.int32)
+            return cls(rows.parameter, rows.raw, rows.sums, rows.after, moment, rows.n_bytes)
+        raw = raw_gradients(step)
         parameter_of = np.full(step.n_storages, -1, np.int32)
         mine = np.flatnonzero((columns.gradient >= 0) & (columns.block >= 0) & (raw >= 0)).astype(np.int32)
         parameter_of[columns.gradient[mine]] = mine
@@ -107,7 +115,9 @@ class Landings:
         order = np.argsort(after, kind="stable")
         moment = 2 * len(step.blocks) - 1 - columns.block[parameter]
         sums = np.where(summed, gradient, -1).astype(np.int32)
-        return cls(*(column[order] for column in (parameter, raw[parameter], sums, after, moment.astype(np.int32))))
+        parts = (parameter, raw[parameter], sums, after, moment.astype(np.int32))
+        parameter, made, sums, after, moment = (column[order] for column in parts)
+        return cls(parameter, made, sums, after, moment, step.bytes[made])
 
     def added_later(self, moments: int) -> Units:
         """(moments,) the row that is added to its sum when the moment begins: the last one before it; -1 for no sum."""
@@ -215,7 +225,7 @@ def _gradients_down(edit: Edit, step: Step, landings: Landings, ranks: int) -> _
     row = np.repeat(np.arange(count), 1 + with_add)
     is_copy = np.append(row[1:] != row[:-1], True)[: len(row)]
     source = np.where(is_copy, row, row - 1)
-    n_bytes = step.bytes[landings.raw]
+    n_bytes = landings.n_bytes
     names = np.asarray([edit.name_id("aten.add_.Tensor"), edit.name_id("memtune.to_host.default")], np.int32)
     ops = edit.add_ops(
         names[is_copy.astype(int)],
@@ -247,7 +257,7 @@ def _gradients_down(edit: Edit, step: Step, landings: Landings, ranks: int) -> _
 def _average(edit: Edit, step: Step, landings: Landings, ranks: int) -> None:
     average = edit.add_ops(
         "memtune.all_reduce_.default", after=landings.after, phase=Phase.BACKWARD, resource=Resource.INTRA_LINK,
-        traffic_bytes=step.bytes[landings.raw], call=step.op_call[landings.after], group=ranks,
+        traffic_bytes=landings.n_bytes, call=step.op_call[landings.after], group=ranks,
     )  # fmt: skip
     edit.add_uses(average, landings.raw, mutates=True)
 
@@ -341,6 +351,11 @@ def stay(
         begins = np.repeat(first_ops(step), [len(each) for each in frames.waits])
         edit.add_uses(begins, in_backward[np.concatenate([np.asarray(each, np.int32) for each in frames.waits])])
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
+    if (gathers := gathers_of(step)) is not None:
+        mine = in_blocks(step)
+        block, piece = columns_of(step.parameters).block[mine], pieces.of_parameter[mine]
+        edit.add_uses(gathers.forward[block], in_forward[piece])
+        edit.add_uses(gathers.backward[block], in_backward[piece])
 
 
 def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32, pieces: Pieces) -> None:

@@ -91,7 +91,7 @@ def units_of(step: Step, blocks_per_unit: int) -> Units:
     n_blocks = len(step.blocks)
     n_units = 1 + -(-n_blocks // blocks_per_unit)  # row 0 is the root until it is known whether there is one
     block = columns_of(step.parameters).block
-    order = np.asarray(_gathering_order(columns_of(step.parameters).names), np.int32)
+    order = np.asarray(gathering_order(columns_of(step.parameters).names), np.int32)
     order = order[np.argsort(block[order], kind="stable")]
     count = np.bincount(_unit(block[order], blocks_per_unit), minlength=n_units)
 
@@ -129,7 +129,7 @@ def _first_and_last(step: Step, ops: I32, n_units: int, blocks_per_unit: int) ->
 
 
 @functools.lru_cache(maxsize=16)
-def _gathering_order(names: tuple[str, ...]) -> list[int]:
+def gathering_order(names: tuple[str, ...]) -> list[int]:
     """Rows of `names` in FSDP2's order: a module's own parameters after those of its children (post-order)."""
     tree: dict[str, Any] = {}
     for index, name in enumerate(names):

@@ -69,6 +69,7 @@ class Rows:
         self._n_storages = 0
         self._made: dict[Hashable, I32] = {}
         self._alias: dict[Hashable, list[tuple[int, int]]] = {}
+        self._once: dict[Hashable, I32] = {}
         self._copies: dict[Key, _Copy] = {}
         self._holds: list[tuple[int, int]] = []
         self._rest = 0, _EMPTY
@@ -104,6 +105,10 @@ class Rows:
         """The storages that a stage makes, each micro-batch its own."""
         self._made[stage] = made
 
+    def keep(self, stage: Hashable, made: I32) -> None:
+        """Of what a stage makes, these are made for the first micro-batch and serve the others."""
+        self._once[stage] = made
+
     def alias(self, stage: Hashable, storage: int, stands_for: int) -> None:
         """In `stage`, `storage` is not made: `stands_for` takes its place."""
         self._alias.setdefault(stage, []).append((storage, stands_for))
@@ -121,6 +126,10 @@ class Rows:
             shared = self._copies.get(("upload", key[1]))
             if shared is not None:
                 number[shared.made] = shared.number[shared.made]
+            if key[1] > 0 and key[0] in self._once:
+                once = self._once[key[0]]
+                made = np.setdiff1d(made, once).astype(np.int32)
+                number[once] = self._copies[key[0], 0].number[once]
             number[made] = self._append(made)
             number[first] = number[self._total[: len(first)]]
             for storage, stands_for in self._alias.get(key[0], ()):
@@ -180,6 +189,11 @@ class Rows:
     def hold(self, key: Key, storage: int, until: int) -> None:
         """`storage` of a stage and micro-batch is held until that row at least."""
         self._holds.append((self.of(key, storage), until))
+
+    def hold_as(self, key: Key, storages: I32, other: Key) -> None:
+        """`storages` of a stage and micro-batch are held until where `other`, of that stage, would let go of its own."""
+        until = self._copies[other].last_row(self._step.held_until[storages])
+        self._holds += [(self.of(key, storage), row) for storage, row in zip(storages.tolist(), until.tolist(), strict=True)]
 
     def hold_all(self, key: Key, until: int) -> None:
         """All that a stage has made for a micro-batch is held until that row at least."""

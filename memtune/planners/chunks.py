@@ -49,8 +49,8 @@ def chunk_sizes(n_bytes: Units, block: Units) -> Units:
 
 
 @functools.lru_cache(maxsize=64)
-def _packings(n_bytes: Units, block: Units) -> tuple[Chunks, ...]:
-    return tuple(pack(n_bytes, block, size) for size in chunk_sizes(n_bytes, block))
+def _packings(n_bytes: Units, block: Units, gathered: bool) -> tuple[Chunks, ...]:
+    return tuple(pack(n_bytes, block, size, gathered) for size in chunk_sizes(n_bytes, block))
 
 
 def slots_in(chunks: Chunks, room: Sequence[int], ahead: int = 0) -> Units | None:
@@ -67,20 +67,21 @@ def as_few_as_used(chunks: Chunks, ahead: int = 0) -> Units:
 
 
 @functools.lru_cache(maxsize=256)
-def least_waste(n_bytes: Units, block: Units, room: Units | None) -> ChunkPlan:
+def least_waste(n_bytes: Units, block: Units, room: Units | None, gathered: bool = False) -> ChunkPlan:
     """The chunk size that wastes least, of those with which each moment has room for what it uses.
 
     Args:
         n_bytes: What each parameter takes, in the order of use.
         block: The block of each, ascending from 0.
         room: (moments,) bytes of the device that chunks may take; None: as few as are used.
+        gathered: Parameters are a rank's rows.
 
     Returns:
         Among equals the smallest chunk. Where no size fits, the one that takes the fewest bytes.
 
     Source: Fang et al. 2021, PatrickStar (arXiv:2108.05818), chunk size search and the memory budget by moment.
     """
-    by_waste = sorted(_packings(n_bytes, block), key=lambda chunks: (chunks.n_bytes, chunks.chunk_bytes))
+    by_waste = sorted(_packings(n_bytes, block, gathered), key=lambda chunks: (chunks.n_bytes, chunks.chunk_bytes))
     if room is None:
         return ChunkPlan(by_waste[0], as_few_as_used(by_waste[0]))
     fitting = ((chunks, slots_in(chunks, room)) for chunks in by_waste)
@@ -89,7 +90,7 @@ def least_waste(n_bytes: Units, block: Units, room: Units | None) -> ChunkPlan:
 
 
 @functools.lru_cache(maxsize=256)
-def fewest_bytes_moved(n_bytes: Units, block: Units, capacity: int | None, ahead: int) -> ChunkPlan:
+def fewest_bytes_moved(n_bytes: Units, block: Units, capacity: int | None, ahead: int, gathered: bool = False) -> ChunkPlan:
     """The chunk size and the number of cached chunks that bring in the fewest bytes in a step, replayed under LRU.
 
     Args:
@@ -97,13 +98,14 @@ def fewest_bytes_moved(n_bytes: Units, block: Units, capacity: int | None, ahead
         block: The block of each, ascending from 0.
         capacity: Bytes of the device that the cache may take; None: as few chunks as are used.
         ahead: Moments that a chunk comes in before its use.
+        gathered: Parameters are a rank's rows.
 
     Returns:
         Among equals the cache of fewest bytes, then the smaller chunk. Where no size fits, the one that takes the fewest bytes.
 
     Source: Huang et al. 2022, Elixir (arXiv:2212.05339), the pre-runtime search over chunk sizes with a cache of n chunks.
     """
-    tried = _packings(n_bytes, block)
+    tried = _packings(n_bytes, block, gathered)
     best: tuple[tuple[int, int, int], ChunkPlan] | None = None
     for chunks in tried:
         uses, least = chunks.uses(ahead), as_few_as_used(chunks, ahead)[0]

@@ -9,7 +9,9 @@ rules, which `passes.replicate` has as well, hold here too:
    micro-batches that happens in the last one.
 3. A full bucket is averaged while backward goes on, in order; all are done before backward returns. A parameter without a
    gradient is an error, or, where it is said that there are such ones, counts as zeros if another rank has one, else as nothing.
-4. Buffers follow those of the first copy before the first forward of a step.
+4. Where a rank runs stages of a pipeline, no micro-batch is the last one of all of them: buckets are filled, in reverse order of
+   registration, and averaged when the last backward has ended.
+5. Buffers follow those of the first copy before the first forward of a step.
 """
 
 from __future__ import annotations
@@ -63,17 +65,25 @@ class Buckets:
         self._model, self._cap_bytes = context.model, bucket_cap_mb << 20
         self._finds_unused = find_unused_parameters
         self._group = same_part(context)
-        self._parameters = [p for p in context.model.parameters() if p.requires_grad]
+        self._absent = frozenset() if context.elsewhere is None else frozenset(context.elsewhere.absent)
+        self._parameters = self._trained()
         self._arrival: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._last, self._queued, self._next, self._fresh = True, False, 0, True
         self._averaged_bytes = 0
-        for parameter in self._parameters:
+        pipeline: Any = context.pipeline
+        if pipeline is not None:  # rule 4
+            pipeline.reduce = self._finish
+        for parameter in self._parameters if pipeline is None else ():
             context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
         context.undo.callback(context.model.register_forward_pre_hook(self._send_buffers).remove)
         context.sync, context.averaged = self._sync, True
         context.checks["sharding.states"] = self._check
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Trainable parameters that are here."""
+        return [p for name, p in self._model.named_parameters() if p.requires_grad and name not in self._absent]
 
     @contextmanager
     def _sync(self, last: bool) -> Iterator[None]:
@@ -199,7 +209,7 @@ class Buckets:
 
     @torch.no_grad()
     def _send_buffers(self, model: nn.Module, args: Any) -> None:
-        """Rule 4: one message; an evaluation sends nothing, as some ranks alone may do one."""
+        """Rule 5: one message; an evaluation sends nothing, as some ranks alone may do one."""
         if not model.training:
             return
         buffers = [buffer for buffer in model.buffers() if buffer.numel()] if self._fresh else []
@@ -214,7 +224,7 @@ class Buckets:
                 buffer.copy_(sent.view_as(buffer))
 
     def _check(self) -> dict[str, Any]:
-        mine = {p for p in self._model.parameters() if p.requires_grad}
+        mine = set(self._trained())
         if mine != set(self._parameters):
             raise ApplyError("the model's parameters are no longer those whose gradients are averaged.", code="MT324")
         return {"ranks": self._group.size(), "averaged_bytes": self._averaged_bytes}

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from memtune.chunks import Chunks
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import GatheredBlocks
 from memtune.runtime.host_optimizer import to_host_now
 from memtune.runtime.tiers import HOST, mark
+from memtune.runtime.tree import local
 
 
 class Piece(NamedTuple):
@@ -21,11 +23,13 @@ class Piece(NamedTuple):
     host: Tensor
     in_frame: bool = False
     """The memory stays, others come to it in turn; else it is given back and taken anew."""
+    padded_bytes: int = 0
+    """Of the memory, where it is more than what is copied."""
 
     def take(self) -> None:
         """Have the memory."""
         if not self.in_frame:
-            self.there.untyped_storage().resize_(self.host.nbytes)
+            self.there.untyped_storage().resize_(self.padded_bytes or self.host.nbytes)
 
     def give_back(self) -> None:
         """What is there is not needed any more."""
@@ -34,7 +38,11 @@ class Piece(NamedTuple):
 
 
 def in_chunks(
-    context: Context, parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor], chunks: Chunks
+    context: Context,
+    parameters: Sequence[nn.Parameter],
+    hosts: dict[nn.Parameter, Tensor],
+    chunks: Chunks,
+    gathered: GatheredBlocks | None = None,
 ) -> list[Piece]:
     """Move `parameters`, and their host copies, side by side into chunks; both stay the same objects.
 
@@ -43,20 +51,26 @@ def in_chunks(
         parameters: In the order of `chunks`.
         hosts: Their host copies; those of parameters that are not trained are replaced.
         chunks: Where each one goes.
+        gathered: Where they are divided; it is their rows that go there.
     """
-    context.undo.callback(_apart, parameters)
+    if gathered is None:
+        context.undo.callback(_apart, parameters)
     pieces = []
     for chunk in range(chunks.count):
         members = [(p, at) for p, of, at in zip(parameters, chunks.chunk, chunks.offset, strict=True) if of == chunk]
-        there = members[0][0].detach().new_zeros(chunks.chunk_bytes, dtype=torch.uint8)
+        there = torch.zeros(chunks.chunk_bytes, dtype=torch.uint8, device=context.device)
         for parameter, at in members:
-            place = place_in(there, parameter, at)
-            place.copy_(parameter.detach())
-            parameter.data = place
+            here = parameter.detach() if gathered is None else gathered.rows_of(parameter)
+            place = place_in(there, here, at)
+            place.copy_(here)
+            if gathered is None:
+                parameter.data = place
+            else:
+                gathered.put_rows(parameter, place)
         host = to_host_now(there)
         mark(host, HOST)
         for parameter, at in members:
-            hosts[parameter] = place_in(host, parameter, at)
+            hosts[parameter] = place_in(host, local(parameter.detach()), at)
             if parameter in context.represented:
                 context.represented[parameter].data = hosts[parameter]
         pieces.append(Piece(there, host))

@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +43,14 @@ def communicate(context: Context, how: Communication) -> None:
         )  # fmt: skip
     groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in units.values()]
     degree = next(group.mesh_info.shard_mesh_size for group in groups if group is not None)
+    if how.ranks_per_node % context.parts and context.parts % how.ranks_per_node:
+        raise ApplyError(
+            f"groups of {context.parts} ranks, which share layers, are no whole nodes of {how.ranks_per_node} or parts of one.",
+            fix="another sharding.parallel degree, or ranks_per_node", code="MT342",
+        )  # fmt: skip
     nodes.declare(how.ranks_per_node)
     context.undo.callback(nodes.declare, None)
+    how = replace(how, ranks_per_node=max(how.ranks_per_node // context.parts, 1))  # that hold the same part of the model
     place = _place(context, how, degree)
     forward = Forward(context.model) if how.secondary else None
     for unit, group in zip(units.values(), groups, strict=True):
@@ -62,12 +69,17 @@ def _place(context: Context, how: Communication, degree: int) -> Nodes | None:
     local = min(how.ranks_per_node, degree)
     if not how.by_node:
         return None
+    if local < 2:
+        raise ApplyError(
+            "every node has one of the ranks that share a copy of the model: there is no fast link to use instead.",
+            fix="sharding.communication: {kind: none}", code="MT342",
+        )  # fmt: skip
     if degree % local:
         raise ApplyError(
             f"nodes of {local} ranks do not divide the {degree} ranks that share a copy of the model.",
             fix="ranks_per_node: a divisor of the sharding degree", code="MT342",
         )  # fmt: skip
-    return nodes.nodes_of(context.device.type, degree, local)
+    return nodes.nodes_of(context.device.type, degree, local, context.parts)
 
 
 def _check(how: Communication, groups: list[Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Context:
         parts: Consecutive ranks that hold one copy of the model together, each a part of it; 1 where every rank has all.
         averaged: Whether what divides or replicates states averages gradients between the copies.
         averages_blocks: Whether what moves the blocks' parameters averages their gradients as they land; DDP leaves them out.
+        averages_experts: The same of what moves experts, before it updates them.
         later: Run when states have been divided, by techniques whose work depends on how.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
@@ -48,6 +49,7 @@ class Context:
             micro-batch any more, reduced where ranks share it; None where autograd says so itself, or on several ranks nobody.
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
+        gather_rows: Brings in the rows of weights that other ranks hold for the optimizer; all ranks call it.
         compiled: What runs through torch.compile, if anything does.
         before_use: Called with each parameter whose gradient is about to be used, and let go, inside backward, and with that.
         reloaded: Called when weights and optimizer state have been loaded, by whoever keeps copies of them.
@@ -64,6 +66,7 @@ class Context:
     parts: int = 1
     averaged: bool = False
     averages_blocks: bool = False
+    averages_experts: bool = False
     later: list[Callable[[], None]] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
@@ -74,6 +77,7 @@ class Context:
     lands: Callable[[Landed], None] | None = None
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    gather_rows: Callable[[], None] | None = None
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)
     reloaded: list[Callable[[], None]] = field(default_factory=list)
     resumed_steps: int = 0

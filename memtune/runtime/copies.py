@@ -12,7 +12,7 @@ Three rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -50,6 +50,17 @@ class OncePerStep:
             yield
         finally:
             self._averages = True
+
+    def at_end(self, units: Iterable[Unit]) -> Callable[[], None]:
+        """Averages by itself no more; returns what averages the sums of all `units`."""
+        self._averages, all_units = False, tuple(units)
+
+        def average() -> None:
+            for unit in all_units:
+                self._waiting = unit
+                self._average()
+
+        return average
 
     def _reduced(self, unit: Unit) -> None:
         if not self._averages:

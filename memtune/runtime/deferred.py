@@ -1,20 +1,23 @@
 """Models larger than one rank: built without memory, divided, and filled shard by shard (`runtime.construction`).
 
-Four rules:
+Five rules:
 
 1. `deferred` runs the user's code on fake tensors and leaves the model on the meta device. What `apply` finds out before anything
    is divided needs names and shapes only.
 2. Where parameters are divided by FSDP2, their meta shards get their rows as each whole value becomes final: at no time is more
    whole than what the construction still works on, which is one layer's where layers fill their own weights.
-3. Anything else is filled before the first technique that needs values.
-4. Ranks compare their generators' states: they must start from one model, which nobody has yet.
+3. Where ranks share layers or have stages, each parameter is cut on the meta device, and a rank keeps its piece of the value
+   (`keep_only`); what FSDP2 divides further are rows of that piece.
+4. Anything else is filled before the first technique that needs values.
+5. Ranks compare their generators' states: they must start from one model, which nobody has yet.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,14 +25,29 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.errors import ApplyError, MemtuneError
 from memtune.runtime.construction import Construction, Recorder, not_deferred
 from memtune.runtime.tiers import DEVICE, tier
+from memtune.runtime.tree import local
 
-_MARK = "_memtune_construction"
+_MARK, _PIECES = "_memtune_construction", "_memtune_pieces"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One of `ranks` equal pieces of a tensor along `dim`."""
+
+    dim: int
+    ranks: int
+    rank: int
+
+    def __call__(self, whole: Tensor) -> Tensor:
+        """The piece, a view."""
+        return whole.chunk(self.ranks, self.dim)[self.rank]
 
 
 def deferred(build: Callable[[], nn.Module], device: torch.device | str = "cpu") -> nn.Module:
@@ -123,8 +141,14 @@ def require_untouched(model: nn.Module) -> None:
             raise not_deferred(f"{name} was changed after memtune.deferred")
 
 
+def keep_only(model: nn.Module, pieces: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+    """Have this rank keep of a deferred model's parameters what `pieces` take of the whole values, by name (rule 3)."""
+    if construction_of(model) is not None:
+        vars(model)[_PIECES] = {**vars(model).get(_PIECES, {}), **pieces}
+
+
 def said(model: nn.Module) -> list[str]:
-    """What all ranks must have alike (rule 4)."""
+    """What all ranks must have alike (rule 5)."""
     construction = construction_of(model)
     if construction is None:
         return []
@@ -134,52 +158,59 @@ def said(model: nn.Module) -> list[str]:
     return [f"random numbers at the model's construction: sha256:{digest.hexdigest()[:16]}"]
 
 
-def fill_whole(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None]) -> None:
-    """Make all of a deferred model on its device (rule 3); nothing is done to any other.
+def fill(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None]) -> None:
+    """Make all that this rank has of a deferred model on its device (rules 3 and 4); nothing is done to any other.
 
     Args:
         model: Changed in place.
         optimizer: Gets the new parameters.
         rebind: `runtime.sharding.rebind`.
     """
-    construction = vars(model).pop(_MARK, None)
+    construction, pieces = vars(model).pop(_MARK, None), vars(model).pop(_PIECES, {})
     if construction is None:
         return
     before = dict(model.named_parameters())
     places = _places(model)
 
     def place(name: str, whole: Tensor) -> None:
-        old = places[name][0][2]
-        with tier(DEVICE):
-            value = torch.empty_like(whole, device=construction.device).copy_(whole)
-        if isinstance(old, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=old.requires_grad)
-            vars(value).update(_own_attributes(old))
-        _put(places[name], value)
+        mine = pieces[name](whole) if name in pieces else whole
+        _put(places[name], _like(places[name], mine, construction))
 
     construction.run(place)
-    for name, found in places.items():
+    for found in places.values():
         real = found[0][2]
-        if not real.is_meta and real.device != construction.device:
-            place(name, real.detach())
+        if not real.is_meta and real.device != construction.device and _goes_along(found):
+            _put(found, _like(found, local(real.detach()), construction))
     rebind(optimizer, before, dict(model.named_parameters()))
+
+
+def _like(places: _Places, mine: Tensor, construction: Construction) -> Tensor:
+    """A copy of `mine` where it is to be, as what is at `places`: parameter or buffer, a part of a larger one or a whole one."""
+    old, value = places[0][2], _value(places, mine, construction)
+    if isinstance(old, DTensor):
+        value = DTensor.from_local(
+            value, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+        )  # fmt: skip
+    if isinstance(old, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=old.requires_grad)
+        vars(value).update(_own_attributes(old))
+    return value
 
 
 def fill_shards(model: nn.Module) -> None:
     """Make this rank's shards of a deferred model that FSDP2 has divided on the meta device (rule 2); else do nothing."""
-    construction = vars(model).pop(_MARK, None)
+    construction, pieces = vars(model).pop(_MARK, None), vars(model).pop(_PIECES, {})
     if construction is None:
         return
     places = _places(model)
     shards = {id(each.sharded_param): each for each in _fsdp_params(model)}
 
     def place(name: str, whole: Tensor) -> None:
-        old = places[name][0][2]
+        old, mine = places[name][0][2], pieces[name](whole) if name in pieces else whole
         if id(old) in shards:
-            _fill_shard(shards[id(old)], whole, construction.device)
+            _fill_shard(shards[id(old)], mine, construction.device)
             return
-        with tier(DEVICE):
-            _put(places[name], torch.empty_like(whole, device=construction.device).copy_(whole))
+        _put(places[name], _value(places[name], mine, construction))
 
     construction.run(place)
 
@@ -226,3 +257,14 @@ def _places(model: nn.Module) -> dict[str, _Places]:
 def _put(places: _Places, value: Tensor) -> None:
     for module, attribute, _ in places:
         setattr(module, attribute, value)  # recurrent layers keep a list of their own beside
+
+
+def _goes_along(places: _Places) -> bool:
+    """`Module.to` would take it to the device: a parameter or a buffer. What is a plain attribute stays where it was made."""
+    return any(attribute in module._parameters or attribute in module._buffers for module, attribute, _ in places)
+
+
+def _value(places: _Places, whole: Tensor, construction: Construction) -> Tensor:
+    """A copy of `whole`, which belongs at `places`, where it is to be."""
+    with tier(DEVICE):
+        return torch.empty_like(whole, device=construction.device if _goes_along(places) else whole.device).copy_(whole)

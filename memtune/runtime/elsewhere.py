@@ -17,6 +17,7 @@ from torch.utils import _foreach_utils
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.deferred import keep_only
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +131,7 @@ def keep_own(
             if parameter is not None and canonical[id(parameter)] in absent:
                 new_of.setdefault(parameter, _in_place_of(parameter))
                 module._parameters[name] = new_of[parameter]
+    keep_only(context.model, {name: _one_value for name in canonical.values() if name in absent})
     for group_of in context.optimizer.param_groups:
         group_of["params"] = [new_of.get(parameter, parameter) for parameter in group_of["params"]]
     for old in new_of:
@@ -138,5 +140,8 @@ def keep_own(
 
 
 def _in_place_of(parameter: nn.Parameter) -> nn.Parameter:
-    one = torch.ones((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
-    return nn.Parameter(one, requires_grad=parameter.requires_grad)
+    return nn.Parameter(_one_value(parameter.detach()), requires_grad=parameter.requires_grad)
+
+
+def _one_value(whole: Tensor) -> Tensor:
+    return whole.new_ones((1,) * whole.dim())

@@ -1,6 +1,6 @@
 """Experts and their optimizer state on SSD, a cache of them in host memory, those of the current block on the device.
 
-Everything else of the model stays where it is, and the user's own optimizer updates it. Six rules on top of those of
+Everything else of the model stays where it is, and the user's own optimizer updates it. Seven rules on top of those of
 `runtime.store`, whose units are the blocks' experts here (SE-MoE, Shen et al. 2022, section 3.1: sparse parameters):
 
 Rule 1. An expert that is called with no row is *not used*: it runs on weights that take no memory, since none is read. Only
@@ -16,6 +16,8 @@ Rule 4. What dense Adam does to an expert that got a gradient of zeros is done t
 Rule 5. Gradients leave as they land, and wait on the host. In the last micro-batch of `Tuned.step` a block's experts are updated
         when its backward is over, in any other loop all are in `optimizer.step()`.
 Rule 6. What is asked for comes: a guess that is wrong costs bytes, not bits.
+Rule 7. Replicas have all experts, each its own copy on SSD. Before a block's experts are updated ranks tell each other which of
+        them got a gradient, or zeros, on any rank; of those that did gradients are averaged, zeros for who has none.
 """
 
 from __future__ import annotations
@@ -25,28 +27,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
-from memtune.experts import Expert, HostCache, find_experts, moments_of, read_ahead
+from memtune.experts import Expert, HostCache, moments_of, read_ahead
 from memtune.residency import Residency, Rule
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import before_step, to_host_now
 from memtune.runtime.ssd_optimizer import SsdOptimizer
+from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.store import ParameterStore
-from memtune.runtime.tiers import HOST, tier
-
-
-def experts_of(context: Context) -> tuple[Expert, ...]:
-    """The experts of a live model; indices are into `model.parameters()`."""
-    block_of = {id(p): i for i, name in enumerate(context.blocks) for p in context.model.get_submodule(name).parameters()}
-    named = list(context.model.named_parameters())
-    shapes = [tuple(parameter.shape) for _, parameter in named]
-    return find_experts([name for name, _ in named], shapes, [block_of.get(id(parameter), -1) for _, parameter in named])
+from memtune.runtime.tiers import HOST, mark, tier
 
 
 class ExpertOptimizer(SsdOptimizer):
@@ -68,6 +64,7 @@ class ExpertOptimizer(SsdOptimizer):
         parameters = list(context.model.parameters())
         mine = {parameters[index] for expert in experts for index in expert.parameters}
         super().__init__(context, master=False, ahead=0, chosen=mine)
+        self._group = dist.new_group() if context.ranks > 1 else None  # of its own: DDP's messages go at other moments
         piece_of = {piece.device: piece for piece in self._pieces}
         self.pieces = [[piece_of[parameters[i]] for i in each.parameters if parameters[i] in piece_of] for each in experts]
         self.expert_of = {piece.device: expert for expert, pieces in enumerate(self.pieces) for piece in pieces}
@@ -158,10 +155,40 @@ class ExpertOptimizer(SsdOptimizer):
         """Its gradient would be zeros in this micro-batch."""
         self._zero.add(parameter)
 
+    def _share(self, experts: Iterable[int]) -> None:
+        """Rule 7."""
+        if self._group is None:
+            return
+        pieces = [piece for expert in experts for piece in self.pieces[expert]]
+        if not pieces:
+            return
+        there = [piece.held.grad is not None for piece in pieces] + [piece.device in self._zero for piece in pieces]
+        flags = torch.tensor(there, dtype=torch.float32, device=pieces[0].device.device)
+        torch.ops.memtune.all_reduce_(flags, self._group.group_name, self._group.size(), "avg")
+        given, zeros = (part.tolist() for part in flags.chunk(2))
+        for piece, has, got_zeros in zip(pieces, given, zeros, strict=True):
+            if has:
+                self._average(piece, self._group)
+            elif got_zeros:
+                self._zero.add(piece.device)
+
+    def _average(self, piece: Piece, group: dist.ProcessGroup) -> None:
+        """On the device, one after the other: the host's is let go before what comes back is taken."""
+        mine, piece.held.grad = piece.held.grad, None
+        device = piece.device.device
+        whole = torch.zeros(piece.held.shape, device=device) if mine is None else torch.ops.memtune.to_device(mine, device)
+        del mine
+        torch.ops.memtune.all_reduce_(whole, group.group_name, group.size(), "avg")
+        host = torch.ops.memtune.to_host(whole)
+        mark(host, HOST)
+        transfer.finish(host)
+        piece.held.grad = host
+
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Update those of these that have a gradient."""
+        """Update those of these that have a gradient, on several ranks on any of them."""
         given = dict.fromkeys(self.expert_of[each] for each in parameters)
+        self._share(given)
         for expert in given:
             if all(piece.held.grad is None for piece in self.pieces[expert]):
                 continue

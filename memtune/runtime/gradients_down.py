@@ -20,7 +20,7 @@ Rule 6. The smallest gradient stays on the device until the step, as a witness: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -30,10 +30,11 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
-from memtune.early_updates import Trigger, witness
+from memtune.early_updates import Trigger, staying, witness
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import count_changes
 from memtune.runtime.host_optimizer import add_gradient, before_step
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
@@ -64,14 +65,19 @@ class GradientsDown:
         optimizer: Holds what gradients are for on the host, and updates natively.
         bucket_bytes: Of gradients that go down together; 0: each by itself.
         trigger: When the host updates.
+        stays: What the optimizer itself goes on updating on the device.
     """
 
-    def __init__(self, context: Context, optimizer: Updates, bucket_bytes: int, trigger: Trigger) -> None:
+    def __init__(
+        self, context: Context, optimizer: Updates, bucket_bytes: int, trigger: Trigger, stays: Collection[nn.Parameter] = ()
+    ) -> None:
         self._optimizer, self._bucket_bytes, self._trigger = optimizer, bucket_bytes, trigger
         self._before_use = context.before_use
-        trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
-        self._witness = trained[witness([_share_bytes(each, context.represented.get(each)) for each in trained])]
-        moved = {p: _moved(context, p) for p in trained if p in context.represented and p is not self._witness}
+        trained = _trained(context)
+        leaving = {p: n_bytes for p, n_bytes in trained.items() if context.represented.get(p, p) not in stays}
+        self._witness = list(leaving)[witness(list(leaving.values()))]
+        mine = [p for p in leaving if p in context.represented]
+        moved = {p: _moved(context, p) for p in mine if p is not self._witness}
         self._moved = {parameter: rows for parameter, (rows, _) in moved.items()}
         self._held = {parameter: held for parameter, (_, held) in moved.items()}
         for parameter, held in self._held.items():
@@ -126,8 +132,7 @@ class GradientsDown:
             self._queued = True
             Variable._execution_engine.queue_callback(self._backward_ends)
         if parameter not in self._held:
-            if parameter is self._witness:
-                parameter.grad = _of_its_own(parameter.grad)
+            parameter.grad = _of_its_own(parameter.grad)
             return
         self._bucket.append((parameter, local(parameter.grad)))
         parameter.grad = None
@@ -188,6 +193,8 @@ class GradientsDown:
         if self._bucket:
             self._send()
         self._arrive()
+        if self._witness.grad is not None:
+            count_changes(self._witness.grad)
         self._version = -1 if self._witness.grad is None else self._witness.grad._version
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -215,6 +222,19 @@ class GradientsDown:
         return facts | {"trigger": self._trigger, "buckets": self.buckets, "gradient_bytes_down": self.sent_bytes}
 
 
+def _trained(context: Context) -> dict[nn.Parameter, int]:
+    """The trained parameters of the model, and the bytes of each on the rank that has most of it: the same on all ranks."""
+    trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
+    return {parameter: _share_bytes(parameter, context.represented.get(parameter)) for parameter in trained}
+
+
+def staying_in(context: Context, ratio: float) -> list[nn.Parameter]:
+    """What the optimizer holds of the parameters whose state stays on the device, before any has moved."""
+    trained = _trained(context)
+    parameters = list(trained)
+    return [context.represented.get(each, each) for each in parameters[: staying(list(trained.values()), ratio)]]
+
+
 def _moved(context: Context, parameter: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
     """What has been moved of `parameter`, itself or this rank's rows of it, and what the optimizer holds in its place."""
     held = context.represented[parameter]
@@ -224,8 +244,9 @@ def _moved(context: Context, parameter: nn.Parameter) -> tuple[nn.Parameter, nn.
 
 
 def _share_bytes(parameter: nn.Parameter, held: nn.Parameter | None) -> int:
-    """Bytes of the largest rank's rows of `parameter`: the same number on all ranks."""
-    divided = next((each for each in (parameter, held) if isinstance(each, DTensor)), None)
+    """Bytes of the largest rank's rows of `parameter`."""
+    each: tuple[Tensor | None, ...] = (parameter, held)
+    divided = next((tensor for tensor in each if isinstance(tensor, DTensor)), None)
     if divided is None:
         return parameter.nbytes
     rows = parameter.shape[0]

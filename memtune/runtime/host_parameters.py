@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.tensor import DTensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.chunks import Chunks
@@ -20,9 +21,11 @@ from memtune.pages import Pages
 from memtune.runtime import transfer
 from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import GatheredBlocks, count_changes, divided_like, is_gathered
 from memtune.runtime.host_optimizer import add_gradient, to_host_now
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, mark
+from memtune.runtime.tree import local
 from memtune.runtime.weak_hook import weakly
 
 
@@ -72,6 +75,7 @@ class HostParameters:
         self._optimizer, self._device = optimizer, context.device
         self._before_use = context.before_use
         self._modules = [context.model.get_submodule(name) for name in context.blocks]
+        self._gathered = GatheredBlocks(context) if is_gathered(context.model) else None
         _refuse_schedules(context.model)
         self._blocks = [list(block.parameters()) for block in self._modules] if members is None else members
         mine = [parameter for block in self._blocks for parameter in block]
@@ -83,7 +87,7 @@ class HostParameters:
         optimizer.leave_down(parameter for block in goes for parameter in block)
         self.blocks_on_host = sum(map(bool, goes))
         if chunks is None:
-            self._units = [[Piece(parameter, self._hosts[parameter]) for parameter in block] for block in goes]
+            self._units = [[self._piece(parameter) for parameter in block] for block in goes]
             self._of_block: Sequence[Sequence[int]] = [(index,) for index in range(len(self._blocks))]
         else:
             self._units, self._of_block = self._put_into(context, mine, chunks), chunks.of_block
@@ -92,15 +96,25 @@ class HostParameters:
         self._versions: dict[nn.Parameter, int] = {}
         self.loaded_bytes = 0
         context.undo.callback(self._bring_all)
+        if self._gathered is not None:
+            for index in range(len(self._blocks)):
+                self._bring_for_gathers(self._gathered, index)
 
     def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Where the values of the parameters `mine` are while they are not on the device."""
         return {p: context.represented[p].detach() if p in context.represented else copy_of(p) for p in mine}
 
+    def _piece(self, parameter: nn.Parameter) -> Piece:
+        """What comes and goes of a parameter that is in no chunk."""
+        host = self._hosts[parameter]
+        if self._gathered is None:
+            return Piece(parameter, host)
+        return Piece(local(parameter.detach()), host, padded_bytes=self._gathered.rows_of(parameter).nbytes)
+
     def _put_into(self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages) -> list[list[Piece]]:
         """Move the parameters `mine` to where they lie together; returns the units."""
         assert isinstance(chunks, Chunks)
-        return [[piece] for piece in in_chunks(context, mine, self._hosts, chunks)]
+        return [[piece] for piece in in_chunks(context, mine, self._hosts, chunks, self._gathered)]
 
     def _watch_block(self, context: Context, index: int) -> None:
         """Gradients of the block land here, and checkpoints find its weights."""
@@ -111,6 +125,12 @@ class HostParameters:
         block.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
         block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch_whole(index))
         block.register_load_state_dict_post_hook(lambda module, _: self._loaded(index))
+
+    def _bring_for_gathers(self, gathered: GatheredBlocks, index: int) -> None:
+        units = self._of_block[index]
+        gathered.before_gathers(
+            index, lambda: self._fetch_units(units), lambda: [piece.there for unit in units for piece in self._units[unit]]
+        )
 
     def _fetch_block(self, block: int) -> None:
         self._fetch_units(self._of_block[block])
@@ -160,7 +180,7 @@ class HostParameters:
         self._average(parameter)
         self._arrive()
         source, parameter.grad = parameter.grad, None
-        host = torch.ops.memtune.to_host(source)
+        host = torch.ops.memtune.to_host(local(source))
         mark(host, HOST)
         self._on_the_way = parameter, source, host
 
@@ -184,11 +204,18 @@ class HostParameters:
         (parameter, source, host), self._on_the_way = self._on_the_way, None
         transfer.finish(host)
         del source
+        self._arrived(parameter, host)
+
+    def _arrived(self, parameter: nn.Parameter, host: Tensor) -> None:
+        """Its gradient is on the host, where micro-batches are added up."""
         add_gradient(self._trained[parameter], host)
 
     def _note_versions(self) -> None:
         """Backward has ended: gradients that are changed from here on are noticed."""
-        self._versions = {p: p.grad._version for p in self._outside if p.grad is not None and self._landing}
+        left = {p: p.grad for p in self._outside if p.grad is not None and self._landing}
+        for gradient in left.values():
+            count_changes(gradient)
+        self._versions = {p: gradient._version for p, gradient in left.items()}
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """All are let go before the weights change, and gradients must be those that backward left."""
@@ -207,12 +234,12 @@ class HostParameters:
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state and parameter in self._hosts:
-                state[prefix + name] = self._hosts[parameter]
+                state[prefix + name] = divided_like(parameter, self._hosts[parameter])
 
     @torch.no_grad()
     def _loaded(self, index: int) -> None:
         for parameter in self._blocks[index]:
-            self._hosts[parameter].copy_(parameter)
+            self._hosts[parameter].copy_(local(parameter))
         self._release(self._of_block[index])
 
     def _left_bytes(self) -> int:
@@ -267,7 +294,8 @@ def refuse_shared_memory(model: nn.Module, mine: Iterable[nn.Parameter]) -> None
     Raises:
         ApplyError: One is part of a larger tensor, or several times the same memory; says which.
     """
-    wrong = {id(each) for each in mine if each.untyped_storage().nbytes() != each.nbytes}
+    whole = [each for each in mine if not isinstance(each, DTensor)]  # a shard's memory is FSDP2's own
+    wrong = {id(each) for each in whole if each.untyped_storage().nbytes() != each.nbytes}
     if wrong:
         name = next(name for name, each in model.named_parameters() if id(each) in wrong)
         raise ApplyError(
@@ -278,6 +306,6 @@ def refuse_shared_memory(model: nn.Module, mine: Iterable[nn.Parameter]) -> None
 
 def copy_of(parameter: nn.Parameter) -> Tensor:
     """A copy in host memory."""
-    host = to_host_now(parameter)
+    host = to_host_now(local(parameter))
     mark(host, HOST)
     return host

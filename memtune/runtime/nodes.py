@@ -53,15 +53,19 @@ class Nodes:
         return dist.get_rank(self.between)
 
 
-def nodes_of(device_type: str, degree: int, local: int) -> Nodes:
-    """The groups of this rank among `degree` consecutive ranks on nodes of `local` each; made once per process group."""
+def nodes_of(device_type: str, degree: int, local: int, parts: int = 1) -> Nodes:
+    """The groups of this rank among `degree` ranks, every `parts`-th one, on nodes that have `local` of them each.
+
+    Made once per process group.
+    """
     with _disable_current_modes():
-        return _nodes(device_type, degree, local, id(dist.distributed_c10d._get_default_group()))
+        return _nodes(device_type, degree, local, parts, id(dist.distributed_c10d._get_default_group()))
 
 
 @cache
-def _nodes(device_type: str, degree: int, local: int, group: int) -> Nodes:
-    shape, names = (dist.get_world_size() // degree, degree // local, local), ("copies", "nodes", "places")
+def _nodes(device_type: str, degree: int, local: int, parts: int, group: int) -> Nodes:
+    copies = dist.get_world_size() // (degree * parts)
+    shape, names = (copies, degree // local, local, parts), ("copies", "nodes", "places", "parts")
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     return Nodes(mesh["places"].get_group(), mesh["nodes"].get_group(), degree // local, local)
 

@@ -143,7 +143,10 @@ def see_whole(unit: Any, wholes: Wholes, both: DeviceMesh) -> None:
 
 def part_of(mine: Tensor, like: DTensor) -> DTensor:
     """Of `mine`, all that this rank had of a tensor, the rows that `like` leaves it, in memory of their own."""
-    rows, ranks = local(like), like.device_mesh.size(1)
-    first = min(-(-mine.shape[0] // ranks) * like.device_mesh.get_local_rank(1), mine.shape[0])
-    kept = mine.detach().narrow(0, first, rows.shape[0]).clone(memory_format=torch.contiguous_format)
+    rows = mine.detach()
+    for dim in range(1, like.device_mesh.ndim):
+        each = -(-rows.shape[0] // like.device_mesh.size(dim))
+        first = min(each * like.device_mesh.get_local_rank(dim), rows.shape[0])
+        rows = rows.narrow(0, first, min(each, rows.shape[0] - first))
+    kept = rows.clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(kept, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

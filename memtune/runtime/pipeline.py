@@ -14,7 +14,8 @@ Six rules:
    other average theirs; and the parameter in the place of an absent one gets a gradient of the norm of the real one, so that a
    norm over all parameters (p = 2, others are refused), and clipping by it, is the whole model's on every rank.
 6. Where optimizer state is divided among pipelines beside each other (`zero1`), what rule 5 averages is reduced to this rank's
-   rows in its place, when the last backward has ended (`runtime.states`).
+   rows in its place, when the last backward has ended (`runtime.states`); with `zero2`, and under FSDP2 (`sharded_stage`), in
+   every backward.
 
 Source: Huang et al. 2019, GPipe; Narayanan et al. 2021, Efficient Large-Scale Language Model Training, section 2.2 (1F1B,
 interleaved).
@@ -42,6 +43,7 @@ from memtune.runtime.own_outputs import OwnOutputs
 from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.sharding import meshes
 from memtune.runtime.stage import Run, Stage, StageModule, become_pieces, one_form
+from memtune.runtime.tensor import mix_plain_and_sharded
 from memtune.runtime.tree import local
 from memtune.runtime.turns import Turns
 
@@ -101,7 +103,31 @@ class Pipeline:
         self._owners = {name: layout.owners(name) for name, _ in context.model.named_parameters()}
         self.sent_bytes = 0
         self.reduce: Callable[[], None] | None = None
-        """Divides the sums of gradients among the ranks of other pipelines, in the place of averaging them; see `states`."""
+        """Divides the sums of gradients among other pipelines, or averages them, when the last backward has ended."""
+        self.before_backward: Callable[[bool], None] | None = None
+        """Called before each backward; whether it is the last one of a step."""
+        self._sharers: dist.ProcessGroup | None = None
+
+    def require_divisible(self, kind: str) -> None:
+        """Whether `kind` can reduce what this rank's backwards leave in each of them.
+
+        Raises:
+            ApplyError: A rank has several stages, or first and last stage share a weight.
+        """
+        layout = self._layout
+        tied = sorted(layout.first & layout.last)
+        several = f"A rank has {len(layout.stages) // layout.degree} stages." if len(layout.stages) > layout.degree else ""
+        if several or tied:
+            raise ApplyError(
+                f"sharding.states: {{kind: {kind}}} does not work on these stages.",
+                evidence=several or f"The first and the last stage both have {tied[0]}.",
+                fix="sharding: {states: {kind: zero1}}", code="MT315",
+            )  # fmt: skip
+
+    def divided_among(self, sharers: dist.ProcessGroup) -> None:
+        """Each of `sharers` has some rows of the gradients that this rank's stages leave: norms are of all of them."""
+        self._sharers = sharers
+        mix_plain_and_sharded()
 
     def __call__(self, model: nn.Module, loss_function: LossFunction, batches: Iterable[Any]) -> Tensor:
         """Forward and backward over the micro-batches of all ranks of the pipeline; leaves the mean gradient.
@@ -156,7 +182,9 @@ class Pipeline:
                 module = StageModule(self.run, first, first + len(blocks) - 1, index, n_stages, lets_go)
                 device, group, slots = self._context.device, self._group, self._context.activations.slots
                 modules.append(module)
-                stages.append(Stage(module, index, n_stages, device, like, like, group=group, count=self._sent, slots=slots))
+                each = Stage(module, index, n_stages, device, like, like, group=group, count=self._sent, slots=slots)
+                each.before_backward = self.before_backward
+                stages.append(each)
             first += len(blocks)
         try:
             return scheduled(layout.schedule, stages, count), modules
@@ -200,7 +228,7 @@ class Pipeline:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.ops.memtune.all_reduce_(gradient, self._tied.group_name, 2, "sum")
                 parameter.grad = gradient
-            if self._copies is not None and self.reduce is None and parameter.grad is not None:
+            if self._copies is not None and not self._context.averaged and parameter.grad is not None:
                 torch.ops.memtune.all_reduce_(parameter.grad, self._copies.group_name, self._copies.size(), "avg")
 
     def _share_norms(self, held: Elsewhere) -> None:
@@ -211,9 +239,9 @@ class Pipeline:
             found = torch._foreach_norm([local(_grad(trained[i][1])) for i in mine])
             norms[0, mine] = torch.stack([norm.float() for norm in found])
             norms[1, mine] = 1
-        if self.reduce is not None and self._copies is not None:  # each copy has some rows of what the stage holds
+        if self._sharers is not None:  # each has some rows of what the stage holds
             norms[0].square_()
-            torch.ops.memtune.all_reduce_(norms[0], self._copies.group_name, self._copies.size(), "sum")
+            torch.ops.memtune.all_reduce_(norms[0], self._sharers.group_name, self._sharers.size(), "sum")
             norms[0].sqrt_()
         torch.ops.memtune.all_reduce_(norms, self._group.group_name, self._group.size(), "sum")
         there = norms[1].tolist()

@@ -20,14 +20,14 @@ from memtune.runtime.tree import local
 
 
 def require_ranks(context: Context, what: str) -> None:
-    """Check that this process is one of several that hold the same weights.
+    """Check that this process is one of several that hold the same weights, or the same part of them.
 
     Args:
         context: The model whose weights are compared.
         what: What needs the ranks, for the message: `sharding`.
 
     Raises:
-        ApplyError: There is no process group, or the ranks' weights differ.
+        ApplyError: There is no process group, no other rank holds the same part, or the ranks' weights differ.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ApplyError(
@@ -35,6 +35,11 @@ def require_ranks(context: Context, what: str) -> None:
             fix="torchrun --nproc-per-node 2 your_script.py",
             code="MT320",
         )
+    if context.parts > 1 and context.copies == 1:
+        raise ApplyError(
+            f"all {context.ranks} ranks share layers: {what} has no copies of a part to work on.",
+            fix="sharding.parallel of a smaller degree, or sharding.states: {kind: none}", code="MT321",
+        )  # fmt: skip
     if are_there(context.model):
         require_backend(context.device)
     _require_same_weights(context)
@@ -87,6 +92,37 @@ def require_plain(model: nn.Module) -> None:
                 f"{name or 'The model'} is wrapped by {kind} already.",
                 fix="give memtune.apply the plain module: the config wraps it", code="MT376",
             )  # fmt: skip
+
+
+def require_whole_parameters(context: Context, what: str, *, ahead: bool = False) -> None:
+    """Check, when states have been divided, that each rank has all parameters while the model runs.
+
+    Args:
+        context: Model and what was applied to it.
+        what: Needs them, for the message: `recompute: {kind: dtr}`.
+        ahead: `what` hides the model's graph until backward, so that nobody can look through it for unused parameters.
+
+    Raises:
+        ApplyError: Parameters come and go block by block, ranks have parts of the model, or the graph would be looked through.
+    """
+    if context.parts > 1 or context.pipeline is not None:
+        raise ApplyError(
+            f"{what} does not work where ranks have parts of the model.",
+            evidence="It runs the whole model itself.", fix="recompute: {kind: planned}", code="MT315",
+        )  # fmt: skip
+    if any(isinstance(module, FSDPModule) for module in context.model.modules()):
+        raise ApplyError(
+            f"{what} does not work where parameters are divided over ranks.",
+            evidence="It runs ops of all blocks, and FSDP2 gathers a block's parameters for its own calls alone.",
+            fix="recompute: {kind: planned}, or sharding: {states: {kind: zero1}}", code="MT315",
+        )  # fmt: skip
+    runner = context.runner
+    if ahead and isinstance(runner, DistributedDataParallel) and runner.find_unused_parameters:
+        raise ApplyError(
+            f"{what} does not work beside find_unused_parameters: true.",
+            evidence="DDP looks for them in the graph, which is there in backward alone.",
+            fix="online: false, or find_unused_parameters: false", code="MT315",
+        )  # fmt: skip
 
 
 def require_same_config(said: str, device: torch.device) -> None:

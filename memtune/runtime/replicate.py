@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memtune.errors import ApplyError
+from memtune.experts import experts_of
 from memtune.runtime.context import Context
 from memtune.runtime.nodes import count_collective
 from memtune.runtime.ranks import require_ranks
@@ -75,11 +76,18 @@ class Replicas:
         return {"ranks": self._ranks, "averaged_bytes": self._averaged_bytes}
 
 
+def _averaged_elsewhere(context: Context) -> list[str]:
+    """Modules whose parameters' gradients somebody else averages."""
+    if context.averages_experts:
+        return [expert.name for expert in experts_of(context.model, context.blocks)]
+    return context.blocks if context.averages_blocks else []
+
+
 @contextmanager
 def _left_out(context: Context) -> Iterator[None]:
     """DDP is told of the parameters whose gradients others average, if there are any and others beside them."""
     model: Any = context.model
-    mine = {f"{block}." for block in context.blocks} if context.averages_blocks else set()
+    mine = {f"{name}." for name in _averaged_elsewhere(context)}
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     inside = {name for name in trained if any(name.startswith(block) for block in mine)}
     if not inside or len(inside) == len(trained):

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
+from memtune.errors import EnvironmentFault
 from memtune.runtime import disk, offload_dir, transfer
 from memtune.runtime.context import Context
 from memtune.runtime.manifest import DeadRun, Manifest, dead_runs, forget
@@ -48,6 +49,7 @@ class LastStep:
         self._key = self._key_of()
         self._before: list[DeadRun] = []
         self._taken: list[Piece] = []
+        self._gathered = False
         self.steps = 0
 
     def resume(self) -> int:
@@ -56,7 +58,7 @@ class LastStep:
         Raises:
             EnvironmentFault: What was kept cannot be read back as it was written; says whose bytes.
         """
-        forget(disk.folder().path, self._key)  # of the same model, trained before in this process
+        self._forget()  # of the same model, trained before in this process
         self._before = dead_runs(offload_dir.checked(), self._key)
         self._context.undo.callback(self._release)
         agreed = self._agreed(self._before[0].manifests[0].step if self._before else 0)
@@ -77,7 +79,7 @@ class LastStep:
         for piece in written:
             piece.swap(self._state[piece.held])
         disk.current().flush()
-        self._manifest().write(disk.folder().path)
+        self._write_manifest()
         self._remove_before()  # Rule 4
 
     def finish(self) -> None:
@@ -88,6 +90,17 @@ class LastStep:
     def _remove_before(self) -> None:
         while self._before:
             self._before.pop().remove()
+
+    def _write_manifest(self) -> None:
+        """Its places stay this run's when the optimizer is gone and the process goes on with something else."""
+        run = disk.folder()
+        run.kept[self._key] = [each for piece in self._pieces for each in (piece.ssd, piece.spare)]
+        self._manifest().write(run.path)
+
+    def _forget(self) -> None:
+        run = disk.folder()
+        forget(run.path, self._key)
+        run.kept.pop(self._key, None)
 
     def _manifest(self) -> Manifest:
         place = disk.current()
@@ -111,16 +124,40 @@ class LastStep:
     def _take_up(self, run: DeadRun, manifest: Manifest) -> None:
         buffers = {name: local(value).clone() for name, value in self._buffers()}
         self._context.undo.callback(self._back, buffers | _random(self._context))
-        file = os.open(run.path / TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._on_all_ranks(lambda: self._take_up_pieces(run, manifest))
+        if self._context.gather_rows is not None:
+            self._gathered = True
+            self._context.gather_rows()
+        self._set(manifest.values)
+        self.steps = manifest.step
+        disk.current().flush()
+        self._write_manifest()
+
+    def _on_all_ranks(self, act: Callable[[], None]) -> None:
+        """`act`, after which every rank knows whether it went well on all: what follows needs them all."""
+        failed: EnvironmentFault | None = None
+        try:
+            act()
+        except EnvironmentFault as error:
+            failed = error
+        if self._agreed(failed is None) == 0:
+            raise failed or EnvironmentFault(
+                "Another rank cannot go on from the step that it kept.", fix="see that rank's message", code="MT365"
+            )
+
+    def _take_up_pieces(self, run: DeadRun, manifest: Manifest) -> None:
+        try:
+            file = os.open(run.path / TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"What the run kept of step {manifest.step} cannot be read: {error.strerror}.",
+                evidence=str(run.path / TENSORS), fix="memtune clean, and go on from a checkpoint", code="MT365",
+            ) from None  # fmt: skip
         try:
             for piece, extent, counter in zip(self._pieces, manifest.pieces, manifest.counters, strict=True):
                 self._take_up_piece(piece, extent, counter, file)
         finally:
             os.close(file)
-        self._set(manifest.values)
-        self.steps = manifest.step
-        disk.current().flush()
-        self._manifest().write(disk.folder().path)
 
     def _take_up_piece(self, piece: Piece, extent: Extent, counter: float | None, file: int) -> None:
         with tier(HOST):
@@ -137,10 +174,12 @@ class LastStep:
 
     def _back(self, values: dict[str, Tensor]) -> None:
         """The weights as they were before anything was taken up; what the optimizer held is put back by others."""
-        forget(disk.folder().path, self._key)
+        self._forget()
         for piece in self._taken:
             assert piece.spare is not None
             _up(piece, piece.spare)
+        if self._gathered and self._context.gather_rows is not None:
+            self._context.gather_rows()
         self._set(values)
 
     def _release(self) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from memtune.runtime.deferred import Piece
+
 _OPS = torch.ops.memtune
 
 
@@ -28,6 +30,11 @@ class Ring:
     mesh: DeviceMesh | None = None
     """None where weights stay plain tensors: while a step is recorded."""
     _stream: torch.cuda.Stream | None = field(default=None, repr=False)
+
+    @property
+    def piece(self) -> Piece:
+        """This rank's shard of a weight."""
+        return Piece(0, self.ranks, self.rank)
 
     def send(self, shard: Tensor) -> Hop:
         """Begin to pass `shard` on and to receive the one of the rank before."""

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.deferred import keep_only
 from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.ring import Ring, Round, Sums
 from memtune.runtime.sharding import meshes, rebind
@@ -203,7 +204,7 @@ def rotate_layers(model: nn.Module, layers: Sequence[str], ring: Ring) -> list[s
 
 
 def _shard(whole: nn.Parameter, ring: Ring) -> nn.Parameter:
-    mine = whole.detach().chunk(ring.ranks)[ring.rank].clone(memory_format=torch.contiguous_format)
+    mine = ring.piece(whole.detach()).clone(memory_format=torch.contiguous_format)
     if ring.mesh is not None:
         mine = DTensor.from_local(mine, ring.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(mine, requires_grad=whole.requires_grad)
@@ -232,6 +233,7 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
     before = dict(context.model.named_parameters())
     ring = Ring(mesh.get_group().group_name, degree, mesh.get_local_rank(), in_place, mesh)
     rotated = rotate_layers(context.model, layers, ring)
+    keep_only(context.model, dict.fromkeys(rotated, ring.piece))
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
     context.parts = degree

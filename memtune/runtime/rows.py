@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from memtune.runtime.context import Context
+from memtune.runtime.mesh_dims import dim_by_dim
 from memtune.runtime.parts import PARTS, Whole
 from memtune.runtime.tree import local
 
@@ -124,6 +125,7 @@ class Rows:
         self, context: Context, inputs: Sequence[nn.Parameter], axes: Axes, *, bucket_cap_mb: int, every_micro_batch: bool
     ) -> None:
         self._axes, self._mesh = axes, axes.mesh
+        dim_by_dim(axes.mesh)
         self._ranks, self._rank = axes.group.size(), axes.group.rank()
         self._group = axes.group.group_name
         self._link = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None

@@ -21,8 +21,10 @@ from memtune.runtime.collectives import SeamAllGather, SeamAllReduce, SeamReduce
 from memtune.runtime.context import Context, Landed
 from memtune.runtime.copies import OncePerStep
 from memtune.runtime.deferred import fill_shards
-from memtune.runtime.parts import PARTS, divided, leave_plain, part_of, see_whole
+from memtune.runtime.mesh_dims import dim_by_dim
+from memtune.runtime.parts import PARTS, Divided, divided, leave_plain, part_of, see_whole
 from memtune.runtime.ranks import require_ranks
+from memtune.runtime.sharded_stage import shard_stage
 from memtune.runtime.tree import local
 
 
@@ -81,7 +83,7 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     two_hop: bool = False,
     kind: str = "fsdp",
-    sharers: DeviceMesh | None = None,
+    sharers: Divided | None = None,
 ) -> None:
     """Shard the model of `context` over `degree` ranks (replicated over the others) and rebind its optimizer.
 
@@ -106,29 +108,31 @@ def shard(
     require_ranks(context, kind)
     _require_shardable(context, degree, reshard_after_forward, kind, alone=sharers is None)
     before = dict(context.model.named_parameters())
-    grid = divided(context, degree) if context.parts > 1 and sharers is None else None
-    if grid is not None:
-        copies, mesh = grid.copies, grid.sharers
-    else:
-        copies, mesh = meshes(context.device.type, degree) if sharers is None else (None, sharers)
-    wholes = leave_plain(context.model) if grid is not None else {}
+    grid = sharers or (divided(context, degree) if context.parts > 1 else None)
+    copies, mesh = meshes(context.device.type, degree) if grid is None else (grid.copies, grid.sharers)
+    in_stages = context.elsewhere is not None
+    wholes = leave_plain(context.model) if context.parts > 1 and not in_stages else {}
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": bool(reshard_after_forward), "mp_policy": policy}
     units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
     for names in units:
         modules = [context.model.get_submodule(name) for name in names]
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
-    # The root's parameters are needed again at the start of backward: freeing them in between mostly costs a gather.
-    fully_shard(context.model, **{**arguments, "reshard_after_forward": bool(reshard_after_forward) and not keep_root})
+    # The root's parameters are needed again at the start of backward: freeing them in between mostly costs a gather. In a stage
+    # other micro-batches come in between.
+    frees_root = bool(reshard_after_forward) and (in_stages or not keep_root)
+    fully_shard(context.model, **{**arguments, "reshard_after_forward": frees_root}, ignored_params=_absent(context))
     fill_shards(context.model)
-    if grid is not None:
+    if grid is not None and context.parts > 1 and not in_stages:
+        dim_by_dim(grid.both)
         for module in context.model.modules():
             if isinstance(module, FSDPModule) and _gathers(module):
                 see_whole(module._get_fsdp_state()._fsdp_param_group, wholes, grid.both)
     if not isinstance(reshard_after_forward, bool):
         _reshard_to_groups(context, degree, reshard_after_forward)
-    if prefetch is not None:
-        _prefetch(context.model, [context.model.get_submodule(names[0]) for names in units], prefetch)
+    if prefetch is not None or in_stages:  # FSDP2's own way is to go back through all forwards that have no backward yet
+        ahead = (prefetch, prefetch) if prefetch is not None else (0, 1)
+        _prefetch(context.model, [context.model.get_submodule(names[0]) for names in units], *ahead)
     for module in context.model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(SeamAllGather())
@@ -136,7 +140,9 @@ def shard(
     context.averaged = True
     if copies is not None:
         _average_copies(context, copies, two_hop)
-    if sharers is None and grid is None and not (copies is not None and two_hop):
+    if in_stages:
+        shard_stage(context, mesh.get_group(), keeps=not reshard_after_forward)
+    elif sharers is None and grid is None and not (copies is not None and two_hop):
         context.lands = partial(_call_landed, context)
     if sharers is None:
         rebind(context.optimizer, before, dict(context.model.named_parameters()))
@@ -151,12 +157,14 @@ def _require_shardable(context: Context, degree: int, reshard_after_forward: boo
             evidence="One graph holds all blocks, whose parameters come and go one after the other.",
             fix="compile: blocks", code="MT315",
         )  # fmt: skip
-    if context.pipeline is not None:
+    pipeline: Any = context.pipeline
+    if pipeline is not None and not alone:
         raise ApplyError(
-            f"sharding.states: {{kind: {kind}}} does not work beside pipeline.",
-            evidence="A stage ends the user's code between blocks, where units would wait for what comes after.",
+            f"sharding.states: {{kind: {kind}}} does not work on the stages of a pipeline.",
             fix="sharding: {states: {kind: zero1}}", code="MT315",
         )  # fmt: skip
+    if pipeline is not None:
+        pipeline.require_divisible(kind)
     if context.parts > 1 and alone and not isinstance(reshard_after_forward, bool):
         raise ApplyError(
             "reshard_after_forward to smaller groups does not work where ranks have parts of layers.",
@@ -201,12 +209,19 @@ def _drop_copies(model: nn.Module, args: Any, output: Any) -> None:
             module.reshard()
 
 
-def _prefetch(model: Any, blocks: list[nn.Module], depth: int) -> None:
-    """Have every unit gather the next `depth` ones, in both directions, as soon as it has been gathered itself."""
+def _absent(context: Context) -> set[nn.Parameter] | None:
+    """What stands in the place of other stages' parameters."""
+    if context.elsewhere is None:
+        return None
+    return {p for name, p in context.model.named_parameters() if name in context.elsewhere.absent}
+
+
+def _prefetch(model: Any, blocks: list[nn.Module], forward: int, depth: int) -> None:
+    """Have every unit gather the next `forward` ones in forward, and `depth` in backward, as soon as it has been gathered."""
     units: list[FSDPModule] = [each for each in (model, *blocks) if isinstance(each, FSDPModule) and _gathers(each)]
     root = int(units[0] is model)
     for place, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + depth])
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
         before = units[max(place - depth, root) : place] if place or not root else units[max(len(units) - depth, 1) :]
         # An empty list would mean FSDP2's own way: a unit that is there already asks for nothing.
         unit.set_modules_to_backward_prefetch(before[::-1] or [unit])
@@ -221,7 +236,9 @@ def _average_copies(context: Context, copies: DeviceMesh, two_hop: bool) -> None
     once = OncePerStep(copies.get_group())
     for module, unit in units_of(context.model):
         module.set_all_reduce_hook(once.hook(unit) if two_hop else SeamAllReduce(copies.get_group()))
-    if two_hop:
+    if two_hop and context.pipeline is not None:  # the last micro-batch of a stage is no moment of its own
+        context.pipeline.reduce = once.at_end(unit for _, unit in units_of(context.model))  # type: ignore[attr-defined]
+    elif two_hop:
         context.sync = once.sync
 
 
@@ -260,7 +277,8 @@ def _sharded_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
 
 
 def _check(context: Context, degree: int) -> dict[str, Any]:
-    parameters = dict(context.model.named_parameters())
+    absent = {} if context.elsewhere is None else context.elsewhere.absent
+    parameters = {name: p for name, p in context.model.named_parameters() if name not in absent}
     plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if plain:
         raise ApplyError(f"{len(plain)} parameters are not sharded.", evidence=f"First: {plain[0]}.", code="MT322")

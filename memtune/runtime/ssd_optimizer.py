@@ -9,7 +9,8 @@ Rule 2. Its gradient comes down and is let go on the device; one native pass upd
         written. `WRITES` pieces are being written at most: before another one begins, the oldest is finished.
 Rule 3. When `step` returns, everything is written: a state dict, which reads the file, finds it there.
 Rule 4. Of parameters that come and go (`runtime.ssd_parameters`), gradients are on the host before `step`, and the new weight
-        goes to where it is kept: on the host, or to SSD, where it is written just before the piece and in memory as long.
+        goes to where it is kept: on the host, or to SSD, where it is written just before the piece and in memory as long. What
+        of the gradients is on SSD (`runtime.ssd_gradients`) is read with the piece.
 """
 
 from __future__ import annotations
@@ -64,16 +65,11 @@ class SsdOptimizer:
         self._native = NativeUpdate(context.optimizer, "float32")
         names = {parameter: name for name, parameter in context.model.named_parameters()}
         names |= {shard: names[whole] for whole, shard in context.represented.items() if whole in names}
-        if keep and context.represented:
-            raise ApplyError(
-                "resume: last_step  cannot give other ranks their rows of a parameter back.",
-                evidence="The parameters are whole on each rank, and the optimizer has this rank's rows of them.",
-                fix="sharding: {states: {kind: fsdp}}, or  resume: checkpoint", code="MT364",
-            )  # fmt: skip
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         self._pieces: list[Piece] = []
         self._writing: deque[tuple[list[Tensor], list[Tensor]]] = deque()  # (on SSD, on the host)
         self._kept: dict[nn.Parameter, Tensor] = {}  # weights of parameters that come and go
+        self._coming: dict[nn.Parameter, Tensor] = {}  # gradients that are read from SSD
         for group in self._optimizer.param_groups:
             mine = [each for each in group["params"] if chosen is None or each in chosen]
             moved = {each: self._move(each, group, names.get(each, "a parameter")) for each in mine}
@@ -131,20 +127,28 @@ class SsdOptimizer:
         self._stream([piece for piece in self._pieces if piece.device.grad is not None or piece.held.grad is not None])
 
     def _stream(self, pieces: list[Piece]) -> None:
-        read: deque[Tensor] = deque(torch.ops.memtune.from_ssd(piece.ssd) for piece in pieces[: self._ahead])
+        read: deque[Tensor] = deque(map(self._read, pieces[: self._ahead]))
         for index, piece in enumerate(pieces):
             if not read:
-                read.append(torch.ops.memtune.from_ssd(piece.ssd))
+                read.append(self._read(piece))
             new = self._update(piece, read[0], index)
             self._write(piece, read.popleft(), new)
             del new
             if self._ahead and index + self._ahead < len(pieces):
-                read.append(torch.ops.memtune.from_ssd(pieces[index + self._ahead].ssd))
+                read.append(self._read(pieces[index + self._ahead]))
         for ssd in [each for kept, _ in self._writing for each in kept]:
             transfer.written(ssd)
         if self._last is not None:
             self._last.complete(pieces)
         self._writing.clear()
+
+    def _read(self, piece: Piece) -> Tensor:
+        """Start reading it, and its gradient where that is on SSD."""
+        host: Tensor = torch.ops.memtune.from_ssd(piece.ssd)
+        gradient = piece.held.grad
+        if gradient is not None and tier_of(gradient) == SSD:
+            self._coming[piece.held] = torch.ops.memtune.from_ssd(gradient)
+        return host
 
     def _write(self, piece: Piece, host: Tensor, new: tuple[Tensor, Tensor] | None = None) -> None:
         """Begin to write the piece; `new`: with its weight, which is being written to SSD from there (Rule 4)."""
@@ -180,7 +184,10 @@ class SsdOptimizer:
         landed: Tensor | None = piece.held.grad
         if landed is not None:  # came down as it landed
             piece.held.grad = None
-            return landed
+            if (coming := self._coming.pop(piece.held, None)) is None:
+                return landed
+            transfer.finish(coming)
+            return coming
         assert parameter.grad is not None
         gradient: Tensor = torch.ops.memtune.to_host(local(parameter.grad))
         mark(gradient, HOST)

@@ -24,6 +24,7 @@ from memtune.runtime import transfer
 from memtune.runtime.chunks import Piece
 from memtune.runtime.context import Context
 from memtune.runtime.host_parameters import copy_of
+from memtune.runtime.ssd_gradients import SsdGradients
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.store import ParameterStore
 from memtune.runtime.tiers import SSD, mark
@@ -53,18 +54,24 @@ class KeptParameters(ParameterStore):
         optimizer: Of the same model, its state on SSD.
         ahead: Moments by which a block is read from SSD before it comes up.
         where: Between uses.
+        gradients: Where those are from landing until the step.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
         EnvironmentFault: There is no room on SSD; says for which parameter.
     """
 
-    def __init__(self, context: Context, residency: Residency, optimizer: SsdOptimizer, ahead: int, where: Where) -> None:
+    def __init__(
+        self, context: Context, residency: Residency, optimizer: SsdOptimizer, ahead: int, where: Where, gradients: Where = "host"
+    ) -> None:
+        self._gradients: SsdGradients | None = None
         self._where, self._ahead = where, reads_ahead(residency, ahead)
         self._reading: dict[Tensor, Tensor] = {}  # by what is on SSD: where it comes to
         self.read_bytes = 0
         super().__init__(context, residency, AtTheEnd(optimizer), early=False, copy=self._up)
         optimizer.keep_in(self._hosts)
+        if gradients == "ssd":
+            self._gradients = SsdGradients(self._trained, {p: name for name, p in context.model.named_parameters()})
 
     def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Rule 1."""
@@ -79,12 +86,29 @@ class KeptParameters(ParameterStore):
         mark(ssd, SSD)
         return ssd
 
+    # -- gradients ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _landed(self, parameter: Tensor) -> None:
+        super()._landed(parameter)
+        if self._gradients is not None:
+            assert isinstance(parameter, nn.Parameter)
+            self._gradients.starts_down(parameter)
+
+    def _arrived(self, parameter: nn.Parameter, host: Tensor) -> None:
+        if self._gradients is None:
+            super()._arrived(parameter, host)
+        else:
+            self._gradients.arrived(parameter, host)
+
     # -- reads -------------------------------------------------------------------------------------------------------------
 
     def _begin(self, moment: int) -> None:
         if moment == self._moment:
             return
         super()._begin(moment)
+        if moment == self._end and self._gradients is not None:
+            self._gradients.flush()
         if self._where == "ssd":  # Rule 2
             for unit in self._ahead[moment][1]:
                 if unit not in self._there:
@@ -130,4 +154,5 @@ class KeptParameters(ParameterStore):
         Raises:
             ApplyError: Some are on the device between two steps, or some state is not on SSD.
         """
-        return super().check() | {"parameters_on": self._where, "parameter_bytes_read": self.read_bytes}
+        facts = super().check() | {"parameters_on": self._where, "parameter_bytes_read": self.read_bytes}
+        return facts if self._gradients is None else facts | {"gradient_bytes_written": self._gradients.written_bytes}

@@ -64,16 +64,19 @@ class Run:
         self._count = count
         self._active: tuple[int, int] | None = None
         self._given: Tensor | None = None
-        self._probing = False
+        self._probing = self._without_weights = False
+        self._real: list[tuple[dict[str, Any], str, Tensor]] = []
         self.activations: ActivationTable | None = None
         """Of the blocks that are here."""
+        self.ended: Callable[[Tensor], Tensor] | None = None
+        """Told what a stage passes on when it has ended the user's code; returns it."""
         self._absent: list[tuple[dict[str, Any], str, Tensor]] = []
         """Where weights that the code before the blocks uses are held, and the fake ones."""
 
-    def without(self, module: nn.Module, name: str, like: Tensor, mode: FakeTensorMode) -> None:
+    def without(self, module: nn.Module, name: str, like: Tensor, device: torch.device, mode: FakeTensorMode) -> None:
         """The parameter `name` of `module` is a fake one while the code before the blocks runs on a later stage."""
         with mode:
-            fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
         self._absent.append((module._parameters, name, fake))
 
     def probe(self, model: nn.Module, loss_function: LossFunction, batch: Any) -> Tensor:
@@ -83,7 +86,7 @@ class Run:
             try:
                 loss_function(model, batch)
             except _Done as done:
-                passed: Tensor = done.output
+                passed = self._ended(done.output)
                 return torch.empty(passed.shape, dtype=passed.dtype, device="meta", requires_grad=True)
             finally:
                 self._probing = False
@@ -97,7 +100,7 @@ class Run:
             try:
                 return call()
             except _Done as done:
-                output = done.output
+                output = self._ended(done.output)
         if not isinstance(output, Tensor):
             raise ApplyError(
                 f"block {last} returns a {type(output).__name__}, which cannot be sent to the next stage.",
@@ -105,23 +108,34 @@ class Run:
             )  # fmt: skip
         return output.contiguous()
 
+    def _ended(self, output: Any) -> Any:
+        return output if self.ended is None or not isinstance(output, Tensor) else self.ended(output)
+
     @contextmanager
     def _entered(self, first: int, last: int, given: Tensor | None, *, absent: bool) -> Iterator[None]:
-        self._active, self._given = (first, last), given
-        self._real = [(held, name, held[name]) for held, name, _ in self._absent] if absent else []
-        for held, name, fake in self._absent if absent else []:
-            held[name] = fake
+        self._active, self._given, self._real = (first, last), given, []
+        self._without_weights = absent
+        if self.ended is None:  # else what gathers them, as the model is called, looks at them before
+            self._take_away()
         try:
             yield
         finally:
             self._here_again()
             self._active = self._given = None
 
+    def _take_away(self) -> None:
+        """Weights before the blocks are fake ones; what was gathered in between (`sharded_stage`) is put in their place again."""
+        for held, name, fake in self._absent if self._without_weights else []:
+            if held[name] is not fake:
+                self._real = [each for each in self._real if each[0] is not held or each[1] != name]
+                self._real.append((held, name, held[name]))
+                held[name] = fake
+
     def _here_again(self) -> None:
         """Each weight that is held here is itself from the stage's first block on: the head may share one with an embedding."""
         for held, name, real in self._real:
             held[name] = real
-        self._real = []
+        self._real, self._without_weights = [], False
 
     def require_step(self) -> tuple[int, int]:
         """The first and the last block that are to run.
@@ -140,6 +154,7 @@ class Run:
     def require_step_before(self, model: nn.Module, args: Any) -> None:
         """A hook that ends a call of the whole model before the weights of other stages are missed."""
         self.require_step()
+        self._take_away()
 
     def called(self, index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """Block `index` is called by the user's code."""
@@ -215,7 +230,7 @@ def become_pieces(context: Context, blocks: Sequence[str], run: Run, first: froz
     for path, module in context.model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in wanted and not f"{path}.".startswith(inside):
-                run.without(module, name, wanted[id(parameter)], mode)
+                run.without(module, name, wanted[id(parameter)], context.device, mode)
 
 
 class StageModule(nn.Module):
@@ -277,6 +292,7 @@ class Stage(PipelineStage):
     ) -> None:  # fmt: skip
         super().__init__(submodule, stage_index, num_stages, device, input_args, output_args, group=group)
         self._like, self._count, self._members, self._slots = input_args, count, group, slots
+        self.before_backward: Callable[[bool], None] | None = None
         self._posted: set[int] = set()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -311,6 +327,8 @@ class Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Backward of a micro-batch."""
+        if self.before_backward is not None:
+            self.before_backward(bwd_chunk_id == self.chunks - 1)
         with self._slot(bwd_chunk_id, backward=True):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_last:

@@ -88,7 +88,7 @@ def full_state_dict(context: Context) -> dict[str, Any]:
 
 def whole_in(context: Context, name: str, value: Any) -> Any:
     """An entry of the model's state dict, whole: gathered from all its ranks, or sent by the one that holds it."""
-    return whole(value) if context.elsewhere is None else context.elsewhere.whole(name, value)
+    return whole(value) if context.elsewhere is None else context.elsewhere.whole(name, whole(value))
 
 
 def whole(value: Any) -> Any:

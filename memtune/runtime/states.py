@@ -29,23 +29,22 @@ from memtune.errors import ApplyError
 from memtune.factors import Factors
 from memtune.runtime.context import Context, Landed
 from memtune.runtime.partition import Hop, Partition
-from memtune.runtime.parts import divided
+from memtune.runtime.parts import PARTS, Divided, divided
 from memtune.runtime.ranks import require_ranks
 from memtune.runtime.rows import Axes, Part, Rows
 from memtune.runtime.sharding import rebind, shard, units_of
-from memtune.runtime.tensor import mix_plain_and_sharded
 
-_DIMS = ("copies", "parameters", "gradients", "optimizer")
+_DIMS = (PARTS, "copies", "parameters", "gradients", "optimizer")
 
 
 @cache
-def _mesh(device_type: str, ranks: int, factors: Factors, group: int) -> DeviceMesh:
+def _mesh(device_type: str, parts: int, ranks: int, factors: Factors, group: int) -> DeviceMesh:
     """Dims of size 1 are left out: every dim is a communicator."""
     s, o = factors.summed_over, factors.optimizer
     p = factors.parameters
-    sizes = {"copies": ranks // o, "parameters": p, "gradients": s // p, "optimizer": o // s}
-    # Neighbours share parameters; the slowest index is the copy.
-    where = torch.arange(ranks).view(ranks // o, o // s, s // p, p).permute(0, 3, 2, 1)
+    sizes = {PARTS: parts, "copies": ranks // o, "parameters": p, "gradients": s // p, "optimizer": o // s}
+    # Neighbours hold parts of one copy, then share parameters; the slowest index is the copy.
+    where = torch.arange(ranks * parts).view(ranks // o, o // s, s // p, p, parts).permute(4, 0, 3, 2, 1)
     kept = [dim for dim in _DIMS if sizes[dim] > 1]
     return DeviceMesh(device_type, where.reshape([sizes[dim] for dim in kept]), mesh_dim_names=tuple(kept))
 
@@ -55,11 +54,18 @@ def forget_meshes() -> None:
     _mesh.cache_clear()
 
 
-def mesh_of(device_type: str, factors: Factors) -> DeviceMesh:
-    """The ranks by copy, and by the part of parameters, gradients and optimizer state that they hold; made once."""
+def mesh_of(context: Context, factors: Factors) -> DeviceMesh:
+    """The ranks by part and copy of the model, and by the rows of parameters, gradients and optimizer state; made once."""
     default = dist.distributed_c10d._get_default_group()
     with _disable_current_modes():
-        return _mesh(device_type, dist.get_world_size(), factors, id(default))
+        return _mesh(context.device.type, context.parts, context.copies, factors, id(default))
+
+
+def _sharers(context: Context, factors: Factors) -> Divided:
+    """The ranks that share parameters, where what is left is divided further."""
+    mesh = mesh_of(context, factors)
+    sharers = mesh["parameters"]
+    return Divided(None, sharers, mesh[PARTS, "parameters"] if context.parts > 1 else sharers)
 
 
 def divide(
@@ -90,8 +96,11 @@ def divide(
         raise ApplyError(f"{kind} cannot divide the model: {problem}.", fix="factors that divide one another", code="MT345")
     p, o, whole_gradients = factors.parameters, factors.optimizer, factors.gradients == 1 < factors.parameters
     before = dict(context.model.named_parameters())
+    pipeline: Any = context.pipeline
+    if pipeline is not None and factors.gradients > 1:
+        pipeline.require_divisible(kind)
     if p > 1:
-        sharers = mesh_of(context.device.type, factors)["parameters"] if o > p else None
+        sharers = _sharers(context, factors) if o > p else None
         shard(
             context, degree=p, reshard_after_forward=reshard_after_forward, blocks_per_unit=blocks_per_unit, kind=kind,
             two_hop=not whole_gradients, sharers=sharers,
@@ -132,7 +141,8 @@ class _Levels:
         inputs = list(held.values())
         self._parts: list[list[Part]] = [[] for _ in inputs]  # (trainable parameters,) its parts, from the outside in
         for axes, every_micro_batch in _divisions(context, factors):
-            kind = Hop if self.rows or factors.parameters > 1 or context.pipeline is not None else Partition
+            at_end = context.pipeline is not None and not every_micro_batch
+            kind = Hop if self.rows or factors.parameters > 1 or at_end else Partition
             level = kind(context, inputs, axes, bucket_cap_mb=bucket_cap_mb, every_micro_batch=every_micro_batch)
             self.rows.append(level)
             part_of = {part.parameter: part for part in level.parts}
@@ -147,7 +157,8 @@ class _Levels:
         rebind(context.optimizer, before, {name: finals.get(name, p) for name, p in context.model.named_parameters()})
         context.represented.update({held[name]: final for name, final in finals.items()})
         context.optimizer.register_step_pre_hook(self._before_step)
-        context.optimizer.register_step_post_hook(self._after_step)
+        context.optimizer.register_step_post_hook(lambda *_: self._gather())
+        context.gather_rows = self._gather
         others = context.checks.get("sharding.states")
         context.checks["sharding.states"] = lambda: (others() if others is not None else {}) | self._check()
 
@@ -155,8 +166,10 @@ class _Levels:
         """Hear of the end of a backward that reduces, and beforehand of every sum that FSDP2 is about to add to."""
         first = self.rows[0]
         if context.pipeline is not None:
-            mix_plain_and_sharded()
-            context.pipeline.reduce = self._end  # type: ignore[attr-defined]
+            pipeline: Any = context.pipeline
+            pipeline.divided_among(divided(context, self._factors.optimizer).sharers.get_group())
+            if isinstance(first, Hop):
+                pipeline.reduce = self._end
             return
         if isinstance(first, Partition):
             first.on_end = self._end
@@ -204,7 +217,7 @@ class _Levels:
             elif parameter.grad is not final.grad:  # the user has put another one there
                 final.grad = parameter.grad
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _gather(self) -> None:
         """Gather what the other ranks have updated, from the inside out."""
         for level in reversed(self.rows):
             level.gather()
@@ -223,16 +236,13 @@ class _Levels:
 
 def _divisions(context: Context, factors: Factors) -> Iterator[tuple[Axes, bool]]:
     """Who divides among whom after FSDP2, and whether in every micro-batch."""
-    if context.parts > 1:  # one division of whole parts (rule 2)
-        grid = divided(context, factors.optimizer)  # a stage's weights are whole where they are
-        yield Axes(grid.both if context.elsewhere is None else grid.sharers), factors.gradients > 1
-        return
-    mesh = mesh_of(context.device.type, factors)
+    mesh = mesh_of(context, factors)
     names = mesh.mesh_dim_names or ()
     copies = mesh["copies"].get_group() if "copies" in names else None
-    inside = [dim for dim in names if dim != "copies"]
+    without = {"copies"} if context.elsewhere is None else {"copies", PARTS}  # a stage's weights are whole where they are
+    inside = [dim for dim in names if dim not in without]
     for dim in inside:
-        if dim == "parameters":
+        if dim in (PARTS, "parameters"):
             continue
         upto = tuple(inside[: inside.index(dim) + 1])
         yield Axes(mesh[upto] if upto != names else mesh, copies if dim == inside[-1] else None), dim == "gradients"

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from memtune.chunks import Chunks
 from memtune.errors import ApplyError
 from memtune.pages import Pages
-from memtune.residency import Residency
+from memtune.residency import Residency, order_of_use
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import before_step
@@ -76,6 +76,7 @@ class ParameterStore(HostParameters):
         )  # fmt: skip
         self._residency = residency
         self._moment = self._end = len(residency.drops) - 1
+        self._uses = order_of_use(len(self._blocks), gathered=self._gathered is not None)
         self._is_last = False
         self._queued = False
         for index in range(len(self._modules)):
@@ -87,11 +88,11 @@ class ParameterStore(HostParameters):
         self._release(list(self._there))
 
     def _watch(self, context: Context, index: int) -> None:
-        block = self._modules[index]
+        block, first = self._modules[index], self._gathered is not None  # before FSDP2's own hooks
         block.register_forward_pre_hook(
-            lambda module, args: self._begin(index) if torch.is_grad_enabled() else self._fetch_block(index)
+            lambda module, args: self._begin(index) if torch.is_grad_enabled() else self._fetch_block(index), prepend=first
         )
-        block.register_forward_hook(lambda module, args, output: self._returned(index, output))
+        block.register_forward_hook(lambda module, args, output: self._returned(index, output), prepend=first)
         self._watch_block(context, index)
 
     @contextmanager
@@ -135,8 +136,8 @@ class ParameterStore(HostParameters):
         blocks = len(self._blocks)
         self._release(self._there if before + 1 != moment else self._residency.drops[moment])
         transfer.caught_up(self._device)
-        if moment < self._end:
-            self._fetch_block(moment if moment < blocks else self._end - 1 - moment)  # the first that comes in, or Rule 6
+        if moment < self._end and (used := self._uses[moment]) >= 0:
+            self._fetch_block(used)  # the first that comes in, or Rule 6
         with transfer.ahead(self._device):
             self._fetch_units(self._residency.loads[moment])
         if self._is_last and blocks <= before < self._end:

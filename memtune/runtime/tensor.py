@@ -33,6 +33,7 @@ from memtune.batches import tensors_of
 from memtune.errors import ApplyError
 from memtune.linear_pairs import Pair
 from memtune.runtime.context import Context
+from memtune.runtime.deferred import Piece, keep_only
 from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.sharding import meshes, rebind
 from memtune.runtime.tree import local
@@ -141,7 +142,7 @@ def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
     copies, mesh = meshes(context.device.type, degree)
     before = dict(context.model.named_parameters())
     place = Place(mesh.get_group().group_name, degree, mesh.get_local_rank(), mesh)
-    cut_layers(context.model, pairs, place)
+    keep_only(context.model, cut_layers(context.model, pairs, place))
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
     context.parts = degree
@@ -201,30 +202,34 @@ class Place:
     """None where weights stay plain tensors: while a step is recorded."""
 
 
-def cut_layers(model: nn.Module, pairs: Sequence[Pair], place: Place) -> None:
-    """Leave this rank's part of every pair in `model`."""
+def cut_layers(model: nn.Module, pairs: Sequence[Pair], place: Place) -> dict[str, Piece]:
+    """Leave this rank's part of every pair in `model`; returns what that is of which parameter."""
+    pieces = dict[str, Piece]()
     for pair in pairs:
         sharers = Sharers(place.group, place.ranks, len(pair.columns))
-        for name in pair.columns:
-            _become(model.get_submodule(name), ColumnLinear, sharers, {"weight": 0, "bias": 0}, place)
-        _become(model.get_submodule(pair.row), RowLinear, sharers, {"weight": 1}, place)
+        columns = [(name, ColumnLinear, {"weight": 0, "bias": 0}) for name in pair.columns]
+        for name, kind, dims in [*columns, (pair.row, RowLinear, {"weight": 1})]:
+            mine = {each: Piece(dim, place.ranks, place.rank) for each, dim in dims.items()}
+            _become(model.get_submodule(name), kind, sharers, mine, place)
+            pieces |= {f"{name}.{each}": piece for each, piece in mine.items()}
+    return pieces
 
 
-def _become(module: nn.Module, kind: type[nn.Linear], sharers: Sharers, dims: Mapping[str, int], place: Place) -> None:
-    for name, dim in dims.items():
+def _become(module: nn.Module, kind: type[nn.Linear], sharers: Sharers, pieces: Mapping[str, Piece], place: Place) -> None:
+    for name, piece in pieces.items():
         whole = module._parameters[name]
         if whole is not None:
-            module._parameters[name] = _part(whole, dim, place)
+            module._parameters[name] = _part(whole, piece, place)
     module.__class__ = kind
     module.sharers = sharers  # type: ignore[assignment]
 
 
-def _part(whole: nn.Parameter, dim: int, place: Place) -> nn.Parameter:
-    mine = whole.detach().chunk(place.ranks, dim)[place.rank].clone(memory_format=torch.contiguous_format)
+def _part(whole: nn.Parameter, piece: Piece, place: Place) -> nn.Parameter:
+    mine = piece(whole.detach()).clone(memory_format=torch.contiguous_format)
     if place.mesh is None:
         return nn.Parameter(mine, requires_grad=whole.requires_grad)
     placed = DTensor.from_local(
-        mine, place.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+        mine, place.mesh, [Shard(piece.dim)], run_check=False, shape=whole.shape, stride=whole.stride()
     )  # fmt: skip
     return nn.Parameter(placed, requires_grad=whole.requires_grad)
 

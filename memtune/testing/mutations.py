@@ -16,6 +16,7 @@ import numpy as np
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.calls import Calls
+from memtune.passes.schedule import run_schedule
 from memtune.program import FOREVER, Kind, Program, Step, Tier
 from memtune.runtime import activations, frozen, frozen_code, moved, random_state, tiled_loss, transfer
 from memtune.runtime.activations import ActivationTable
@@ -24,6 +25,7 @@ from memtune.runtime.kept import Keep
 from memtune.runtime.tree import local
 from memtune.schedule import plain_schedule
 from memtune.search_spaces.recompute import _claims as planned_claims
+from memtune.search_spaces.recompute import _place
 from memtune.technique import Technique
 
 Check = Literal["drift", "training", "untouched"]
@@ -297,10 +299,12 @@ def _state_on_device(step: Step) -> Step:
 # -- of frozen schedules -----------------------------------------------------------------------------------------------------
 
 
-def _schedule_loses_repetitions(technique: type[Technique]) -> AbstractContextManager[Any]:
-    module = sys.modules[technique.rewrite.__module__]
-    original = module.run_schedule
-    return patch.object(module, "run_schedule", lambda step, region, _: original(step, region, plain_schedule(region.graph)))
+@contextmanager
+def _schedule_loses_repetitions(technique: type[Technique]) -> Iterator[None]:
+    _place.under_schedule.cache_clear()
+    with patch.object(_place, "run_schedule", lambda step, region, _: run_schedule(step, region, plain_schedule(region.graph))):
+        yield
+    _place.under_schedule.cache_clear()
 
 
 def _nothing_is_let_go(technique: type[Technique]) -> AbstractContextManager[Any]:
@@ -339,7 +343,7 @@ def _of_schedule() -> list[Mutation]:
 
 
 def _of_recompute(technique: type[Technique]) -> list[Mutation]:
-    if hasattr(sys.modules[technique.rewrite.__module__], "run_schedule"):
+    if technique.eager_only.startswith(("a frozen schedule", "a schedule")):
         return _of_schedule()
     return [
         Mutation("apply drops a claim", "drift", _dropped_claim("claim_recompute")),

@@ -17,16 +17,16 @@ from memtune.passes.in_parts import elements_of
 from memtune.passes.online import online_policy, with_peak
 from memtune.passes.policy import Frozen, freeze, region_trace
 from memtune.passes.region import region_of
-from memtune.passes.schedule import run_schedule
 from memtune.program import Program, Step
 from memtune.remat import Policy, Trace
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
+from memtune.runtime.ranks import require_whole_parameters
 from memtune.schedule import Schedule
 from memtune.search_spaces.recompute._online import peak_online, told_online, too_little_online
-from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of
+from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -55,8 +55,9 @@ class _Dynamic(Technique):
         """Who is evicted."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs the model to itself on one rank, and a budget that plain training exceeds and the policy meets."""
-        reason = cannot_freeze(program, target, online=self.online is not False)
+        """Needs the model to itself, whole on every rank, and a budget that plain training exceeds and the policy meets."""
+        online = self.online is not False
+        reason = cannot_freeze(program, target, online=online) or self._looked_through(program, target)
         if reason is not None:
             return reason
         if self.budget_bytes is not None and self.ratio is not None:
@@ -74,7 +75,7 @@ class _Dynamic(Technique):
         if budget_bytes < least or self._frozen(program, target) is None:
             return self._too_little(place, budget_bytes)
         if self._is_online(program.step):
-            return too_little_online(program.step, self.policy(), budget_bytes, target.hardware)
+            return too_little_online(program.step, self.policy(), budget_bytes, target.hardware, place.more_bytes)
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
@@ -101,7 +102,7 @@ class _Dynamic(Technique):
         schedule = self._schedule(plan)
         if isinstance(region, str) or schedule.graph != region.graph.sha256:
             return program  # as the executor does: the plain model runs
-        step = run_schedule(program.step, region, schedule)
+        step = under_schedule(program.step, schedule)
         return program.with_step(
             with_peak(step, plan.decisions["online"].get("peak_bytes", 0)) if "online" in plan.decisions else step
         )
@@ -112,8 +113,7 @@ class _Dynamic(Technique):
         if "online" in plan.decisions:
             self._apply_online(context, plan.decisions["online"])
             return
-        region = FrozenRegion(context.model, schedule, context.device)
-        region.install()
+        region = install_region(context, schedule, self.kind)
         context.checks["recompute"] = lambda: check_schedule(region)
 
     def _apply_online(self, context: Context, plan: dict[str, Any]) -> None:
@@ -131,7 +131,15 @@ class _Dynamic(Technique):
         )
         region = OnlineRegion(context.model, context.optimizer, settings, context.device)
         region.install()
+        context.later.append(partial(require_whole_parameters, context, f"recompute: {{kind: {self.kind}}}", ahead=True))
         context.checks["recompute"] = lambda: _check_online(region)
+
+    def _looked_through(self, program: Program, target: Target) -> Reason | None:
+        """DDP would look for unused parameters in a graph that is there in backward alone."""
+        states = target.chosen.get("sharding.states") if program.ranks > 1 else None
+        if states is None or ("find_unused_parameters", True) not in states.knobs() or not self._is_online(program.step):
+            return None
+        return Reason("DDP cannot look for unused parameters in a graph that is made in backward", "online: false")
 
     def _is_online(self, step: Step) -> bool:
         region = region_of(step)
@@ -141,8 +149,9 @@ class _Dynamic(Technique):
         """What the runtime is told: the budget, what is outside of it, and rates that make costs the same in every run."""
         place = place_of(program, target)
         budget_bytes = self._budget_bytes(place, target)
-        peak = peak_online(place.step, self.policy(), budget_bytes, target.hardware)
-        return {"budget_bytes": budget_bytes, "peak_bytes": peak or 0, **told_online(place.step, target.hardware)}
+        peak = peak_online(place.step, self.policy(), budget_bytes - place.more_bytes, target.hardware)
+        told = told_online(place.step, target.hardware, place.buffer_bytes)
+        return {"budget_bytes": budget_bytes, "peak_bytes": peak or 0, **told}
 
     def record(self, target: Target) -> dict[str, Any]:
         """The policy and its budget."""
@@ -232,6 +241,14 @@ def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> 
 
 def _is_cheap(name: str) -> bool:
     return op_class(name) not in _EXPENSIVE
+
+
+def install_region(context: Context, schedule: Schedule, kind: str) -> FrozenRegion:
+    """Put the executor of `schedule` in the place of the model's forward, for the technique `kind`."""
+    region = FrozenRegion(context.model, schedule, context.device)
+    region.install()
+    context.later.append(partial(require_whole_parameters, context, f"recompute: {{kind: {kind}}}"))
+    return region
 
 
 def check_schedule(region: FrozenRegion) -> dict[str, Any]:

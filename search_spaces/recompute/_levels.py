@@ -118,9 +118,11 @@ def rewritten(step: Step, chosen: list[Option]) -> Step:
     return move_activations(new, move_claims(chosen))
 
 
-def move_claims(chosen: list[Option]) -> list[MoveClaim]:
-    """What the blocks give to the host."""
-    return [MoveClaim(i, 1.0, only=option.moved) for i, option in enumerate(chosen) if option.moved]
+def move_claims(chosen: list[Option], on_ssd: frozenset[int] = frozenset()) -> list[MoveClaim]:
+    """What the blocks give to the host; that of blocks `on_ssd` goes on from there."""
+    return [
+        MoveClaim(i, 1.0, only=option.moved, stays_on_host=i not in on_ssd) for i, option in enumerate(chosen) if option.moved
+    ]
 
 
 @lru_cache(maxsize=8)

@@ -17,8 +17,8 @@ from memtune.technique import Reason
 from memtune.units import format_bytes
 
 
-def told_online(step: Step, hardware: Hardware) -> dict[str, Any]:
-    """What is outside of the runtime's sight, in bytes, and the rates that make an op's cost."""
+def told_online(step: Step, hardware: Hardware, buffer_bytes: int = 0) -> dict[str, Any]:
+    """What is outside of the runtime's sight, in bytes, `buffer_bytes` among it, and the rates that make an op's cost."""
     region = _region(step)
     scratch: dict[str, int] = {}
     for name, size in zip(region.graph.names, region.scratch_bytes.tolist(), strict=True):
@@ -26,7 +26,7 @@ def told_online(step: Step, hardware: Hardware) -> dict[str, Any]:
             scratch[name] = max(scratch.get(name, 0), size)
     return {
         "reserve_bytes": max(region.between_bytes - int(region.background_bytes[0]), 0),
-        "unseen_bytes": _unseen_bytes(step, region),
+        "unseen_bytes": _unseen_bytes(step, region) + buffer_bytes,
         "scratch": scratch, "flops_per_s": hardware.matmul_flops_per_s("float32"),
         "bytes_per_s": hardware.memory_bytes_per_s, "launch_s": hardware.launch_s,
     }  # fmt: skip
@@ -47,12 +47,21 @@ def _told(step: Step, hardware: Hardware) -> Told:
 
 
 @lru_cache(maxsize=32)
-def too_little_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> Reason | None:
-    """Why a step that is decided while it runs does not stay within `budget_bytes`; a schedule made before it may."""
-    if peak_online(step, policy, budget_bytes, hardware) is not None:
+def too_little_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, more_bytes: int = 0) -> Reason | None:
+    """Why a step that is decided while it runs does not stay within `budget_bytes`; a schedule made before it may.
+
+    Args:
+        step: Before the passes of other techniques.
+        policy: Who is evicted.
+        budget_bytes: For all that is on the device.
+        hardware: Whose rates make costs.
+        more_bytes: What these passes add to what is besides the model's values.
+    """
+    if peak_online(step, policy, budget_bytes - more_bytes, hardware) is not None:
         return None
     region, told, policy = _region(step), _told(step, hardware), online_policy(policy)
-    least = least_budget_bytes(step, region, policy, budget_bytes, told)
+    least = least_budget_bytes(step, region, policy, budget_bytes - more_bytes, told)
+    least = None if least is None else least + more_bytes
     given = format_bytes(budget_bytes)
     why = f"deciding while the model runs does not stay within {given}: the model itself holds too much meanwhile"
     fix = "recompute: {kind: planned}" if least is None else f"budget_bytes: {least}, or recompute: {{kind: planned}}"

@@ -17,11 +17,12 @@ from memtune.passes.by_data import depends_on_data
 from memtune.passes.policy import least_bytes
 from memtune.passes.region import Region, region_among, region_of
 from memtune.passes.schedule import run_schedule
-from memtune.program import Program, RankClass, Step
+from memtune.program import Program, RankClass, Step, Tier
 from memtune.schedule import Schedule
 from memtune.search_spaces import NULL_KINDS
 from memtune.search_spaces.recompute._budget import after_later, later_techniques
 from memtune.technique import NO_PLAN, Reason, Target, Technique
+from memtune.units import format_bytes
 
 _ALONE = ("split", "sharding.parallel", "sharding.communication", "offload.activations")
 """Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
@@ -50,10 +51,29 @@ class Place:
         """The region with the bytes that are besides it after all passes."""
         if not self.later:
             return self.region
+        after = self._marked_after
+        return region_among(self.region, after, np.flatnonzero(after.op_match).astype(np.int32))
+
+    @cached_property
+    def _marked_after(self) -> Step:
+        """The plain step after all passes; the region's ops are marked."""
         marks = np.zeros(self.step.n_ops, np.int32)
         marks[self.region.rows] = 1
-        after = self.after(replace(self.step, op_match=marks))
-        return region_among(self.region, after, np.flatnonzero(after.op_match).astype(np.int32))
+        return self.after(replace(self.step, op_match=marks))
+
+    @cached_property
+    def more_bytes(self) -> int:
+        """By how much what is besides the region grows most through the later passes; less than 0 where it shrinks."""
+        return int((self.among.background_bytes - self.region.background_bytes).max()) if self.later else 0
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """What later passes keep throughout, beside the model's own: buckets of gradients."""
+        if not self.later:
+            return 0
+        after = self._marked_after
+        new = np.arange(after.n_storages) >= self.step.n_storages
+        return int(after.bytes[new & (after.producer < 0) & (after.tier == Tier.DEVICE)].sum())
 
     @cached_property
     def least_bytes(self) -> int:
@@ -63,11 +83,20 @@ class Place:
     @cached_property
     def plain_bytes(self) -> int:
         """The peak without a schedule."""
-        return self.after(self.step).peak_bytes()
+        return (self._marked_after if self.later else self.step).peak_bytes()
+
+    def below(self, budget_bytes: int) -> Reason | None:
+        """Why no schedule at all stays within `budget_bytes`: known before any is looked for."""
+        if budget_bytes >= self.least_bytes:
+            return None
+        return Reason(
+            f"no schedule stays within {format_bytes(budget_bytes)}: no recompute gets below {format_bytes(self.least_bytes)}",
+            "a larger budget, a smaller micro-batch, or sharding or offload of what is not an activation",
+        )
 
     def run(self, schedule: Schedule) -> Step:
         """The step under `schedule`, before the later passes."""
-        return run_schedule(self.step, self.region, schedule)
+        return under_schedule(self.step, schedule)
 
     def peak_bytes(self, schedule: Schedule) -> int:
         """Of the step under `schedule`, after all passes."""
@@ -79,6 +108,14 @@ class Place:
             return step
         program = Program((RankClass(self.ranks, step),), self.micro_batch, self.accumulate)
         return after_later(program, self.later, self.hardware).step
+
+
+@lru_cache(maxsize=4)
+def under_schedule(step: Step, schedule: Schedule) -> Step:
+    """`step` under a schedule that is right for it; what a plan was made with is what its rewrite asks for next."""
+    region = region_of(step)
+    assert not isinstance(region, str), region
+    return run_schedule(step, region, schedule)
 
 
 def place_of(program: Program, target: Target) -> Place:

@@ -14,16 +14,14 @@ from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.passes.region import region_of
-from memtune.passes.schedule import run_schedule
 from memtune.planners.late import Late
 from memtune.program import Program, Step
 from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime.context import Context
-from memtune.runtime.frozen import FrozenRegion
 from memtune.schedule import Schedule, wrong_with
 from memtune.search_spaces.recompute._checkmate import schedule_for
-from memtune.search_spaces.recompute._dynamic import check_schedule, solved
-from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of
+from memtune.search_spaces.recompute._dynamic import check_schedule, install_region, solved
+from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes, format_seconds
 
@@ -59,7 +57,10 @@ def fastest_schedule(program: Program, target: Target, budget_bytes: int, by_blo
     reason = cannot_freeze(program, target)
     if reason is not None:
         return reason
-    found = _fastest(place_of(program, target), budget_bytes)
+    place = place_of(program, target)
+    if program.ranks > 1 and (reason := place.below(budget_bytes)) is not None:
+        return reason
+    found = _fastest(place, budget_bytes)
     if found is not None:
         return found
     least = f"the smallest plan by blocks needs {format_bytes(by_blocks_bytes)}"
@@ -183,13 +184,12 @@ def rewritten_by(plan: Plan, program: Program) -> Program:
     wrong = region if isinstance(region, str) else wrong_with(region.graph, schedule)
     if isinstance(region, str) or wrong:
         raise ApplyError("the plan's schedule is for another model.", evidence=f"{wrong}.", fix=_SEARCH, code="MT316")
-    return program.with_step(run_schedule(program.step, region, schedule))
+    return program.with_step(under_schedule(program.step, schedule))
 
 
 def install_schedule(plan: Plan, context: Context, *, made_by: str = "planned") -> None:
     """Put the executor of the plan's schedule in the place of the model's forward; the audit asks whether it ran."""
-    region = FrozenRegion(context.model, _schedule(plan, made_by), context.device)
-    region.install()
+    region = install_region(context, _schedule(plan, made_by), made_by)
     context.checks["recompute"] = lambda: check_schedule(region)
 
 

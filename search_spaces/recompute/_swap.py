@@ -59,7 +59,7 @@ def busy_in(program: Program, hardware: Hardware) -> Busy:
     return Busy(total(Phase.FORWARD), total(Phase.BACKWARD), total(Phase.BOUNDARY), program.accumulate)
 
 
-def step_s(busy: Busy, hardware: Hardware, swapped_bytes: int, again_s: float) -> float:
+def step_s(busy: Busy, hardware: Hardware, swapped_bytes: int, again_s: float, spilled_bytes: int = 0) -> float:
     """Seconds of a step's forwards and backwards, T(A): each is as long as its busiest resource works.
 
     Args:
@@ -67,9 +67,16 @@ def step_s(busy: Busy, hardware: Hardware, swapped_bytes: int, again_s: float) -
         hardware: Its links carry what is swapped.
         swapped_bytes: Of a micro-batch, to the host in forward and back in backward.
         again_s: Of recomputation in a micro-batch.
+        spilled_bytes: Of what is swapped, on to SSD in forward and from there in backward.
     """
-    out = {Resource.DEVICE_TO_HOST: swapped_bytes / hardware.device_to_host_bytes_per_s}
-    back = {Resource.HOST_TO_DEVICE: swapped_bytes / hardware.host_to_device_bytes_per_s, Resource.COMPUTE: again_s}
+    out = {
+        Resource.DEVICE_TO_HOST: swapped_bytes / hardware.device_to_host_bytes_per_s,
+        Resource.SSD_WRITE: spilled_bytes / hardware.ssd_write_bytes_per_s,
+    }
+    back = {
+        Resource.HOST_TO_DEVICE: swapped_bytes / hardware.host_to_device_bytes_per_s, Resource.COMPUTE: again_s,
+        Resource.SSD_READ: spilled_bytes / hardware.ssd_read_bytes_per_s,
+    }  # fmt: skip
     forward = max(seconds + out.get(each, 0.0) for each, seconds in busy.forward.items())
     backward = max(seconds + back.get(each, 0.0) for each, seconds in busy.backward.items())
     last = max(seconds + busy.boundary[each] + back.get(each, 0.0) for each, seconds in busy.backward.items())
@@ -115,6 +122,23 @@ def parts_of(block: int, ops: tuple[Made, ...], points: Sequence[Combination]) -
     return [Part(block, bytes_of(ops, b) - bytes_of(ops, a), a.seconds - b.seconds) for a, b in pairwise(points)]
 
 
+def spilled_blocks(swapped_bytes: Mapping[int, int], host_bytes: int) -> list[int]:
+    """The blocks whose tensors go on to SSD so that the others' have room: the first ones, whose backward is last.
+
+    Args:
+        swapped_bytes: By block.
+        host_bytes: Most that may lie on the host.
+    """
+    found, left = list[int](), sum(swapped_bytes.values())
+    for block in sorted(swapped_bytes):
+        if left <= host_bytes:
+            break
+        if swapped_bytes[block]:
+            found.append(block)
+            left -= swapped_bytes[block]
+    return found
+
+
 def least(cost: Callable[[int], float], last: int) -> int:
     """The smallest of the numbers 0 to `last` at which `cost`, which is convex, is least."""
     low, high = 0, last
@@ -139,7 +163,16 @@ class Choice:
     """T by number of parts."""
 
     @classmethod
-    def of(cls, parts: Sequence[Part], busy: Busy, hardware: Hardware, fixed_bytes: int, host_bytes: int | None) -> Choice:
+    def of(
+        cls,
+        parts: Sequence[Part],
+        busy: Busy,
+        hardware: Hardware,
+        fixed_bytes: int,
+        host_bytes: int | None,
+        *,
+        spill: bool = False,
+    ) -> Choice:
         """The number of parts with which a step takes the least seconds, and of several such numbers the smallest.
 
         Args:
@@ -148,6 +181,7 @@ class Choice:
             hardware: Its links.
             fixed_bytes: Swapped in any case.
             host_bytes: Most that may lie on the host.
+            spill: What is more than that goes on to SSD, else it is not swapped.
         """
         ranked = sorted(parts, key=lambda each: -each.benefit)
         swapped = fixed_bytes + np.concatenate([[0], np.cumsum([each.n_bytes for each in ranked])]).astype(np.int64)
@@ -155,9 +189,10 @@ class Choice:
         again = float(saved[-1]) - saved
 
         def cost(count: int) -> float:
-            return step_s(busy, hardware, int(swapped[count]), float(again[count]))
+            spilled = max(int(swapped[count]) - (host_bytes or 0), 0) if spill else 0
+            return step_s(busy, hardware, int(swapped[count]), float(again[count]), spilled)
 
-        room = len(ranked) if host_bytes is None else int(np.searchsorted(swapped, host_bytes, side="right")) - 1
+        room = len(ranked) if host_bytes is None or spill else int(np.searchsorted(swapped, host_bytes, side="right")) - 1
         return cls(tuple(ranked), least(cost, max(room, 0)), cost)
 
     def taken(self) -> Counter[int]:

@@ -8,13 +8,13 @@ from pydantic import Field
 
 from memtune.errors import ApplyError
 from memtune.passes.region import Region, region_of
-from memtune.passes.schedule import run_schedule
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.schedule import Schedule, wrong_with
 from memtune.search_spaces.recompute._checkmate import Found, schedule_for
-from memtune.search_spaces.recompute._place import cannot_freeze, place_of
+from memtune.search_spaces.recompute._dynamic import install_region
+from memtune.search_spaces.recompute._place import cannot_freeze, place_of, under_schedule
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -55,8 +55,12 @@ class Checkmate(Technique):
         budget = self.budget_bytes or target.budget_bytes
         if budget is None and self.share is None:
             return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}")
-        if self.share is None and budget is not None and place_of(program, target).plain_bytes <= budget:
-            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+        if self.share is None and budget is not None:
+            place = place_of(program, target)
+            if place.plain_bytes <= budget:
+                return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+            if program.ranks > 1 and (reason := place.below(budget)) is not None:
+                return reason
         found = self._found(program, target)
         if isinstance(found, str):
             return Reason(found, "recompute: {kind: planned}")
@@ -94,12 +98,11 @@ class Checkmate(Technique):
         wrong = region if isinstance(region, str) else wrong_with(region.graph, schedule)
         if not isinstance(region, Region) or wrong:
             raise ApplyError("the plan's schedule is for another model.", evidence=f"{wrong}.", fix=_SEARCH, code="MT316")
-        return program.with_step(run_schedule(program.step, region, schedule))
+        return program.with_step(under_schedule(program.step, schedule))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward; the audit asks whether it ran."""
-        frozen = FrozenRegion(context.model, _schedule(plan), context.device)
-        frozen.install()
+        frozen = install_region(context, _schedule(plan), self.kind)
         context.checks["recompute"] = lambda: _check(frozen)
 
     def record(self, target: Target) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from memtune.search_spaces.recompute._claims import as_planned, claim_planned, e
 from memtune.search_spaces.recompute._fits import why_not
 from memtune.search_spaces.recompute._levels import FULL, MIN_MOVED_BYTES, Option, made_in, op_seconds, option_of, rewritten
 from memtune.search_spaces.recompute._options import Combination, Made, combinations
-from memtune.search_spaces.recompute._swap import Choice, Part, busy_in, bytes_of, hull, parts_of
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.search_spaces.recompute._swap import Choice, Part, busy_in, bytes_of, hull, parts_of, spilled_blocks
+from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import format_bytes, format_seconds
 
 _LIMIT = 64
@@ -35,11 +35,12 @@ class Lohan(Technique):
     host first ("offloading benefit"). How many bytes follows from what else the step asks of each resource, copies and updates
     of `offload.states` included: where backward waits for a drive, recomputation costs nothing and little is swapped. That time
     is convex in the bytes swapped, so its minimum is found by bisection. Nothing stays on the device between a block's forward
-    and its backward but what is too small to move. The other half of LoHan is `offload.states: {kind: lohan}`. Not in it: bytes
-    that spill from the host to SSD; where host memory is short, `host_bytes` says so, and the rest runs again.
+    and its backward but what is too small to move. The other half of LoHan is `offload.states: {kind: lohan}`. Where host
+    memory is short, `host_bytes` says so: the rest runs again or, with `spill: ssd`, what the first blocks swap goes on to SSD as
+    far as that still pays, with what else the drive has to do.
 
     Distinguishing test: the number of bytes is that of the least time over all numbers (brute force), it grows with the link's
-    speed, and it shrinks when a drive makes backward wait.
+    speed, and it shrinks when a drive makes backward wait; what is spilled is written once and read once.
     """
 
     kind: Literal["lohan"] = "lohan"
@@ -53,7 +54,11 @@ class Lohan(Technique):
     eager_only: ClassVar[str] = "it sees which op runs through a dispatch mode"
 
     host_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Most that a micro-batch may put on the host; less recomputes more. Left out: as much as pays."""
+    """Most that a micro-batch may put on the host; less recomputes more, or spills. Left out: as much as pays."""
+    spill: Literal["none", "ssd"] = "none"
+    """Where what `host_bytes` has no room for goes, block by block; a few tensors at a time pass through host memory on top."""
+    ahead: Annotated[int, Field(ge=0, le=64)] = 3
+    """Tensors read from SSD before backward asks for them; each takes its bytes of host memory."""
     min_bytes: Annotated[int, Field(ge=1)] = MIN_MOVED_BYTES
     """Smaller tensors stay on the device: a copy has a fixed cost."""
 
@@ -65,16 +70,28 @@ class Lohan(Technique):
             return Reason("a block runs several times, and its tensors have no addresses", "recompute: {kind: full}")
         if target.chosen.get("offload.activations", null("offload.activations")) != null("offload.activations"):
             return Reason("another technique moves what is swapped", "offload.activations: {kind: none}")
+        if self.spill == "ssd" and (reason := self._cannot_spill(program, target)) is not None:
+            return reason
         if not any(option.moved for option in self._chosen(program, target)[0]):
             return Reason("nothing in the blocks is faster to swap than to run again", "recompute: {kind: full}")
         return None
 
+    def _cannot_spill(self, program: Program, target: Target) -> Reason | None:
+        if self.host_bytes is None:
+            return Reason("nothing says how much host memory there is, so nothing spills", "host_bytes: what may lie there")
+        if program.stages is not None:
+            return Reason("tensors of several micro-batches on SSD are not built", "spill: none")
+        return no_directory(target)
+
     def plan(self, program: Program, target: Target) -> Plan:
-        """What each block runs again and what it swaps, with the seconds that were weighed."""
-        options, choice, swapped = self._chosen(program, target)
-        different = list(dict.fromkeys(options))
+        """What each block runs again, what it swaps and what of that goes on to SSD, with the seconds that were weighed."""
+        options, choice, by_block = self._chosen(program, target)
+        different, swapped = list(dict.fromkeys(options)), sum(by_block.values())
+        on_ssd = spilled_blocks(by_block, self.host_bytes or 0) if self.spill == "ssd" else []
+        spilled = {"on_ssd": on_ssd, "ahead": self.ahead, "spilled_bytes": sum(by_block[block] for block in on_ssd)}
         return Plan(
             decisions={
+                **(spilled if on_ssd else {}),
                 "options": [entry_of(each) for each in different],
                 "blocks": [different.index(each) for each in options],
                 "swapped_bytes": swapped,
@@ -97,17 +114,20 @@ class Lohan(Technique):
             swapped = format_bytes(plan.decisions["swapped_bytes"])
         except (KeyError, ValueError, TypeError):
             return ()
+        if spilled := plan.decisions.get("spilled_bytes"):
+            swapped += f" ({format_bytes(spilled)} of them on to SSD)"
         others = f"{none} with recomputation alone, {everything} with all swapped"
         return (f"{swapped} of activations are swapped in a micro-batch: {best} a step; {others}",)
 
     def record(self, target: Target) -> dict[str, Any]:
         """What decides."""
         how = {"swapped": "least seconds", "host_bytes": self.host_bytes, "min_bytes": self.min_bytes}
+        how |= {"spill": self.spill, "ahead": self.ahead} if self.spill != "none" else {}
         return {"activations.recompute": how}
 
-    def _chosen(self, program: Program, target: Target) -> tuple[list[Option], Choice, int]:
+    def _chosen(self, program: Program, target: Target) -> tuple[list[Option], Choice, dict[int, int]]:
         later, run = later_techniques(target), (program.ranks, program.micro_batch, program.accumulate)
-        return _solved(program.step, later, target.hardware, *run, self.host_bytes, self.min_bytes)
+        return _solved(program.step, later, target.hardware, *run, self.host_bytes, self.min_bytes, self.spill == "ssd")
 
 
 @lru_cache(maxsize=256)
@@ -164,14 +184,14 @@ def _blocks(step: Step, hardware: Hardware, ranks: int, min_bytes: int) -> _Bloc
 @lru_cache(maxsize=64)
 def _solved(
     step: Step, techniques: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
-    host_bytes: int | None, min_bytes: int,
-) -> tuple[list[Option], Choice, int]:  # fmt: skip
-    """The option of every block, the choice, and the bytes that are swapped; `fits` and `plan` both ask for it."""
+    host_bytes: int | None, min_bytes: int, spill: bool,
+) -> tuple[list[Option], Choice, dict[int, int]]:  # fmt: skip
+    """The option of every block, the choice, and the bytes that each swaps; `fits` and `plan` both ask for it."""
     blocks = _blocks(step, hardware, ranks, min_bytes)
     full = Program((RankClass(ranks, blocks.full),), micro_batch, accumulate)
     later = after_later(full, techniques, hardware)
     fixed = sum(each[0] for each in blocks.swapped_bytes.values())
-    choice = Choice.of(blocks.parts, busy_in(later, hardware), hardware, fixed, host_bytes)
+    choice = Choice.of(blocks.parts, busy_in(later, hardware), hardware, fixed, host_bytes, spill=spill)
     taken = choice.taken()
     options = [blocks.option(step, block, taken[block]) for block in range(len(step.blocks))]
-    return options, choice, sum(each[taken[block]] for block, each in blocks.swapped_bytes.items())
+    return options, choice, {block: each[taken[block]] for block, each in blocks.swapped_bytes.items()}

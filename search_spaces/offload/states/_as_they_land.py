@@ -7,7 +7,7 @@ from memtune.passes.gradients_down import no_witness
 from memtune.passes.host_optimizer import Native
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.runtime.gradients_down import GradientsDown
+from memtune.runtime.gradients_down import GradientsDown, staying_in
 from memtune.runtime.host_optimizer import HostOptimizer, Update
 from memtune.runtime.host_update import BLOCK, DTYPES, Moments
 from memtune.search_spaces.offload.states._layers import takes_a_schedule
@@ -24,15 +24,15 @@ def native_of(moments: Moments) -> Native:
     return Native(DTYPES[moments].itemsize, BLOCK if moments == "int8" else 0)
 
 
-def not_as_they_land(program: Program, target: Target) -> Reason | None:
-    """Why gradients of `program` cannot go down as they land."""
+def not_as_they_land(program: Program, target: Target, ratio: float = 1.0) -> Reason | None:
+    """Why gradients of `program`, or the last `ratio` of them, cannot go down as they land."""
     if target.ranks > 1 and (reason := _not_reduced(target)) is not None:
         return reason
     if target.compiled:
         return Reason("a compiled graph hands its gradients over at its end, not as they are made", "execution.compile: false")
     if takes_a_schedule(target):
         return Reason("a schedule puts gradients in place itself", "recompute: {kind: full}")
-    if no_witness(program.step):
+    if no_witness(program.step, ratio):
         return Reason("the smallest parameter gets no gradient, so clipping by norm could not be noticed", _OTHER)
     return None
 
@@ -55,7 +55,9 @@ def apply_as_they_land(
     bucket_bytes: int,
     trigger: Trigger,
     late_after: int | None = None,
+    ratio: float = 1.0,
 ) -> None:
-    """Move the optimizer to the host, then have gradients follow it as they land."""
-    optimizer = HostOptimizer(context, update, moments, late_after)
-    context.checks["offload.states"] = GradientsDown(context, optimizer, bucket_bytes, trigger).check
+    """Move the optimizer to the host, or `ratio` of it, then have gradients follow as they land."""
+    stays = staying_in(context, ratio) if ratio < 1.0 else []
+    optimizer = HostOptimizer(context, update, moments, late_after, stays)
+    context.checks["offload.states"] = GradientsDown(context, optimizer, bucket_bytes, trigger, set(stays)).check

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from memtune.chunks import Chunks, aligned, pack
+from memtune.chunks import Chunks, pack
 from memtune.errors import ApplyError
+from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.stream import bytes_beside_chunks, sizes_in_blocks, stream_parameters
 from memtune.planners.chunks import ChunkPlan, as_few_as_used, chunk_sizes
 from memtune.program import Program
 from memtune.residency import Rule, Units, cached
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import bytes_in_chunks, is_gathered
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.store import ParameterStore
-from memtune.search_spaces.offload.states._layers import cannot_run_on_ranks, require_replicas
+from memtune.search_spaces.offload.states._layers import cannot_run_on_ranks, replicas, require_replicas
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes
 
@@ -47,33 +49,36 @@ def explain(plan: Plan) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=64)
 def beside(program: Program) -> Units:
     """(moments,) most bytes of the device in each moment that are no chunk's: what a warm-up iteration would trace."""
-    chunks = pack(*sizes_in_blocks(program.step), chunk_sizes(*sizes_in_blocks(program.step))[0])
+    chunks = pack(*sizes_in_blocks(program.step), chunk_sizes(*sizes_in_blocks(program.step))[0], are_rows(program))
     return bytes_beside_chunks(in_chunks(program, ChunkPlan(chunks, as_few_as_used(chunks)), "belady").step)
 
 
 def in_chunks(program: Program, how: ChunkPlan, rule: Rule, ahead: int = 0) -> Program:
     """The program with its blocks' parameters in chunks that come and go, and the optimizer on the host."""
     residency = cached(how.chunks.uses(ahead), how.slots, rule)
-    step = stream_parameters(program.step, residency, how.chunks, early=False, ranks=program.ranks)
+    step = stream_parameters(program.step, residency, how.chunks, early=False, ranks=replicas(program))
     return program.with_step(optimizer_on_host(step))
 
 
-def planned(n_bytes: Units, block: Units, plan: Plan) -> ChunkPlan:
+def are_rows(program: Program) -> bool:
+    """Whether parameters of blocks are a rank's rows, gathered when they are used."""
+    return gathers_of(program.step) is not None
+
+
+def planned(n_bytes: Units, block: Units, plan: Plan, gathered: bool = False) -> ChunkPlan:
     """What `plan_of` wrote down, for these parameters.
 
     Raises:
         KeyError, TypeError, ValueError: It is damaged, or for other parameters.
     """
-    chunks = pack(n_bytes, block, int(plan.decisions["chunk_bytes"]))
+    chunks = pack(n_bytes, block, int(plan.decisions["chunk_bytes"]), gathered)
     return ChunkPlan(chunks, tuple(int(n) for n in plan.decisions["slots"]))
 
 
 def sizes_of(context: Context) -> tuple[Units, Units]:
     """`sizes_in_blocks` of the live model."""
-    found = [
-        (aligned(p.nbytes), i) for i, name in enumerate(context.blocks) for p in context.model.get_submodule(name).parameters()
-    ]
-    return tuple(size for size, _ in found), tuple(block for _, block in found)
+    blocks = enumerate(context.model.get_submodule(name) for name in context.blocks)
+    return bytes_in_chunks(context), tuple(index for index, block in blocks for _ in block.parameters())
 
 
 def no_plan(context: Context, kind: str, plan: Plan) -> ApplyError:
@@ -93,7 +98,7 @@ def apply_chunks(context: Context, kind: str, plan: Plan, rule: Rule, ahead: int
     """
     require_replicas(context, kind)
     try:
-        how = planned(*sizes_of(context), plan)
+        how = planned(*sizes_of(context), plan, is_gathered(context.model))
         residency = cached(how.chunks.uses(ahead), how.slots, rule)
     except (KeyError, TypeError, ValueError) as wrong:
         raise no_plan(context, kind, plan) from wrong

@@ -140,7 +140,7 @@ def layout_of(plan: Plan, kind: str, *, prefetch: bool) -> OnRanks:
         spans = tuple((int(first), int(end)) for first, end in decisions["spans"])
         return OnRanks(spans, tuple(int(rank) for rank in decisions["ranks"]), prefetch)
 
-    return from_plan(plan, kind, read)
+    return from_plan(plan, kind, "stages for several ranks", read)
 
 
 def told_on_ranks(plan: Plan) -> tuple[str, ...]:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.parameters import columns_of
+from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.passes.stream import moment_of_ops, not_in_layers, stream_parameters
 from memtune.program import F64, Kind, Program, Resource, Step
-from memtune.residency import Residency
+from memtune.residency import Residency, window
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import is_gathered
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.store import ParameterStore
-from memtune.technique import Reason, Target
+from memtune.technique import Reason, Target, Technique
 
 EAGER_ONLY = "compiled graphs hold the memory of parameters that come and go"
 _OTHER = "offload: {states: {kind: optimizer_cpu}}"
+_GATHERING = ("fsdp", "zero3")
+_BY_DEFAULT = (("reshard_after_forward", True), ("blocks_per_unit", 1), ("prefetch", None), ("reduce_dtype", None))
 _SCHEDULED = ("a frozen schedule", "a schedule")
 
 
@@ -31,14 +37,32 @@ def cannot_run(program: Program, target: Target, *, natively: bool = True, alone
 
 
 def cannot_run_on_ranks(program: Program, target: Target, *, natively: bool = True) -> Reason | None:
-    """As `cannot_run`, on one rank or on replicas."""
+    """As `cannot_run`, on one rank, on replicas, or on ranks that gather each block."""
     if target.ranks > 1:
         states, parallel = (target.chosen.get(f"sharding.{slot}") for slot in ("states", "parallel"))
         if parallel is not None and parallel.kind != "none":
             return Reason("blocks that come and go are whole on each rank", "sharding: {parallel: {kind: none}}")
-        if states is None or states.kind != "ddp":
-            return Reason("blocks that come and go are for replicas on several ranks", "sharding: {states: {kind: ddp}}")
+        if states is None or states.kind not in ("ddp", *_GATHERING):
+            why = "blocks that come and go on several ranks are whole on each, or gathered from all"
+            return Reason(why, "sharding: {states: {kind: ddp}} or fsdp")
+        if states.kind in _GATHERING and (reason := _not_gathered(states, program, target)) is not None:
+            return reason
     return _cannot_come_and_go(program.step, target, natively)
+
+
+def _not_gathered(states: Technique, program: Program, target: Target) -> Reason | None:
+    """Why FSDP2 does not gather each block once for forward and once for backward, by one plain message among all ranks."""
+    for name, value in _BY_DEFAULT:
+        if getattr(states, name, value) is not value:
+            return Reason(f"rows of blocks come and go as FSDP2 gathers them by default, not with {name}", f"no {name}")
+    sent = target.chosen.get("sharding.communication")
+    if getattr(states, "degree", None) not in (None, target.ranks):
+        return Reason("rows of blocks come and go where all ranks share a copy", "no degree")
+    if sent is not None and sent.kind not in ("none", "plain"):
+        return Reason(f"blocks whose rows come and go are gathered by one message, not as {sent.kind} does", "plain")
+    if gathers_of(program.step) is None:
+        return Reason("a block is not gathered once for each pass", "sharding: {states: {kind: ddp}}")
+    return None
 
 
 def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | None:
@@ -73,26 +97,39 @@ def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
     return found
 
 
+@functools.lru_cache(maxsize=8)
 def in_layers(program: Program, residency: Residency) -> Program:
     """The program with its blocks' parameters as `residency` says, and every update on the host."""
-    return program.with_step(optimizer_on_host(stream_parameters(program.step, residency, ranks=program.ranks), Native()))
+    step = stream_parameters(program.step, residency, ranks=replicas(program))
+    return program.with_step(optimizer_on_host(step, Native()))
 
 
-def apply_layers(context: Context, kind: str, residency: Residency) -> None:
-    """Move the optimizer to the host, then the blocks' parameters.
+def replicas(program: Program) -> int:
+    """Ranks that have all weights."""
+    return 1 if gathers_of(program.step) is not None else program.ranks
+
+
+def window_of(program: Program, slots: int) -> Residency:
+    """`slots` blocks of `program`, or a rank's rows of them, on the device at once."""
+    return window(len(program.step.blocks), slots, gathered=gathers_of(program.step) is not None)
+
+
+def apply_layers(context: Context, kind: str, slots: int) -> None:
+    """Move the optimizer to the host, then the blocks' parameters, `slots` blocks of which are on the device at once.
 
     Raises:
-        ApplyError: Ranks share a copy of the model.
+        ApplyError: Ranks share a copy of the model in another way than FSDP2 by default.
     """
     require_replicas(context, kind)
+    residency = window(len(context.blocks), slots, gathered=is_gathered(context.model))
     store = ParameterStore(context, residency, HostOptimizer(context, "native"))
     context.checks["offload.states"] = store.check
 
 
 def require_replicas(context: Context, kind: str) -> None:
     """Refuse what `cannot_run_on_ranks` refuses: a config may say it all the same."""
-    if context.ranks > 1 and (context.runner is None or context.parts > 1):
+    if context.ranks > 1 and ((context.runner is None and not is_gathered(context.model)) or context.parts > 1):
         raise ApplyError(
-            f"{kind} is for replicas on several ranks.",
-            fix="sharding: {states: {kind: ddp}, parallel: {kind: none}}", code="MT364",
+            f"{kind} is for replicas or for fsdp on several ranks.",
+            fix="sharding: {states: {kind: fsdp}, parallel: {kind: none}}", code="MT364",
         )  # fmt: skip

@@ -32,7 +32,6 @@ _ALONE = {
 }
 _TRIES = 4
 """Whole rewrites of a plan: what sums of sizes promise is confirmed by the pass."""
-_FIX = "memtune search, which writes it with the config; memtune trial finds it for itself"
 T = TypeVar("T")
 F64 = npt.NDArray[np.float64]
 _OF_RANKS = dict.fromkeys(("sharding.states", "sharding.parallel"), "packs average their gradients themselves")
@@ -129,18 +128,19 @@ def apply_packs(context: Context, packs: Packs, boundaries: Where, kind: str) ->
     context.checks["offload.states"] = lambda: store.check() | order.check()
 
 
-def from_plan(plan: Plan, kind: str, read: Callable[[Mapping[str, Any]], T]) -> T:
-    """What `read` makes of the decisions of `plan`.
+def from_plan(plan: Plan, kind: str, what: str, read: Callable[[Mapping[str, Any]], T]) -> T:
+    """What `read` makes of the decisions of `plan`; `what` says what that is.
 
     Raises:
-        ApplyError: There are none, or they are damaged.
+        ApplyError: There are none, they are damaged, or were made for another model.
     """
     try:
         return read(plan.decisions)
     except (KeyError, TypeError, ValueError) as error:
         raise ApplyError(
-            f"offload.states: {{kind: {kind}}} has no plan that says which blocks run together, and where.",
-            evidence=f"The plan says {plan.decisions or 'nothing'}: {error}.", fix=_FIX, code="MT364",
+            f"offload.states: {{kind: {kind}}} has no {what}.",
+            evidence=f"The plan says {plan.decisions or 'nothing'}: {error}.",
+            fix="memtune search, which writes them with the config; memtune trial finds them for itself", code="MT364",
         ) from None  # fmt: skip
 
 
@@ -150,13 +150,15 @@ def planned_packs(plan: Plan, context: Context, kind: str, **settings: Any) -> P
     Raises:
         ApplyError: There is no plan, or it was made for another number of blocks.
     """
-    packs = from_plan(plan, kind, lambda decisions: packs_of(decisions, **settings))
-    if packs.blocks != len(context.blocks):
-        raise ApplyError(
-            f"{kind} has no packs for {len(context.blocks)} blocks.", evidence=f"The plan was made for {packs.blocks}.", fix=_FIX,
-            code="MT364",
-        )  # fmt: skip
-    return packs
+    blocks = len(context.blocks)
+
+    def read(decisions: Mapping[str, Any]) -> Packs:
+        packs = packs_of(decisions, **settings)
+        if packs.blocks != blocks:
+            raise ValueError(f"it was made for {packs.blocks}")
+        return packs
+
+    return from_plan(plan, kind, f"packs for {blocks} blocks", read)
 
 
 def packs_of(decisions: Mapping[str, Any], **settings: Any) -> Packs:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from memtune.chunks import ALIGNMENT
+from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.pages import Pages, paged, timeline
 from memtune.parameters import columns_of
@@ -29,6 +30,7 @@ from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_parameters import AtTheEnd
 from memtune.search_spaces.offload.states._chunks import beside, no_plan, sizes_of
 from memtune.search_spaces.offload.states._layers import compute_s_of_moments
+from memtune.search_spaces.offload.states._replicas import require_ddp
 from memtune.technique import Plan
 from memtune.units import MIB
 
@@ -48,7 +50,7 @@ def in_pages(program: Program, how: PagePlan, ssd_ahead: int | None = None) -> P
         stays = np.zeros(len(block), bool)
         stays[in_blocks(step)[: how.cached]] = True
         step, ops = updated_first(step, stays)
-    step = stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False)
+    step = stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False, ranks=program.ranks)
     step = optimizer_on_host(step, stay=ops) if ssd_ahead is None else optimizer_on_ssd(step, ssd_ahead, away=Away.of(step))
     return program.with_step(replace(step, parameters=replace(columns_of(step.parameters), block=block)))
 
@@ -75,7 +77,9 @@ def solved(
         return PagePlan(pages, schedule(pages, compute_s_of_moments(program.step, hardware).tolist(), load_s), cached)
 
     found = of(in_frames(*sizes, page_bytes, room))
-    if not cache or budget_bytes is None or found.pages.frames < count_pages(*sizes, page_bytes) or cannot_part(program.step):
+    if not cache or program.ranks > 1 or budget_bytes is None:  # nobody averages gradients of what stays
+        return found
+    if found.pages.frames < count_pages(*sizes, page_bytes) or cannot_part(program.step):
         return found
     cached = _most_cached(program, budget_bytes - in_pages(program, found).step.peak_bytes())
     while cached > 0:
@@ -132,11 +136,19 @@ def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | No
         ssd_ahead: As in `in_pages`.
 
     Raises:
-        ApplyError: The plan is none for this model.
+        ApplyError: The plan is none for this model, or ranks share a copy of it or would go on with different weights.
     """
+    require_ddp(context, "pages")
+    if context.ranks > 1 and max_staleness is not None:
+        raise ApplyError(
+            "lock_free is for one rank: each rank's thread would update at times of its own, and weights would differ.",
+            fix="lock_free: false", code="MT364",
+        )  # fmt: skip
     try:
         how = planned(sizes_of(context), plan)
         residency = timeline(how.pages, how.ahead)
+        if how.cached and context.ranks > 1:
+            raise ValueError("nobody averages gradients of what stays")
     except (KeyError, TypeError, ValueError) as wrong:
         raise no_plan(context, kind, plan) from wrong
     stays = [p for name in context.blocks for p in context.model.get_submodule(name).parameters()][: how.cached]

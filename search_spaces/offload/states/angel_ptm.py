@@ -12,8 +12,9 @@ from memtune.passes.stream import sizes_in_blocks
 from memtune.program import Program
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks
 from memtune.search_spaces.offload.states._pages import apply_pages, in_pages, page_bytes_for, plan_of, planned, solved
+from memtune.search_spaces.offload.states._replicas import not_replicas
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB, format_bytes
 
@@ -30,7 +31,8 @@ class AngelPtm(Technique):
     and so do, with their optimizer state, as many parameters as the budget holds beside frames for all pages. With `lock_free` a
     thread updates when it can and training never waits for it, which is lossy and off by default. With `optimizer: ssd` master
     weights and moments are on SSD, in pieces of a parameter each, and stream through the host in the step. Not in it: activations
-    in pages, gathers (one rank only), frames whose number changes within a step, lock-free updates from SSD.
+    in pages, gathers (several ranks must be replicas, beside `ddp`; each has all pages on its host, gradients are averaged before
+    they leave, and nothing is cached), frames whose number changes within a step, lock-free updates from SSD.
 
     Distinguishing test: no page holds three parameters and less than a page per parameter is wasted, frames hold some pages of
     a parameter and not the others; no other placement of moves takes less time (brute force) and just in time takes more; of
@@ -46,6 +48,7 @@ class AngelPtm(Technique):
     )
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
+    averages_blocks: ClassVar[bool] = True
 
     page_mib: Annotated[float, Field(ge=0.001, le=64)] | None = None
     """Size of a page. A smaller one wastes less and fills gaps between computations better, a larger one makes better use of the
@@ -73,10 +76,14 @@ class AngelPtm(Technique):
         return self
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, on one rank; for native updates, in float32."""
+        """Needs blocks that run one after the other and share nothing; several ranks must be replicas, without `lock_free`."""
+        if self.lock_free and target.ranks > 1:
+            return Reason("each rank's thread would update at times of its own, and weights would differ", "lock_free: false")
+        if (reason := not_replicas(target, "pages")) is not None:
+            return reason
         if self._ahead is not None and (reason := no_directory(target)) is not None:
             return reason
-        return cannot_run(program, target, natively=self.lock_free or self._ahead is not None)
+        return cannot_run_on_ranks(program, target, natively=self.lock_free or self._ahead is not None)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """How many frames there are, what is cached, and how many pages come in beside each moment's computation."""

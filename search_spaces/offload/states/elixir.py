@@ -12,7 +12,16 @@ from memtune.passes.stream import sizes_in_blocks
 from memtune.planners.chunks import ChunkPlan, as_few_as_used, fewest_bytes_moved
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._chunks import apply_chunks, beside, cannot_chunk, explain, in_chunks, plan_of, planned
+from memtune.search_spaces.offload.states._chunks import (
+    apply_chunks,
+    are_rows,
+    beside,
+    cannot_chunk,
+    explain,
+    in_chunks,
+    plan_of,
+    planned,
+)
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -46,7 +55,7 @@ class Elixir(Technique):
     """Blocks that chunks come in ahead of their use; 0: when they are used."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing; several ranks must be replicas."""
+        """Needs blocks that run one after the other and share nothing; several ranks: replicas, or `fsdp`."""
         return cannot_chunk(program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> Plan:
@@ -55,7 +64,7 @@ class Elixir(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Chunks that come and go through a cache."""
-        return in_chunks(program, planned(*sizes_in_blocks(program.step), plan), "lru", self.ahead)
+        return in_chunks(program, planned(*sizes_in_blocks(program.step), plan, are_rows(program)), "lru", self.ahead)
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights into chunks on the host, hooks that bring them in."""
@@ -80,8 +89,8 @@ def _solved(program: Program, budget_bytes: int | None, chunk_bytes: int | None,
     sizes = sizes_in_blocks(program.step)
     capacity = None if budget_bytes is None else max(budget_bytes - max(beside(program)), 0)
     if chunk_bytes is None:
-        return fewest_bytes_moved(*sizes, capacity, ahead)
-    chunks = pack(*sizes, chunk_bytes)
+        return fewest_bytes_moved(*sizes, capacity, ahead, are_rows(program))
+    chunks = pack(*sizes, chunk_bytes, are_rows(program))
     least = as_few_as_used(chunks, ahead)
     return ChunkPlan(
         chunks, least if capacity is None else (min(max(capacity // chunk_bytes, least[0]), chunks.count),) * len(least)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from memtune.program import Program
-from memtune.residency import window
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, apply_layers, cannot_run_on_ranks, in_layers
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, apply_layers, cannot_run_on_ranks, in_layers, window_of
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 
@@ -33,16 +32,16 @@ class L2L(Technique):
     averages_blocks: ClassVar[bool] = True
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, in float32; several ranks must be replicas."""
+        """Needs blocks that run one after the other and share nothing, in float32; several ranks: replicas, or `fsdp`."""
         return cannot_run_on_ranks(program, target)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Every block in a window of one."""
-        return in_layers(program, window(len(program.step.blocks), 1))
+        return in_layers(program, window_of(program, 1))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights to the host, hooks that bring them in."""
-        apply_layers(context, self.kind, window(len(context.blocks), 1))
+        apply_layers(context, self.kind, 1)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, and when each block is updated."""

@@ -26,7 +26,8 @@ class Lohan(Technique):
     write are three stages with a bucket in each. Nothing is late: weights are those of an update at the end of the step, to the
     bit. What `zero_infinity` does after backward is over when backward is. With accumulation the host adds up and the last
     micro-batch updates. Clipping by norm between backward and step is noticed and refused: gradients have been used by then.
-    The paper's other half, how many activation bytes to swap rather than recompute, is `recompute: {kind: lohan}`.
+    The paper's other half, how many activation bytes to swap rather than recompute, and which of them go on to SSD, is
+    `recompute: {kind: lohan}`.
 
     Distinguishing test: the read, the update and the write of all buckets but the last come before the last op of backward;
     12 bytes per parameter are read and 12 written in a step, and host memory holds three buckets.

@@ -7,14 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune.errors import ApplyError
-from memtune.passes.experts import How, experts_in, experts_on_ssd, only_experts
+from memtune.experts import Expert, experts_of
+from memtune.passes.experts import How, experts_in, experts_on_ssd, only_experts, used_in
 from memtune.program import Program
 from memtune.residency import Rule, window
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
-from memtune.runtime.experts import ExpertOptimizer, ExpertStore, experts_of
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run
+from memtune.runtime.experts import ExpertOptimizer, ExpertStore
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks
+from memtune.search_spaces.offload.states._replicas import not_replicas, require_ddp
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
+from memtune.units import format_bytes
 
 
 class Moesys(Technique):
@@ -25,8 +28,13 @@ class Moesys(Technique):
     ahead, by what the last batch used; an expert that no row is sent to is not moved at all. What a dense optimizer would do to
     it meanwhile (its moments decay, its weights go on) is made up for before it is used next, so results are those of dense
     updates to the bit: AdamW's as torch's fused kernel computes it. A cache pays where few experts get most rows; with many rows
-    for each, all are used in every step. The paper's other direction of prefetch, gathers of dense parameters over ranks, is
-    FSDP's own; here is one rank. Clipping by norm is noticed and refused: experts' gradients have left.
+    for each, all are used in every step. Several ranks must be replicas, beside `ddp`: each has all experts on an SSD of its own,
+    and gradients of an expert that any rank has used are averaged before it is updated. Not in it: the paper's experts divided
+    over ranks, with rows sent to their owners, and gathers of dense parameters beside them. Clipping by norm is noticed and
+    refused: experts' gradients have left.
+
+    Predicted is a step that uses the experts which the recorded one does, where its routing cannot be an accident and there is
+    one micro-batch on one rank; else a step that uses them all, an upper end. `memtune explain` says which.
 
     Distinguishing test: bytes read and written are those of the experts that were used and not in the cache, none of the others';
     with the cache off, or without the replay of missed updates, bytes or bits differ.
@@ -41,6 +49,7 @@ class Moesys(Technique):
     )
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
+    averages_experts: ClassVar[bool] = True
 
     cache: Annotated[int, Field(ge=1, le=1 << 20)] = 64
     """Experts that host memory holds, each with its moments."""
@@ -53,25 +62,44 @@ class Moesys(Technique):
     """Blocks whose experts are on the device: with 2 those of the next one come up while the current one computes."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs experts, a drive, and blocks that run one after the other on one rank, in float32."""
+        """Needs experts, a drive, and blocks that run one after the other, in float32; several ranks must be replicas."""
         if target.compiled:
             return Reason(EAGER_ONLY, "execution.compile: false")
         if not (experts := experts_in(program.step)):
             return Reason("the model has no experts: modules of a block, in a list whose name says so, all with equal parameters")
-        if (reason := no_directory(target)) is not None:
+        if (reason := not_replicas(target, "experts on SSD") or no_directory(target)) is not None:
             return reason
-        return cannot_run(program.with_step(only_experts(program.step, experts)), target)
+        return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target)
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """How many experts the prediction is of, and what the device needs where a step uses them all."""
+        experts, used = experts_in(program.step), _used(program)
+        told = {"experts": len(experts), "used": len(used)}
+        if used == experts:
+            return Plan(decisions=told)
+        return Plan(decisions={**told, "most_bytes": self._on_ssd(program, experts).step.peak_bytes()})
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Experts to SSD, through the cache to the device and back, in a step that uses them all."""
-        step = program.step
-        how = How(self.cache, self.rule, self.ahead, self.on_device)
-        return program.with_step(experts_on_ssd(step, experts_in(step), how))
+        """Experts to SSD, through the cache to the device and back, in a step that uses those that the recorded one does."""
+        return self._on_ssd(program, _used(program))
+
+    def _on_ssd(self, program: Program, used: tuple[Expert, ...]) -> Program:
+        step, how = program.step, How(self.cache, self.rule, self.ahead, self.on_device)
+        return program.with_step(experts_on_ssd(step, experts_in(step), how, used, program.ranks))
+
+    def explain(self, plan: Plan) -> tuple[str, ...]:
+        """Which step was predicted, and what others may need."""
+        experts, used, most = (plan.decisions.get(name) for name in ("experts", "used", "most_bytes"))
+        if isinstance(most, int):
+            others = f"other batches may need up to {format_bytes(most)} on the device"
+            return (f"predicted for steps that use {used} of {experts} experts, as the recorded batch does; {others}",)
+        return (f"predicted for steps that use all {experts} experts; those that use fewer need less",) if experts else ()
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Experts to SSD, hooks that bring them in."""
         offload_dir.checked()
-        experts, blocks = experts_of(context), len(context.blocks)
+        require_ddp(context, "experts on SSD")
+        experts, blocks = experts_of(context.model, context.blocks), len(context.blocks)
         if not experts:
             raise ApplyError(
                 "The model has no experts.", fix="offload: {states: {kind: zero_infinity}}", code="MT381"
@@ -84,3 +112,9 @@ class Moesys(Technique):
         """Tier of experts and of all else, and what is kept where."""
         how = {"cache": self.cache, "rule": self.rule, "ahead": self.ahead, "on_device": self.on_device}
         return {"states.offload": {"experts": "ssd", "optimizer": "device", "trigger": "in_backward", **how}}
+
+
+def _used(program: Program) -> tuple[Expert, ...]:
+    """The experts that the predicted step uses; each further micro-batch, and each other rank's, may use others."""
+    experts = experts_in(program.step)
+    return used_in(program.step, experts) if program.accumulate * program.ranks == 1 else experts

@@ -12,7 +12,16 @@ from memtune.passes.stream import sizes_in_blocks
 from memtune.planners.chunks import ChunkPlan, as_few_as_used, least_waste, slots_in
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._chunks import apply_chunks, beside, cannot_chunk, explain, in_chunks, plan_of, planned
+from memtune.search_spaces.offload.states._chunks import (
+    apply_chunks,
+    are_rows,
+    beside,
+    cannot_chunk,
+    explain,
+    in_chunks,
+    plan_of,
+    planned,
+)
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -45,7 +54,7 @@ class PatrickStar(Technique):
     """Bytes of a chunk; none given: the size that wastes least."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing; several ranks must be replicas."""
+        """Needs blocks that run one after the other and share nothing; several ranks: replicas, or `fsdp`."""
         return cannot_chunk(program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> Plan:
@@ -54,7 +63,7 @@ class PatrickStar(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Chunks that come and go, evicted by next use."""
-        return in_chunks(program, planned(*sizes_in_blocks(program.step), plan), "belady")
+        return in_chunks(program, planned(*sizes_in_blocks(program.step), plan, are_rows(program)), "belady")
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights into chunks on the host, hooks that bring them in."""
@@ -75,6 +84,6 @@ def _solved(program: Program, budget_bytes: int | None, chunk_bytes: int | None)
     sizes = sizes_in_blocks(program.step)
     room = None if budget_bytes is None else tuple(max(budget_bytes - other, 0) for other in beside(program))
     if chunk_bytes is None:
-        return least_waste(*sizes, room)
-    chunks = pack(*sizes, chunk_bytes)
+        return least_waste(*sizes, room, are_rows(program))
+    chunks = pack(*sizes, chunk_bytes, are_rows(program))
     return ChunkPlan(chunks, (room and slots_in(chunks, room)) or as_few_as_used(chunks))

@@ -11,9 +11,10 @@ from pydantic import Field
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.parameters import columns_of
+from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.stream import not_in_layers
 from memtune.program import Program, Step
-from memtune.residency import smallest_window, window
+from memtune.residency import smallest_window
 from memtune.runtime.context import Context
 from memtune.search_spaces.offload.states._layers import (
     EAGER_ONLY,
@@ -21,6 +22,7 @@ from memtune.search_spaces.offload.states._layers import (
     cannot_run_on_ranks,
     compute_s_of_moments,
     in_layers,
+    window_of,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -50,7 +52,7 @@ class Stronghold(Technique):
     """Blocks on the device at once, the one that comes in counted; none given: solved for."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing, in float32; several ranks must be replicas."""
+        """Needs blocks that run one after the other and share nothing, in float32; several ranks: replicas, or `fsdp`."""
         if (reason := cannot_run_on_ranks(program, target)) is not None:
             return reason
         if self.window is not None and self.window > len(program.step.blocks):
@@ -64,7 +66,7 @@ class Stronghold(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Every block in a window as wide as planned."""
-        return in_layers(program, window(len(program.step.blocks), int(plan.decisions["slots"])))
+        return in_layers(program, window_of(program, int(plan.decisions["slots"])))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights to the host, hooks that bring them in ahead of their use."""
@@ -76,7 +78,7 @@ class Stronghold(Technique):
                 fix=f"offload: {{states: {{kind: stronghold, window: {min(2, len(context.blocks))}}}}}, or plan it again",
                 code="MT364",
             )  # fmt: skip
-        apply_layers(context, self.kind, window(len(context.blocks), slots))
+        apply_layers(context, self.kind, slots)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """The width of the window."""
@@ -95,9 +97,11 @@ def _solved(program: Program, hardware: Hardware, budget_bytes: int | None) -> i
     step = program.step
     if not_in_layers(step):
         return 1
-    slots = smallest_window(compute_s_of_moments(step, hardware).tolist(), _load_s(step, hardware))
+    slots = smallest_window(
+        compute_s_of_moments(step, hardware).tolist(), _load_s(step, hardware), gathered=gathers_of(step) is not None
+    )
     while budget_bytes is not None and slots > 1:
-        if in_layers(program, window(len(step.blocks), slots)).step.peak_bytes() <= budget_bytes:
+        if in_layers(program, window_of(program, slots)).step.peak_bytes() <= budget_bytes:
             break
         slots -= 1
     return slots

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune.errors import ApplyError
+from memtune.passes.ssd_gradients import gradients_on_ssd
 from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd
 from memtune.passes.stream import stream_parameters
 from memtune.program import Kind, Program
@@ -30,7 +31,8 @@ class ZeroInfinity(Technique):
     With `parameters: ssd` (or `host`) the blocks' weights come and go: while one block computes, the next comes up from the host
     and the one after that is read from SSD. Each is read for forward and for backward (the last ones of forward stay), and
     written once a step. Their gradients go down as they land and wait on the host, so clipping by norm is noticed and refused.
-    Not in it: gradients on SSD, which would be read and written once more per micro-batch.
+    With `gradients: ssd` they wait there: each is written once per micro-batch, and read once more in the step, and before every
+    further micro-batch is added.
 
     Distinguishing test: 12 bytes per parameter are read and 12 written in a step, the read of the third parameter begins before
     the first is updated, and host memory holds no more pieces than are on their way; a block is read from SSD while the one two
@@ -52,11 +54,13 @@ class ZeroInfinity(Technique):
     """Pieces that are read ahead; each takes the bytes of a parameter's state on the host."""
     resume: Literal["checkpoint", "last_step"] = "checkpoint"
     """After a crash training goes on from the user's own checkpoint, or from the last complete step: then each piece has two
-    slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive. Not under
-    `zero1` and `zero2`, whose ranks would have to give each other their rows."""
+    slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive."""
 
     parameters: Literal["device", "host", "ssd"] = "device"
     """Where the weights of blocks are while they are not used; those of no block stay on the device."""
+    gradients: Literal["host", "ssd"] | None = None
+    """Where gradients of blocks whose parameters come and go wait for the step; none given: on the host. Those of parameters that
+    stay are on the device."""
     on_device: Annotated[int, Field(ge=1, le=64)] = 2
     """Blocks on the device at once where parameters come and go: with 2 the next one comes up while the current one computes."""
     read_ahead: Annotated[int, Field(ge=0, le=64)] = 1
@@ -66,17 +70,19 @@ class ZeroInfinity(Technique):
         """Needs a directory on a drive, and something to update in a type that the native update knows."""
         if (reason := no_directory(target)) is not None:
             return reason
+        if (why := self._nonsense()) is not None:
+            return why
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
-        states = target.chosen.get("sharding.states")
-        if self.resume == "last_step" and target.ranks > 1 and states is not None and states.kind in ("zero1", "zero2"):
-            return Reason(
-                f"a resumed rank has its own rows of the weights alone under {states.kind}", "resume: checkpoint, or fsdp"
-            )
         if (reason := no_native_update(step, self.update)) is not None or self.parameters == "device":
             return reason
         return cannot_run(program, target, natively=False)
+
+    def _nonsense(self) -> Reason | None:
+        if self.gradients is None or self.parameters != "device":
+            return None
+        return Reason("gradients of parameters that stay on the device stay there until the step", "parameters: host or ssd")
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State and masters to SSD; reads, updates and writes in place of the optimizer's ops."""
@@ -85,6 +91,8 @@ class ZeroInfinity(Technique):
             read_ahead = self.read_ahead if self.parameters == "ssd" else None
             step = stream_parameters(step, self._residency(len(step.blocks)), early=False, read_ahead=read_ahead)
             away = Away.of(step)
+            if self.gradients == "ssd":
+                step, away = gradients_on_ssd(step, away)
         return program.with_step(optimizer_on_ssd(step, self.ahead, 2 if self._keeps else 1, away))
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -95,11 +103,14 @@ class ZeroInfinity(Technique):
                 evidence=f"{EAGER_ONLY[:1].upper()}{EAGER_ONLY[1:]}.",
                 fix="parameters: device, or  execution: {compile: false}", code="MT315",
             )  # fmt: skip
+        if (why := self._nonsense()) is not None:
+            raise ApplyError(f"zero_infinity: {why.text}.", fix=why.fix, code="MT315")
         offload_dir.checked()
         moved = SsdOptimizer(context, master=self.update == "master", ahead=self.ahead, keep=self._keeps)
         context.checks["offload.states"] = moved.check
         if self.parameters != "device":
-            store = KeptParameters(context, self._residency(len(context.blocks)), moved, self.read_ahead, self.parameters)
+            where = self.parameters, self.gradients or "host"
+            store = KeptParameters(context, self._residency(len(context.blocks)), moved, self.read_ahead, *where)
             context.checks["offload.states"] = store.check
 
     def _residency(self, blocks: int) -> Residency:
@@ -115,6 +126,7 @@ class ZeroInfinity(Technique):
         if self.parameters != "device":
             ahead = {"read_ahead": self.read_ahead} if self.parameters == "ssd" else {}
             how |= {"parameters": self.parameters, "on_device": self.on_device, **ahead}
+            how |= {"gradients": "ssd"} if self.gradients == "ssd" else {}
         return {"states.offload": {**how, **({"resume": self.resume} if self._keeps else {})}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from memtune.passes.gradients_down import Early, optimizer_beside_backward
+from memtune.passes.partly_down import partly_beside_backward
+from memtune.passes.stays import cannot_part
 from memtune.program import Kind, Program
 from memtune.runtime.context import Context
 from memtune.runtime.host_update import Moments
@@ -47,17 +49,28 @@ class ZeroOffload(Technique):
     bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0
     """Gradients that go down together; the device holds two such buckets at most. A larger one waits less often, a smaller one
     holds less and begins earlier."""
+    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Part of the bytes whose optimizer state is on the host (ZeRO-Offload++'s Twin-Flow). The parameters that come first keep
+    theirs on the device, where the user's own optimizer updates them: their gradients land last and are waited for most."""
     delayed: bool = False
     """Each update runs beside the next step (section 5.2, one-step delayed parameter update)."""
     delay_after: Annotated[int, Field(ge=0)] = 40
     """Steps that are not delayed, at the beginning of a run: the paper switches over when training has settled."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.ratio < 1.0 and self.update == "master":
+            raise ValueError("float32 masters are on the host: set ratio: 1.0, or update: native")
+        return self
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs gradients that land one by one, reduced on several ranks, and a type that the native update knows."""
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
-        return not_as_they_land(program, target) or self._not_late(target) or no_native_update(step, self.update)
+        if self.ratio < 1.0 and (why_not := cannot_part(step)):
+            return Reason(why_not, "ratio: 1.0")
+        return not_as_they_land(program, target, self.ratio) or self._not_late(target) or no_native_update(step, self.update)
 
     def _not_late(self, target: Target) -> Reason | None:
         states = target.chosen.get("sharding.states") if self.delayed and target.ranks > 1 else None
@@ -68,12 +81,16 @@ class ZeroOffload(Technique):
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Copies down in backward, state and update to the host, weights up in the step; where delayed, a later step."""
         early = Early(self._bucket_bytes, late=self.delayed)
+        if self.ratio < 1.0:
+            return program.with_step(
+                partly_beside_backward(program.step, native_of(self.moments), early, program.ranks, self.ratio)
+            )
         return program.with_step(optimizer_beside_backward(program.step, native_of(self.moments), early, program.ranks))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to host copies of its parameters, hooks that send gradients down."""
         late_after = self.delay_after if self.delayed else None
-        apply_as_they_land(context, self.update, self.moments, self._bucket_bytes, "end_of_step", late_after)
+        apply_as_they_land(context, self.update, self.moments, self._bucket_bytes, "end_of_step", late_after, self.ratio)
 
     @property
     def _bucket_bytes(self) -> int:
@@ -83,7 +100,8 @@ class ZeroOffload(Technique):
         """Tier of the state, when gradients go down and when the update runs."""
         trigger = "one_step_late" if self.delayed else "end_of_step"
         how = {"update": self.update, "moments": self.moments, "bucket_bytes": self._bucket_bytes}
-        late = {"late_after": self.delay_after} if self.delayed else {}
+        late: dict[str, Any] = {"late_after": self.delay_after} if self.delayed else {}
+        late |= {"ratio": self.ratio} if self.ratio < 1.0 else {}
         return {"states.offload": {"optimizer": "host", "gradients": "as_they_land", "trigger": trigger, **how, **late}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:

@@ -24,6 +24,7 @@ class _OwnCollectives(Technique):
     """Gathers and reductions in the way of `_how`, in place of FSDP2's."""
 
     slot: ClassVar[str] = "sharding.communication"
+    among_copies: ClassVar[bool] = True
 
     ranks_per_node: Annotated[int, Field(ge=1)] | None = None
     """Consecutive ranks on a node; by default what the hardware has."""

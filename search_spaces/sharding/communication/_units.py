@@ -16,8 +16,8 @@ class Ranks(NamedTuple):
 
 
 def node_size(target: Target, declared: int | None) -> int:
-    """Consecutive ranks on one node: as declared, else the hardware's."""
-    return declared or target.hardware.local_ranks(target.ranks)
+    """Ranks of `target` on one node: as many consecutive ranks as declared, else the hardware's."""
+    return max(declared // target.parts, 1) if declared else target.hardware.local_ranks(target.ranks)
 
 
 def ranks_of(target: Target, declared: int | None) -> Ranks:
@@ -28,7 +28,7 @@ def ranks_of(target: Target, declared: int | None) -> Ranks:
 
 def planned(target: Target, declared: int | None) -> Plan:
     """The size of a node, where the config does not declare it."""
-    return Plan() if declared else Plan(decisions={"ranks_per_node": node_size(target, None)})
+    return Plan() if declared else Plan(decisions={"ranks_per_node": _all_of_a_node(target, None)})
 
 
 def live_node_size(plan: Plan, declared: int | None) -> int:
@@ -40,12 +40,21 @@ def one_node(target: Target, declared: int | None) -> Reason | None:
     """Why not, where there are no two nodes; nothing else is looked at."""
     if target.ranks < 2:
         return Reason("there is only one rank", "--gpus or --workers 2 and more")
-    size = node_size(target, declared)
+    size, node, parts = node_size(target, declared), _all_of_a_node(target, declared), target.parts
+    if node % parts and parts % node:
+        text = f"groups of {parts} ranks, which share layers, are no whole nodes of {node} or parts of one"
+        return Reason(text, "another degree")
     if size >= target.ranks:
         return Reason(
             f"all {target.ranks} ranks share a node: there is no slow link to spare", "--nodes 2 and more, or ranks_per_node"
         )
     return None
+
+
+def _all_of_a_node(target: Target, declared: int | None) -> int:
+    """Consecutive ranks on one node, with those that hold other parts of the model."""
+    everyone = target.whole or target
+    return declared or everyone.hardware.local_ranks(everyone.ranks)
 
 
 def unsharded(target: Target) -> Reason | None:

@@ -17,7 +17,7 @@ from memtune.remembered import remembered
 from memtune.runtime.context import Context
 from memtune.technique import CutRecording, Exactness, Plan, Reason, Target, Technique
 
-_BESIDE_PARTS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "mics")
+_BESIDE_PARTS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "mics", "paro", "amsp")
 """What divides parts of a model as it divides a whole one."""
 
 
@@ -54,10 +54,10 @@ class Shared(Technique):
             return Reason(
                 "each degree must be recorded, which is done when the slot is asked for", "--axes sharding.parallel,recompute"
             )
-        for slot in ("sharding.communication", "offload.states"):
-            other = target.chosen.get(slot)
-            if other is not None and other.kind != "none":
-                return Reason(f"{slot}: {other.kind} does not work on layers that ranks share", f"{slot}: {{kind: none}}")
+        other = target.chosen.get("offload.states")
+        if other is not None and other.kind != "none":
+            text = f"offload.states: {other.kind} does not work on layers that ranks share"
+            return Reason(text, "offload.states: {kind: none}")
         states = target.chosen.get("sharding.states")
         wrong = None if states is None or states.kind == "none" else self._not_beside(states, target)
         if wrong is not None:
@@ -90,6 +90,10 @@ class InParts(Shared):
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Those of a group."""
         return self.degree or ranks
+
+    def divides_parameters(self, ranks: int, plan: Plan) -> bool:
+        """Those of the layers that are shared."""
+        return True
 
     def _not_beside(self, states: Technique, target: Target) -> Reason | None:
         degree = self.degree or target.ranks

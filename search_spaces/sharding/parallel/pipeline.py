@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from memtune.runtime.pipeline import Layout
 
 _ALONE = ("sharding.communication", "offload.states", "split", "execution.order")
+_STATES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "mics")
+"""What divides or replicates states among the copies of a stage."""
 _BESIDE = ("none", "full", "selective")
 """What else may be done to the blocks: what is decided block by block, without a plan for the whole model's memory."""
 _MOVING = ("none", "copy_out", "pipelined")
@@ -42,6 +44,9 @@ class Pipeline(Technique):
 
     Each rank brings its own micro-batches and all ranks of a pipeline work on them together, so m = degree · accumulate are on
     their way, and a rank waits (degree - 1) / (v · m) of the time that it works, v stages on each rank.
+
+    Pipelines beside each other hold copies of the same stages: what divides or replicates states does so among these, in every
+    forward and backward of a stage where it gathers or reduces in each micro-batch.
 
     Reordered: a micro-batch's gradients are the plain ones to the bit and are added in the plain order; a weight that the first
     and the last stage both use gets its two parts added up at the end, and pipelines beside each other average their sums. Random
@@ -80,7 +85,7 @@ class Pipeline(Technique):
             other = target.chosen.get(slot)
             if other is not None and other.kind not in ("none", "program"):
                 return Reason(f"{slot}: {other.kind} does not work on the stages of a pipeline", f"{slot}: {{kind: none}}")
-        wrong = self._wrong_states(target)
+        wrong = self._wrong_states(program.step, target)
         if wrong is not None:
             return wrong
         recompute = target.chosen.get("recompute")
@@ -96,24 +101,40 @@ class Pipeline(Technique):
             return Reason("a stage stops the user's code between blocks, compiled or not", "execution.compile: false")
         return self._uncut(program.step, self._count(target.ranks))
 
-    def _wrong_states(self, target: Target) -> Reason | None:
+    def _wrong_states(self, step: Step, target: Target) -> Reason | None:
         """Why model states cannot be divided as asked for among the ranks of other pipelines that have the same stages."""
         states, degree = target.chosen.get("sharding.states"), self.degree or target.ranks
         if states is None or states.kind == "none":
             return None
-        if states.kind == "ddp":
-            text = "sharding.states: ddp: pipelines beside each other average their gradients as it is"
-        elif states.kind != "zero1":
-            text = f"sharding.states: {states.kind} does not work on the stages of a pipeline"
-        elif degree == target.ranks:
-            text = "sharding.states: zero1: with one pipeline there is one copy of each stage"
-        else:
+        asked, fix = f"sharding.states: {states.kind}", "sharding.states: {kind: none}, or zero1"
+        if states.kind not in _STATES:
+            return Reason(f"{asked} does not work on the stages of a pipeline", fix)
+        if degree == target.ranks:
+            one = "with one pipeline there is one copy of each stage"
+            return Reason(f"{asked}: {one}", "sharding.states: {kind: none}, or pipelines of a smaller degree")
+        if not states.every_micro_batch:
             return None
-        return Reason(text, "sharding.states: {kind: none}, or {kind: zero1} beside pipelines of a smaller degree")
+        moving, chain = target.chosen.get("offload.activations"), chain_of(step)
+        if self.schedule == "interleaved_1f1b":
+            return Reason(f"{asked} works on one stage of a rank", "schedule: 1f1b, or sharding.states: zero1")
+        if moving is not None and moving.kind == "pipelined":
+            return Reason(f"{asked} does not work where copies follow the schedule", "offload.activations: {kind: copy_out}")
+        if isinstance(chain, Chain) and set(chain.first) & set(chain.last):
+            tied = sorted(set(chain.first) & set(chain.last))[0]
+            return Reason(f"{asked}: the first and the last stage both have {tied}", "sharding.states: zero1")
+        if getattr(states, "blocks_per_unit", 1) > 1:
+            return Reason("a unit of several blocks may lie in two stages", "blocks_per_unit: 1")
+        if not isinstance(getattr(states, "reshard_after_forward", True), bool):
+            return Reason("units in smaller groups do not work on stages", "reshard_after_forward: true, or false")
+        return None
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Those of a pipeline."""
         return self.degree or ranks
+
+    def divides_parameters(self, ranks: int, plan: Plan) -> bool:
+        """By stages."""
+        return True
 
     def _uncut(self, step: Step, count: int) -> Reason | None:
         """Why the blocks of `step` cannot be put into `count` stages."""

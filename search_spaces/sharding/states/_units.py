@@ -24,6 +24,7 @@ class _Units(Technique):
 
     slot: ClassVar[str] = "sharding.states"
     among_copies: ClassVar[bool] = True
+    every_micro_batch: ClassVar[bool] = True
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     reshard_after_forward: bool = True
@@ -79,6 +80,7 @@ class _Units(Technique):
             replicas_across_nodes=program.ranks > target.hardware.local_ranks(program.ranks),
             stages_messages=target.device == "cpu",
             two_hop=self._averages_once(),
+            keeps_root=not in_stages(target),
         )
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -107,6 +109,12 @@ class _Units(Technique):
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Whether to gather twice, and how much at once."""
         return {"reshard_after_forward": (True, False), "blocks_per_unit": (1, 2)}
+
+
+def in_stages(target: Target) -> bool:
+    """Whether a rank runs stages of a pipeline: forwards of other micro-batches come between one's forward and its backward."""
+    parallel = target.chosen.get("sharding.parallel")
+    return parallel is not None and parallel.kind == "pipeline"
 
 
 def does_not_divide(name: str, value: int, ranks: int) -> Reason | None:

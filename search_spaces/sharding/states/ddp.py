@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.errors import ApplyError
 from memtune.passes.replicate import Replication, replicate
 from memtune.program import Program
 from memtune.runtime.buckets import Buckets
@@ -57,17 +56,15 @@ class Ddp(Technique):
         """Gradients into buckets as they arrive, an all-reduce behind each full bucket."""
         offload = target.chosen.get("offload.states")
         of_blocks = offload is None or not offload.averages_blocks
-        how = Replication(program.ranks, self.bucket_cap_mb << 20, program.accumulate, self.find_unused_parameters, of_blocks)
+        of_experts = offload is None or not offload.averages_experts
+        bucket_bytes, at_end = self.bucket_cap_mb << 20, program.unrolled > 1
+        how = Replication(
+            program.ranks, bucket_bytes, program.accumulate, self.find_unused_parameters, of_blocks, of_experts, at_end
+        )
         return program.with_step(replicate(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Wrap the model; the wrapper is what trains. Where ranks have parts of a model, the copies of each part are averaged."""
-        if context.pipeline is not None:
-            raise ApplyError(
-                "sharding.states: {kind: ddp} does not work beside pipeline.",
-                evidence="Pipelines beside each other average their gradients themselves.",
-                fix="sharding: {states: {kind: none}}", code="MT315",
-            )  # fmt: skip
         kind = Replicas if context.parts == 1 else Buckets
         kind(context, bucket_cap_mb=self.bucket_cap_mb, find_unused_parameters=self.find_unused_parameters)
 

@@ -59,7 +59,7 @@ class Fsdp(_Units):
     def _sharding(self, program: Program, plan: Plan, target: Target) -> Sharding:
         itemsize = _TYPES[self.reduce_dtype].itemsize if self.reduce_dtype else None
         how = super()._sharding(program, plan, target)
-        return replace(how, prefetch=self.prefetch, reduce_itemsize=itemsize, keeps_root=self.keep_root)
+        return replace(how, prefetch=self.prefetch, reduce_itemsize=itemsize, keeps_root=self.keep_root and how.keeps_root)
 
     def _more(self) -> dict[str, Any]:
         dtype = _TYPES[self.reduce_dtype] if self.reduce_dtype else None

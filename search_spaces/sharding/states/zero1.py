@@ -46,9 +46,6 @@ class Zero1(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Gradients into buckets as they arrive, state at the size of a shard, weights gathered after the step."""
-        parallel = target.chosen.get("sharding.parallel")
-        if parallel is not None and parallel.kind == "pipeline" and program.unrolled == 1:
-            return program  # the pass of the stages asks again, of each rank's own step
         how = partitioning(program, target, self.bucket_cap_mb, every_micro_batch=False)
         return program.with_step(partition_states(program.step, how))
 

@@ -32,6 +32,7 @@ class Zero2(Technique):
     kind: Literal["zero2"] = "zero2"
     slot: ClassVar[str] = "sharding.states"
     among_copies: ClassVar[bool] = True
+    every_micro_batch: ClassVar[bool] = True
     title: ClassVar[str] = "Gradients and optimizer state divided over the ranks"
     source: ClassVar[str] = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2"
     exactness: ClassVar[Exactness] = Exactness.REORDERED

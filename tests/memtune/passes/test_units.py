@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_program import step
 
-from memtune.passes.units import Ragged, _gathering_order, units_of
+from memtune.passes.units import Ragged, gathering_order, units_of
 from memtune.program import Phase
 
 PARTS = st.lists(st.lists(st.integers(0, 2**40), max_size=4), min_size=1, max_size=6)
@@ -55,4 +55,4 @@ def test_every_parameter_is_in_one_unit_and_units_follow_the_blocks(blocks_per_u
 
 
 def test_a_modules_own_parameters_come_after_those_of_its_children() -> None:
-    assert _gathering_order(("w", "b.w", "b.x.w", "a.w")) == [2, 1, 3, 0]
+    assert gathering_order(("w", "b.w", "b.x.w", "a.w")) == [2, 1, 3, 0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import shared_layers
 import torch
 from gloo import run_ranks
 from torch import Tensor, nn
@@ -16,8 +17,9 @@ from zoo_paths import ZOO
 import memtune
 from memtune._apply import apply
 from memtune.errors import ApplyError
-from memtune.runtime.deferred import construction_of
+from memtune.runtime.deferred import construction_of, fill
 from memtune.runtime.ledger import Ledger
+from memtune.runtime.sharding import rebind
 from memtune.runtime.tiers import HOST, tier
 from memtune.workload import Workload
 
@@ -141,6 +143,19 @@ def test_values_that_are_written_over_later_are_those_of_the_time() -> None:
     assert torch.equal(kept["weight"], wanted["weight"])
 
 
+def test_what_a_module_moves_goes_to_the_device_and_plain_attributes_stay() -> None:
+    """As `model.to(device)` has it; the device here is one without memory, which every machine has."""
+    torch.manual_seed(0)
+    plain = converted()
+    torch.manual_seed(0)
+    model = memtune.deferred(converted, "meta")
+    model.made_since = torch.ones(2)  # type: ignore[assignment]
+    fill(model, torch.optim.SGD(model.parameters(), lr=1.0), rebind)
+    assert all(each.is_meta for each in model.state_dict().values())
+    assert torch.equal(model.mask, plain.mask)  # type: ignore[arg-type]
+    assert torch.equal(model.made_since, torch.ones(2))  # type: ignore[arg-type]
+
+
 def test_draws_in_between_are_not_taken_back() -> None:
     torch.manual_seed(0)
     model = memtune.deferred(lambda: nn.Linear(2, 2))
@@ -224,7 +239,10 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def steps(path: Path, sharding: dict[str, Any], put_off: bool) -> dict[str, Any]:
+Document = dict[str, Any]
+
+
+def steps(path: Path, document: Document, put_off: bool) -> dict[str, Any]:
     """Weights and losses of three steps, and the device bytes that building and applying needed at most and leave."""
     workload, ledger = Workload.load(path), Ledger.open("cpu")
     gc.collect()
@@ -234,7 +252,7 @@ def steps(path: Path, sharding: dict[str, Any], put_off: bool) -> dict[str, Any]
     model = memtune.deferred(workload.build_model) if put_off else workload.build_model()
     whole = sum(each.nbytes for each in model.parameters())
     optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
-    tuned = apply(model, optimizer, {"settings": {"sharding": sharding}}, loss=workload.loss, strict=False)
+    tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
     peak, left = ledger.peak_allocated_bytes() - before, ledger.live_bytes() - before
     losses = []
     for step in range(3):
@@ -246,13 +264,13 @@ def steps(path: Path, sharding: dict[str, Any], put_off: bool) -> dict[str, Any]
     return {"losses": losses, "weights": tuned.state_dict()["model"], "peak": peak, "left": left, "whole": whole}
 
 
-def both(path: Path, names: list[str]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return [(steps(path, STATES[name], put_off=True), steps(path, STATES[name], put_off=False)) for name in names]
+def both(path: Path, documents: list[Document]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [(steps(path, each, put_off=True), steps(path, each, put_off=False)) for each in documents]
 
 
-def assert_alike(path: Path, ranks: int, names: list[str]) -> None:
-    for rank in run_ranks(both, ranks, path, names, deadline_s=250):
-        for name, (ours, plain) in zip(names, rank, strict=True):
+def assert_alike(path: Path, ranks: int, documents: dict[str, Document]) -> None:
+    for rank in run_ranks(both, ranks, path, list(documents.values()), deadline_s=250):
+        for name, (ours, plain) in zip(documents, rank, strict=True):
             assert ours["losses"] == plain["losses"], name
             assert ours["weights"].keys() == plain["weights"].keys()
             assert all(torch.equal(each, plain["weights"][key]) for key, each in ours["weights"].items()), name
@@ -262,13 +280,38 @@ def assert_alike(path: Path, ranks: int, names: list[str]) -> None:
 
 
 def test_two_ranks_build_shards_and_train_to_the_bit_as_if_built_whole() -> None:
-    assert_alike(ZOO["gpt"], 2, ["zero3"])
+    assert_alike(ZOO["gpt"], 2, {"zero3": {"settings": {"sharding": STATES["zero3"]}}})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "tied", "lstm", "lora"])
 def test_every_state_that_divides_parameters(name: str) -> None:
-    assert_alike(ZOO[name], 4, list(STATES))
+    assert_alike(ZOO[name], 4, {states: {"settings": {"sharding": each}} for states, each in STATES.items()})
+
+
+def shared(kind: str, ranks: int, states: str = "", **knobs: Any) -> Document:
+    beside = {"sharding": {"parallel": {"kind": kind, **knobs}, "states": {"kind": states}}} if states else None
+    return shared_layers.config(kind, ranks, beside, **knobs)
+
+
+def test_two_ranks_build_the_parts_that_they_have() -> None:
+    """Also of a weight that two layers share."""
+    assert_alike(shared_layers.SEPARATE, 2, {"rtp": shared("rtp", 2)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "rtp", "head_context"])
+def test_parts_that_ranks_share_and_their_rows(kind: str) -> None:
+    alone = {kind: shared(kind, 4)} if kind == "rtp" else {}  # the others leave the embedding whole, half of this model
+    divided = {f"{states} {kind}": shared(kind, 4, states, degree=2) for states in ("zero3", "fsdp")}
+    assert_alike(shared_layers.SEPARATE, 4, alone | divided)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stages(ranks: int) -> None:
+    chain = shared_layers.MODELS / "chain.py"
+    assert_alike(chain, ranks, {"pipeline": shared_layers.config("pipeline", ranks, path=chain)})
 
 
 def refused(path: Path) -> str:

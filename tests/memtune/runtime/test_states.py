@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import astuple
 from typing import Any
@@ -77,10 +78,24 @@ def refused(states: dict[str, Any]) -> str:
     return "no error"
 
 
+class Warnings(logging.Handler):
+    """What torch says about tensors that meshes divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        logging.getLogger("torch.distributed.tensor").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 def everything() -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks
+    warnings = Warnings()
     return {
         "trained": {case: trained(*case) for case in CASES},
+        "warnings": warnings.said,
         "silent": {name: trained(name, 4, 0.05, says_last=False) for name in ("mics", "paro IIG", "paro NIG")},
         "sent": {(each, parts): sent(settings(amsp(each)), parts) for each in SENT for parts in (1, 3)},
         "refused": {each: refused({"kind": "mics", "group": each}) for each in (3, 8)}
@@ -97,6 +112,10 @@ def ranks() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_five_steps_are_those_of_one_rank(ranks: list[Any], case: Case) -> None:
     check([rank["trained"][case] for rank in ranks], plain(case[2]))
+
+
+def test_norms_and_gathers_over_several_dims_are_nothing_to_warn_of(ranks: list[Any]) -> None:
+    assert [rank["warnings"] for rank in ranks] == [[], [], [], []]
 
 
 def test_a_loop_that_does_not_say_which_micro_batch_is_last_trains_the_same(ranks: list[Any]) -> None:

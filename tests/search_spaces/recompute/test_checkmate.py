@@ -21,7 +21,6 @@ from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Schedule, plain_schedule
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute.checkmate import Checkmate
-from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.technique import Target
 from memtune.testing import TechniqueSuite, rewritten
 from memtune.testing.drift import plain_program, recorded, target_of
@@ -115,8 +114,7 @@ def test_refusals_name_the_reason(model: str) -> None:
 
 def test_it_is_alone_with_the_model_and_not_compiled() -> None:
     program, technique = plain_program(ZOO["gpt"]), Checkmate(share=0.5)
-    for other in (CopyOut(), Fsdp()):
-        assert other.slot in str(technique.fits(program, target_of(technique, other)))
+    assert "offload.activations" in str(technique.fits(program, target_of(technique, CopyOut())))
     compiled = Target(target_of().hardware, compiled="model")
     assert "compile" in str(technique.fits(program, compiled))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -12,19 +13,24 @@ import pytest
 from zoo_paths import ZOO
 
 from memtune import hardware
-from memtune.program import Program, Resource, Step
-from memtune.runtime import offload_dir
+from memtune._apply import apply
+from memtune.program import Program, Resource, Step, Tier
+from memtune.read_ahead import WRITES
+from memtune.runtime import disk, offload_dir
+from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.lohan import Lohan as States
-from memtune.search_spaces.recompute._swap import Busy, Choice, Part, step_s
+from memtune.search_spaces.recompute._swap import Busy, Choice, Part, spilled_blocks, step_s
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.lohan import Lohan
 from memtune.technique import Target
 from memtune.testing import TechniqueSuite, differences, drift, recorded, rewritten, train
-from memtune.testing.drift import plain_program, target_of
-from memtune.testing.training import plain
+from memtune.testing.drift import plain_program, planned, target_of
+from memtune.testing.training import build, config_of, plain
 
 SMALL = Lohan(kind="lohan", min_bytes=1)
+SPILLS = Lohan(kind="lohan", min_bytes=1, host_bytes=400_000, spill="ssd")
 CPU = hardware.detect("cpu")
 
 
@@ -36,7 +42,11 @@ def linked(bytes_per_s: float, *chosen: States) -> Target:
 
 
 def swapped(program: Program, target: Target) -> int:
-    return int(SMALL.plan(program, target).decisions["swapped_bytes"])
+    return swapped_by(SMALL, program, target)
+
+
+def swapped_by(technique: Lohan, program: Program, target: Target | None = None) -> int:
+    return int(technique.plan(program, target or target_of()).decisions["swapped_bytes"])
 
 
 def total(step: Step, resource: Resource) -> int:
@@ -51,7 +61,7 @@ def random_busy(rng: np.random.Generator, micro_batches: int) -> Busy:
 class TestLohan(TechniqueSuite):
     technique = Lohan
     models: ClassVar = {"gpt": ZOO["gpt"]}
-    variants = (SMALL, SMALL.model_copy(update={"host_bytes": 400_000}))
+    variants = (SMALL, SMALL.model_copy(update={"host_bytes": 400_000}), SPILLS)
     quick = ("gpt",)
 
     @pytest.fixture(autouse=True)
@@ -91,6 +101,59 @@ class TestLohan(TechniqueSuite):
         assert step.peak_bytes() < before.peak_bytes()
         assert total(rewritten(ZOO["gpt"], Full(kind="full")), Resource.DEVICE_TO_HOST) == 0
 
+    @pytest.mark.parametrize("host_bytes", [0, 100_000, 400_000])
+    def test_what_the_host_has_no_room_for_is_written_to_ssd_and_read_once(self, host_bytes: int) -> None:
+        """The mechanism: more is swapped than without, the host keeps what it has room for, and the rest passes through it."""
+        spills = SPILLS.model_copy(update={"host_bytes": host_bytes})
+        program = plain_program(ZOO["gpt"])
+        decisions = spills.plan(program, target_of(spills)).decisions
+        step, kept = rewritten(ZOO["gpt"], spills), decisions["swapped_bytes"] - decisions["spilled_bytes"]
+        assert total(step, Resource.DEVICE_TO_HOST) == decisions["swapped_bytes"]
+        for resource in (Resource.SSD_WRITE, Resource.SSD_READ):
+            assert total(step, resource) == decisions["spilled_bytes"] == step.peak_bytes(Tier.SSD)
+        assert 0 <= kept <= host_bytes
+        largest = int(step.op_traffic_bytes[step.op_resource == Resource.SSD_WRITE].max())
+        batch = rewritten(ZOO["gpt"]).peak_bytes(Tier.HOST)
+        assert step.peak_bytes(Tier.HOST) - batch <= kept + (max(WRITES, spills.ahead) + 1) * largest
+        capped = SMALL.model_copy(update={"host_bytes": host_bytes})
+        if capped.fits(program, target_of()) is None:
+            assert decisions["swapped_bytes"] >= swapped_by(capped, program)
+
+    def test_spilled_bytes_are_those_counted_in_training_and_none_are_left(self) -> None:
+        workload, model, optimizer = build(ZOO["gpt"])
+        decisions = planned(ZOO["gpt"], SPILLS)[1]["recompute"].decisions
+        tuned = apply(model, optimizer, config_of(ZOO["gpt"], SPILLS), loss=workload.loss, strict=False)
+        with tier(HOST):
+            batch = workload.make_batch(2)
+        tuned.step([batch])
+        COUNTERS.take()
+        tuned.step([batch])
+        counted = COUNTERS.take()
+        assert (counted["ssd_write"], counted["ssd_read"]) == (decisions["spilled_bytes"], decisions["spilled_bytes"])
+        assert counted["device_to_host"] == decisions["swapped_bytes"]
+        gc.collect()
+        assert disk.current().used_bytes == 0
+
+    def test_a_slow_drive_takes_less(self) -> None:
+        program, target = plain_program(ZOO["gpt"]), linked(5e9)
+        none = SPILLS.model_copy(update={"host_bytes": 0})
+        slow = replace(target, hardware=replace(target.hardware, ssd_read_bytes_per_s=1e8, ssd_write_bytes_per_s=1e8))
+        assert swapped_by(none, program, slow) < swapped_by(none, program, target)
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_the_minimum_with_a_drive_is_that_of_brute_force(self, seed: int) -> None:
+        """Over all numbers of parts; and as few of the first blocks are spilled as make room."""
+        rng = np.random.default_rng(seed)
+        busy = random_busy(rng, 2)
+        parts = [Part(i, int(rng.integers(1, 5e7)), float(rng.random() / 4)) for i in range(8)]
+        found = Choice.of(parts, busy, linked(1e8).hardware, 1000, 60_000_000, spill=True)
+        costs = [found.costs_s(count) for count in range(9)]
+        assert found.count == int(np.argmin(costs))
+        blocks = dict(enumerate(rng.integers(0, 10, 6).tolist()))
+        gone = spilled_blocks(blocks, 12)
+        assert sum(size for block, size in blocks.items() if block not in gone) <= 12
+        assert not gone or sum(size for block, size in blocks.items() if block not in gone[:-1]) > 12
+
     @pytest.mark.parametrize("seed", range(6))
     def test_the_minimum_is_that_of_brute_force(self, seed: int) -> None:
         """Over all numbers of parts; and, where parts are of one size, over all sets of them. T is convex in the bytes."""
@@ -119,3 +182,5 @@ class TestLohan(TechniqueSuite):
         assert "dispatch mode" in str(SMALL.fits(program, replace(target_of(), compiled="blocks")))
         nothing = SMALL.model_copy(update={"min_bytes": 1 << 30})
         assert "faster to swap" in str(nothing.fits(program, target_of()))
+        assert "how much host memory" in str(SPILLS.model_copy(update={"host_bytes": None}).fits(program, target_of()))
+        assert "no directory" in str(SPILLS.fits(program, replace(target_of(), offload_dir="")))

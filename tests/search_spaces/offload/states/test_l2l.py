@@ -71,4 +71,4 @@ class TestL2L(LayersSuite):
         twice = replace(step, call_block=np.append(step.call_block, np.int32(0)))
         assert "more than once" in str(DEFAULT.fits(program.with_step(twice), target_of()))
         ranks = replace(target_of(), ranks=2)
-        assert "replicas" in str(DEFAULT.fits(program, ranks))
+        assert "whole on each" in str(DEFAULT.fits(program, ranks))

@@ -19,6 +19,7 @@ from memtune import hardware
 from memtune._apply import Tuned, apply
 from memtune.autotune.simulate import simulate
 from memtune.errors import ApplyError
+from memtune.passes.experts import experts_in, used_in
 from memtune.program import Kind, Resource, Step, Tier
 from memtune.runtime import offload_dir, shim
 from memtune.runtime.experts import ExpertOptimizer, ExpertStore
@@ -174,6 +175,39 @@ class TestMoesys(TechniqueSuite):
                 tuned.step([of_task(2)])
             assert max(most) == on_device
 
+    @pytest.mark.parametrize("variant", [FEW, ALL], ids=["few", "all"])
+    def test_a_step_of_one_expert_a_layer_is_predicted(self, variant: Moesys) -> None:
+        """The recorded batch shows it: bytes on every link, device and host are those of the experts that are used."""
+        program, plans = planned(HASHED, variant)
+        ledger = Ledger.open("cpu")
+        gc.collect()
+        empty, empty_host = ledger.live_bytes(), ledger.live_bytes(HOST)
+        *_, tuned = tuned_with(variant)
+        batch = of_task(0)
+        for _ in range(3):
+            ledger.reset_peak()
+            moved = counted(tuned, [batch])
+        moved["host_to_device"] += sum(each.nbytes for each in batch)
+        assert moved == {name: total(program.step, resource) for name, resource in LINKS.items()}
+        if shim.available() is None:
+            assert ledger.peak_allocated_bytes() - empty == pytest.approx(program.step.peak_bytes(), rel=0.02)
+            assert ledger.peak_allocated_bytes(HOST) - empty_host == pytest.approx(program.step.peak_bytes(Tier.HOST), rel=0.02)
+        plan = plans["offload.states"]
+        assert (plan.decisions["used"], plan.decisions["experts"]) == (LAYERS, 4 * LAYERS)
+        assert plan.decisions["most_bytes"] > 1.3 * program.step.peak_bytes()
+        assert "up to" in variant.explain(plan)[0]
+
+    def test_where_routing_may_be_an_accident_all_experts_are_predicted(self) -> None:
+        """With few rows, one left out says nothing; each further micro-batch may use others. Said as what it is, an upper end."""
+        program = plain_program(HASHED)
+        experts = experts_in(program.step)
+        assert len(used_in(program.step, experts)) == LAYERS
+        few_rows = replace(program.step, op_flops=program.step.op_flops / 8)
+        assert used_in(few_rows, experts) == experts
+        two = ALL.plan(replace(program, accumulate=2), target_of())
+        assert two.decisions == {"experts": 4 * LAYERS, "used": 4 * LAYERS}
+        assert "all 12 experts" in ALL.explain(two)[0]
+
     @pytest.mark.slow
     @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
     def test_trains_where_the_plain_model_is_out_of_memory(self) -> None:
@@ -234,7 +268,7 @@ class TestMoesys(TechniqueSuite):
     def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = plain_program(ZOO["moe"])
         assert "no experts" in str(ALL.fits(plain_program(ZOO["gpt"]), target_of()))
-        assert "one rank" in str(ALL.fits(program, replace(target_of(), ranks=2)))
+        assert "replicas" in str(ALL.fits(program, replace(target_of(), ranks=2)))
         assert "hold the memory" in str(ALL.fits(program, replace(target_of(), compiled="blocks")))
         _, net, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no experts"):

@@ -71,6 +71,15 @@ def test_gradients_that_leave(tmp_path: Path, technique: Technique, sharding: Te
     check_on_ranks(tmp_path, technique, sharding, NATIVE, host_rel=host_rel, parts=parts)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharding", "parts"), REDUCING, ids=str)
+def test_a_part_that_stays(tmp_path: Path, sharding: Technique, parts: int) -> None:
+    """Each rank keeps the state of its rows of what comes first: the user's own update there, the native one for the rest."""
+    partly = BUCKETS.model_copy(update={"ratio": 0.4})
+    own = OptimizerCpu(kind="optimizer_cpu")
+    check_on_ranks(tmp_path, partly, sharding, own, model="tied", host_rel=0.02, parts=parts, tolerance=1e-5)
+
+
 # -- against one rank --------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gloo import run_ranks
 from layers_suite import block_bytes, total
@@ -14,21 +15,27 @@ from stores_on_ranks import candidate, check_on_ranks, started
 
 from memtune.errors import ApplyError
 from memtune.parameters import columns_of
-from memtune.program import Resource
+from memtune.passes.gathered_rows import gathers_of
+from memtune.program import Kind, Resource
+from memtune.residency import order_of_use, window
 from memtune.search_spaces import find
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.elixir import Elixir
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
 from memtune.search_spaces.offload.states.stronghold import Stronghold
+from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.selective import Selective
 from memtune.search_spaces.sharding.states.ddp import Ddp
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.technique import Technique
 from memtune.testing.drift import plain_program, rewritten, target_of
 from memtune.testing.training import settings_of
 
 RANKS = 2
 LAYERS, CHUNKS = OptimizerCpu(update="native"), OptimizerCpu()
-REPLICAS = Ddp()
+REPLICAS, DIVIDED = Ddp(), Fsdp(kind="fsdp")
 STORES: dict[str, tuple[Technique, Technique]] = {
     "l2l": (L2L(), LAYERS),
     "stronghold": (Stronghold(window=2), LAYERS),
@@ -42,15 +49,22 @@ def under(states: Technique, *names: str) -> dict[str, tuple[Technique, Techniqu
     return {name: (states, *STORES[name]) for name in names}
 
 
-def test_replicas_train_as_one_rank(tmp_path: Path) -> None:
-    """Each with a host copy of its own: what goes up is what it is on one rank, and each gradient is averaged once."""
-    step = check_on_ranks(under(REPLICAS, "l2l"), tmp_path)["l2l"]
+def test_layers_train_as_one_rank(tmp_path: Path) -> None:
+    """Replicas move what one rank moves, and average each gradient once; divided ones move their rows, half of it."""
+    steps = check_on_ranks({states.kind: (states, *STORES["l2l"]) for states in (REPLICAS, DIVIDED)}, tmp_path)
     plain = rewritten(CHAIN)
-    sizes, columns = block_bytes(plain), columns_of(plain.parameters)
-    outside = int((columns.numel * columns.itemsize)[columns.block < 0].sum())
     batch = total(plain, Resource.HOST_TO_DEVICE)
-    assert total(step, Resource.HOST_TO_DEVICE) == 2 * sum(sizes) - sizes[-1] + outside + batch
-    assert total(step, Resource.DEVICE_TO_HOST) == total(step, Resource.INTRA_LINK) == sum(sizes) + outside
+    for states, step in steps.items():
+        columns = columns_of(plain.parameters if states == "ddp" else step.parameters)  # there those of a rank's rows
+        sizes = columns.numel * columns.itemsize
+        blocks = [int(sizes[columns.block == block].sum()) for block in range(len(step.blocks))]
+        assert sum(block_bytes(plain)) == (1 if states == "ddp" else RANKS) * sum(blocks)
+        outside = int(sizes[columns.block < 0].sum())
+        assert total(step, Resource.HOST_TO_DEVICE) == 2 * sum(blocks) - blocks[-1] + outside + batch
+        assert total(step, Resource.DEVICE_TO_HOST) == sum(blocks) + outside
+    assert total(steps["ddp"], Resource.INTRA_LINK) == total(steps["ddp"], Resource.DEVICE_TO_HOST)
+    whole = candidate((DIVIDED,), 1, RANKS).program.step
+    assert total(steps["fsdp"], Resource.INTRA_LINK) == total(whole, Resource.INTRA_LINK)
 
 
 @pytest.mark.slow
@@ -61,8 +75,50 @@ def test_every_store_trains_replicas_as_one_rank(tmp_path: Path, parts: int) -> 
 
 
 @pytest.mark.slow
-def test_four_replicas(tmp_path: Path) -> None:
-    check_on_ranks(under(REPLICAS, "stronghold"), tmp_path, ranks=4, bitwise=False)
+@pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=lambda each: each.kind)
+def test_three_ranks(tmp_path: Path, states: Technique) -> None:
+    """Which do not divide the rows: those of the last rank are padded."""
+    check_on_ranks(under(states, "stronghold", "patrickstar"), tmp_path, ranks=3, bitwise=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 3])
+def test_every_store_trains_divided_blocks_as_one_rank(tmp_path: Path, parts: int) -> None:
+    """To the bit as FSDP2 with the optimizer on the host, with accumulation as well: the host adds up in the same order."""
+    check_on_ranks(under(DIVIDED, *STORES), tmp_path, parts=parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=lambda each: each.kind)
+@pytest.mark.parametrize("beside", [Full(), Selective(), CopyOut(min_bytes=0)], ids=lambda each: each.kind)
+def test_beside_recompute_and_moved_activations(tmp_path: Path, states: Technique, beside: Technique) -> None:
+    check_on_ranks(under(states, "stronghold", "elixir"), tmp_path, beside=(beside,))
+
+
+def test_rows_come_in_where_they_are_gathered() -> None:
+    """The mechanism: in backward one block ahead. At every moment a window's rows are there, the one gathered among them."""
+    for slots in (1, 2, 6):
+        residency = window(6, slots, gathered=True)
+        for used, there in zip(order_of_use(6, gathered=True), residency.resident(), strict=False):
+            assert len(there) == slots
+            assert used in there or used < 0
+        assert residency.moves == 12 - slots
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_gathers_use_rows_that_are_there(slots: int) -> None:
+    """Each all-gather of a block reads what came in for it, after its copy from the host."""
+    step = candidate((DIVIDED, Stronghold(window=slots)), 1, RANKS).program.step
+    gathers = gathers_of(step)
+    assert gathers is not None
+    for rows in (gathers.forward, gathers.backward):
+        for block, gather in enumerate(rows.tolist()):
+            read = step.use_storage[step.use_op == gather]
+            owners = step.owner[read]
+            mine = read[(owners >= 0) & (step.kind[read] == Kind.COMMUNICATION)]
+            assert set(columns_of(step.parameters).block[step.owner[mine]]) == {block}
+            copies = step.use_op[np.isin(step.use_storage, mine) & (step.use_op < gather)]
+            assert (step.op_resource[copies] == Resource.HOST_TO_DEVICE).sum() == len(mine)
 
 
 def test_gradients_of_blocks_are_in_no_bucket_of_ddp() -> None:
@@ -82,8 +138,8 @@ def test_gradients_of_blocks_are_in_no_bucket_of_ddp() -> None:
 @pytest.mark.parametrize(
     ("slot", "kind", "why"),
     [
-        ("sharding.states", "zero1", "replicas"),
-        ("sharding.states", "none", "replicas"),
+        ("sharding.states", "zero1", "whole on each, or gathered from all"),
+        ("sharding.states", "none", "whole on each, or gathered from all"),
         ("sharding.parallel", "tensor", "whole on each rank"),
     ],
 )
@@ -93,13 +149,33 @@ def test_other_ways_to_use_ranks_are_refused(name: str, slot: str, kind: str, wh
     assert why in str(mine.fits(plain_program(CHAIN), target))
 
 
+@pytest.mark.parametrize(
+    ("knobs", "sent", "why"),
+    [
+        ({"reshard_after_forward": False}, None, "reshard_after_forward"),
+        ({"blocks_per_unit": 2}, None, "blocks_per_unit"),
+        ({"prefetch": 1}, None, "prefetch"),
+        ({"degree": 2}, None, "all ranks share a copy"),
+        ({}, "hierarchical", "as hierarchical does"),
+    ],
+)
+def test_other_ways_to_gather_are_refused(knobs: dict[str, Any], sent: str | None, why: str) -> None:
+    others = [find("sharding.communication", sent)(kind=sent)] if sent else []
+    states = Fsdp(kind="fsdp", **knobs)
+    target = replace(target_of(L2L(), states, *others), ranks=4)
+    assert why in str(L2L().fits(plain_program(CHAIN), target))
+
+
 def refusals(names: list[str]) -> list[str]:
-    """What `apply` says of stores beside ZeRO-1."""
+    """What `apply` says of stores beside ZeRO-1, and of one beside other gathers."""
+    wrong = [({"kind": "zero1"}, name) for name in names]
+    wrong += [({"kind": "fsdp", **knobs}, "l2l") for knobs in ({"blocks_per_unit": 2}, {"prefetch": 1})]
+    wrong += [({"kind": "fsdp", "reshard_after_forward": False}, "l2l")]
     found = []
-    for name in names:
-        document: dict[str, Any] = {"settings": settings_of(find("sharding.states", "zero1")(kind="zero1"), STORES[name][0])}
+    for states, name in wrong:
+        settings = {"sharding": {"states": states}, "offload": settings_of(STORES[name][0])["offload"]}
         try:
-            started(document)
+            started({"settings": settings})
         except ApplyError as refused:
             found.append(str(refused))
     return found
@@ -108,4 +184,6 @@ def refusals(names: list[str]) -> list[str]:
 @pytest.mark.slow
 def test_apply_refuses_them_too() -> None:
     for said in run_ranks(refusals, RANKS, list(STORES)):
-        assert [f"{name} is for replicas" in each for name, each in zip(STORES, said, strict=True)] == [True] * len(STORES)
+        assert [f"{name} is for replicas" in each for name, each in zip(STORES, said, strict=False)] == [True] * len(STORES)
+        ways = ("no unit of its own", "an order of its own", "stays gathered")
+        assert [why in each for why, each in zip(ways, said[len(STORES) :], strict=True)] == [True] * len(ways)

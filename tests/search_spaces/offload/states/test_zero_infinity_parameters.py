@@ -2,19 +2,129 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
-from layers_suite import LayersSuite
+from layers_suite import LayersSuite, block_bytes, total
 from zoo_paths import ZOO
 
 from memtune._apply import apply
+from memtune.autotune.record import start_session
+from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
+from memtune.program import Program, RankClass, Resource, Tier
+from memtune.read_ahead import WRITES
+from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
+from memtune.testing import drift, rewritten
+from memtune.testing.drift import compare, plain_program, recording_of, target_of
 from memtune.testing.training import SEED, build, config_of, one_step
+from memtune.workload import Workload
 
 ON_SSD = ZeroInfinity(kind="zero_infinity", parameters="ssd")
+
+
+GRADIENTS_TOO = ON_SSD.model_copy(update={"gradients": "ssd"})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ssd")
+class TestGradientsOnSsd(LayersSuite):
+    technique = ZeroInfinity
+    models: ClassVar = {name: ZOO[name] for name in ("tied", "gpt")}
+    variants = (GRADIENTS_TOO, GRADIENTS_TOO.model_copy(update={"parameters": "host", "ahead": 0}))
+    quick = ("tied",)
+
+    @classmethod
+    def default(cls) -> ZeroInfinity:
+        return GRADIENTS_TOO
+
+    def test_float32_masters_of_bfloat16_parameters(self) -> None:
+        self.check_drift("tobf16", GRADIENTS_TOO.model_copy(update={"update": "master"}))
+
+
+@pytest.mark.usefixtures("ssd")
+@pytest.mark.parametrize("parameters", [pytest.param("host", marks=pytest.mark.slow), "ssd"])
+def test_gradients_on_ssd_are_written_and_read_as_predicted(parameters: str) -> None:
+    """The mechanism: host memory holds a few gradients instead of all, for a write and a read of each."""
+    there = GRADIENTS_TOO.model_copy(update={"parameters": parameters})
+    assert drift(ZOO["tied"], there) == ""
+    step, before = (rewritten(ZOO["tied"], each) for each in (there, there.model_copy(update={"gradients": None})))
+    gradients = sum(block_bytes(rewritten(ZOO["tied"])))
+    for resource in (Resource.SSD_WRITE, Resource.SSD_READ):
+        assert total(step, resource) - total(before, resource) == gradients
+    largest = max(4 * int(np.prod(p.shape)) for p in step.parameters)
+    assert step.peak_bytes(Tier.SSD) - before.peak_bytes(Tier.SSD) == gradients
+    assert step.peak_bytes(Tier.HOST) <= before.peak_bytes(Tier.HOST) - gradients + (WRITES + 2) * largest
+    assert step.peak_bytes() == before.peak_bytes()
+
+
+@pytest.mark.usefixtures("ssd")
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_gradients_on_ssd_have_the_bits_of_those_on_the_host(micro_batches: int) -> None:
+    """And each micro-batch writes each once, and all but the first read what the step reads once more."""
+    gradients, found = sum(block_bytes(rewritten(ZOO["tied"]))), []
+    for technique in (GRADIENTS_TOO, ON_SSD):
+        workload, model, optimizer = build(ZOO["tied"])
+        tuned = apply(model, optimizer, config_of(ZOO["tied"], technique), loss=workload.loss, strict=False)
+        for step in range(3):
+            torch.manual_seed(step)
+            COUNTERS.take()
+            tuned.step([workload.make_batch(2) for _ in range(micro_batches)])
+        weights = {name: value.clone() for name, value in tuned.state_dict()["model"].items()}
+        counted = COUNTERS.take()
+        found.append((weights, counted["ssd_write"], counted["ssd_read"]))
+        facts = tuned.audit()["offload.states"]
+    (mine, written, read), (wanted, written_before, read_before) = found
+    assert all(torch.equal(value, wanted[name]) for name, value in mine.items())
+    assert written - written_before == read - read_before == micro_batches * gradients
+    assert "gradient_bytes_written" not in facts
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ssd")
+@pytest.mark.parametrize("parameters", ["host", "ssd"])
+def test_a_later_micro_batch_is_as_predicted(parameters: str) -> None:
+    """The sums are read, added to and written again, op by op."""
+    technique = GRADIENTS_TOO.model_copy(update={"parameters": parameters})
+    recording, target = recording_of(ZOO["tied"]), target_of(technique)
+    program = Program((RankClass(1, accumulate_gradients(recording.at(2))),), 2, 2)
+    session = start_session(Workload.load(ZOO["tied"]), recording.rung)
+    with session.entered():
+        tuned = apply(session.model, session.optimizer, config_of(ZOO["tied"], technique), strict=False)
+    session = replace(session, sync=tuned._context.sync or session.sync)
+    session.warm_up(2)
+    real = session.trace(2, micro_batches=2, trace_last=True)
+    assert compare(technique.rewrite(program, technique.plan(program, target), target).step, real) == ""
+
+
+@pytest.mark.usefixtures("ssd")
+def test_gradients_that_are_let_go_before_the_step_do_not_come_back() -> None:
+    """`zero_grad` between two backward passes, in a loop of one's own."""
+    found = []
+    for technique in (GRADIENTS_TOO, ON_SSD):
+        workload, model, optimizer = build(ZOO["tied"])
+        apply(model, optimizer, config_of(ZOO["tied"], technique), strict=False)
+        for step in range(3):
+            torch.manual_seed(step)
+            workload.loss(model, workload.make_batch(2)).backward()
+            if step != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+        found.append([value.clone() for value in model.state_dict().values()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.usefixtures("ssd")
+def test_gradients_away_from_parameters_on_the_device_are_refused() -> None:
+    nonsense = ZeroInfinity(kind="zero_infinity", gradients="ssd")
+    assert "stay there until the step" in str(nonsense.fits(plain_program(ZOO["tied"]), target_of(nonsense)))
+    workload, model, optimizer = build(ZOO["tied"])
+    with pytest.raises(ApplyError, match="stay there until the step"):
+        apply(model, optimizer, config_of(ZOO["tied"], nonsense), loss=workload.loss, strict=False)
 
 
 @pytest.mark.slow

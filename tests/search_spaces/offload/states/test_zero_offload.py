@@ -15,7 +15,7 @@ from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
 from memtune.errors import ApplyError
-from memtune.program import Kind, Phase, Resource, Step
+from memtune.program import Kind, Phase, Resource, Step, Tier
 from memtune.runtime.host_update import Moments
 from memtune.runtime.loop import accumulate
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
@@ -150,10 +150,30 @@ class TestZeroOffload(LayersSuite):
             assert not drift(ZOO["tobf16"], master)
             assert not differences(without_gradients(train(ZOO["tobf16"], master)), at_end)
 
+    @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
+    def test_a_part_of_the_state_stays_on_the_device(self, late: bool) -> None:
+        """The mechanism of `ratio`: what comes first neither goes down nor up, and its state takes room on the device."""
+        half = SMALL.model_copy(update={"ratio": 0.5, "delayed": late, "delay_after": 0})
+        self.check_drift("tied", half)
+        plain, step = rewritten(ZOO["tied"]), rewritten(ZOO["tied"], half)
+        sizes = [int(plain.bytes[p.gradient]) for p in plain.parameters]
+        stays = int(np.flatnonzero(np.cumsum(sizes) <= sum(sizes) / 2)[-1]) + 1
+        assert 0 < stays < len(sizes)
+        assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes[stays:])
+        assert total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) == sum(sizes[stays:])
+        state = (step.kind == Kind.OPTIMIZER) & (step.bytes > 64)
+        assert int(step.bytes[state & (step.tier == Tier.DEVICE)].sum()) == 2 * sum(sizes[:stays])
+        assert int(step.bytes[state & (step.tier == Tier.HOST)].sum()) == 2 * sum(sizes[stays:])
+        if not late:
+            found = without_gradients(train(ZOO["tied"], half, micro_batches=3))
+            assert not differences(found, without_gradients(train(ZOO["tied"], micro_batches=3)), 1e-5)
+
     def test_what_it_cannot_do_is_refused(self) -> None:
         program, default = plain_program(ZOO["gpt"]), self.default()
         assert "under none" in str(default.fits(program, replace(target_of(), ranks=2)))
         assert "compiled" in str(default.fits(program, replace(target_of(), compiled="blocks")))
+        with pytest.raises(ValidationError, match="masters are on the host"):
+            ZeroOffload(kind="zero_offload", ratio=0.5, update="master")
         for knob in ({"trigger": "per_layer"}, {"moments": "int8"}):
             with pytest.raises(ValidationError, match="own update"):
                 OptimizerCpu(kind="optimizer_cpu", **knob)

@@ -18,6 +18,7 @@ from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.simulate import simulate
 from memtune.copies import all_parts, one_part
+from memtune.errors import MemtuneError
 from memtune.op_costs import op_costs
 from memtune.program import APART, Program, RankClass, Resource, Step
 from memtune.runtime import shim
@@ -80,7 +81,7 @@ def refused(kind: str, states: dict[str, Any], **knobs: Any) -> str:
 def test_refusals_name_what_is_in_the_way() -> None:
     assert "has no copies of a part" in refused("tensor", {"kind": "fsdp"})
     assert "has no copies of a part" in refused("rtp", {"kind": "fsdp"})
-    assert "paro does not work on layers that ranks share" in refused("tensor", {"kind": "paro", "group": 2}, degree=2)
+    assert "all 2 ranks are in one group" in refused("tensor", {"kind": "paro", "group": 2}, degree=2)
     kept = {"kind": "fsdp", "reshard_after_forward": 2}
     assert "neighbours, which share layers" in refused("tensor", kept, degree=2)
     assert "degree=4 is more than the 2 ranks" in refused("tensor", {"kind": "fsdp", "degree": 4}, degree=2)
@@ -194,6 +195,46 @@ def loaded_plain(folder: Path, saved: dict[str, Any]) -> None:
     state = tuned.state_dict()
     torch.testing.assert_close(state["model"], saved["model"], rtol=0, atol=0)
     torch.testing.assert_close(state["optimizer"]["state"], saved["optimizer"]["state"], rtol=0, atol=0)
+
+
+def refusals(documents: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for each in documents:
+        workload, model, optimizer = build(PATH)
+        before = [(name, type(module)) for name, module in model.named_modules()]
+        try:
+            apply(model, optimizer, each, loss=workload.loss, strict=False)
+            found.append("no error")
+        except MemtuneError as error:
+            found.append(str(error))
+        assert [(name, type(module)) for name, module in model.named_modules()] == before
+    return found
+
+
+def test_configs_that_say_it_all_the_same_are_refused() -> None:
+    two, four = (shared_layers.config("rtp", RANKS, path=PATH, degree=degree) for degree in (PARTS, RANKS))
+    by_node = {"kind": "hierarchical", "ranks_per_node": 2}
+    cases = {
+        "all 4 ranks share layers: zero1 has no copies": (four, {"sharding": {"states": {"kind": "zero1"}}}),
+        "optimizer_cpu} does not work beside sharding.parallel: {kind: rtp}": (
+            two, {"offload": {"states": {"kind": "optimizer_cpu"}}}
+        ),
+        "the 2 ranks are no multiple of optimizer=4": (
+            two, {"sharding": {"states": {"kind": "amsp", "parameters": 1, "gradients": 2, "optimizer": 4}}}
+        ),
+        "every node has one of the ranks": (two, {"sharding": {"states": {"kind": "fsdp"}, "communication": by_node}}),
+        "groups of 2 ranks, which share layers, are no whole nodes of 3": (
+            two, {"sharding": {"states": {"kind": "fsdp"}, "communication": {**by_node, "ranks_per_node": 3}}}
+        ),
+    }  # fmt: skip
+    documents = []
+    for config_, more in cases.values():
+        settings_ = {**config_["settings"], **more}
+        settings_["sharding"] = {**config_["settings"]["sharding"], **more.get("sharding", {})}
+        documents.append({"settings": settings_, "plan": config_["plan"]})
+    for rank in run_ranks(refusals, RANKS, documents):
+        for said, error in zip(cases, rank, strict=True):
+            assert said in error
 
 
 def test_four_ranks_train_as_one_as_predicted_and_save(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,33 +11,38 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from gloo import run_ranks
 from safetensors.torch import load_file
 from sharded_suite import ShardedSuite
-from shared_layers import MODELS, SEPARATE, SIZE, STEPS, assert_trained_as_one, refusal, rewriter, settings
+from shared_layers import SEPARATE, SIZE, assert_trained_as_one, refusal, rewriter
+from shared_stages import (
+    CHAIN,
+    KIND,
+    MOVED,
+    PASSED,
+    Found,
+    assert_as_predicted,
+    candidate,
+    document,
+    measured_and_trained,
+    portable,
+    sent_bytes,
+    trained,
+)
 from torch import nn
 
 from memtune import hardware
 from memtune._apply import apply
-from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.simulate import simulate
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.passes.pipeline import Piped, pipelined
-from memtune.program import Kind, Phase, Step
-from memtune.runtime import shim
+from memtune.program import Kind, Phase
 from memtune.runtime.elsewhere import NormAlone
-from memtune.runtime.ledger import Ledger
-from memtune.runtime.loop import train_step
-from memtune.runtime.tiers import HOST, tier
 from memtune.search_spaces.sharding.parallel.pipeline import Pipeline
 from memtune.technique import Target, Technique
 from memtune.testing.mutations import mutations
 from memtune.testing.training import build
-
-KIND = "pipeline"
-MOVED = {"kind": "copy_out", "min_bytes": 256}
 
 
 @pytest.fixture(autouse=True)
@@ -48,23 +52,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-CHAIN = MODELS / "chain.py"
-PASSED = SIZE * 8 * 16 * 4
-"""Bytes of a block's output in `CHAIN`."""
-
-
-def candidate(path: Path, ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any) -> Candidate:
-    found = rewriter(path, ranks).candidate(Choice.from_document({**settings(KIND, **knobs), **(beside or {})}))
-    assert isinstance(found, Candidate), found
-    return found
-
-
-def document(path: Path, ranks: int = 2, beside: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
-    plans = candidate(path, ranks, beside, **knobs).plans
-    chosen = {**settings(KIND, **knobs), **(beside or {})}
-    return {"settings": chosen, "plan": {slot: plan.decisions for slot, plan in plans.items()}}
 
 
 # -- which models can be cut into stages -------------------------------------------------------------------------------
@@ -113,8 +100,8 @@ def test_blocks_that_are_no_chain_are_refused(tmp_path: Path, forward: str, more
 
 def test_refusals_name_what_is_in_the_way() -> None:
     assert "2 blocks are fewer than 4 stages" in refusal(KIND, schedule="interleaved_1f1b")
-    assert "sharding.states: fsdp does not work" in refusal(
-        KIND, beside={"sharding": {"parallel": {"kind": KIND}, "states": {"kind": "fsdp"}}}
+    assert "sharding.states: paro does not work" in refusal(
+        KIND, beside={"sharding": {"parallel": {"kind": KIND}, "states": {"kind": "paro", "group": 2}}}
     )
     assert "recompute: dtr is planned for a rank that has all blocks" in refusal(KIND, beside={"recompute": {"kind": "dtr"}})
     assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
@@ -133,11 +120,6 @@ def test_configs_without_a_plan_of_this_model_are_refused() -> None:
 
 
 # -- what the pass says ------------------------------------------------------------------------------------------------
-
-
-def sent_bytes(step: Step) -> int:
-    name = step.names.index("c10d.send.default")
-    return int(step.op_traffic_bytes[step.op_name == name].sum())
 
 
 def test_stages_share_the_model_and_send_what_the_formula_says() -> None:
@@ -171,74 +153,8 @@ def test_a_pipeline_waits_as_the_formula_says() -> None:
 # -- on gloo ranks -----------------------------------------------------------------------------------------------------
 
 
-def trained(path: Path, ranks: int, config: dict[str, Any] | None, clip: bool, accumulate: int) -> dict[str, Any]:
-    """Five steps; each rank brings its own samples, and the plain run (one rank) all of them in the order of turns."""
-    workload, model, optimizer = build(path)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False) if config else None
-    rank = dist.get_rank() if config else 0
-    losses, norms = [], []
-    if clip:
-        optimizer.register_step_pre_hook(lambda *_: norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        batches = [workload.make_batch(SIZE) for _ in range(ranks * accumulate)]
-        if tuned is not None:
-            losses.append(float(tuned.step(batches[rank * accumulate :][:accumulate])))
-        else:
-            turns = [batches[each * accumulate + n] for n in range(accumulate) for each in range(ranks)]
-            losses.append(float(train_step(model, optimizer, workload.loss, turns, torch.device("cpu"))))
-    state = tuned.state_dict() if tuned is not None else {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    audit = tuned.audit() if tuned is not None else {}
-    return {"losses": losses, "norms": norms, "model": state["model"], "optimizer": state["optimizer"]["state"], "audit": audit}
-
-
-def measured(path: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """The larger ledger peak of two steps after the first two, 0 without a ledger; and the bytes sent in a step."""
-    gc.collect()
-    ledger = Ledger.open("cpu") if shim.available() is None else None
-    empty = ledger.live_bytes() if ledger else 0
-    workload, model, optimizer = build(path)
-    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
-    peak = 0
-    for step in range(4):
-        with tier(HOST):
-            batches = [workload.make_batch(SIZE) for _ in range(config["settings"]["execution"]["accumulate"])]
-        if ledger:
-            ledger.reset_peak()
-        before = tuned._context.pipeline.sent_bytes  # type: ignore[union-attr]
-        tuned.step(batches)
-        sent = tuned._context.pipeline.sent_bytes - before  # type: ignore[union-attr]
-        if ledger and step > 1:
-            peak = max(peak, ledger.peak_allocated_bytes() - empty)
-    return peak, sent
-
-
-Found = tuple[tuple[int, int], dict[str, Any]]
-
-
-def measured_and_trained(path: Path, ranks: int, config: dict[str, Any], clip: bool, accumulate: int) -> Found:
-    return measured(path, config), trained(path, ranks, config, clip, accumulate)
-
-
 def all_of_it(path: Path, config: dict[str, Any], folder: str) -> tuple[Found, list[str], dict[str, Any]]:
     return measured_and_trained(path, 2, config, True, 2), refused(path, config), portable(path, folder, config)
-
-
-def assert_as_predicted(found: list[Found], made: Candidate) -> None:
-    """The fullest rank's peak is predicted within 2 %, as is that of each rank whose step was written down."""
-    program = made.program
-    steps, times = [each.step for each in program.rank_classes], program.accumulate
-    sent = sorted(n_bytes for (_, n_bytes), _ in found)
-    assert sent == sorted(times * sent_bytes(each.step) for each in program.rank_classes for _ in range(each.count))
-    if shim.available() is not None:
-        return
-    peaks = sorted(peak for (peak, _), _ in found)
-    assert peaks[-1] == pytest.approx(steps[0].peak_bytes(), rel=0.02)
-    for step in steps:
-        assert any(peak == pytest.approx(step.peak_bytes(), rel=0.02) for peak in peaks), (step.peak_bytes(), peaks)
 
 
 def refused(path: Path, config: dict[str, Any]) -> list[str]:
@@ -255,27 +171,6 @@ def refused(path: Path, config: dict[str, Any]) -> list[str]:
             attempt()
         said.append(str(error.value))
     return said
-
-
-def portable(path: Path, folder: str, config: dict[str, Any]) -> dict[str, Any]:
-    """A step, a checkpoint, an export; then a load from the checkpoint into another model, and a state dict into a third."""
-    workload, model, optimizer = build(path)
-    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
-    torch.manual_seed(dist.get_rank())
-    tuned.step([workload.make_batch(SIZE)])
-    tuned.save(folder)
-    tuned.export(f"{folder}/weights.safetensors")
-    state = tuned.state_dict()
-    again = []
-    for load in (lambda each: each.load(folder), lambda each: each.load_state_dict(state)):
-        _, other, of_other = build(path)
-        torch.nn.init.zeros_(next(other.parameters()))
-        for parameter in other.parameters():
-            dist.broadcast(parameter.detach(), 0)
-        loaded = apply(other, of_other, config, loss=workload.loss, strict=False)
-        load(loaded)
-        again.append(loaded.state_dict())
-    return {"state": state, "again": again}
 
 
 def test_two_ranks_with_a_tied_head_train_as_one_as_predicted_and_save(tmp_path: Path) -> None:
@@ -406,9 +301,9 @@ def test_what_is_planned_for_all_blocks_does_not_move_in_stages() -> None:
 
 
 def test_division_among_pipelines_needs_several() -> None:
-    for states, reason in (("zero1", "with one pipeline there is one copy"), ("ddp", "average their gradients as it is")):
+    for states in ("zero1", "ddp", "fsdp"):
         both = {"sharding": {"parallel": {"kind": KIND}, "states": {"kind": states}}}
-        assert reason in refusal(KIND, beside=both)
+        assert f"{states}: with one pipeline there is one copy" in refusal(KIND, beside=both)
 
 
 def under(

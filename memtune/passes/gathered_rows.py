@@ -1,0 +1,98 @@
+"""Where a step divided by FSDP2 gathers each block's rows and puts the rows of its gradients in place (`runtime.gathered_rows`).
+
+What comes and goes of such a step are a rank's rows. They are used where FSDP2 gathers them: in forward when their block begins,
+in backward while the block after it computes, one block ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtune.parameters import columns_of
+from memtune.passes.units import gathering_order
+from memtune.program import I32, I64, Phase, Step
+
+_GATHER, _COPY = "memtune.all_gather_into_.default", "fsdp.split_with_sizes_copy.default"
+
+
+@dataclass(frozen=True, eq=False)
+class Gathers:
+    """Of each block, one row each."""
+
+    forward: I32
+    """(blocks,) its all-gather in forward."""
+    backward: I32
+    """(blocks,) that of backward."""
+    begins: I32
+    """(2 · blocks,) where FSDP2 begins with each block, forward and back."""
+
+
+@functools.lru_cache(maxsize=8)
+def gathers_of(step: Step) -> Gathers | None:
+    """The gathers of `step`; None where blocks are not gathered one by one in forward and again in backward."""
+    if _GATHER not in step.names or _COPY not in step.names:
+        return None
+    n_blocks, block = len(step.blocks), columns_of(step.parameters).block
+    gather, copy = (_rows(step, name) for name in (_GATHER, _COPY))
+    count = np.bincount(block[block >= 0], minlength=n_blocks)
+    has_root = int((block < 0).any())
+    is_forward = [step.op_phase[rows] == Phase.FORWARD for rows in (gather, copy)]
+    forward, backward = gather[is_forward[0]], gather[~is_forward[0]]
+    again = copy[~is_forward[1]]
+    if (
+        not count.all()
+        or len(forward) != n_blocks + has_root
+        or not n_blocks <= len(backward) == len(again) <= n_blocks + has_root
+    ):
+        return None
+    forward, backward, again = forward[-n_blocks:], backward[-n_blocks:][::-1], again[-n_blocks:]
+    # A buffer stands before each gather, a parameter's memory each before what copies it out.
+    begins = np.concatenate([forward - 1, again - count[::-1]]).astype(np.int32)
+    return Gathers(forward, backward, begins)
+
+
+def _rows(step: Step, name: str) -> I32:
+    inside = step.op_phase < Phase.BOUNDARY
+    return np.flatnonzero(inside & (step.op_name == step.names.index(name))).astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOfGradients:
+    """Of each parameter of a block that gets a gradient, in the order in which they are put in place."""
+
+    parameter: I32
+    raw: I32
+    """The storage that holds this micro-batch's rows of all gradients of its block."""
+    sums: I32
+    """What they are added to, -1 in the only or first micro-batch."""
+    after: I32
+    """The op that puts them in place."""
+    n_bytes: I64
+
+
+def rows_of_gradients(step: Step) -> RowsOfGradients:
+    """Those of `step`, whose gradients FSDP2 reduces."""
+    columns = columns_of(step.parameters)
+    rank = np.empty(len(columns.block), np.int32)
+    rank[np.asarray(gathering_order(columns.names), np.int32)] = np.arange(len(rank), dtype=np.int32)
+    mine = np.flatnonzero((columns.block >= 0) & (columns.gradient >= 0)).astype(np.int32)
+    mine = mine[np.lexsort((rank[mine], -columns.block[mine]))]  # the last block first
+    gradient = columns.gradient[mine]
+    writes = np.flatnonzero((step.use_mutates == 1) & (step.use_phase < Phase.BOUNDARY))
+    writer = np.full(step.n_storages, -1, np.int32)
+    writer[step.use_storage[writes]] = step.use_op[writes]
+    summed = step.producer[gradient] < 0
+    raw, after = gradient.copy(), writer[gradient].copy()
+    if summed.any():  # each parameter of a block has an addition of its own, in FSDP2's order
+        adds = writes[np.isin(step.use_storage[writes], gradient[summed])]
+        order = np.argsort(step.use_op[adds], kind="stable")
+        after[summed] = step.use_op[adds][order]
+        read = np.full(step.n_ops, -1, np.int32)
+        others = ~np.isin(step.use_storage, gradient[summed])
+        read[step.use_op[others]] = step.use_storage[others]
+        raw[summed] = read[after[summed]]
+    n_bytes = (columns.numel * columns.itemsize)[mine]
+    return RowsOfGradients(mine, raw, np.where(summed, gradient, -1).astype(np.int32), after, n_bytes)

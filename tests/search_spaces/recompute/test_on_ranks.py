@@ -1,0 +1,264 @@
+"""Schedules of the whole model beside what averages gradients and divides states: bits, bytes on the link, and peaks."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from torch import Tensor
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.simulate import simulate
+from memtune.errors import ApplyError
+from memtune.program import Program, RankClass
+from memtune.runtime import shim
+from memtune.runtime.ledger import Ledger
+from memtune.runtime.loop import upload
+from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.transfer import COUNTERS
+from memtune.runtime.tree import local
+from memtune.search_spaces.recompute._place import place_of
+from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
+from memtune.search_spaces.recompute.checkmate import Checkmate
+from memtune.search_spaces.recompute.coop import Coop
+from memtune.search_spaces.recompute.dtr import Dtr
+from memtune.search_spaces.recompute.megtaichi import Megtaichi
+from memtune.search_spaces.recompute.planned import Planned
+from memtune.search_spaces.sharding.states.amsp import Amsp
+from memtune.search_spaces.sharding.states.ddp import Ddp
+from memtune.search_spaces.sharding.states.fsdp import Fsdp
+from memtune.search_spaces.sharding.states.mics import Mics
+from memtune.search_spaces.sharding.states.zero1 import Zero1
+from memtune.search_spaces.sharding.states.zero2 import Zero2
+from memtune.search_spaces.sharding.states.zero3 import Zero3
+from memtune.technique import Reason, Target, Technique
+from memtune.testing.drift import recording_of
+from memtune.testing.training import build, settings_of
+
+SAMPLES, STEPS = 4, 3
+"""Per micro-batch; optimizer steps."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train, told to the ranks as plain data."""
+
+    states: dict[str, Any]
+    config: dict[str, Any]
+    accumulate: int
+    clip: bool
+    predicted_bytes: int
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.config['settings']} x{self.accumulate}{' clipped' if self.clip else ''}"
+
+
+@dataclass
+class Ran:
+    """What training under a config gave on this rank."""
+
+    tensors: list[Tensor]
+    link_bytes: int
+    peak_bytes: int
+    facts: dict[str, Any]
+
+
+# -- what runs on each rank ------------------------------------------------------------------------------------------------
+
+
+def differences(path: str, cases: list[Case]) -> list[tuple[str, int, dict[str, Any]]]:
+    """Per case: what differs from the same states without a schedule, the peak in bytes, and facts of the audit."""
+    found, plain = [], {}
+    ledger = Ledger.open("cpu") if shim.available() is None else None
+    for case in cases:
+        key = (str(case.states), case.accumulate, case.clip)
+        if key not in plain:
+            plain[key] = trained(Path(path), {"settings": case.states}, case, None)
+        wanted, got = plain[key], trained(Path(path), case.config, case, ledger)
+        pairs = zip(got.tensors, wanted.tensors, strict=True)
+        odd = [number for number, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
+        why = f"{case.name}: tensors {odd[:5]} of {len(wanted.tensors)} differ" if odd else ""
+        if got.link_bytes != wanted.link_bytes:
+            why += f"{case.name}: {got.link_bytes} bytes on the link against {wanted.link_bytes}"
+        found.append((why, got.peak_bytes, got.facts))
+    return found
+
+
+def trained(path: Path, config: dict[str, Any], case: Case, ledger: Ledger | None) -> Ran:
+    """A few steps on samples of this rank's own; losses, gradients as the optimizer sees them, and the weights at the end."""
+    gc.collect()  # the model before is in cycles
+    empty = ledger.live_bytes() if ledger else 0
+    COUNTERS.take()
+    workload, model, optimizer = build(path)
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+    trainable = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors: list[Tensor] = []
+    peak = 0
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + torch.distributed.get_rank())
+        with tier(HOST):
+            batches = [workload.make_batch(SAMPLES) for _ in range(case.accumulate)]
+        if ledger:
+            ledger.reset_peak()
+        for number, batch in enumerate(batches):
+            with tuned.micro_batch(last=number == len(batches) - 1):
+                here = upload(batch, torch.device("cpu"))
+                loss = workload.loss(tuned.model, here) / len(batches)
+                loss.backward()
+                with tier(HOST):
+                    tensors.append(loss.detach().clone())
+                del loss, here
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(trainable, 0.1)
+        with tier(HOST):
+            tensors += [local(p.grad).clone() for p in trainable]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if ledger:
+            peak = max(peak, ledger.peak_allocated_bytes() - empty) if step > 1 else 0
+    with tier(HOST):
+        tensors += [p.detach().clone() for p in model.parameters()]
+    return Ran(tensors, COUNTERS.take().get("collective", 0), peak, tuned.audit())
+
+
+# -- what they are told ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def rewriter(path: Path, ranks: int) -> Rewriter:
+    return Rewriter(recording_of(path), Target(hardware.detect("cpu"), ranks))
+
+
+def candidate(path: Path, ranks: int, accumulate: int, *techniques: Technique) -> Candidate | Reason:
+    execution = {"micro_batch": SAMPLES, "accumulate": accumulate}
+    return rewriter(path, ranks).candidate(Choice.from_document({**settings_of(*techniques), "execution": execution}))
+
+
+def case_of(path: Path, ranks: int, states: Technique, recompute: Technique, accumulate: int, *, clip: bool) -> Case:
+    found = candidate(path, ranks, accumulate, states, recompute)
+    assert isinstance(found, Candidate), f"{states} {recompute} x{accumulate}: {found}"
+    config = {
+        "settings": settings_of(states, recompute),
+        "plan": {slot: plan.decisions for slot, plan in found.plans.items()},
+    }
+    predicted = simulate(found.program, rewriter(path, ranks).target.hardware).peak_allocated_bytes
+    return Case(settings_of(states), config, accumulate, clip, predicted)
+
+
+def check(path: Path, ranks: int, cases: list[Case]) -> None:
+    assert cases
+    for rank in run_ranks(differences, ranks, str(path), cases, deadline_s=280):
+        for case, (why, peak_bytes, facts) in zip(cases, rank, strict=True):
+            assert not why, why
+            assert facts["recompute"]["frozen_runs"] >= STEPS - 1, facts
+            assert facts["recompute"].get("plain_runs", 0) == 0, facts
+            if shim.available() is None:
+                assert peak_bytes == pytest.approx(case.predicted_bytes, rel=0.02), case.name
+
+
+def test_gradients_bytes_and_peak_are_those_beside_the_plain_model() -> None:
+    path, ranks = ZOO["gpt"], 2
+    cases = [
+        case_of(path, ranks, Ddp(), Checkmate(share=0.3), 1, clip=True),
+        case_of(path, ranks, Zero1(), Dtr(ratio=0.4), 2, clip=False),
+    ]
+    check(path, ranks, cases)
+
+
+RECOMPUTE = (
+    Checkmate(share=0.3), Planned(share=0.2, by_schedule=True), Dtr(ratio=0.4), Megtaichi(ratio=0.5), Coop(ratio=0.5),
+    AttentionBoundary(),
+)  # fmt: skip
+WHOLE = (
+    Ddp(), Zero1(), Zero2(), Ddp(bucket_cap_mb=1), Amsp(parameters=1, gradients=1, optimizer=2),
+    Amsp(parameters=1, gradients=2, optimizer=4),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("states", WHOLE, ids=str)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_every_schedule_beside_whole_parameters(ranks: int, states: Technique, accumulate: int) -> None:
+    path = ZOO["gpt"]
+    if isinstance(why := candidate(path, ranks, accumulate, states), Reason):
+        pytest.skip(str(why))
+    fitting = [each for each in RECOMPUTE if isinstance(candidate(path, ranks, accumulate, states, each), Candidate)]
+    check(
+        path, ranks, [case_of(path, ranks, states, one, accumulate, clip=clip) for one, clip in product(fitting, (False, True))]
+    )
+
+
+# -- what does not go ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=lambda each: each.kind)
+@pytest.mark.parametrize("states", [Fsdp(), Zero3(), Mics(group=2), Amsp()], ids=lambda each: each.kind)
+def test_divided_parameters_are_refused_by_name(states: Technique, recompute: Technique) -> None:
+    found = candidate(ZOO["gpt"], 4, 2, states, recompute)
+    assert f"{states.kind} gathers a block's parameters for its own calls alone" in str(found)
+
+
+def refused_when_applied(path: str, asked: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """The message for each of these settings and plans; and that the model's forward is its own again."""
+    said = []
+    for settings, plan in asked:
+        workload, model, optimizer = build(Path(path))
+        with pytest.raises(ApplyError) as caught:
+            apply(model, optimizer, {"settings": settings, "plan": plan}, loss=workload.loss, strict=False)
+        assert "forward" not in vars(model)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_fits_refuses_apply_refuses_too() -> None:
+    path, online = ZOO["gpt"], Dtr(ratio=0.8, online=True)
+    looking = Ddp(find_unused_parameters=True)
+    target = Target(hardware.detect("cpu"), 2, chosen={looking.slot: looking})
+    assert "DDP cannot look for unused parameters" in str(online.fits(program_of(path, 2), target))
+    asked = []
+    for states, recompute in ((Fsdp(), Checkmate(share=0.3)), (Fsdp(), online), (looking, online)):
+        found = candidate(path, 2, 1, Ddp(), recompute)
+        assert isinstance(found, Candidate)
+        asked.append((settings_of(states, recompute), {"recompute": found.plans["recompute"].decisions}))
+    for said in run_ranks(refused_when_applied, 2, str(path), asked):
+        assert ["parameters are divided" in each for each in said] == [True, True, False]
+        assert "dtr} does not work beside find_unused_parameters: true" in said[2]
+
+
+def program_of(path: Path, ranks: int) -> Program:
+    return Program((RankClass(ranks, recording_of(path).at(SAMPLES)),), SAMPLES)
+
+
+def test_a_budget_is_of_what_the_later_passes_leave() -> None:
+    """Buckets are there besides; a bound that no schedule gets below counts them, and divided optimizer state as it is."""
+    path, target = ZOO["gpt"], Target(hardware.detect("cpu"), 2)
+    program = program_of(path, 2)
+    alone, ddp, zero = (
+        place_of(program, replace(target, chosen={each.slot: each for each in chosen})) for chosen in ((), (Ddp(),), (Zero1(),))
+    )
+    gradients = sum(p.numel() * 4 for p in build(path)[1].parameters())
+    assert ddp.plain_bytes == alone.plain_bytes + gradients
+    assert ddp.buffer_bytes == gradients
+    assert zero.plain_bytes < alone.plain_bytes
+    for place, states in ((ddp, Ddp()), (zero, Zero1())):
+        assert place.least_bytes <= place.plain_bytes
+        for ratio in (0.1, 0.5):
+            found = candidate(path, 2, 1, states, Dtr(ratio=ratio))
+            if isinstance(found, Candidate):
+                assert place.least_bytes <= found.program.step.peak_bytes() == found.plans["recompute"].decisions["peak_bytes"]
+    low = Checkmate(budget_bytes=ddp.least_bytes - 1)
+    assert "no recompute gets below" in str(candidate(path, 2, 1, Ddp(), low))
