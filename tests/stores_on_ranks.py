@@ -188,8 +188,8 @@ def _check(run: dict[str, Any], first: Weights, step: Step, parts: int, ranks: i
     else:  # the first rank has the largest rows
         assert all(0.9 * n <= moved[link] <= n for link, n in predicted.items()), (moved, predicted)
     if "peaks" in run:
-        wanted = step.peak_bytes()
-        assert max(run["peaks"]) == pytest.approx(wanted, rel=0.02, abs=SPARE_BYTES), (run["peaks"], wanted)
+        wanted = step.peak_bytes()  # of the last step: what `apply` has left in cycles may live through the first ones
+        assert run["peaks"][-1] == pytest.approx(wanted, rel=0.02, abs=SPARE_BYTES), (run["peaks"], wanted)
 
 
 def _same(found: Weights, wanted: Weights, tolerance: float) -> None:

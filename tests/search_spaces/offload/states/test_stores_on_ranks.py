@@ -26,6 +26,7 @@ from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
 from memtune.search_spaces.offload.states.stronghold import Stronghold
 from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.search_spaces.sharding.states.ddp import Ddp
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
@@ -93,6 +94,15 @@ def test_every_store_trains_divided_blocks_as_one_rank(tmp_path: Path, parts: in
 @pytest.mark.parametrize("beside", [Full(), Selective(), CopyOut(min_bytes=0)], ids=lambda each: each.kind)
 def test_beside_recompute_and_moved_activations(tmp_path: Path, states: Technique, beside: Technique) -> None:
     check_on_ranks(under(states, "stronghold", "elixir"), tmp_path, beside=(beside,))
+
+
+@pytest.mark.slow
+def test_beside_planned_recompute(tmp_path: Path) -> None:
+    """The plan is made on what comes and goes by now, for a budget that neither recompute of nothing nor of all is made for."""
+    low, high = (candidate((DIVIDED, L2L(), *others), 1, RANKS).program.step.peak_bytes() for others in ((Full(),), ()))
+    budget = (low + high) // 2
+    step = check_on_ranks(under(DIVIDED, "l2l"), tmp_path, beside=(Planned(),), budget_bytes=budget)["l2l"]
+    assert low < step.peak_bytes() <= budget < high
 
 
 def test_rows_come_in_where_they_are_gathered() -> None:
