@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune import _native
 from memtune.errors import EnvironmentFault
 from memtune.runtime import offload_dir
 from memtune.runtime.ssd_file import LATE, TENSORS, Extent, SsdFile, Ticket
-from memtune.runtime.tiers import SSD, mark
+from memtune.runtime.tiers import HOST, SSD, mark, tier
 
 
 class Disk(SsdFile):
@@ -89,6 +90,16 @@ class Disk(SsdFile):
             before.result()
         return self.read(extent, host, priority)
 
+    def verify(self, ssd: Tensor) -> None:
+        """Check that the bytes of `ssd` are those that were written: whoever reads them through the mapping is told nothing.
+
+        Raises:
+            EnvironmentFault: They are not, or the file has been cut off; says whose.
+        """
+        with tier(HOST):
+            host = torch.empty_strided(ssd.size(), ssd.stride(), dtype=ssd.dtype)
+        self.load(host, ssd).result()
+
     def extent(self, ssd: Tensor) -> Extent:
         """Where the tensor `ssd` is."""
         with self._lock:
@@ -110,6 +121,13 @@ class Disk(SsdFile):
                 except EnvironmentFault:
                     pass  # nobody will read it
             self.release(extent)
+
+
+def verified(ssd: Tensor) -> Tensor:
+    """`ssd`, whose bytes somebody is about to read through its mapping; see `Disk.verify`. Fake tensors have none."""
+    if not isinstance(ssd, FakeTensor):
+        current().verify(ssd)
+    return ssd
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -339,6 +339,7 @@ class ExpertStore(ParameterStore):
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """As copies: whoever loads a state dict may write into the tensors of this one."""
         self._held_by.flush()
+        self._held_by.verify(set(module.parameters()))
         super()._into_state_dict(module, state, prefix, metadata)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state and parameter in self._hosts:

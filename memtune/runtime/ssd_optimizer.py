@@ -16,7 +16,7 @@ Rule 4. Of parameters that come and go (`runtime.ssd_parameters`), gradients are
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.read_ahead import WRITES
-from memtune.runtime import transfer
+from memtune.runtime import disk, transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import master_of, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
@@ -77,6 +77,7 @@ class SsdOptimizer:
             self._pieces += moved.values()
         context.represented.update({piece.device: piece.held for piece in self._pieces})
         context.reloaded.append(self._reload)
+        self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
         self._last: LastStep | None = None
         if keep and not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
             self._last = LastStep(context, self._pieces)
@@ -213,6 +214,16 @@ class SsdOptimizer:
             if value is None or value.untyped_storage()._cdata != own.untyped_storage()._cdata:
                 host.zero_() if value is None else host.copy_(value)
                 state[name] = own
+
+    def verify(self, only: Container[nn.Parameter] | None = None) -> None:
+        """Check that what a state dict reads through the file's mapping, of all parameters or `only` some, is what was written.
+
+        Raises:
+            EnvironmentFault: It is not; says whose.
+        """
+        for piece in self._pieces:
+            if only is None or piece.device in only:
+                disk.verified(piece.ssd)
 
     @torch.no_grad()
     def _reload(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.residency import Residency, reads_ahead
-from memtune.runtime import transfer
+from memtune.runtime import disk, transfer
 from memtune.runtime.chunks import Piece
 from memtune.runtime.context import Context
 from memtune.runtime.host_parameters import copy_of
@@ -137,6 +137,12 @@ class KeptParameters(ParameterStore):
         super()._step_begins(optimizer, args, kwargs)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for parameter in module.parameters() if self._where == "ssd" else ():
+            if parameter in self._hosts:
+                disk.verified(self._hosts[parameter])
+        super()._into_state_dict(module, state, prefix, metadata)
 
     @torch.no_grad()
     def _loaded(self, index: int) -> None:

@@ -150,6 +150,8 @@ class TestZeroInfinity(TechniqueSuite):
             file.seek(0)
             file.write(bytes([right ^ 4]))
         name = next(name for name, each in model.named_parameters() if each.requires_grad)
+        with pytest.raises(EnvironmentFault, match=f"the optimizer state of {name}"):
+            optimizer.state_dict()  # a checkpoint of what is damaged would be worse than none
         with pytest.raises(EnvironmentFault, match="the optimizer state of ") as caught:
             one_step(workload, model, optimizer, tuned, seed=SEED + 1)
         assert caught.value.code == "MT363"
@@ -168,6 +170,8 @@ class TestZeroInfinity(TechniqueSuite):
         with open(disk.current().path, "r+b") as file:
             file.seek(disk.current().extent(ssd).offset)
             file.write(b"\xff\x00\xff")
+        with pytest.raises(EnvironmentFault, match=f"the weight {name}"):
+            model.state_dict()
         with pytest.raises(EnvironmentFault, match=f"the weight {name}"):
             one_step(workload, model, optimizer, tuned, seed=SEED + 1)
 
