@@ -20,6 +20,8 @@ from memtune.autotune.simulate import simulate
 from memtune.factors import Bytes, Factors, Schedule, traffic
 from memtune.runtime import nodes, shim
 from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.sharding.parallel.sequence_parallel import SequenceParallel
+from memtune.search_spaces.sharding.parallel.tensor import TensorParallel
 from memtune.testing.training import build
 
 PATH = MODELS / "momentum.py"
@@ -105,26 +107,39 @@ def on_rank(cases: dict[str, dict[str, Any]], clip: bool) -> dict[str, dict[str,
     return found
 
 
+def _averaged_inside(kind: str) -> int:
+    """Bytes that ranks of a copy exchange because each has seen other samples or positions, before states are divided."""
+    made = candidate(kind, PATH, RANKS, degree=PARTS)
+    plan, step = made.plans["sharding.parallel"], made.program.step
+    if kind == "rtp":
+        names = {p.name for p in step.parameters if p.trainable} - set(plan.decisions["parameters"])
+    else:
+        technique = SequenceParallel() if kind == "sequence_parallel" else TensorParallel()
+        names = set(technique.summed(made.program, plan))
+    return sum(math.prod(p.shape) * p.itemsize for p in step.parameters if p.name in names)
+
+
 def formula(kind: str, case: str) -> tuple[float, float]:
-    """Bytes inside a node and between nodes that the copies send in a step."""
+    """Bytes inside a node and between nodes that a step sends, less those that it sends inside a node under `ddp`."""
     step, turns = candidate(kind, PATH, RANKS, degree=PARTS).program.step, 2 if kind == "rtp" else 2 * PARTS
     whole = {p.name: math.prod(p.shape) * p.itemsize for p in step.parameters}
     every, frozen = float(sum(whole.values())), float(whole[FROZEN])
     blocks = float(sum(n_bytes for name, n_bytes in whole.items() if name.startswith("h.")))
     once = Schedule(COPIES, NODE // PARTS, turns, gathers=1)
+    left = _averaged_inside(kind) * (1 / (FACTORS[case][1].optimizer if case in FACTORS else COPIES) - 1)
     if case in FACTORS:
         factors = FACTORS[case][1]
         p = factors.parameters
         sent = traffic(factors, Bytes(every - frozen, every - frozen, 0), once)
         more = traffic(Factors(p, p, p), Bytes(frozen + blocks, 0, 0), once)  # the root is gathered once
-        return sent.intra_bytes + more.intra_bytes, sent.inter_bytes + more.inter_bytes
+        return sent.intra_bytes + more.intra_bytes + left, sent.inter_bytes + more.inter_bytes
     gathered, reduced = turns * (every + blocks), turns * (every - frozen)
     flat, inside, between = 3 / 4, 1 / 2, 1 / 4
     if case == "hpZ":
-        return turns * blocks * inside, turns * every * flat + reduced * flat
+        return turns * blocks * inside + left, turns * every * flat + reduced * flat
     both_ways = case == "ho_ring"
     return (
-        gathered * inside + both_ways * reduced * inside,
+        gathered * inside + both_ways * reduced * inside + left,
         gathered * between + reduced * (between if both_ways else flat),
     )
 
