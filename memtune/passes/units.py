@@ -107,7 +107,9 @@ def units_of(step: Step, blocks_per_unit: int) -> Units:
     end = np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]
     inside = backward[step.op_module[backward] != 0]
     first_forward[0], last_forward[0] = step.enter[n_blocks], step.leave[n_blocks]
-    first_backward[0], last_backward[0] = inside[0] if len(inside) else end, end
+    # Copies back of what the last block saved may come before any op of a module.
+    first_backward[0] = min(int(inside[0]) if len(inside) else int(end), int(first_backward[1:].min(initial=end)))
+    last_backward[0] = end
     there = np.flatnonzero((count > 0) & (last_backward >= 0))
     parameters = Ragged(order, count).picked(there)
     columns = (column[there] for column in (first_forward, last_forward, first_backward, last_backward))

@@ -56,6 +56,13 @@ def test_refusals_name_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> No
     assert "paro does not work on the stages" in refused({"kind": "paro", "group": 2})
 
 
+def test_what_is_in_no_block_is_gathered_before_copies_back() -> None:
+    """What is in no block of the first stage is gathered before the copies back of its last block, which no module asks for."""
+    made = candidate(CHAIN, RANKS, beside("zero3", {"offload": {"activations": MOVED}}), accumulate=1, degree=STAGES)
+    alone = candidate(CHAIN, RANKS, beside("zero3"), accumulate=1, degree=STAGES)
+    assert made.program.step.peak_bytes() < alone.program.step.peak_bytes()
+
+
 # -- on gloo ranks -----------------------------------------------------------------------------------------------------
 
 
