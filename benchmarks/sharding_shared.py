@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "search_spaces" / "sharding" / "parallel"))
 
 import shared_layers
+import shared_stages as stages
 import test_head_context as contexts
-import test_pipeline as stages
 import torch
 from gloo import run_ranks
 from sharding_ranks import BESIDE, PEAK
