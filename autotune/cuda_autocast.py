@@ -106,7 +106,7 @@ def _answers() -> Iterator[None]:
     def get_autocast_dtype(device_type: str) -> torch.dtype:
         return dtype("cpu" if device_type == "cuda" and enabled("cpu") else device_type)
 
-    torch.is_autocast_enabled, torch.get_autocast_dtype = is_autocast_enabled, get_autocast_dtype  # type: ignore[assignment]
+    torch.is_autocast_enabled, torch.get_autocast_dtype = is_autocast_enabled, get_autocast_dtype
     torch.get_autocast_gpu_dtype = lambda: get_autocast_dtype("cuda")
     try:
         yield

@@ -50,13 +50,22 @@ def techniques(ranks: int) -> dict[str, tuple[str, Knobs]]:
             "head_context, double ring": ("head_context", {"inner_ring": 2}),
             "head_context, helpers": ("head_context", {"balance": "helpers"}),
         }
+        two = {"schedule": "1f1b", "degree": stages.STAGES}
+        found |= {f"pipeline of 2, {states}": ("pipeline", {**two, "states": states}) for states in stages.STATES}
     return found
 
 
 def _document(kind: str, knobs: Knobs, ranks: int, parts: int) -> dict[str, Any]:
     if kind == "pipeline":
-        return stages.document(stages.CHAIN, ranks, accumulate=parts, **knobs)
+        beside, own = _beside(knobs)
+        return stages.document(stages.CHAIN, ranks, beside, accumulate=parts, **own)
     return shared_layers.config(kind, ranks, accumulate=parts, **knobs)
+
+
+def _beside(knobs: Knobs) -> tuple[dict[str, Any], Knobs]:
+    """What a pipeline has beside it, and its own knobs."""
+    own = {name: value for name, value in knobs.items() if name != "states"}
+    return (stages.beside(knobs["states"]) if "states" in knobs else {}), own
 
 
 def _trained(kind: str, ranks: int, document: dict[str, Any] | None, clip: bool, parts: int) -> dict[str, Any]:
@@ -109,7 +118,10 @@ def _counted(asked: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[float, 
     os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
     found: list[tuple[float, float]] = []
     for _, kind, document in asked:
-        if kind == "pipeline":
+        if kind == "pipeline" and "states" in document["settings"]["sharding"]:
+            counted = stages.counted(document)
+            found.append((float(counted["intra_link"]), float(counted["inter_link"])))
+        elif kind == "pipeline":
             found.append((float(stages.measured(stages.CHAIN, document)[1]), 0.0))
         else:
             found.append(contexts.measured({"one": document}, NODE)["one"][1:])
@@ -161,7 +173,8 @@ def peak(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     predicted: list[tuple[str, str, int]] = []
     for name, (kind, knobs) in techniques(4).items():
         for beside, more in _BESIDE.items() if wanted(name) else ():
-            settings = {**shared_layers.settings(kind, **knobs), **more}
+            states, own = _beside(knobs)
+            settings = {**shared_layers.settings(kind, **own), **states, **more}
             rewriter = shared_layers.rewriter(stages.CHAIN if kind == "pipeline" else shared_layers.SEPARATE, 4)
             made = rewriter.candidate(Choice.from_document(settings))
             if isinstance(made, Reason):
@@ -182,6 +195,9 @@ def peak(wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
 
 def _stage_bytes(rank: int, parts: int, knobs: Knobs) -> tuple[float, float]:
     """A block's output goes to the next stage and its gradient to the one before, for each micro-batch of all four ranks."""
+    if "states" in knobs:
+        inside, between = stages.link_bytes(knobs["states"], rank, parts)
+        return float(inside), float(between)
     stages_per_rank = 2 if knobs["schedule"] == "interleaved_1f1b" else 1
     mine = [rank + 4 * turn for turn in range(stages_per_rank)]
     messages = sum((stage < 4 * stages_per_rank - 1) + (stage > 0) for stage in mine)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.loop import train_step
 from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.transfer import COUNTERS
 from memtune.testing.training import build
 
 KIND = "pipeline"
@@ -128,3 +131,57 @@ def portable(path: Path, folder: str, config: dict[str, Any]) -> dict[str, Any]:
         load(loaded)
         again.append(loaded.state_dict())
     return {"state": state, "again": again}
+
+
+# -- two pipelines of two stages ---------------------------------------------------------------------------------------
+
+RANKS, STAGES, COPIES = 4, 2, 2
+STATES: dict[str, dict[str, Any]] = {
+    "none": {"kind": "none"},
+    "ddp": {"kind": "ddp"},
+    "zero1": {"kind": "zero1"},
+    "zero2": {"kind": "zero2"},
+    "zero3": {"kind": "zero3"},
+    "fsdp": {"kind": "fsdp", "prefetch": 0},
+    "kept": {"kind": "fsdp", "reshard_after_forward": False},
+}
+"""What divides or replicates states among the copies of a stage."""
+
+
+def beside(states: str, more: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
+    parallel = {"kind": KIND, "degree": STAGES, **knobs}
+    return {"sharding": {"parallel": parallel, "states": STATES[states]}, **(more or {})}
+
+
+def counted(config: dict[str, Any]) -> dict[str, int]:
+    """What the second step receives, with nodes of one pipeline each."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(STAGES)
+    workload, model, optimizer = build(CHAIN)
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+    for _ in range(2):
+        COUNTERS.take()
+        tuned.step([workload.make_batch(SIZE) for _ in range(config["settings"]["execution"]["accumulate"])])
+    found: dict[str, int] = COUNTERS.take()
+    del os.environ["LOCAL_WORLD_SIZE"]
+    return found
+
+
+def link_bytes(states: str, rank: int, accumulate: int) -> tuple[int, int]:
+    """Bytes of a step inside a pipeline and from the other copy of a stage: the formulas of `memtune.factors`, with padding.
+
+    The former are what passes between the stages, and the norms of all gradients.
+    """
+    plan = candidate(CHAIN, RANKS, beside(states), accumulate=accumulate, degree=STAGES).plans["sharding.parallel"].decisions
+    stage, turns = rank % STAGES, accumulate * STAGES
+    outside = set(plan["last"] if stage else plan["first"])
+    parameters = rewriter(CHAIN, RANKS).recording.at(SIZE).parameters
+    mine = [p for p in parameters if p.name in outside or any(p.name.startswith(f"{b}.") for b in plan["stages"][stage])]
+    exact = sum(4 * prod(p.shape) for p in mine)
+    whole = sum(4 * -(-p.shape[0] // COPIES) * COPIES * prod(p.shape[1:]) for p in mine)
+    flags, loss, norms = 4 * COPIES * len(mine), 8, 4 * len(parameters)
+    inside = turns * PASSED + 2 * norms
+    if states in ("none", "ddp"):
+        return inside, exact + loss
+    if states in ("zero1", "zero2"):
+        return inside, ((whole + flags) * (turns if states == "zero2" else 1) + whole) // 2 + loss + norms
+    return inside, whole * (1 + turns if states == "kept" else 3 * turns) // 2 + loss + norms

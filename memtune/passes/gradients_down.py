@@ -111,7 +111,7 @@ def optimizer_beside_backward(
     watched = int(np.searchsorted(mine, watched_row(step, stays)))
     edit = Edit(step)
     landings = landings_in(edit, step, mine, watched, early.bucket_bytes, ranks, late=early.late)
-    if ranks > 1 and ops:
+    if ranks > 1 and stays is not None and ops:
         _alone_on_device(edit, step, np.flatnonzero(updated & stays), ops)
     first = int(without_own_update(edit, step, ops)[0])
     turns = _turns(step, mine, landings, watched, early, first)
@@ -265,7 +265,8 @@ def _alone(edit: Edit, step: Step, reduced: _Reduced, index: int, n_bytes: int, 
 
 def end_of_backward(step: Step, landings: Landings) -> int:
     """Its last op, or that of what is reduced once per step when it ends."""
-    return max(int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]), *landings.after[-1:].tolist(), -1)
+    last = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    return max(last, int(landings.after[-1])) if len(landings.after) else last
 
 
 def _turns(step: Step, mine: Rows, landings: Landings, watched: int, early: Early, first: int) -> list[Turn]:

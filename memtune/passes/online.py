@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memtune import _native
+from memtune.edit import Edit
 from memtune.passes.in_parts import elements_of
 from memtune.passes.region import BATCH_NORMS, Region
 from memtune.program import F64, READS, WRITES, Kind, Step
@@ -38,7 +39,12 @@ def online_policy(policy: Policy) -> Policy:
 
 
 def stays_within(step: Step, region: Region, policy: Policy, budget_bytes: int, told: Told) -> bool:
-    """Whether the runtime meets every request of one forward and backward.
+    """Whether the runtime meets every request of one forward and backward; arguments as for `peak_within`."""
+    return peak_within(step, region, policy, budget_bytes, told) is not None
+
+
+def peak_within(step: Step, region: Region, policy: Policy, budget_bytes: int, told: Told) -> int | None:
+    """The most bytes that are on the runtime's books in one forward and backward; None if a request does not fit.
 
     Args:
         step: The recorded step.
@@ -49,12 +55,24 @@ def stays_within(step: Step, region: Region, policy: Policy, budget_bytes: int, 
     """
     free_bytes = budget_bytes - int(region.background_bytes[0])
     if free_bytes <= 0:
-        return False
+        return None
+    player = _Player(step, region, policy.settings(free_bytes), told)
     try:
-        _Player(step, region, policy.settings(free_bytes), told).play()
+        player.play()
     except RuntimeError:  # nothing is left to evict
-        return False
-    return True
+        return None
+    return budget_bytes - free_bytes + player.peak_bytes
+
+
+def with_peak(step: Step, peak_bytes: int) -> Step:
+    """`step` with as much more at its peak as the runtime keeps there: it evicts when it must, a schedule as soon as it can."""
+    live = step.live_bytes()
+    more = peak_bytes - int(live.max(initial=0))
+    if more <= 0:
+        return step
+    edit, at = Edit(step), np.asarray([live.argmax()], np.int32)
+    edit.add_storages(np.asarray([more], np.int64), producer=at, held_until=at)
+    return edit.done()
 
 
 def least_budget_bytes(step: Step, region: Region, policy: Policy, too_little_bytes: int, told: Told) -> int | None:
@@ -136,6 +154,11 @@ class _Player:
             self._books.make_room(self._needs_bytes(row, fresh))
             for storage in fresh:
                 self._watch(storage)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was on the books."""
+        return int(self._books.counted()["peak_bytes"])
 
     def _needs_bytes(self, row: int, fresh: list[int]) -> int:
         return sum(int(self._step.bytes[each]) for each in fresh) + self._told.scratch.get(self._name(row), 0)

@@ -299,11 +299,11 @@ def _rank(parts: Parts, rank: int, held: npt.NDArray[np.bool_]) -> Step:
 
 
 def _keep_to_the_end(parts: Parts, rows: Rows, stage: int) -> None:
-    """What is gathered once, and not only to be copied out, is there until the last backward has ended."""
+    """What is gathered once, and not only to be copied out, is there until its backward in the last micro-batch."""
     first = np.flatnonzero((parts.stage == stage) & (parts.step.op_phase > Phase.FORWARD))
-    if len(first):
-        for storage in parts.kept[parts.step.held_until[parts.kept] >= first[0]].tolist():
-            rows.hold((stage, 0), storage, rows.n_ops - 1)
+    if len(first) and len(parts.once):
+        weights = parts.kept[parts.step.held_until[parts.kept] >= first[0]]
+        rows.hold_as((stage, 0), weights, (stage, parts.how.micro_batches - 1))
 
 
 def _kept_bytes(parts: Parts, stages: Sequence[int]) -> int:

@@ -190,6 +190,11 @@ class Rows:
         """`storage` of a stage and micro-batch is held until that row at least."""
         self._holds.append((self.of(key, storage), until))
 
+    def hold_as(self, key: Key, storages: I32, other: Key) -> None:
+        """`storages` of a stage and micro-batch are held until where `other`, of that stage, would let go of its own."""
+        until = self._copies[other].last_row(self._step.held_until[storages])
+        self._holds += [(self.of(key, storage), row) for storage, row in zip(storages.tolist(), until.tolist(), strict=True)]
+
     def hold_all(self, key: Key, until: int) -> None:
         """All that a stage has made for a micro-batch is held until that row at least."""
         copy = self._copies[key]

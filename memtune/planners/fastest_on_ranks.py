@@ -58,6 +58,8 @@ class Partitions:
     most_judged: int = MOST_JUDGED
     _judged: dict[int, tuple[I64, F64, F64]] = field(default_factory=dict)
     """By number of stages, where Rule 1 holds: bounds, needed bytes, seconds."""
+    _even: dict[int, list[I64]] = field(default_factory=dict)
+    """By number of stages, where Rule 2 begins."""
 
     def fastest(self, counts: Sequence[int], room: F64) -> OnRanks | None:
         """The fastest one, of such with the fewest stages, whose `needed` bytes are within `room`; None where there is none.
@@ -138,6 +140,8 @@ class Partitions:
 
     def _starts(self, count: int) -> list[I64]:
         """Rule 2: where it begins, as places among `_ends`."""
+        if count in self._even:
+            return self._even[count]
         ends = self._ends
         need = np.add.reduce([self.sizes.weights, self.sizes.gradients, self.sizes.saved]).astype(np.float64)
         seconds = np.add(self.costs.forward_s, self.costs.backward_s)
@@ -145,7 +149,8 @@ class Partitions:
         assert begins is not None, "there are as many pieces"
         by_bytes = even_bytes(self.piece_bytes, count)
         by_seconds = np.searchsorted(ends, [*begins, ends[-1]])
-        return [by_seconds, np.array([0, *(end for _, end in by_bytes)])]
+        self._even[count] = [by_seconds, np.array([0, *(end for _, end in by_bytes)])]
+        return self._even[count]
 
     def _descend(self, start: I64, room: F64) -> tuple[float, float, I64]:
         """Rule 2: bytes too many, seconds and bounds of the best that is found from `start`."""

@@ -34,6 +34,7 @@ from memtune.early_updates import Trigger, staying, witness
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import count_changes
 from memtune.runtime.host_optimizer import add_gradient, before_step
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
@@ -192,6 +193,8 @@ class GradientsDown:
         if self._bucket:
             self._send()
         self._arrive()
+        if self._witness.grad is not None:
+            count_changes(self._witness.grad)
         self._version = -1 if self._witness.grad is None else self._witness.grad._version
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -242,7 +245,8 @@ def _moved(context: Context, parameter: nn.Parameter) -> tuple[nn.Parameter, nn.
 
 def _share_bytes(parameter: nn.Parameter, held: nn.Parameter | None) -> int:
     """Bytes of the largest rank's rows of `parameter`."""
-    divided = next((each for each in (parameter, held) if isinstance(each, DTensor)), None)
+    each: tuple[Tensor | None, ...] = (parameter, held)
+    divided = next((tensor for tensor in each if isinstance(tensor, DTensor)), None)
     if divided is None:
         return parameter.nbytes
     rows = parameter.shape[0]

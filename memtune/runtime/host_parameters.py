@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.tensor import DTensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.chunks import Chunks
@@ -293,7 +294,8 @@ def refuse_shared_memory(model: nn.Module, mine: Iterable[nn.Parameter]) -> None
     Raises:
         ApplyError: One is part of a larger tensor, or several times the same memory; says which.
     """
-    wrong = {id(each) for each in mine if each.untyped_storage().nbytes() != each.nbytes}
+    whole = [each for each in mine if not isinstance(each, DTensor)]  # a shard's memory is FSDP2's own
+    wrong = {id(each) for each in whole if each.untyped_storage().nbytes() != each.nbytes}
     if wrong:
         name = next(name for name, each in model.named_parameters() if id(each) in wrong)
         raise ApplyError(

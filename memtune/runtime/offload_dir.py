@@ -145,9 +145,11 @@ class RunFolder:
 
     Attributes:
         path: The folder.
+        kept: By name of what training can go on from: what holds its places in the folder's files.
     """
 
     def __init__(self, directory: Path) -> None:
+        self.kept: dict[str, object] = {}
         clean(directory, resumable=False)
         with contextlib.ExitStack() as undo:
             try:
@@ -175,6 +177,7 @@ class RunFolder:
         """Remove the folder and all in it."""
         for manifest in self.path.glob(f"{MANIFEST}*"):
             manifest.unlink(missing_ok=True)
+        self.kept.clear()
         self._end()
 
 

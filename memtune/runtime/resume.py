@@ -58,7 +58,7 @@ class LastStep:
         Raises:
             EnvironmentFault: What was kept cannot be read back as it was written; says whose bytes.
         """
-        forget(disk.folder().path, self._key)  # of the same model, trained before in this process
+        self._forget()  # of the same model, trained before in this process
         self._before = dead_runs(offload_dir.checked(), self._key)
         self._context.undo.callback(self._release)
         agreed = self._agreed(self._before[0].manifests[0].step if self._before else 0)
@@ -79,7 +79,7 @@ class LastStep:
         for piece in written:
             piece.swap(self._state[piece.held])
         disk.current().flush()
-        self._manifest().write(disk.folder().path)
+        self._write_manifest()
         self._remove_before()  # Rule 4
 
     def finish(self) -> None:
@@ -90,6 +90,17 @@ class LastStep:
     def _remove_before(self) -> None:
         while self._before:
             self._before.pop().remove()
+
+    def _write_manifest(self) -> None:
+        """Its places stay this run's when the optimizer is gone and the process goes on with something else."""
+        run = disk.folder()
+        run.kept[self._key] = [each for piece in self._pieces for each in (piece.ssd, piece.spare)]
+        self._manifest().write(run.path)
+
+    def _forget(self) -> None:
+        run = disk.folder()
+        forget(run.path, self._key)
+        run.kept.pop(self._key, None)
 
     def _manifest(self) -> Manifest:
         place = disk.current()
@@ -120,7 +131,7 @@ class LastStep:
         self._set(manifest.values)
         self.steps = manifest.step
         disk.current().flush()
-        self._manifest().write(disk.folder().path)
+        self._write_manifest()
 
     def _on_all_ranks(self, act: Callable[[], None]) -> None:
         """`act`, after which every rank knows whether it went well on all: what follows needs them all."""
@@ -131,7 +142,7 @@ class LastStep:
             failed = error
         if self._agreed(failed is None) == 0:
             raise failed or EnvironmentFault(
-                "Another rank cannot go on from the step that it kept.", fix="see that rank's message", code="MT363"
+                "Another rank cannot go on from the step that it kept.", fix="see that rank's message", code="MT365"
             )
 
     def _take_up_pieces(self, run: DeadRun, manifest: Manifest) -> None:
@@ -140,7 +151,7 @@ class LastStep:
         except OSError as error:
             raise EnvironmentFault(
                 f"What the run kept of step {manifest.step} cannot be read: {error.strerror}.",
-                evidence=str(run.path / TENSORS), fix="memtune clean, and go on from a checkpoint", code="MT364",
+                evidence=str(run.path / TENSORS), fix="memtune clean, and go on from a checkpoint", code="MT365",
             ) from None  # fmt: skip
         try:
             for piece, extent, counter in zip(self._pieces, manifest.pieces, manifest.counters, strict=True):
@@ -163,7 +174,7 @@ class LastStep:
 
     def _back(self, values: dict[str, Tensor]) -> None:
         """The weights as they were before anything was taken up; what the optimizer held is put back by others."""
-        forget(disk.folder().path, self._key)
+        self._forget()
         for piece in self._taken:
             assert piece.spare is not None
             _up(piece, piece.spare)

@@ -328,6 +328,7 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Backward of a micro-batch."""
         if self.before_backward is not None:
+            assert self.chunks is not None  # the schedule has set it
             self.before_backward(bwd_chunk_id == self.chunks - 1)
         with self._slot(bwd_chunk_id, backward=True):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

@@ -16,6 +16,7 @@ import numpy as np
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.calls import Calls
+from memtune.passes.schedule import run_schedule
 from memtune.program import FOREVER, Kind, Program, Step, Tier
 from memtune.runtime import activations, frozen, frozen_code, moved, random_state, tiled_loss, transfer
 from memtune.runtime.activations import ActivationTable
@@ -300,9 +301,8 @@ def _state_on_device(step: Step) -> Step:
 
 @contextmanager
 def _schedule_loses_repetitions(technique: type[Technique]) -> Iterator[None]:
-    original = _place.run_schedule
     _place.under_schedule.cache_clear()
-    with patch.object(_place, "run_schedule", lambda step, region, _: original(step, region, plain_schedule(region.graph))):
+    with patch.object(_place, "run_schedule", lambda step, region, _: run_schedule(step, region, plain_schedule(region.graph))):
         yield
     _place.under_schedule.cache_clear()
 

@@ -14,7 +14,7 @@ from memtune.hardware import Hardware
 from memtune.op_costs import op_class, op_costs
 from memtune.passes.by_data import depends_on_data
 from memtune.passes.in_parts import elements_of
-from memtune.passes.online import online_policy
+from memtune.passes.online import online_policy, with_peak
 from memtune.passes.policy import Frozen, freeze, region_trace
 from memtune.passes.region import region_of
 from memtune.program import Program, Step
@@ -25,7 +25,7 @@ from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
 from memtune.runtime.ranks import require_whole_parameters
 from memtune.schedule import Schedule
-from memtune.search_spaces.recompute._online import told_online, too_little_online
+from memtune.search_spaces.recompute._online import peak_online, told_online, too_little_online
 from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -55,7 +55,7 @@ class _Dynamic(Technique):
         """Who is evicted."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs the model to itself on one rank, and a budget that plain training exceeds and the policy meets."""
+        """Needs the model to itself, whole on every rank, and a budget that plain training exceeds and the policy meets."""
         online = self.online is not False
         reason = cannot_freeze(program, target, online=online) or self._looked_through(program, target)
         if reason is not None:
@@ -97,12 +97,15 @@ class _Dynamic(Technique):
         )
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """The model's forward and backward run as the schedule says."""
+        """The model's forward and backward run as the schedule says; online as much stays as the budget lets."""
         region = region_of(program.step)
         schedule = self._schedule(plan)
         if isinstance(region, str) or schedule.graph != region.graph.sha256:
             return program  # as the executor does: the plain model runs
-        return program.with_step(under_schedule(program.step, schedule))
+        step = under_schedule(program.step, schedule)
+        return program.with_step(
+            with_peak(step, plan.decisions["online"].get("peak_bytes", 0)) if "online" in plan.decisions else step
+        )
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward."""
@@ -145,7 +148,10 @@ class _Dynamic(Technique):
     def _online(self, program: Program, target: Target) -> dict[str, Any]:
         """What the runtime is told: the budget, what is outside of it, and rates that make costs the same in every run."""
         place = place_of(program, target)
-        return {"budget_bytes": self._budget_bytes(place, target), **told_online(place.step, target.hardware, place.buffer_bytes)}
+        budget_bytes = self._budget_bytes(place, target)
+        peak = peak_online(place.step, self.policy(), budget_bytes - place.more_bytes, target.hardware)
+        told = told_online(place.step, target.hardware, place.buffer_bytes)
+        return {"budget_bytes": budget_bytes, "peak_bytes": peak or 0, **told}
 
     def record(self, target: Target) -> dict[str, Any]:
         """The policy and its budget."""
@@ -211,11 +217,11 @@ def _enough_bytes(place: Place, policy: Policy, too_little_bytes: int, online: b
 
     A policy may fail above a budget that it meets: what is found, by bisection, is one that it does meet.
     """
-    low, high = too_little_bytes, place.plain_bytes
-    if low < place.least_bytes:
-        if solved(place, policy, place.least_bytes, online) is not None:
-            return place.least_bytes
-        low = place.least_bytes
+    low, high, least = too_little_bytes, place.plain_bytes, place.least_bytes
+    if low < least:
+        if solved(place, policy, least, online) is not None:
+            return least
+        low = least
     if solved(place, policy, high, online) is None:
         return None
     while high - low > high // 100:

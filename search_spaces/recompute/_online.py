@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from memtune.hardware import Hardware
-from memtune.passes.online import Told, least_budget_bytes, online_policy, stays_within
+from memtune.passes.online import Told, least_budget_bytes, online_policy, peak_within
 from memtune.passes.region import Region, region_of
 from memtune.program import Kind, Step, Tier
 from memtune.remat import Policy
@@ -33,6 +33,20 @@ def told_online(step: Step, hardware: Hardware, buffer_bytes: int = 0) -> dict[s
 
 
 @lru_cache(maxsize=32)
+def peak_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> int | None:
+    """The most bytes on the device while model and backward run; None where that is not within `budget_bytes`."""
+    return peak_within(step, _region(step), online_policy(policy), budget_bytes, _told(step, hardware))
+
+
+def _told(step: Step, hardware: Hardware) -> Told:
+    region, plain = _region(step), told_online(step, hardware)
+    costs = Costs(plain["flops_per_s"], plain["bytes_per_s"], plain["launch_s"])
+    sizes = zip(step.op_flops[region.rows].tolist(), step.op_traffic_bytes[region.rows].tolist(), strict=True)
+    op_s = np.asarray([costs.of(n_flops, n_bytes) for n_flops, n_bytes in sizes])
+    return Told(op_s, plain["reserve_bytes"], plain["scratch"])
+
+
+@lru_cache(maxsize=32)
 def too_little_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, more_bytes: int = 0) -> Reason | None:
     """Why a step that is decided while it runs does not stay within `budget_bytes`; a schedule made before it may.
 
@@ -43,13 +57,9 @@ def too_little_online(step: Step, policy: Policy, budget_bytes: int, hardware: H
         hardware: Whose rates make costs.
         more_bytes: What these passes add to what is besides the model's values.
     """
-    region, plain = _region(step), told_online(step, hardware)
-    costs = Costs(plain["flops_per_s"], plain["bytes_per_s"], plain["launch_s"])
-    sizes = zip(step.op_flops[region.rows].tolist(), step.op_traffic_bytes[region.rows].tolist(), strict=True)
-    op_s = np.asarray([costs.of(n_flops, n_bytes) for n_flops, n_bytes in sizes])
-    told, policy = Told(op_s, plain["reserve_bytes"], plain["scratch"]), online_policy(policy)
-    if stays_within(step, region, policy, budget_bytes - more_bytes, told):
+    if peak_online(step, policy, budget_bytes - more_bytes, hardware) is not None:
         return None
+    region, told, policy = _region(step), _told(step, hardware), online_policy(policy)
     least = least_budget_bytes(step, region, policy, budget_bytes - more_bytes, told)
     least = None if least is None else least + more_bytes
     given = format_bytes(budget_bytes)

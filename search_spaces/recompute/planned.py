@@ -58,8 +58,8 @@ class Planned(Technique):
     """Tensors may go to host memory where that is faster than to run them again; False keeps to recomputation."""
 
     by_schedule: bool = False
-    """Where a frozen schedule of all ops is faster within the same budget, it takes the plan's place; it needs one rank, and ops
-    that are the same in every step."""
+    """Where a frozen schedule of all ops is faster within the same budget, it takes the plan's place; it needs whole
+    parameters on every rank, and ops that are the same in every step."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that plain training exceeds and that some plan meets, and blocks that can run again."""

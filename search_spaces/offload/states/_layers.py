@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from memtune.errors import ApplyError
@@ -22,6 +24,7 @@ from memtune.technique import Reason, Target, Technique
 EAGER_ONLY = "compiled graphs hold the memory of parameters that come and go"
 _OTHER = "offload: {states: {kind: optimizer_cpu}}"
 _GATHERING = ("fsdp", "zero3")
+_BY_DEFAULT = (("reshard_after_forward", True), ("blocks_per_unit", 1), ("prefetch", None), ("reduce_dtype", None))
 _SCHEDULED = ("a frozen schedule", "a schedule")
 
 
@@ -49,12 +52,11 @@ def cannot_run_on_ranks(program: Program, target: Target, *, natively: bool = Tr
 
 def _not_gathered(states: Technique, program: Program, target: Target) -> Reason | None:
     """Why FSDP2 does not gather each block once for forward and once for backward, by one plain message among all ranks."""
-    knobs, sent = dict(states.knobs()), target.chosen.get("sharding.communication")
-    wanted = {"reshard_after_forward": True, "blocks_per_unit": 1, "prefetch": None, "reduce_dtype": None}
-    for name, value in wanted.items():
-        if knobs.get(name, value) is not value:
+    for name, value in _BY_DEFAULT:
+        if getattr(states, name, value) is not value:
             return Reason(f"rows of blocks come and go as FSDP2 gathers them by default, not with {name}", f"no {name}")
-    if knobs.get("degree") not in (None, target.ranks):
+    sent = target.chosen.get("sharding.communication")
+    if getattr(states, "degree", None) not in (None, target.ranks):
         return Reason("rows of blocks come and go where all ranks share a copy", "no degree")
     if sent is not None and sent.kind not in ("none", "plain"):
         return Reason(f"blocks whose rows come and go are gathered by one message, not as {sent.kind} does", "plain")
@@ -95,6 +97,7 @@ def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
     return found
 
 
+@functools.lru_cache(maxsize=8)
 def in_layers(program: Program, residency: Residency) -> Program:
     """The program with its blocks' parameters as `residency` says, and every update on the host."""
     step = stream_parameters(program.step, residency, ranks=replicas(program))

@@ -29,7 +29,8 @@ from memtune.runtime.paged_store import PagedStore
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_parameters import AtTheEnd
 from memtune.search_spaces.offload.states._chunks import beside, no_plan, sizes_of
-from memtune.search_spaces.offload.states._layers import compute_s_of_moments, require_replicas
+from memtune.search_spaces.offload.states._layers import compute_s_of_moments
+from memtune.search_spaces.offload.states._replicas import require_ddp
 from memtune.technique import Plan
 from memtune.units import MIB
 
@@ -137,7 +138,7 @@ def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | No
     Raises:
         ApplyError: The plan is none for this model, or ranks share a copy of it or would go on with different weights.
     """
-    require_replicas(context, kind)
+    require_ddp(context, "pages")
     if context.ranks > 1 and max_staleness is not None:
         raise ApplyError(
             "lock_free is for one rank: each rank's thread would update at times of its own, and weights would differ.",

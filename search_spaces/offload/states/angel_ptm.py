@@ -14,6 +14,7 @@ from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks
 from memtune.search_spaces.offload.states._pages import apply_pages, in_pages, page_bytes_for, plan_of, planned, solved
+from memtune.search_spaces.offload.states._replicas import not_replicas
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB, format_bytes
 
@@ -78,6 +79,8 @@ class AngelPtm(Technique):
         """Needs blocks that run one after the other and share nothing; several ranks must be replicas, without `lock_free`."""
         if self.lock_free and target.ranks > 1:
             return Reason("each rank's thread would update at times of its own, and weights would differ", "lock_free: false")
+        if (reason := not_replicas(target, "pages")) is not None:
+            return reason
         if self._ahead is not None and (reason := no_directory(target)) is not None:
             return reason
         return cannot_run_on_ranks(program, target, natively=self.lock_free or self._ahead is not None)

@@ -14,7 +14,8 @@ from memtune.residency import Rule, window
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.experts import ExpertOptimizer, ExpertStore
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks, require_replicas
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks
+from memtune.search_spaces.offload.states._replicas import not_replicas, require_ddp
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import format_bytes
 
@@ -66,7 +67,7 @@ class Moesys(Technique):
             return Reason(EAGER_ONLY, "execution.compile: false")
         if not (experts := experts_in(program.step)):
             return Reason("the model has no experts: modules of a block, in a list whose name says so, all with equal parameters")
-        if (reason := no_directory(target)) is not None:
+        if (reason := not_replicas(target, "experts on SSD") or no_directory(target)) is not None:
             return reason
         return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target)
 
@@ -97,7 +98,7 @@ class Moesys(Technique):
     def apply(self, context: Context, plan: Plan) -> None:
         """Experts to SSD, hooks that bring them in."""
         offload_dir.checked()
-        require_replicas(context, self.kind)
+        require_ddp(context, "experts on SSD")
         experts, blocks = experts_of(context.model, context.blocks), len(context.blocks)
         if not experts:
             raise ApplyError(

@@ -100,7 +100,7 @@ class ZeroOffload(Technique):
         """Tier of the state, when gradients go down and when the update runs."""
         trigger = "one_step_late" if self.delayed else "end_of_step"
         how = {"update": self.update, "moments": self.moments, "bucket_bytes": self._bucket_bytes}
-        late = {"late_after": self.delay_after} if self.delayed else {}
+        late: dict[str, Any] = {"late_after": self.delay_after} if self.delayed else {}
         late |= {"ratio": self.ratio} if self.ratio < 1.0 else {}
         return {"states.offload": {"optimizer": "host", "gradients": "as_they_land", "trigger": trigger, **how, **late}}
 

@@ -55,7 +55,7 @@ def small(folder: Path, optimizer: str, factor: str = "1") -> Path:
     return path
 
 
-@pytest.mark.parametrize("optimizer", ["SGD(params, momentum=0.9)", "NAdam(params)"])
+@pytest.mark.parametrize("optimizer", ["SGD(params, momentum=0.9)", "NAdam(params)", "AdamW(params, fused=True)"])
 def test_it_is_what_a_recording_of_the_live_updates_shows(optimizer: str, tmp_path: Path) -> None:
     """Ops, and live bytes of every tier at every op."""
     path = small(tmp_path, optimizer)
@@ -64,7 +64,7 @@ def test_it_is_what_a_recording_of_the_live_updates_shows(optimizer: str, tmp_pa
 
 
 def test_kernels_over_parameters_whose_state_nobody_tells_apart_are_refused(tmp_path: Path) -> None:
-    why = not_at_gradients(plain_program(small(tmp_path, "AdamW(params, fused=True)")).step)
+    why = not_at_gradients(plain_program(small(tmp_path, "AdamW(params, foreach=True)")).step)
     assert " of the optimizer works on no " in why
 
 

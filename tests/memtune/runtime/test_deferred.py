@@ -17,7 +17,7 @@ from zoo_paths import ZOO
 import memtune
 from memtune._apply import apply
 from memtune.errors import ApplyError
-from memtune.runtime.deferred import construction_of, fill_whole
+from memtune.runtime.deferred import construction_of, fill
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.sharding import rebind
 from memtune.runtime.tiers import HOST, tier
@@ -150,7 +150,7 @@ def test_what_a_module_moves_goes_to_the_device_and_plain_attributes_stay() -> N
     torch.manual_seed(0)
     model = memtune.deferred(converted, "meta")
     model.made_since = torch.ones(2)  # type: ignore[assignment]
-    fill_whole(model, torch.optim.SGD(model.parameters(), lr=1.0), rebind)
+    fill(model, torch.optim.SGD(model.parameters(), lr=1.0), rebind)
     assert all(each.is_meta for each in model.state_dict().values())
     assert torch.equal(model.mask, plain.mask)  # type: ignore[arg-type]
     assert torch.equal(model.made_since, torch.ones(2))  # type: ignore[arg-type]

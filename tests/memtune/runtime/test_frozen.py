@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,6 +214,24 @@ def test_hooks_on_parameters_see_gradients() -> None:
     got, plain = gradients(net, x), gradients(twin(), x)
     assert torch.equal(got[0], plain[0] * 2)
     assert same(seen, [plain[2]])
+
+
+def test_hooks_are_called_one_by_one_in_the_plain_order() -> None:
+    """When a gradient is handed on, later ones are not there yet: whoever reduces it lets go of it before the next op."""
+    seen: list[list[tuple[str, int]]] = []
+    for each in (frozen_net()[0], twin()):
+        seen.append([])
+        parameters = dict(each.named_parameters())
+
+        def arrived(p: Tensor, mine: list[Tensor], found: list[tuple[str, int]], names: dict[Tensor, str]) -> None:
+            found.append((names[p], sum(other.grad is not None for other in mine)))
+
+        names = {p: name for name, p in parameters.items()}
+        for p in parameters.values():
+            p.register_post_accumulate_grad_hook(partial(arrived, mine=list(names), found=seen[-1], names=names))
+        gradients(each, torch.randn(5, 6))
+    assert seen[0] == seen[1]
+    assert [there for _, there in seen[0]] == list(range(1, len(seen[0]) + 1))
 
 
 @pytest.mark.parametrize("change", ["eval", "attribute", "global", "argument", "hook", "submodule", "frozen weight", "subclass"])

@@ -206,6 +206,8 @@ def test_the_ledgers_peak_is_within_the_budget(name: str) -> None:
     budget_bytes = plan.decisions["online"]["budget_bytes"]
     assert plan.decisions["peak_bytes"] <= budget_bytes < step.peak_bytes()
     assert peak_bytes <= budget_bytes
+    predicted = technique.rewrite(Program((RankClass(1, step),), size), plan, target_of(technique)).step.peak_bytes()
+    assert peak_bytes == pytest.approx(predicted, rel=0.02)
     assert audit["online_replays"] > 0
     assert (audit["frozen_runs"] > 0) == (name != "moe"), audit["why_online"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -138,6 +139,31 @@ def test_killed_with_parameters_on_ssd_it_goes_on_to_the_bit(tmp_path: Path) -> 
 @pytest.mark.parametrize("again", [-1, 20, 33])
 def test_killed_at_every_durable_act(tmp_path: Path, again: int) -> None:
     assert killed_and_resumed(tmp_path, range(200), again) > 40
+
+
+def train_and_use_the_drive_for_more(directory: str) -> None:
+    """One step; then the process goes on without the model, writes other tensors, and ends in no orderly way."""
+    os.environ[offload_dir.VARIABLE] = directory
+    tuned = tuned_of(fresh(), "last_step")
+    tuned.step([torch.randn(4, 6)])
+    del tuned
+    gc.collect()
+    place, kept = disk.current(), []
+    for index in range(100):
+        kept.append(place.tensor(f"other.{index}", torch.empty(1000)))
+        place.store(kept[-1], torch.randn(1000)).result()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_step_is_kept_when_its_process_goes_on_with_something_else(tmp_path: Path) -> None:
+    child = FRESH.Process(target=train_and_use_the_drive_for_more, args=(str(tmp_path),))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    log = tmp_path.with_name(f"{tmp_path.name}.log")
+    assert run(tmp_path, log) == 0
+    assert log.read_text().splitlines()[0] == "start 1"
+    assert not list(tmp_path.iterdir())
 
 
 def test_from_a_checkpoint_nothing_is_kept(tmp_path: Path) -> None:

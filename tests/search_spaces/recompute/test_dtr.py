@@ -66,8 +66,8 @@ class TestDtr(TechniqueSuite):
         told = re.search(r"are enough \(budget_bytes: (\d+),", str(reason))
         assert told
         enough = int(told[1])
-        assert (enough == place_of(program, target_of(technique)).least_bytes) == reachable
         other = Dtr(budget_bytes=enough)
+        assert (enough == place_of(program, target_of(other)).least_bytes) == reachable
         assert other.fits(program, target_of(other)) is None
 
     @pytest.mark.parametrize(

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import os
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gloo import run_ranks
-from shared_layers import SEPARATE, SIZE, assert_trained_as_one, refusal, rewriter
+from shared_layers import SEPARATE, assert_trained_as_one, refusal, rewriter
 from shared_stages import (
     CHAIN,
     KIND,
     MOVED,
-    PASSED,
+    RANKS,
+    STAGES,
+    STATES,
     Found,
     assert_as_predicted,
+    beside,
     candidate,
+    counted,
     document,
+    link_bytes,
     measured_and_trained,
     portable,
     trained,
@@ -27,24 +30,7 @@ from shared_stages import (
 
 from memtune._apply import apply
 from memtune.errors import ApplyError
-from memtune.runtime.transfer import COUNTERS
 from memtune.testing.training import build
-
-RANKS, STAGES, COPIES = 4, 2, 2
-STATES: dict[str, dict[str, Any]] = {
-    "none": {"kind": "none"},
-    "ddp": {"kind": "ddp"},
-    "zero1": {"kind": "zero1"},
-    "zero2": {"kind": "zero2"},
-    "zero3": {"kind": "zero3"},
-    "fsdp": {"kind": "fsdp", "prefetch": 0},
-    "kept": {"kind": "fsdp", "reshard_after_forward": False},
-}
-
-
-def beside(states: str, more: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
-    parallel = {"kind": KIND, "degree": STAGES, **knobs}
-    return {"sharding": {"parallel": parallel, "states": STATES[states]}, **(more or {})}
 
 
 def asked(states: str, accumulate: int, more: dict[str, Any] | None = None, **knobs: Any) -> dict[str, Any]:
@@ -73,38 +59,8 @@ def test_refusals_name_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> No
 # -- on gloo ranks -----------------------------------------------------------------------------------------------------
 
 
-def counted(config: dict[str, Any]) -> dict[str, int]:
-    """What the second step receives, with nodes of one pipeline each."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(STAGES)
-    workload, model, optimizer = build(CHAIN)
-    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
-    for _ in range(2):
-        COUNTERS.take()
-        tuned.step([workload.make_batch(SIZE) for _ in range(config["settings"]["execution"]["accumulate"])])
-    found: dict[str, int] = COUNTERS.take()
-    del os.environ["LOCAL_WORLD_SIZE"]
-    return found
-
-
 def on_rank(cases: list[tuple[dict[str, Any], bool, int]]) -> list[tuple[Found, dict[str, int]]]:
     return [(measured_and_trained(CHAIN, RANKS, config, clip, accumulate), counted(config)) for config, clip, accumulate in cases]
-
-
-def between_copies(states: str, rank: int, accumulate: int) -> int:
-    """Bytes that a rank receives from the other copy of its stage in a step: the formulas of `memtune.factors`, with padding."""
-    plan = candidate(CHAIN, RANKS, beside(states), accumulate=accumulate, degree=STAGES).plans["sharding.parallel"].decisions
-    stage = rank % STAGES
-    outside = set(plan["last"] if stage else plan["first"])
-    parameters = rewriter(CHAIN, RANKS).recording.at(SIZE).parameters
-    mine = [p for p in parameters if p.name in outside or any(p.name.startswith(f"{b}.") for b in plan["stages"][stage])]
-    exact = sum(4 * prod(p.shape) for p in mine)
-    whole = sum(4 * -(-p.shape[0] // COPIES) * COPIES * prod(p.shape[1:]) for p in mine)
-    flags, turns, loss, norms = 4 * COPIES * len(mine), accumulate * STAGES, 8, 4 * len(parameters)
-    if states in ("none", "ddp"):
-        return 2 * exact // 2 + loss
-    if states in ("zero1", "zero2"):
-        return ((whole + flags) * (turns if states == "zero2" else 1) + whole) // 2 + loss + norms
-    return whole * (1 + turns if states == "kept" else 3 * turns) // 2 + loss + norms
 
 
 def check(cases: list[tuple[str, bool, int, dict[str, Any] | None]]) -> None:
@@ -121,9 +77,7 @@ def check(cases: list[tuple[str, bool, int, dict[str, Any] | None]]) -> None:
         assert_trained_as_one([run for _, run in found], wanted[clip, accumulate], atol=2e-6)
         for rank, each in enumerate(ranks):
             got = each[number][1]
-            assert got["inter_link"] == between_copies(states, rank, accumulate), (states, rank)
-            norms = 8 * len(rewriter(CHAIN, RANKS).recording.at(SIZE).parameters)
-            assert got["intra_link"] == accumulate * STAGES * PASSED + norms, (states, rank)
+            assert (got["intra_link"], got["inter_link"]) == link_bytes(states, rank, accumulate), (states, rank)
 
 
 def test_four_ranks_with_gathered_stages_train_as_one_as_predicted() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from gloo import run_ranks
 from sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
@@ -11,6 +13,7 @@ from sharding_program import program, step, target, with_parameter
 from torch import Tensor, nn
 
 from memtune._apply import apply
+from memtune.passes.replicate import Replication, replicate
 from memtune.program import FOREVER, Kind, Phase, Step
 from memtune.search_spaces.sharding.states.ddp import Ddp
 from memtune.technique import NO_PLAN
@@ -53,8 +56,6 @@ def test_buckets_hold_all_gradients_for_ever() -> None:
 
 
 def test_buckets_close_when_they_reach_their_size() -> None:
-    from memtune.passes.replicate import Replication, replicate
-
     after = replicate(step(), Replication(2, 100_000))
     found = buckets(after)
     assert sum(found) == GRADIENTS
@@ -65,14 +66,23 @@ def test_buckets_close_when_they_reach_their_size() -> None:
 
 
 def test_all_reduces_run_behind_the_backward_that_fills_them() -> None:
-    from memtune.passes.replicate import Replication, replicate
-
     after = replicate(step(), Replication(4, 100_000))
     reduced = ops(after, "c10d.allreduce_.default")
     last = int((after.op_phase == Phase.BACKWARD).nonzero()[0][-1])
     assert reduced[0] < last - 20
     assert {int(after.op_group[op]) for op in reduced} == {4}
     assert {int(after.op_phase[op]) for op in reduced} == {Phase.BACKWARD}
+
+
+def test_micro_batches_in_the_middle_hold_all_sums_throughout() -> None:
+    """A peak late in backward, where the last micro-batch has let go of sums: seen from three micro-batches on."""
+    plain = program("gpt", accumulate=3).step
+    late = replace(plain, bytes=plain.bytes.copy())
+    last = int(np.flatnonzero(plain.op_phase == Phase.BACKWARD)[-1])
+    made = np.flatnonzero((plain.producer > last - 40) & (plain.producer < last) & (plain.kind == Kind.TEMPORARY))
+    late.bytes[made[:1]] += 20_000_000
+    two, three = (replicate(late, Replication(2, 25 << 20, accumulate)).peak_bytes() for accumulate in (2, 3))
+    assert two < three == late.peak_bytes() + GRADIENTS
 
 
 def test_with_accumulation_sums_exist_beside_the_buckets_and_one_micro_batch_averages() -> None:
