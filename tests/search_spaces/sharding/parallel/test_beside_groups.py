@@ -87,12 +87,12 @@ def test_refusals_name_what_is_in_the_way() -> None:
 # -- on gloo ranks -----------------------------------------------------------------------------------------------------
 
 
-def on_rank(cases: dict[str, dict[str, Any]], clip: bool) -> dict[str, dict[str, Any]]:
+def on_rank(cases: dict[str, dict[str, Any]], ranks: int) -> dict[str, dict[str, Any]]:
     """Per config: five steps; the ledger's peak; what a step receives inside a node and between nodes."""
     os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
     found = {}
     for case, asked in cases.items():
-        run = trained(RANKS, asked, clip, 2, path=PATH)
+        run = trained(ranks, asked, True, 2, path=PATH)
         shared_layers.SEPARATE = PATH  # the model that `peak` builds
         gc.collect()  # the model before is in cycles
         run["peak"] = shared_layers.peak(asked) if shim.available() is None else 0
@@ -151,7 +151,7 @@ def test_copies_of_a_part_divide_and_gather_as_any_ranks_do(kind: str, more: lis
     """Trained as one rank does, peaks within 2 %, bytes as the formula says beside what the parts themselves send."""
     asked = {case: config(kind, case) for case in ("ddp", *more)}
     torch.set_num_threads(1)
-    found = run_ranks(on_rank, RANKS, asked, True, deadline_s=550)
+    found = run_ranks(on_rank, RANKS, asked, RANKS, deadline_s=550)
     wanted = trained(RANKS, None, True, 2, path=PATH)
     for case in asked:
         made = predicted(document(kind, case))
@@ -165,3 +165,18 @@ def test_copies_of_a_part_divide_and_gather_as_any_ranks_do(kind: str, more: lis
             sent = (run[case]["sent"].get("intra_link", 0) - own, run[case]["sent"].get("inter_link", 0))
             for ours, formula_bytes in zip(sent, (intra_bytes, inter_bytes), strict=True):
                 assert 0 <= ours - formula_bytes <= FLAGS, (case, sent, (intra_bytes, inter_bytes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hierarchical", "ho_ring", "zeropp"])
+def test_ranks_that_divide_positions_gather_by_node(how: str) -> None:
+    sharding = {"parallel": {"kind": "head_context"}, "states": FSDP, "communication": {"kind": how, "ranks_per_node": 2}}
+    asked = {"execution": {"micro_batch": SIZE, "accumulate": 2}, "sharding": sharding}
+    made = predicted(asked, 4)
+    assert isinstance(made, Candidate), made
+    plan = {slot: plan.decisions for slot, plan in made.plans.items()}
+    found = run_ranks(on_rank, 4, {how: {"settings": asked, "plan": plan}}, 4, deadline_s=280)
+    assert_trained_as_one([run[how] for run in found], trained(4, None, True, 2, path=PATH))
+    n_bytes = simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes
+    for run in found:
+        assert shim.available() is not None or abs(run[how]["peak"] - n_bytes) <= 0.02 * n_bytes
