@@ -126,8 +126,6 @@ def test_another_node_size_does_not_make_a_plan_of_another_split() -> None:
 
 
 def test_refusals_name_what_is_in_the_way() -> None:
-    both = {"parallel": {"kind": KIND}, "communication": {"kind": "zeropp"}}
-    assert "sharding.communication: zeropp does not work" in refusal(KIND, UNDRAWN, {"sharding": both})
     assert "does not divide the 2 ranks" in refusal(KIND, UNDRAWN, degree=4)
     program, here = candidate(KIND, UNDRAWN).program, hardware.detect("cpu")
     assert "each degree must be recorded" in str(HeadContext().fits(program, Target(here, 2)))
