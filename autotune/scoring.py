@@ -28,8 +28,13 @@ from memtune.technique import Reason
 Goal = Literal["throughput", "memory", "batch"]
 EVENTS_FOR = 64
 """The best this many are simulated again, op by op."""
-_SMALLEST = 4
+_ALL = ("all",)
+_SMALL = tuple(("small", place) for place in range(4))
 """So many of those that need least memory are looked around, too."""
+_SLOWER = 2.0
+"""A kind whose best takes so many times as long as the best of all is not looked around: another slot does not make up for it."""
+_MUCH = 0.01
+"""The best with a kind is looked around again when it has become so much better."""
 _PROCESSES = 4
 """At most so many score side by side: each remembers programs of its own."""
 _KEPT = 64
@@ -183,10 +188,10 @@ def score_all(space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0) -> Sco
             found.add(space)
         else:
             found.add(space.sample(SAMPLE, seed))
-            looked_around: list[Choice] = []
-            while (best := found.best(goal)) != looked_around:
-                found.add(space.around(best))
-                looked_around = best
+            looked_around: dict[Hashable, Scored] = {}
+            while promising := found.promising(goal, looked_around):
+                found.add(space.around([each.choice for each in promising.values()]))
+                looked_around |= promising
         _refine(found.by_key, side_by_side, scorer.rewriter.target.budget_bytes, goal)
     return Scores(found.by_key, dict(found.unfit), len(found.seen), found.n_merged, time.monotonic() - started)
 
@@ -238,19 +243,37 @@ class _Found:
             alike.append(prediction)
         return known or prediction
 
-    def best(self, goal: Goal) -> list[Choice]:
+    def promising(self, goal: Goal, looked_around: Mapping[Hashable, Scored]) -> dict[Hashable, Scored]:
+        """By what it is the best of, what is worth a look around: much better than what was looked around for that before.
+
+        The best of all is so however little better it is. Kinds that even at best are several times slower than that are left.
+        """
+        best = self._best(goal)
+        fastest = best[_ALL].rank(goal)[1] if goal == "throughput" and _ALL in best else math.inf
+        found = {}
+        for part, each in best.items():
+            value, before = each.rank(goal)[1], looked_around.get(part)
+            if before is not None:
+                least = 0.0 if part == _ALL else _MUCH * abs(before.rank(goal)[1])
+                if each.choice == before.choice or value > before.rank(goal)[1] - least:
+                    continue
+            if value <= _SLOWER * fastest or part in _SMALL:
+                found[part] = each
+        return found
+
+    def _best(self, goal: Goal) -> dict[Hashable, Scored]:
         """With each micro-batch and each kind of technique the best within the budget, and what needs least memory of all.
 
         One for each kind, as the few best of all are often the same but for a knob.
         """
         budget = self._scorer.rewriter.target.budget_bytes
-        best: dict[object, Scored] = {}
+        best: dict[Hashable, Scored] = {}
         for each in sorted(self.by_key.values(), key=lambda each: each.rank(goal)):
             if budget is None or each.prediction.peak_allocated_bytes <= budget:
-                for part in (each.choice.execution, *((one.slot, one.kind) for one in each.choice.techniques), "all"):
+                for part in (each.choice.execution, *((one.slot, one.kind) for one in each.choice.techniques), _ALL):
                     best.setdefault(part, each)
-        small = heapq.nsmallest(_SMALLEST, self.by_key.values(), key=lambda each: each.rank("memory"))
-        return list(dict.fromkeys(each.choice for each in (*best.values(), *small)))
+        small = heapq.nsmallest(len(_SMALL), self.by_key.values(), key=lambda each: each.rank("memory"))
+        return best | dict(zip(_SMALL, small, strict=False))
 
 
 def _refine(by_key: dict[str, Scored], side_by_side: _SideBySide, budget_bytes: int | None, goal: Goal) -> None:

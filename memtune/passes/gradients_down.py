@@ -59,15 +59,25 @@ _OPS = (
 )
 
 
-class Turn(NamedTuple):
-    """An op that is inserted: `row` is a landing's for `ADD` and `COPY`, else a parameter's among those updated.
+Turn = tuple[int, int, int]
+"""An op that is inserted, as `Turns` has it; no object of its own, since a search makes a million of them."""
 
-    In backward it goes after its anchor, else before: the first op of the step, or the first one of the optimizer.
+
+class Turns(NamedTuple):
+    """Ops that are inserted, in their order; (turns,) each.
+
+    In backward one goes after its anchor, else before: the first op of the step, or the first one of the optimizer.
     """
 
-    what: int
-    row: int
-    anchor: int
+    what: I32
+    row: I32
+    """A landing's for `ADD` and `COPY`, else a parameter's among those updated."""
+    anchor: I32
+
+    @classmethod
+    def of(cls, turns: list[Turn]) -> Turns:
+        """The same as columns."""
+        return cls(*np.ascontiguousarray(np.asarray(turns, np.int32).T))
 
 
 def staying_rows(step: Step, ratio: float) -> npt.NDArray[np.bool_]:
@@ -269,7 +279,7 @@ def end_of_backward(step: Step, landings: Landings) -> int:
     return max(last, int(landings.after[-1])) if len(landings.after) else last
 
 
-def _turns(step: Step, mine: Rows, landings: Landings, watched: int, early: Early, first: int) -> list[Turn]:
+def _turns(step: Step, mine: Rows, landings: Landings, watched: int, early: Early, first: int) -> Turns:
     """All ops in their order."""
     end = end_of_backward(step, landings)
     waits = _Waits(step, mine, watched, early.trigger)
@@ -279,21 +289,21 @@ def _turns(step: Step, mine: Rows, landings: Landings, watched: int, early: Earl
     def arrival(members: list[int], anchor: int) -> list[Turn]:
         ready = sorted(waits.ready(landings.index[members].tolist()))
         updated.update(ready)
-        adds = [Turn(ADD, row, anchor) for row in members if landings.sums[row] >= 0]
-        return adds + [Turn(UPDATE, index, anchor) for index in ready]
+        adds: list[Turn] = [(ADD, row, anchor) for row in members if landings.sums[row] >= 0]
+        return adds + [(UPDATE, index, anchor) for index in ready]
 
-    turns = [Turn(UPDATE, index, _BEGIN) for index in range(len(mine)) if early.late]
+    turns: list[Turn] = [(UPDATE, index, _BEGIN) for index in range(len(mine)) if early.late]
     before: list[int] = []
     for members in buckets:
         anchor = int(landings.after[members[-1]]) if landings.full[members[-1]] else end
         turns += arrival(before, anchor)
-        turns += [Turn(COPY, row, anchor) for row in members]
+        turns += [(COPY, row, anchor) for row in members]
         before = members
     turns += arrival(before, end)
-    turns += [Turn(COPY, WITNESS, int((step.op_phase == Phase.OPTIMIZER).argmax()))]
+    turns += [(COPY, WITNESS, int((step.op_phase == Phase.OPTIMIZER).argmax()))]
     if not early.late:
-        turns += [Turn(UPDATE, index, first) for index in range(len(mine)) if index not in updated]
-    return turns + [Turn(UP, index, first) for index in range(len(mine))]
+        turns += [(UPDATE, index, first) for index in range(len(mine)) if index not in updated]
+    return Turns.of(turns + [(UP, index, first) for index in range(len(mine))])
 
 
 class _Waits:
@@ -303,6 +313,8 @@ class _Waits:
         columns = columns_of(step.parameters)
         self._trigger, self._block = trigger, columns.block[mine].tolist()
         self._members: dict[int, set[int]] = {}
+        if trigger != "per_layer":
+            return
         for index, block in enumerate(self._block):
             if index != watched and block >= 0:
                 self._members.setdefault(block, set()).add(index)
@@ -327,7 +339,7 @@ def insert_turns(
     step: Step,
     mine: Rows,
     landings: Landings,
-    turns: list[Turn],
+    turns: Turns,
     watched: int,
     first: int,
     traffic_bytes: dict[int, I64],
@@ -344,7 +356,7 @@ def insert_turns(
         first: The optimizer's first op.
         traffic_bytes: By kind of op, where it is not the gradient's: (mine,) bytes.
     """
-    what, row, anchor = (np.asarray(column, np.int32) for column in zip(*turns, strict=True))
+    what, row, anchor = turns
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
     sizes = parameter_bytes(step)[mine]
     of_landing = np.append(landings.index, watched).astype(np.int32)  # the last: the witness
@@ -352,12 +364,12 @@ def insert_turns(
     traffic = np.where(what == ADD, 3, 1) * sizes[index]
     for kind, n_bytes in traffic_bytes.items():
         traffic = np.where(what == kind, n_bytes[index], traffic)
-    rows = np.empty(len(turns), np.int32)
+    rows = np.empty(len(what), np.int32)
     once = bool((step.op_phase[landings.after] == Phase.BOUNDARY).any())  # whole sums, reduced in the last micro-batch
     at_start, at_end = anchor == _BEGIN, anchor >= int((step.op_phase == Phase.OPTIMIZER).argmax())
     for part, where in ((at_start, "before"), (~at_start & ~at_end, "after"), (at_end, "before")):
         inside = where == "after"
-        phase = np.where((what > COPY) | once, Phase.BOUNDARY, Phase.BACKWARD) if inside else np.full(len(turns), Phase.OPTIMIZER)
+        phase = np.where((what > COPY) | once, Phase.BOUNDARY, Phase.BACKWARD) if inside else np.full(len(what), Phase.OPTIMIZER)
         phase = np.where(at_start, Phase.BOUNDARY, np.where(at_end & (what == COPY), Phase.BOUNDARY, phase))
         rows[part] = edit.add_ops(
             names[what[part]],
@@ -373,10 +385,10 @@ def insert_turns(
 
 
 def host_gradients(
-    edit: Edit, step: Step, mine: Rows, landings: Landings, watched: int, turns: list[Turn], rows: I32, late: bool
+    edit: Edit, step: Step, mine: Rows, landings: Landings, watched: int, turns: Turns, rows: I32, late: bool
 ) -> tuple[I32, I32]:
     """(mine,) the gradients on the host that this step leaves for an update, and those that its updates use."""
-    what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
+    what, row, _ = turns
     sums = np.append(landings.sums, -1)  # the last: the witness
     copies, source = rows[what == COPY], row[what == COPY]
     index = np.append(landings.index, watched)[source]
@@ -410,7 +422,7 @@ def host_gradients(
     return gradients, old
 
 
-def _update(edit: Edit, step: Step, native: Native, mine: Rows, turns: list[Turn], rows: I32, gradients: I32, old: I32) -> None:
+def _update(edit: Edit, step: Step, native: Native, mine: Rows, turns: Turns, rows: I32, gradients: I32, old: I32) -> None:
     """Masters, updates from the gradients `old`, and weights up."""
     columns = columns_of(step.parameters)
     count = len(mine)
@@ -422,7 +434,7 @@ def _update(edit: Edit, step: Step, native: Native, mine: Rows, turns: list[Turn
         held_until=np.full(count, FOREVER, np.int32),
         owner=mine.astype(np.int32),
     )
-    what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
+    what, row, anchor = turns
     updates, up = np.empty(count, np.int32), np.empty(count, np.int32)
     updates[row[what == UPDATE]], up[row[what == UP]] = rows[what == UPDATE], rows[what == UP]
     update_by(edit, step, native, mine, updates)
@@ -433,11 +445,9 @@ def _update(edit: Edit, step: Step, native: Native, mine: Rows, turns: list[Turn
     edit.add_uses(up, columns.storage[mine], mutates=True)
     # A gradient used in backward is let go with the others of its turn, one used in the step when its weight is up.
     last = up.copy()
-    end_of_turn = -1
-    for turn, op in zip(reversed(turns), rows[::-1].tolist(), strict=True):
-        end_of_turn = -1 if turn.what != UPDATE else op if end_of_turn < 0 else end_of_turn
-        if turn.what == UPDATE and turn.anchor not in (_BEGIN, turns[-1].anchor) and not narrow[turn.row]:
-            last[turn.row] = end_of_turn
+    early = np.flatnonzero((what == UPDATE) & (anchor != _BEGIN) & (anchor != anchor[-1]))
+    early = early[~narrow[row[early]]]
+    last[row[early]] = rows[_ends_of_runs(what)[early]]
     edit.hold_through(old, last)
 
 
@@ -447,27 +457,31 @@ def sums_to_host(edit: Edit, step: Step, landings: Landings) -> None:
     edit.tier[sums[sums < step.n_storages]] = Tier.HOST
 
 
-def let_go_buckets(edit: Edit, step: Step, landings: Landings, turns: list[Turn], rows: I32) -> None:
+def let_go_buckets(edit: Edit, step: Step, landings: Landings, turns: Turns, rows: I32) -> None:
     """Each bucket is let go on the device before the first op that follows its copies."""
+    copies = np.flatnonzero((turns.what == COPY) & (turns.row != WITNESS))
+    of_bucket = np.full(len(rows), -1, np.int32)
+    of_bucket[copies] = landings.bucket[turns.row[copies]]
     gone = np.empty(len(landings.raw), np.int32)
-    following = of = -1
-    for turn, after in zip(reversed(turns[:-1]), rows[:0:-1].tolist(), strict=True):
-        bucket = int(landings.bucket[turn.row]) if turn.what == COPY and turn.row != WITNESS else -1
-        if bucket != of:
-            following, of = after, bucket
-        if bucket >= 0:
-            gone[turn.row] = following
+    gone[turns.row[copies]] = rows[_ends_of_runs(of_bucket)[copies] + 1]
     edit.held_until[landings.raw] = -1
     edit.kind[landings.raw] = Kind.TEMPORARY
     edit.let_go_before(landings.raw, gone)
     if landings.watched < step.n_storages:
         edit.held_until[landings.watched] = -1
     end = end_of_backward(step, landings)
-    hung = [op for turn, op in zip(turns, rows.tolist(), strict=True) if turn.anchor == end]
-    if hung:  # what Python holds until backward returns is still there
+    hung = rows[turns.anchor == end]
+    if len(hung):  # what Python holds until backward returns is still there
         last = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
         held = (step.held_until >= last) & (step.held_until <= end) & (step.producer >= 0)
         held &= step.op_phase[step.producer] == Phase.FORWARD
         storages = np.flatnonzero(held).astype(np.int32)
         edit.hold_through(storages, np.full(len(storages), hung[-1], np.int32))
     edit.hold_to_the_end_of_step(int(rows[-1]))
+
+
+def _ends_of_runs(values: I32) -> Rows:
+    """(n,) place of the last one of the equal neighbours that each of `values` is among."""
+    ends = np.append(np.flatnonzero(np.diff(values)), len(values) - 1)
+    found: Rows = ends[np.searchsorted(ends, np.arange(len(values)))]
+    return found

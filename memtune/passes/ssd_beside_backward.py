@@ -17,6 +17,7 @@ from memtune.passes.gradients_down import (
     Landings,
     Rows,
     Turn,
+    Turns,
     end_of_backward,
     host_gradients,
     insert_turns,
@@ -58,7 +59,7 @@ def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int, ranks: int =
     rows = insert_turns(edit, step, mine, landings, turns, watched, first, traffic)
     gradients, _ = host_gradients(edit, step, mine, landings, watched, turns, rows, False)
 
-    what, row = np.asarray([turn[:2] for turn in turns], np.int32).T
+    what, row, _ = turns
     by_kind = {kind: np.empty(len(mine), np.int32) for kind in (READ, UPDATE, UP, WRITE)}
     for kind, ops in by_kind.items():
         ops[row[what == kind]] = rows[what == kind]
@@ -78,7 +79,7 @@ def _updated(step: Step) -> Rows:
     return np.flatnonzero(columns.trainable & (columns.gradient >= 0))
 
 
-def _turns(step: Step, landings: Landings, watched: int, first: int) -> list[Turn]:
+def _turns(step: Step, landings: Landings, watched: int, first: int) -> Turns:
     """All ops in their order; the rules are those of `runtime.ssd_beside_backward`."""
     end = end_of_backward(step, landings)
     turns: list[Turn] = []
@@ -86,23 +87,23 @@ def _turns(step: Step, landings: Landings, watched: int, first: int) -> list[Tur
     updating: list[int] = []
 
     def settle(anchor: int) -> None:
-        turns.extend(Turn(kind, index, anchor) for index in updating for kind in (UP, WRITE))
+        turns.extend((kind, index, anchor) for index in updating for kind in (UP, WRITE))
 
     def arrive(anchor: int) -> None:
-        turns.extend(Turn(ADD, row, anchor) for row in sent if landings.sums[row] >= 0)
+        turns.extend((ADD, row, anchor) for row in sent if landings.sums[row] >= 0)
         if sent:
             settle(anchor)
             updating[:] = landings.index[sent].tolist()
-            turns.extend(Turn(UPDATE, index, anchor) for index in updating)
+            turns.extend((UPDATE, index, anchor) for index in updating)
 
     for each in np.unique(landings.bucket):
         members = np.flatnonzero(landings.bucket == each).tolist()
         anchor = int(landings.after[members[-1]]) if landings.full[members[-1]] else end
         arrive(anchor)
-        turns += [Turn(READ, int(landings.index[row]), anchor) for row in members]
-        turns += [Turn(COPY, row, anchor) for row in members]
+        turns += [(READ, int(landings.index[row]), anchor) for row in members]
+        turns += [(COPY, row, anchor) for row in members]
         sent[:] = members
     arrive(end)
     settle(first)
     last = ((READ, watched), (COPY, WITNESS), (UPDATE, watched), (UP, watched), (WRITE, watched))
-    return turns + [Turn(kind, index, first) for kind, index in last]
+    return Turns.of(turns + [(kind, index, first) for kind, index in last])
