@@ -56,7 +56,12 @@ def _of_lists(owner: I32, storages: list[int], of_nobody: set[int]) -> None:
         of_nobody: Storages that ops without a parameter have touched: what counts steps.
     """
     first = [int(owner[s]) for s in storages]
-    count = next((n for n, each in enumerate(first) if each < 0 or each in first[:n]), len(first))
+    seen, count = set[int](), len(first)
+    for n, each in enumerate(first):
+        if each < 0 or each in seen:
+            count = n
+            break
+        seen.add(each)
     if count < 2:
         return
     for place, s in enumerate(storages[: len(storages) // count * count]):

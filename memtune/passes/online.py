@@ -17,7 +17,7 @@ from memtune import _native
 from memtune.edit import Edit
 from memtune.passes.in_parts import elements_of
 from memtune.passes.region import BATCH_NORMS, Region
-from memtune.program import F64, READS, WRITES, Kind, Step
+from memtune.program import F64, READS, WRITES, Kind, Phase, Step
 from memtune.remat import Policy
 
 
@@ -65,8 +65,11 @@ def peak_within(step: Step, region: Region, policy: Policy, budget_bytes: int, t
 
 
 def with_peak(step: Step, peak_bytes: int) -> Step:
-    """`step` with as much more at its peak as the runtime keeps there: it evicts when it must, a schedule as soon as it can."""
-    live = step.live_bytes()
+    """`step` with as much more at its peak in model and backward as the runtime keeps there.
+
+    The runtime evicts when it must, a schedule as soon as it can.
+    """
+    live = step.live_bytes()[: int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]) + 1]
     more = peak_bytes - int(live.max(initial=0))
     if more <= 0:
         return step

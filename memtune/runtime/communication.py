@@ -35,6 +35,11 @@ def communicate(context: Context, how: Communication) -> None:
     Raises:
         ApplyError: The model is not sharded by FSDP2, or its ranks are not whole nodes.
     """
+    if context.pipeline is not None:
+        raise ApplyError(
+            "sharding.communication does not work on the stages of a pipeline.",
+            fix="leave sharding.communication out", code="MT315",
+        )  # fmt: skip
     units = {name: module for name, module in context.model.named_modules() if isinstance(module, FSDPModule)}
     if not units:
         raise ApplyError(

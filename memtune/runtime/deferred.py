@@ -210,7 +210,7 @@ def fill_shards(model: nn.Module) -> None:
         if id(old) in shards:
             _fill_shard(shards[id(old)], mine, construction.device)
             return
-        _put(places[name], _value(places[name], mine, construction))
+        _put(places[name], _like(places[name], mine, construction))
 
     construction.run(place)
 

@@ -22,7 +22,7 @@ Rule 7. Replicas have all experts, each its own copy on SSD. Before a block's ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +63,10 @@ class ExpertOptimizer(SsdOptimizer):
     def __init__(self, context: Context, experts: Sequence[Expert], slots: int, rule: Rule, on_device: int) -> None:
         parameters = list(context.model.parameters())
         mine = {parameters[index] for expert in experts for index in expert.parameters}
-        super().__init__(context, master=False, ahead=0, chosen=mine)
         self._group = dist.new_group() if context.ranks > 1 else None  # of its own: DDP's messages go at other moments
+        if self._group is not None:
+            context.undo.callback(dist.destroy_process_group, self._group)
+        super().__init__(context, master=False, ahead=0, chosen=mine)
         piece_of = {piece.device: piece for piece in self._pieces}
         self.pieces = [[piece_of[parameters[i]] for i in each.parameters if parameters[i] in piece_of] for each in experts]
         self.expert_of = {piece.device: expert for expert, pieces in enumerate(self.pieces) for piece in pieces}
@@ -78,7 +80,6 @@ class ExpertOptimizer(SsdOptimizer):
         self.moment = 0
         self.made_up = 0
         before_step(self._optimizer, lambda *_: self._update_rest())
-        self._optimizer.register_state_dict_pre_hook(lambda _: self.flush())
 
     # -- host memory -------------------------------------------------------------------------------------------------------
 
@@ -120,6 +121,11 @@ class ExpertOptimizer(SsdOptimizer):
         return hosts
 
     @torch.no_grad()
+    def verify(self, only: Container[nn.Parameter] | None = None) -> None:
+        """As `SsdOptimizer.verify`, of what is on SSD once all that is on the way has been written."""
+        self.flush()
+        super().verify(only)
+
     def flush(self) -> None:
         """Everything is on SSD as after the last step."""
         missed = {self.expert_of[parameter] for parameter in self._missed}
@@ -176,7 +182,11 @@ class ExpertOptimizer(SsdOptimizer):
         """On the device, one after the other: the host's is let go before what comes back is taken."""
         mine, piece.held.grad = piece.held.grad, None
         device = piece.device.device
-        whole = torch.zeros(piece.held.shape, device=device) if mine is None else torch.ops.memtune.to_device(mine, device)
+        whole = (
+            torch.zeros(piece.held.shape, dtype=piece.held.dtype, device=device)
+            if mine is None
+            else torch.ops.memtune.to_device(mine, device)
+        )
         del mine
         torch.ops.memtune.all_reduce_(whole, group.group_name, group.size(), "avg")
         host = torch.ops.memtune.to_host(whole)
@@ -338,7 +348,6 @@ class ExpertStore(ParameterStore):
 
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """As copies: whoever loads a state dict may write into the tensors of this one."""
-        self._held_by.flush()
         self._held_by.verify(set(module.parameters()))
         super()._into_state_dict(module, state, prefix, metadata)
         for name, parameter in module.named_parameters(remove_duplicate=False):

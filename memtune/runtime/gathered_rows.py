@@ -107,11 +107,20 @@ def _unit(context: Context, name: str) -> Any:
 
 
 class _Counted(DTensor):
-    """A gradient that clipping by norm changes by itself, unless told to use foreach kernels: those take DTensors alone."""
+    """A gradient whose version tells of foreach kernels as well: those change DTensors without counting."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.endswith("_") and args and isinstance(args[0], list | tuple):
+            for each in args[0]:
+                if isinstance(each, cls):
+                    torch.autograd.graph.increment_version(each)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def count_changes(gradient: Tensor) -> None:
-    """Have the version of `gradient` tell of changes in place: foreach kernels change DTensors without counting."""
+    """Have the version of `gradient` tell of all changes in place: clipping by norm, a gradient scaler."""
     if type(gradient) is DTensor:
         gradient.__class__ = _Counted
 

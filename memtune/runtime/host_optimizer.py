@@ -294,7 +294,7 @@ def _refuse_parts(optimizer: Optimizer) -> None:
         raise ApplyError(
             f"{kind.__name__} cannot update some parameters on the device and others on the host.",
             evidence=f"It is none that is known to update parameters one by one, as {', '.join(sorted(ONE_BY_ONE))} are.",
-            fix="set  device_cache: false  for offload.states", code="MT318",
+            fix="ratio: 1.0 (zero_offload) or  device_cache: false (angel_ptm)  for offload.states", code="MT318",
         )  # fmt: skip
 
 

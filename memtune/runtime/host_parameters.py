@@ -94,6 +94,7 @@ class HostParameters:
         self._there: set[int] = set(range(len(self._units)))
         self._on_the_way: tuple[nn.Parameter, Tensor, Tensor] | None = None
         self._versions: dict[nn.Parameter, int] = {}
+        self._averaged: set[nn.Parameter] = set()
         self.loaded_bytes = 0
         context.undo.callback(self._bring_all)
         if self._gathered is not None:
@@ -187,6 +188,7 @@ class HostParameters:
     @torch.no_grad()
     def _average(self, parameter: nn.Parameter) -> None:
         if self._group is not None:
+            self._averaged.add(parameter)
             assert parameter.grad is not None
             torch.ops.memtune.all_reduce_(parameter.grad, self._group.group_name, self._group.size(), "avg")
 
@@ -212,10 +214,22 @@ class HostParameters:
 
     def _note_versions(self) -> None:
         """Backward has ended: gradients that are changed from here on are noticed."""
+        self._require_all_averaged()
         left = {p: p.grad for p in self._outside if p.grad is not None and self._landing}
         for gradient in left.values():
             count_changes(gradient)
         self._versions = {p: gradient._version for p, gradient in left.items()}
+
+    def _require_all_averaged(self) -> None:
+        """Ranks average gradients one by one as they land: one that runs other blocks would have averaged others with others."""
+        averaged, self._averaged = self._averaged, set()
+        missing = [] if self._group is None or not self._landing else [p for p in self._trained if p not in averaged]
+        if missing:
+            raise ApplyError(
+                f"{len(missing)} parameters of the blocks got no gradient in this backward.",
+                evidence="Ranks average gradients of blocks one by one, so every rank must have each of them, every time.",
+                fix="sharding: {states: {kind: fsdp}}, or a model whose ranks run the same blocks", code="MT364",
+            )  # fmt: skip
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """All are let go before the weights change, and gradients must be those that backward left."""

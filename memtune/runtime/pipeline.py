@@ -40,7 +40,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.elsewhere import Elsewhere, NormAlone, keep_own
 from memtune.runtime.loop import LossFunction
 from memtune.runtime.own_outputs import OwnOutputs
-from memtune.runtime.ranks import require_groups, require_ranks
+from memtune.runtime.ranks import are_there, require_groups, require_ranks
 from memtune.runtime.sharding import meshes
 from memtune.runtime.stage import Run, Stage, StageModule, become_pieces, one_form
 from memtune.runtime.tensor import mix_plain_and_sharded
@@ -115,6 +115,11 @@ class Pipeline:
             ApplyError: A rank has several stages, or first and last stage share a weight.
         """
         layout = self._layout
+        if self._context.activations.slots is not None:
+            raise ApplyError(
+                f"offload.activations: {{kind: pipelined}} does not work beside sharding.states: {{kind: {kind}}} on stages.",
+                fix="sharding: {states: {kind: zero1}}", code="MT315",
+            )  # fmt: skip
         tied = sorted(layout.first & layout.last)
         several = f"A rank has {len(layout.stages) // layout.degree} stages." if len(layout.stages) > layout.degree else ""
         if several or tied:
@@ -167,10 +172,25 @@ class Pipeline:
     def _schedule(self, model: nn.Module, loss_function: LossFunction, batches: Sequence[Any]) -> tuple[Any, list[StageModule]]:
         """Torch's schedule for `batches`, and what it calls here; kept until a step has others."""
         form = one_form(batches)
-        if self._made_for != (len(batches), form):
+        if self._is_new(len(batches), form):
             self._made = self._make(self.run.probe(model, loss_function, batches[0]), len(batches))
             self._made_for = len(batches), form
         return self._made
+
+    def _is_new(self, count: int, form: Any) -> bool:
+        """Whether a schedule must be made. A probe gathers what FSDP2 divides among pipelines: all of them probe if one does."""
+        new: bool = self._made_for != (count, form)
+        if self.run.ended is None or self._sharers is None or not are_there(self._context.model):
+            return new
+        told = torch.tensor([int(new), count, -count], device=self._context.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._sharers)
+        any_new, most, least = told.tolist()
+        if most != -least:
+            raise ApplyError(
+                f"Pipelines that divide each other's stages bring {-least} to {most} micro-batches.",
+                fix="the same number on all ranks", code="MT391",
+            )  # fmt: skip
+        return bool(any_new)
 
     def _make(self, like: Tensor, count: int) -> tuple[Any, list[StageModule]]:
         layout, rank = self._layout, self._group.rank()

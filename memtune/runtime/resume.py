@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import EnvironmentFault
@@ -49,7 +50,6 @@ class LastStep:
         self._key = self._key_of()
         self._before: list[DeadRun] = []
         self._taken: list[Piece] = []
-        self._gathered = False
         self.steps = 0
 
     def resume(self) -> int:
@@ -123,22 +123,25 @@ class LastStep:
 
     def _take_up(self, run: DeadRun, manifest: Manifest) -> None:
         buffers = {name: local(value).clone() for name, value in self._buffers()}
-        self._context.undo.callback(self._back, buffers | _random(self._context))
+        weights = {} if self._context.gather_rows is None else {p: local(p).detach().to("cpu", copy=True) for p in self._whole()}
+        self._context.undo.callback(self._back, buffers | _random(self._context), weights)
         self._on_all_ranks(lambda: self._take_up_pieces(run, manifest))
         if self._context.gather_rows is not None:
-            self._gathered = True
             self._context.gather_rows()
         self._set(manifest.values)
         self.steps = manifest.step
+        self._on_all_ranks(self._keep_again)
+
+    def _keep_again(self) -> None:
         disk.current().flush()
         self._write_manifest()
 
     def _on_all_ranks(self, act: Callable[[], None]) -> None:
         """`act`, after which every rank knows whether it went well on all: what follows needs them all."""
-        failed: EnvironmentFault | None = None
+        failed: Exception | None = None
         try:
             act()
-        except EnvironmentFault as error:
+        except Exception as error:  # whatever it is, the others wait for this rank
             failed = error
         if self._agreed(failed is None) == 0:
             raise failed or EnvironmentFault(
@@ -172,14 +175,22 @@ class LastStep:
         piece.swap(state)
         self._taken.append(piece)
 
-    def _back(self, values: dict[str, Tensor]) -> None:
-        """The weights as they were before anything was taken up; what the optimizer held is put back by others."""
+    def _whole(self) -> list[nn.Parameter]:
+        """Weights of which this rank updates rows and is given the others."""
+        return [parameter for parameter in self._context.represented if not isinstance(parameter, DTensor)]
+
+    @torch.no_grad()
+    def _back(self, values: dict[str, Tensor], weights: dict[nn.Parameter, Tensor]) -> None:
+        """The weights as they were before anything was taken up, of this rank alone: others may not have failed.
+
+        What the optimizer held is put back by others.
+        """
         self._forget()
         for piece in self._taken:
             assert piece.spare is not None
             _up(piece, piece.spare)
-        if self._gathered and self._context.gather_rows is not None:
-            self._context.gather_rows()
+        for parameter, value in weights.items():
+            parameter.copy_(value)
         self._set(values)
 
     def _release(self) -> None:

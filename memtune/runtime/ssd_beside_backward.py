@@ -16,7 +16,7 @@ Rule 4. `optimizer.step()` completes the last bucket, and updates what backward 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -54,7 +54,6 @@ class SsdBesideBackward(SsdOptimizer):
         self._under_way: list[Future[None]] = []
         self._used: set[nn.Parameter] = set()  # updated in the backward of this step
         self.n_early = 0
-        self._optimizer.register_state_dict_pre_hook(lambda _: self._settle())
 
     def start_late(self) -> None:
         """No update is late."""
@@ -82,6 +81,11 @@ class SsdBesideBackward(SsdOptimizer):
                 host, gradient, piece.held.grad = self._reading.pop(parameter), piece.held.grad, None
                 self._updating.append((piece, host, gradient))
                 self._on_host(piece, host, gradient, seed)
+
+    def verify(self, only: Container[nn.Parameter] | None = None) -> None:
+        """As `SsdOptimizer.verify`, of what is on SSD once all that is on the way has been written."""
+        self._settle()
+        super().verify(only)
 
     @torch.no_grad()
     def _settle(self) -> None:

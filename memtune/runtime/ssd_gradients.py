@@ -45,6 +45,8 @@ class SsdGradients:
 
     def starts_down(self, parameter: nn.Parameter) -> None:
         """Rule 2: its copy to the host has begun."""
+        if (left := self._sums.pop(parameter, None)) is not None:  # of a backward that ended in an error
+            transfer.abandon(left)
         if self._held[parameter].grad is not None:
             self._sums[parameter] = torch.ops.memtune.from_ssd(self._places[parameter])
 

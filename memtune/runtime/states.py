@@ -99,6 +99,11 @@ def divide(
     pipeline: Any = context.pipeline
     if pipeline is not None and factors.gradients > 1:
         pipeline.require_divisible(kind)
+    if pipeline is not None and whole_gradients:
+        raise ApplyError(
+            f"sharding.states: {{kind: {kind}}} with whole gradients of divided parameters does not work in a pipeline.",
+            evidence="They would be reduced in every micro-batch.", fix="sharding: {states: {kind: zero3}}", code="MT315",
+        )  # fmt: skip
     if p > 1:
         sharers = _sharers(context, factors) if o > p else None
         shard(
@@ -168,7 +173,7 @@ class _Levels:
         if context.pipeline is not None:
             pipeline: Any = context.pipeline
             pipeline.divided_among(divided(context, self._factors.optimizer).sharers.get_group())
-            if isinstance(first, Hop):
+            if any(isinstance(level, Hop) for level in self.rows):
                 pipeline.reduce = self._end
             return
         if isinstance(first, Partition):

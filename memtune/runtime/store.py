@@ -74,6 +74,11 @@ class ParameterStore(HostParameters):
         super().__init__(
             context, optimizer, chunks, only=only, landing=landing, copy=copy, members=members, averages=averages
         )  # fmt: skip
+        if landing and members is None and context.ranks > 1 and self._gathered is None and not averages:
+            raise ApplyError(
+                "Gradients that leave as they land would not be averaged among ranks.",
+                fix="sharding: {states: {kind: fsdp}}", code="MT364",
+            )  # fmt: skip
         self._residency = residency
         self._moment = self._end = len(residency.drops) - 1
         self._uses = order_of_use(len(self._blocks), gathered=self._gathered is not None)

@@ -28,6 +28,8 @@ from memtune.units import format_bytes, format_seconds
 _POLICIES = (replace(DTR, neighbours="closure"), replace(DTR, neighbours="own"), MEGTAICHI, COOP)
 _LEVELS = 16
 """Budgets, as parts of the plain peak, that every policy is asked for besides the real one."""
+_LEVELS_ON_RANKS = 2
+"""The same where each way to divide states is a place of its own, and each schedule is judged after its passes."""
 _NODES = 16
 _BACK = 24
 """Values that are tried once more whether they can stay."""
@@ -74,8 +76,8 @@ def _fastest(place: Place, budget_bytes: int) -> Found | None:
     A policy that has more memory may do worse, so what it does with less is looked at as well: on a grid that does not depend on
     the budget, so that a larger budget has all that a smaller one has of it.
     """
-    plain = place.plain_bytes
-    budgets = [plain * level // _LEVELS for level in range(1, _LEVELS) if plain * level // _LEVELS < budget_bytes]
+    plain, levels = place.plain_bytes, _LEVELS if place.ranks == 1 else _LEVELS_ON_RANKS
+    budgets = [plain * level // levels for level in range(1, levels) if plain * level // levels < budget_bytes]
     found = [_played(place, policy, given) for given in (*budgets, budget_bytes) for policy in _POLICIES]
     if place.step.n_ops <= _MOST_OPS:
         exact = schedule_for(place, budget_bytes, 0.0, _NODES, 0.0)

@@ -45,6 +45,9 @@ def cannot_run_on_ranks(program: Program, target: Target, *, natively: bool = Tr
         if states is None or states.kind not in ("ddp", *_GATHERING):
             why = "blocks that come and go on several ranks are whole on each, or gathered from all"
             return Reason(why, "sharding: {states: {kind: ddp}} or fsdp")
+        if ("find_unused_parameters", True) in states.knobs():
+            why = "ranks average gradients of blocks one by one as they land, so every rank must have each of them"
+            return Reason(why, "find_unused_parameters: false")
         if states.kind in _GATHERING and (reason := _not_gathered(states, program, target)) is not None:
             return reason
     return _cannot_come_and_go(program.step, target, natively)

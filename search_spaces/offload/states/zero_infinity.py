@@ -103,6 +103,10 @@ class ZeroInfinity(Technique):
                 evidence=f"{EAGER_ONLY[:1].upper()}{EAGER_ONLY[1:]}.",
                 fix="parameters: device, or  execution: {compile: false}", code="MT315",
             )  # fmt: skip
+        if self.parameters != "device" and context.ranks > 1:
+            raise ApplyError(
+                f"zero_infinity with  parameters: {self.parameters}  is for one rank.", fix="parameters: device", code="MT315"
+            )
         if (why := self._nonsense()) is not None:
             raise ApplyError(f"zero_infinity: {why.text}.", fix=why.fix, code="MT315")
         offload_dir.checked()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -10,7 +9,8 @@ import numpy as np
 from memtune.edit import Edit, accumulate_gradients
 from memtune.parameters import columns_of
 from memtune.passes.tensor import Sharing, average, sum_shards
-from memtune.program import Program, Resource
+from memtune.program import APART, Program, Resource
+from memtune.remembered import remembered
 from memtune.runtime.context import Context
 from memtune.runtime.rotate import rotate
 from memtune.search_spaces.sharding.parallel._layers import InParts, divides_states, needs_plan, of_another
@@ -59,7 +59,7 @@ class Rtp(InParts):
         edit = Edit(step)
         average(edit, step, ~rotated, ranks, _link(1, node), program.accumulate)
         if degree < ranks:
-            average(edit, step, rotated, ranks // degree, _link(degree, node), program.accumulate)
+            average(edit, step, rotated, ranks // degree + APART * (degree - 1), _link(degree, node), program.accumulate)
         return program.with_step(edit.done())
 
     def finish(self, program: Program, plan: Plan, target: Target) -> Program | Reason:
@@ -98,7 +98,7 @@ class Rtp(InParts):
         return {"in_place": (False, True)}
 
 
-@lru_cache(maxsize=32)
+@remembered
 def _going_round(program: Program, recorded: CutRecording) -> Program:
     """One object for all states: what other passes make of it is shared as well."""
     step = recorded.recording.at(program.micro_batch)

@@ -314,6 +314,15 @@ def test_stages(ranks: int) -> None:
     assert_alike(chain, ranks, {"pipeline": shared_layers.config("pipeline", ranks, path=chain)})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("states", ["zero3", "fsdp"])
+def test_stages_whose_weights_are_divided(states: str) -> None:
+    """What stands in the place of other stages' weights is no shard of FSDP2's, and stays a parameter."""
+    chain, knobs = shared_layers.MODELS / "chain.py", {"degree": 2}
+    divided = {"sharding": {"parallel": {"kind": "pipeline", **knobs}, "states": {"kind": states}}}
+    assert_alike(chain, 4, {f"{states} pipeline": shared_layers.config("pipeline", 4, divided, path=chain, **knobs)})
+
+
 def refused(path: Path) -> str:
     torch.manual_seed(torch.distributed.get_rank())
     workload = Workload.load(path)
