@@ -117,7 +117,8 @@ class Session:
             if self.fake is None:
                 yield
             else:
-                with as_in_training(self.assumed, self.optimizer, self.values), RealOutputs(self.sizes):
+                values = self.values if self.compiled is None else None  # Dynamo compiles nothing under a dispatch mode
+                with as_in_training(self.assumed, self.optimizer, values), RealOutputs(self.sizes):
                     yield
 
     def warm_up(self, size: int) -> None:

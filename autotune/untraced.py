@@ -25,7 +25,7 @@ _AS_IN_THIS_BATCH = "assumed that every batch has masks like those recorded with
 
 
 @contextmanager
-def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues) -> Iterator[None]:
+def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues | None) -> Iterator[None]:
     """Inside, code that asks fake tensors for data goes the way that it goes in training; adds to `assumed` what was assumed.
 
     Optimizers that scale by a norm (`torch.optim.Adafactor`) read numbers in every step; a fake tensor has none.
@@ -33,7 +33,7 @@ def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues)
     numbers = _Numbers(assumed)
     before = optimizer.register_step_pre_hook(lambda *_: numbers.begin())
     after = optimizer.register_step_post_hook(lambda *_: numbers.end())
-    looks = batch.watched(assumed) if "transformers" in sys.modules else nullcontext()
+    looks = batch.watched(assumed) if batch is not None and "transformers" in sys.modules else nullcontext()
     try:
         with _one_sequence(assumed), unnoticed(), looks:
             yield

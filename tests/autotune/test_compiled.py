@@ -103,6 +103,12 @@ def test_what_cannot_be_compiled_is_a_reason() -> None:
     assert "does not support RNN, GRU, or LSTM" in str(found)
 
 
+def test_transformers_in_the_process_changes_nothing() -> None:
+    """Models that look at their masks are watched by a dispatch mode, under which Dynamo compiles nothing."""
+    pytest.importorskip("transformers")
+    assert not isinstance(candidate("lora", "blocks"), Reason)
+
+
 def test_a_compiled_model_is_one_piece_and_equal_choices_are_recorded_once() -> None:
     recordings = compiled("tied")
     assert recordings(Compiling("model", "aot_eager")) is recordings(Compiling("model", "aot_eager"))
