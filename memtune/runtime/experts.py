@@ -126,6 +126,7 @@ class ExpertOptimizer(SsdOptimizer):
         self.flush()
         super().verify(only)
 
+    @torch.no_grad()
     def flush(self) -> None:
         """Everything is on SSD as after the last step."""
         missed = {self.expert_of[parameter] for parameter in self._missed}
