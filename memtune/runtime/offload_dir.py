@@ -136,6 +136,23 @@ def _mounted_at(path: Path) -> str:
     return max(under, key=lambda each: len(each.at.parts)).kind if under else ""
 
 
+def free_bytes() -> int | None:
+    """On the drives of all directories that the user allows, what can be written, dead runs' files counted in; None: not known.
+
+    What training could go on from stays where it is.
+    """
+    drives: dict[int, int] = {}
+    try:
+        for root in map(Path, all_allowed()):
+            left = sum(each.n_bytes for each in orphans(root) if not each.resumable)
+            there = os.statvfs(root)
+            device = os.stat(root).st_dev
+            drives[device] = max(drives.get(device, 0), there.f_bavail * there.f_frsize) + left
+    except (OSError, ValueError):
+        return None
+    return sum(drives.values()) if drives else None
+
+
 class RunFolder:
     """A folder of this process's own, mode 0700, locked while it lives and removed by `close` or at a normal end.
 
