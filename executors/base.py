@@ -12,6 +12,9 @@ from memtune.runtime.op_times import OpTime
 
 Status = Literal["ok", "oom", "timeout", "crash", "unfit"]
 
+NO_ROOM = ("MT362", "MT366")
+"""Errors of the environment that are no fault of it: a config asks for more than there is on SSD or in host memory."""
+
 
 class Trial(BaseModel):
     """One candidate to be built and measured for real, as plain data."""

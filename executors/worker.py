@@ -26,7 +26,7 @@ from memtune._apply import Tuned, apply, begins_with_shards
 from memtune.batches import split_batch
 from memtune.config import TunedConfig, load_config
 from memtune.errors import ApplyError, MemtuneError
-from memtune.executors.base import Trial
+from memtune.executors.base import NO_ROOM, Trial
 from memtune.executors.evidence import GradientRecord, gradient_records, gradients_of, record_of, sha256_of, sha256_of_all
 from memtune.runtime.deferred import deferred
 from memtune.runtime.ledger import Ledger
@@ -38,9 +38,6 @@ from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.units import bytes_in_words
 from memtune.workload import Workload
-
-NO_ROOM = ("MT362", "MT366")
-"""Errors of the environment that are no fault of it: the config asks for more than there is."""
 
 
 @dataclass

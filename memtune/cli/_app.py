@@ -193,7 +193,7 @@ def clean(
     directory: Annotated[Path | None, typer.Argument(metavar="DIR", help="Default: $MEMTUNE_OFFLOAD_DIR.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Remove what dead runs left in an offload directory."""
+    """Remove what your dead runs left in an offload directory, what training could go on from (resume: last_step) included."""
     from memtune.cli import _tools
 
     return _tools.clean(directory, as_json)

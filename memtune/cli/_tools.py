@@ -33,6 +33,7 @@ def trial(given: dict[str, Any]) -> int:
     _options.offload_dir(given, for_trials=True)
 
     from memtune.autotune.trials import run_trial
+    from memtune.executors.base import NO_ROOM
     from memtune.technique import Reason
 
     def run(config: TunedConfig) -> TrialResult:
@@ -51,7 +52,7 @@ def trial(given: dict[str, Any]) -> int:
 
     with results() as stream:
         result = run(tuned)
-        if result.status == "unfit" and not tuned.plan:  # settings alone, and a technique that needs its plan
+        if result.status == "unfit" and not tuned.plan and not result.reason.startswith(NO_ROOM):  # a technique may need its plan
             found = _planned(tuned, given, device, ranks)
             if isinstance(found, Reason):
                 result = result.model_copy(
@@ -174,7 +175,8 @@ def clean(directory: Path | None, as_json: bool) -> int:
         emit({"schema": SCHEMA, "removed": [{"path": str(each.path), "bytes": each.n_bytes} for each in removed]})
         return 0
     for each in removed:
-        print(f"removed {each.path}: {format_bytes(each.n_bytes)}")
+        kept = ", from which training could have gone on" if each.resumable else ""
+        print(f"removed {each.path}: {format_bytes(each.n_bytes)}{kept}")
     if not removed:
         print("nothing to remove")
     return 0

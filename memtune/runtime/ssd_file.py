@@ -182,6 +182,7 @@ class SsdFile:
     def _error(self, name: str, error: int, block: int, wanted: int = 0) -> EnvironmentFault:
         full = error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         what, fix, code = _FULL if full else _FAILURES.get(error, _OTHER)
+        fix = "raise the limit on the size of files (ulimit -f), or move less to SSD" if error == errno.EFBIG else fix
         text = os.strerror(error) if error > 0 else "it was given up"
         free = os.statvfs(self.path.parent)
         room = f"{format_bytes(wanted)} more wanted, {format_bytes(free.f_bavail * free.f_frsize)} free in {self.path.parent}"

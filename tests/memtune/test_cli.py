@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from zoo_paths import ZOO
 
 from memtune import cli
 from memtune.config import load_config
@@ -260,12 +261,36 @@ def test_clean_removes_what_dead_runs_left(tmp_path: Path, capsys: pytest.Captur
     left = tmp_path / "memtune-run-1-x"
     left.mkdir(mode=0o700)
     (left / "tensors").write_bytes(bytes(5000))
+    (kept := tmp_path / "memtune-run-2-x").mkdir(mode=0o700)
+    (kept / "manifest-0").touch()
     assert cli.run(["clean", str(tmp_path)]) == 0
-    assert str(left) in capsys.readouterr().out
+    dead, resumable = capsys.readouterr().out.splitlines()
+    assert str(left) in dead
+    assert "could have gone on" not in dead
+    assert f"{kept}: 0 B, from which training could have gone on" in resumable
     assert not left.exists()
     assert cli.run(["clean", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["removed"] == []
     assert cli.run(["clean", str(tmp_path / "missing")]) == 3
+
+
+@pytest.mark.slow
+def test_a_trial_that_has_no_room_is_unfit_once_and_leaves_nothing(tmp_path: Path):
+    """A file may not grow beyond 1 MiB; no plan is made for what no plan would help."""
+    config = tmp_path / "c.yaml"
+    config.write_text("memtune: 1\nsettings: {execution: {micro_batch: 4}, offload: {states: {kind: zero_infinity}}}\n")
+    (drive := tmp_path / "drive").mkdir()
+    limit = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20,) * 2); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-m", "memtune", "trial", str(ZOO["gpt"]), "--config", str(config), "--device", "cpu"]
+    command += ["--offload-dir", str(drive)]
+    done = subprocess.run([sys.executable, "-c", limit, *command], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "unfit: MT362 There is no room for the optimizer state of" in done.stderr
+    assert "ulimit -f" in done.stderr
+    assert "recording" not in done.stderr
+    assert not list(drive.iterdir())
 
 
 def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]):

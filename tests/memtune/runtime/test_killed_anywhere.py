@@ -54,11 +54,11 @@ def train(directory: str, kind: str, config: dict[str, Any], kill_at: int, updat
     torch.set_num_threads(1)
     workload, model, optimizer = build(ZOO[_model(kind)])
     kill_before_act(kill_at, updater)
-    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
-    torch.manual_seed(SEED)
-    losses = []
+    losses: list[float] = []
     with open(log, "w") as out:
         try:
+            tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+            torch.manual_seed(SEED)
             for _ in range(STEPS):
                 with tier(HOST):
                     batches = [workload.make_batch(2)]
@@ -143,6 +143,7 @@ def killed_before_acts(tmp_path: Path, kind: str, acts: range, *, updater: bool 
     return killed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_trainer_leaves_nothing_that_its_updaters_or_clean_do_not_remove(tmp_path: Path) -> None:
     assert killed_before_acts(tmp_path, "smart_infinity", range(12, 13)) == 1
