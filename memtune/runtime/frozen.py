@@ -4,11 +4,11 @@ Rule 1. The first call with arguments of new shapes captures the region on fake 
         those that the schedule is for, code is written for it once (`runtime.frozen_code`); else the plain module runs.
 Rule 2. Before each run everything that the capture took for granted is checked (`runtime.guards`); if something differs, the
         plain module runs. So a difference costs memory and time, never a wrong gradient.
-Rule 3. Autograd nodes stand for the region: `_Leave` hands out what forward made and takes the gradients in, so that the
-        schedule alone holds them; `_Whole` runs the backward, and puts each parameter's gradient in place as soon as it is
-        there. Where the caller asked for gradients instead (`autograd.grad`), they are returned.
-Rule 4. On several ranks, and where a parameter has hooks, a chain of nodes runs the backward in pieces: one `_Land` for each
-        parameter, in the order in which gradients are complete, then `_End`. So autograd itself puts each gradient in place
+Rule 3. Autograd nodes stand for the region (`runtime.frozen_nodes`): `leave` hands out what forward made and takes the
+        gradients in, so that the schedule alone holds them; `whole` runs the backward, and puts each parameter's gradient in
+        place as soon as it is there. Where the caller asked for gradients instead (`autograd.grad`), they are returned.
+Rule 4. On several ranks, and where a parameter has hooks, a chain of nodes runs the backward in pieces: one `land` for each
+        parameter, in the order in which gradients are complete, then `end`. So autograd itself puts each gradient in place
         when it is there, and calls all hooks, those in C++ too, in the order of the plain backward: what averages or divides
         gradients works as beside the plain model, and ranks may differ in whether the schedule ran.
 Rule 5. What forward was given and what it returned must not be written into before backward has read it.
@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
 from memtune.runtime.frozen_code import Code, LayoutError, generate, not_by_element
+from memtune.runtime.frozen_nodes import end, land, leave, whole
 from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
@@ -187,7 +188,7 @@ class FrozenRegion(ReplacedForward):
         call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_state())
         first: Tape | None = None
         why = ""
-        for wanted in (_is_loss, _is_any):
+        for wanted in self._wanted():
             try:
                 first = call(wanted)
                 break
@@ -207,6 +208,10 @@ class FrozenRegion(ReplacedForward):
             for gradients in guesses(first):
                 with suppress(CaptureError):
                     yield call(gradients)
+
+    def _wanted(self) -> tuple[dict[int, GradientLike] | Callable[[int, Tensor], bool], ...]:
+        """Which outputs may get a gradient, to be tried in turn: see `capture`."""
+        return _is_loss, _is_any
 
     def _token(self) -> Tensor:
         with tier(HOST):  # it is none of the model's bytes
@@ -295,12 +300,12 @@ class _Run:
         with torch.no_grad():
             self.forward()
         if self._is_watched():
-            token = _apply(_End, self, *flow) if flow else self.token
+            token = end(self, *flow) if flow else self.token
             for number in reversed(self._numbers):
-                token = _apply(_Land, self, number, token, self._state[number])
+                token = land(self, number, token, self._state[number])
         else:
-            token = _apply(_Whole, self, *(self._state[n] for n in self._numbers), *flow)
-        tensors = iter(_apply(_Leave, self, token))
+            token = whole(self, *(self._state[n] for n in self._numbers), *flow)
+        tensors = iter(leave(self, token))
         return tree_unflatten([next(tensors) if isinstance(leaf, Slot) else leaf for leaf in tape.outputs], tape.output_spec)
 
     def _is_watched(self) -> bool:
@@ -400,66 +405,3 @@ def put_in_place(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-
-
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
-
-
-class _Whole(torch.autograd.Function):
-    """The node whose backward is the region's; what flows through it is a token."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, *flow: Tensor) -> Tensor:
-        ctx.run = run
-        return run.token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, *ctx.run.all_gradients(ctx)
-
-
-class _End(torch.autograd.Function):
-    """The last node: its backward runs what is left of the region's."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, *flow: Tensor) -> Tensor:
-        ctx.run = run
-        return run.token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, *ctx.run.gradients_of_inputs()
-
-
-class _Land(torch.autograd.Function):
-    """The node whose backward has the gradient of one parameter; what flows through it is a token."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, number: int, token: Tensor, parameter: Tensor) -> Tensor:
-        ctx.run, ctx.number = run, number
-        return run.token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, None, ctx.run.token, ctx.run.gradient_of(ctx.number)
-
-
-class _Leave(torch.autograd.Function):
-    """The node behind the region's outputs: keeps their gradients for the region, gives back a token (Rule 3)."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, token: Tensor) -> tuple[Tensor, ...]:
-        ctx.run = run
-        ctx.set_materialize_grads(False)
-        outputs, run.outputs = run.outputs, ()
-        numbers = [n for n, leaf in enumerate(run.tape_outputs) if isinstance(leaf, Slot)]
-        ctx.numbers = numbers
-        ctx.mark_non_differentiable(*(out for n, out in zip(numbers, outputs, strict=True) if n not in run.differentiable))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        run = ctx.run
-        run.gradients = {n: g for n, g in zip(ctx.numbers, gradients, strict=True) if g is not None}
-        return None, run.token
