@@ -1,17 +1,18 @@
 """The way of a run that was noted once, along the ops of its tape: what the books are told before each op, and what is where.
 
 Rule 1. A value of the tape is a storage; on the books each version that an in-place op makes of it has a number of its own.
-Rule 2. What an op reads must be held on the books when it runs, whatever the budget; a path of which that is not so, or whose
-        tensors lie in another way than on the tape, is none.
+Rule 2. What an op reads must be held on the books when it runs, whatever the budget; a path of which that is not so, or of
+        which views would lie in another way than on the tape, is none.
+Rule 3. What autograd does in backward and does not do on fake tensors (copies of gradients) is on the books alone.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from memtune.runtime.call_text import bases_of, slots_in
+from memtune.runtime.call_text import bases_of, slots_in, viewed
 from memtune.runtime.online_notes import Noted, Notes, OpNote, Told
 from memtune.runtime.same_ops import places_of
 from memtune.runtime.tape import Outside, Slot, Tape
@@ -64,7 +65,8 @@ def path_of(tape: Tape, noted: Noted) -> Path | str:
     places = places_of(tape, ran, noted.n_forward)
     if isinstance(places, str):
         return places
-    made_elsewhere = next((at for at in sorted(set(range(len(ran))) - set(places)) if notes.ops[at].made), None)
+    elsewhere = sorted(set(range(noted.n_forward)) - set(places))
+    made_elsewhere = next((at for at in elsewhere if notes.ops[at].made), None)
     if made_elsewhere is not None:
         return f"{ran[made_elsewhere].about.name} runs, and is not seen on fake tensors"
     walked = _Walk(tape, notes, places).walk()
@@ -79,6 +81,7 @@ class _Walk:
         self._number = {Outside("gradient", at): number for number, at in notes.flowed_in}
         self._of: dict[int, int] = {}  # value → number
         self._bases = bases_of(tape)
+        self._viewed = viewed(tape, self._bases)
 
     def walk(self) -> Path | str:
         notes, tape, begin = self._notes, self._tape, self._notes.forward_end + len(self._notes.flowed_in)
@@ -107,7 +110,7 @@ class _Walk:
             return f"{call.func} makes something else than on fake tensors"
         for value, made in zip(graph.makes[op], note.made, strict=True):
             base = self._bases[value]
-            if (base.size, base.stride, base.offset) != (made.size, made.stride, made.offset):
+            if value in self._viewed and (base.size, base.stride, base.offset) != (made.size, made.stride, made.offset):
                 return f"{call.func} lays out what it returns in another way than on fake tensors"
             self._of[value] = made.number
         if note.over is not None:
@@ -132,8 +135,12 @@ def _count(told: Sequence[Told]) -> int:
 
 
 def _is_held(tape: Tape, notes: Notes, path: Path) -> Iterator[bool]:
-    """For each op, and for what forward returns, whether all that is read is there at that time whatever the books decide."""
-    held = _Held(notes.told)
+    """For each op, and for all that is handed out, whether what is read is there at that time whatever the books decide."""
+    held, number_of = _Held(notes.told), dict[int, int]()
+    landed = defaultdict[int, set[int]](set)
+    for _, after, slot in tape.landed:
+        landed[after].update({slot.of} - {*tape.graph.makes[after]} if isinstance(slot.of, int) else ())
+    flowed_in = {at: number for number, at in path.flowed_in}
     for op, each in enumerate(path.ops):
         if op == tape.graph.n_forward:
             held.run_to(path.forward_end)
@@ -142,6 +149,12 @@ def _is_held(tape: Tape, notes: Notes, path: Path) -> Iterator[bool]:
         old, new = each.over or (-1, -1)
         read = {each.numbers[value] for value in tape.graph.reads[op]}
         yield all(held.has(old if number == new else number) for number in read)
+        slots = slots_in((tape.calls[op].args, tape.calls[op].kwargs))
+        yield all(held.has(flowed_in[n]) for kind, n in (s.of for s in slots if isinstance(s.of, Outside)) if kind == "gradient")
+        number_of |= each.numbers
+        yield all(held.has(number_of[value]) for value in landed[op])
+    held.run_to(len(notes.told))
+    yield all(held.has(number_of[slot.of]) for _, slot in tape.input_gradients if isinstance(slot.of, int))
 
 
 class _Held:

@@ -31,6 +31,7 @@ from memtune.remat import Policy
 from memtune.runtime.followed import Followers, Opened
 from memtune.runtime.followed_run import FollowedRun
 from memtune.runtime.guards import call_key
+from memtune.runtime.members import members_of
 from memtune.runtime.online_notes import Noted, Notes
 from memtune.runtime.online_table import OnlineTable
 from memtune.runtime.online_values import too_small
@@ -134,7 +135,7 @@ class OnlineRegion(ReplacedForward):
     def _key(self, args: Any, kwargs: Any) -> Any:
         """What decisions are looked up by: how the module is called, and which gradients and optimizer state are there."""
         called = call_key(args, kwargs)
-        gradients = sum(each.grad is not None for each in self.module.parameters())
+        gradients = sum([each.grad is not None for each in members_of(self.module)[0]])
         return None if called is None else (called, self.module.training, gradients, len(self._optimizer.state))
 
     def _table_for(self, args: Any, kwargs: Any, notes: Notes | None) -> OnlineTable:
@@ -155,8 +156,8 @@ class OnlineRegion(ReplacedForward):
 
     def _background_bytes(self, inputs: Iterable[Any]) -> int:
         """What is there throughout: parameters, buffers, gradients, optimizer state, inputs."""
-        parameters = list(self.module.parameters())
-        held = [*parameters, *self.module.buffers(), *(p.grad for p in parameters), *inputs]
+        parameters, buffers = members_of(self.module)
+        held = [*parameters, *buffers, *(p.grad for p in parameters), *inputs]
         held += tree_leaves(list(self._optimizer.state.values()))
         storages = (each for tensor in held if isinstance(tensor, Tensor) for each in storages_of(tensor))
         there = sum({each._cdata: each.nbytes() for each in storages}.values())
