@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,12 +32,13 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from memtune.errors import ApplyError
 from memtune.runtime.frozen_code import Code, LayoutError, generate, not_by_element
 from memtune.runtime.frozen_nodes import end, land, leave, whole
+from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tape import CaptureError, GradientLike, Outside, Slot, Tape, autocast_state, capture, no_autocast, shapes_of
 from memtune.runtime.tiers import HOST, tier
-from memtune.schedule import Schedule, wrong_with
+from memtune.schedule import Action, Schedule, wrong_with
 
 _MOST_CAPTURES = 16
 """Of one region; a module that is called with ever new shapes runs as it is from then on."""
@@ -179,19 +181,33 @@ class FrozenRegion(ReplacedForward):
         return self._captured[key]
 
     def _capture(self, args: Any, kwargs: Any) -> _Captured | str:
-        """Which outputs get a gradient is not known before backward: the loss if there is one among them, else all."""
-        why = ""
+        """Which outputs get which gradients is not known before backward: what gives the ops of the schedule.
+
+        First the loss if there is one among them, else all, contiguous; then guesses.
+        """
         call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_state())
+        first: Tape | None = None
+        why = ""
         for wanted in self._wanted():
             try:
-                tape = call(wanted)
+                first = call(wanted)
+                break
             except CaptureError as error:
                 why = f"it cannot be captured: {error}"
-                continue
-            why = self._differs(tape)
-            if not why:
+        if first is None:
+            return why
+        for tape in chain([first], self._others(call, first)):
+            if not self._differs(tape):
                 return _Captured(tape, Guards(self.module), call, self._token(), {_like(tape): self._coded(tape)})
-        return why
+        return self._differs(first)
+
+    def _others(self, call: Callable[..., Tape], first: Tape) -> Iterator[Tape]:
+        """Captured with other gradients, as losses have them, where forward at least is the schedule's."""
+        computed = (each.of for each in self.schedule.forward if each.action == Action.COMPUTE)
+        if max(computed, default=-1) == first.graph.n_forward - 1:
+            for gradients in guesses(first):
+                with suppress(CaptureError):
+                    yield call(gradients)
 
     def _wanted(self) -> tuple[dict[int, GradientLike] | Callable[[int, Tensor], bool], ...]:
         """Which outputs may get a gradient, to be tried in turn: see `capture`."""
