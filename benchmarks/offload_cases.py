@@ -25,6 +25,8 @@ class Sizes:
     """Micro-batches of a step."""
     batch: int
     """Of one micro-batch, which goes up."""
+    moments: int
+    """Of the optimizer, each as large as the weights."""
 
     @property
     def all(self) -> int:
@@ -76,9 +78,9 @@ def _window(width: int) -> Formula:
     )
 
 
-def _ssd(read: float, written: float, link: Formula) -> Formula:
-    """A step's reads and writes in multiples of the weights: 3 of master weight and two moments (ZeRO-Infinity, section 3)."""
-    return lambda s: {**link(s), "ssd_read": int(read * s.all), "ssd_write": int(written * s.all)}
+def _ssd(link: Formula) -> Formula:
+    """Master weights and moments are read and written once in a step: with AdamW 12 bytes each (ZeRO-Infinity, section 3)."""
+    return lambda s: {**link(s), "ssd_read": (1 + s.moments) * s.all, "ssd_write": (1 + s.moments) * s.all}
 
 
 def _updaters(s: Sizes) -> Links:
@@ -139,15 +141,15 @@ def cases() -> list[Case]:
         _states("angel_ptm", "optimizer on SSD", case={"ranks": ((1, "none"), (2, "ddp"))}, page_mib=0.01, optimizer="ssd"),
         _states("orchestrated", "disjoint", case={"ranks": REPLICAS}, group=2),
         _states("orchestrated", "token", case={"ranks": REPLICAS}, group=2, mode="token"),
-        _states("zero_infinity", "optimizer on SSD", _ssd(3, 3, _at_end)),
-        _states("zero_infinity", "3 micro-batches", _ssd(3, 3, _at_end), case=in_parts),
-        _states("zero_infinity", "parameters on the host", _ssd(3, 3, _window(2)), parameters="host"),
+        _states("zero_infinity", "optimizer on SSD", _ssd(_at_end)),
+        _states("zero_infinity", "3 micro-batches", _ssd(_at_end), case=in_parts),
+        _states("zero_infinity", "parameters on the host", _ssd(_window(2)), parameters="host"),
         _states("zero_infinity", "parameters on SSD", parameters="ssd"),
         _states("zero_infinity", "gradients too", parameters="ssd", gradients="ssd"),
         _states("smart_infinity", "2 domains", _updaters),
         _states("smart_infinity", "a tenth is sent", share=0.1),
-        _states("lohan", "defaults", _ssd(3, 3, _as_they_land), case={"ranks": DIVIDED}),
-        _states("lohan", "buckets of 5 KiB", _ssd(3, 3, _as_they_land), case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
+        _states("lohan", "defaults", _ssd(_as_they_land), case={"ranks": DIVIDED}),
+        _states("lohan", "buckets of 5 KiB", _ssd(_as_they_land), case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
         _states("moesys", "all cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}),
         _states("moesys", "6 cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}, cache=6, on_device=1),
         _states("harmony", "packs of 2", _packs(2), case=chain, backward=2),

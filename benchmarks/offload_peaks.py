@@ -39,7 +39,7 @@ from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.record import record
 from memtune.autotune.simulate import simulate
 from memtune.parameters import columns_of
-from memtune.program import Phase, Program, Recording, Resource, Step
+from memtune.program import Kind, Phase, Program, Recording, Resource, Step
 from memtune.runtime import offload_dir
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.ssd_file import Extent, SsdFile
@@ -160,7 +160,8 @@ def _sizes(case: Case, ranks: int, states: str) -> Sizes:
     block = columns.block[columns.trainable]
     batch = _bytes_on_links(step, 1)["host_to_device"]
     blocks = tuple(int(sizes[block == each].sum()) for each in range(len(step.blocks)))
-    return Sizes(blocks, int(sizes[block < 0].sum()), int(sizes.min()), case.parts, batch)
+    state = int(step.bytes[(step.kind == Kind.OPTIMIZER) & (step.producer < 0)].sum())
+    return Sizes(blocks, int(sizes[block < 0].sum()), int(sizes.min()), case.parts, batch, round(state / int(sizes.sum())))
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------
@@ -254,7 +255,8 @@ def lines(found: Sequence[Row]) -> list[str]:
         "# Offload: peaks and bytes", "", "Written by `make bench-offload`; the JSON file beside it has every number.", "",
         f"{len(ran)} runs on CPU, {len(beyond)} with a peak beyond {WITHIN:.0%} on some tier, {len(unequal)} with other bytes on "
         "a link than predicted or published. Peaks: measured over predicted, less 1, of the step that is furthest off. On CPU no "
-        "memory is page-locked; beside a GPU all of the host's is.", "",
+        "memory is page-locked; beside a GPU all of the host's is. What no pass counts: the state of random numbers that a block "
+        "which draws some and runs again keeps, 5,056 bytes on the host.", "",
         "| technique | option | model | ranks | device | off | host | off | SSD | off | bytes as predicted | as published |",
         "|---" * 12 + "|",
     ]  # fmt: skip

@@ -23,13 +23,11 @@ SOURCES = {
     "ROOTS": "GPUs behind one root complex: all four, or two and two (fm)",
     "CHANNEL_BYTES_PER_S": "what PCIe 3.0 x16 gives pinned copies, of 15.75 GB/s on the wire; shared behind one root",
     "MICRO_BATCH": "(fm)",
-    "HARDWARE": "the hardware table's RTX 3090 for the paper's 3090 Ti (fm); gathers between GPUs that cannot reach each other go "
-    "through the host, so a GPU's share of its root is what its link to the others has",
+    "HARDWARE": "the hardware table's RTX 3090 for the paper's 3090 Ti (fm); gathers between GPUs that cannot reach each other "
+    "go through the host, so a GPU's share of its root is what its link to the others has",
 }
 SHAPES = {
-    "3B": Shape(
-        32, 2560, 32, 512, 50304, "the paper's sizes by number of parameters; layers and width are ours, of GPT-3's kind"
-    ),
+    "3B": Shape(32, 2560, 32, 512, 50304, "the paper's number of parameters; layers and width are ours"),
     "8B": Shape(40, 4096, 32, 512, 50304, "as above (fm)"),
 }
 
