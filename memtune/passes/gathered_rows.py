@@ -7,13 +7,14 @@ in backward while the block after it computes, one block ahead.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.passes.units import gathering_order
-from memtune.program import I32, I64, Phase, Step
+from memtune.program import I32, I64, Kind, Phase, Step
 
 _GATHER, _COPY = "memtune.all_gather_into_.default", "fsdp.split_with_sizes_copy.default"
 
@@ -96,3 +97,32 @@ def rows_of_gradients(step: Step) -> RowsOfGradients:
         raw[summed] = read[after[summed]]
     n_bytes = (columns.numel * columns.itemsize)[mine]
     return RowsOfGradients(mine, raw, np.where(summed, gradient, -1).astype(np.int32), after, n_bytes)
+
+
+def sums_apart(step: Step) -> Step:
+    """`step` with a storage of its own for each parameter's sum of earlier micro-batches: FSDP2's rows have one for a block's."""
+    rows = rows_of_gradients(step) if gathers_of(step) is not None else None
+    if rows is None or not (rows.sums >= 0).any():
+        return step
+    parameter, sums, after, n_bytes = (each[rows.sums >= 0] for each in (rows.parameter, rows.sums, rows.after, rows.n_bytes))
+    edit = Edit(step)
+    own = edit.add_storages(
+        n_bytes, producer=np.full(len(sums), -1, np.int32), tier=step.tier[sums], kind=Kind.GRADIENT,
+        held_until=step.held_until[sums], owner=parameter,
+    )  # fmt: skip
+    edit.bytes[sums] = 0
+    at = np.full(step.n_ops, -1, np.int32)
+    at[after] = own
+    is_sum = np.zeros(step.n_storages, bool)
+    is_sum[sums] = True
+    adds = is_sum[step.use_storage] & (at[step.use_op] >= 0)
+    edit.use_storage = np.where(adds, at[step.use_op], step.use_storage).astype(np.int32)
+    later = np.flatnonzero(is_sum[step.use_storage] & ~adds & (step.use_phase >= Phase.BOUNDARY))
+    for use in later.tolist():
+        mine = own[sums == step.use_storage[use]]
+        edit.add_uses(np.full(len(mine), step.use_op[use], np.int32), mine, mutates=int(step.use_mutates[use]))
+    columns = columns_of(step.parameters)
+    gradient = columns.gradient.copy()
+    gradient[parameter] = own
+    edit.parameters = replace(columns, gradient=gradient)
+    return edit.done()
