@@ -104,10 +104,11 @@ def sums_apart(step: Step) -> Step:
     rows = rows_of_gradients(step) if gathers_of(step) is not None else None
     if rows is None or not (rows.sums >= 0).any():
         return step
-    parameter, sums, after, n_bytes = (each[rows.sums >= 0] for each in (rows.parameter, rows.sums, rows.after, rows.n_bytes))
+    summed = rows.sums >= 0
+    parameter, sums, after = (each[summed] for each in (rows.parameter, rows.sums, rows.after))
     edit = Edit(step)
     own = edit.add_storages(
-        n_bytes, producer=np.full(len(sums), -1, np.int32), tier=step.tier[sums], kind=Kind.GRADIENT,
+        rows.n_bytes[summed], producer=np.full(len(sums), -1, np.int32), tier=step.tier[sums], kind=Kind.GRADIENT,
         held_until=step.held_until[sums], owner=parameter,
     )  # fmt: skip
     edit.bytes[sums] = 0
