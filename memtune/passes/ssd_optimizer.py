@@ -38,9 +38,8 @@ class Away:
     def of(cls, step: Step) -> Away:
         """Those of what `passes.stream` made, which left them to the optimizer."""
         gradients, weights = (np.full(len(step.parameters), -1, np.int32) for _ in range(2))
-        optimizer = int(np.argmax(step.op_phase == Phase.OPTIMIZER))
-        waiting = (step.kind == Kind.GRADIENT) & (step.tier == Tier.HOST) & (step.owner >= 0) & (step.end >= optimizer)
-        used = np.flatnonzero(waiting)  # rows of a block's gradients are one storage to the optimizer, and as many here as rows
+        used = np.unique(step.use_storage[step.use_phase == Phase.OPTIMIZER])
+        used = used[(step.kind[used] == Kind.GRADIENT) & (step.tier[used] == Tier.HOST)]
         gradients[step.owner[used]] = used
         kept = np.flatnonzero((step.kind == Kind.PARAMETER) & (step.producer < 0) & (step.tier != Tier.DEVICE)).astype(np.int32)
         for each in kept.tolist():  # pages hold those of all

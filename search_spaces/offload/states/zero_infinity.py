@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune.errors import ApplyError
-from memtune.passes.gathered_rows import sums_apart
 from memtune.passes.ssd_gradients import gradients_on_ssd
 from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd
 from memtune.passes.stream import stream_parameters
@@ -99,7 +98,7 @@ class ZeroInfinity(Technique):
         if self.parameters != "device":
             read_ahead = self.read_ahead if self.parameters == "ssd" else None
             residency = window_of(program, min(self.on_device, len(step.blocks)))
-            step = stream_parameters(sums_apart(step), residency, early=False, read_ahead=read_ahead, ranks=replicas(program))
+            step = stream_parameters(step, residency, early=False, read_ahead=read_ahead, ranks=replicas(program))
             away = Away.of(step)
             if self.gradients == "ssd":
                 step, away = gradients_on_ssd(step, away)

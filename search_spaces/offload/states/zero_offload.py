@@ -150,6 +150,10 @@ class ZeroOffload(Technique):
     def _bucket_bytes(self) -> int:
         return int(self.bucket_mib * MIB)
 
+    def least_share_on_host(self) -> float:
+        """What is not left on the device; nothing of it is known before a ratio is solved for."""
+        return self.ratio or 0.0
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, when gradients go down and when the update runs."""
         trigger = "one_step_late" if self.delayed else "end_of_step"

@@ -173,6 +173,7 @@ def test_gradients_bytes_and_peak_are_those_beside_the_plain_model() -> None:
     cases = [
         case_of(path, ranks, Ddp(), Checkmate(share=0.3), 1, clip=True),
         case_of(path, ranks, Zero1(), Dtr(ratio=0.4), 2, clip=False),
+        case_of(path, ranks, Fsdp(), Checkmate(share=0.3), 2, clip=True),
     ]
     check(path, ranks, cases)
 
@@ -202,6 +203,37 @@ def test_every_schedule_beside_whole_parameters(ranks: int, states: Technique, a
     )
 
 
+BY_BLOCKS = tuple(each for each in RECOMPUTE if not isinstance(each, AttentionBoundary))
+DIVIDED = (
+    Fsdp(), Fsdp(reshard_after_forward=False, blocks_per_unit=2), Fsdp(prefetch=2, keep_root=False), Zero3(), Mics(group=2),
+    Amsp(parameters=2, gradients=2, optimizer=4),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("states", DIVIDED, ids=str)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_every_schedule_of_blocks_beside_divided_parameters(ranks: int, states: Technique, accumulate: int) -> None:
+    """Bytes on the link are those without a schedule: what runs again finds the parameters of the block's own backward."""
+    path = ZOO["gpt"]
+    if isinstance(why := candidate(path, ranks, accumulate, states), Reason):
+        pytest.skip(str(why))
+    fitting = [each for each in BY_BLOCKS if isinstance(candidate(path, ranks, accumulate, states, each), Candidate)]
+    check(path, ranks, [case_of(path, ranks, states, one, accumulate, clip=one is fitting[0]) for one in fitting])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", ["hf_llama", "autocast", "tied", "lora"])
+def test_schedules_of_blocks_of_other_models(model: str) -> None:
+    path = ZOO[model]
+    asked = [Planned(share=0.2, by_schedule=True), Dtr(ratio=0.4)]
+    fitting = [each for each in asked if isinstance(candidate(path, 2, 2, Fsdp(), each), Candidate)]
+    check(path, 2, [case_of(path, 2, Fsdp(), one, 2, clip=False) for one in fitting])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_online_each_rank_decides_and_stays_within_its_budget() -> None:
@@ -223,9 +255,9 @@ def test_online_each_rank_decides_and_stays_within_its_budget() -> None:
 # -- what does not go ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE, ids=lambda each: each.kind)
+@pytest.mark.parametrize("recompute", [AttentionBoundary(), Dtr(ratio=0.8, online=True)], ids=lambda each: each.kind)
 @pytest.mark.parametrize("states", [Fsdp(), Zero3(), Mics(group=2), Amsp()], ids=lambda each: each.kind)
-def test_divided_parameters_are_refused_by_name(states: Technique, recompute: Technique) -> None:
+def test_what_runs_ops_of_all_blocks_is_refused_by_name(states: Technique, recompute: Technique) -> None:
     found = candidate(ZOO["gpt"], 4, 2, states, recompute)
     assert f"{states.kind} gathers a block's parameters for its own calls alone" in str(found)
 
