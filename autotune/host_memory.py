@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import psutil
-
 from memtune.autotune.simulate import Prediction
 from memtune.technique import Reason, Target
 from memtune.units import format_bytes
-
-
-def available_bytes() -> int:
-    """What the kernel thinks new processes can take without swapping (`MemAvailable` of /proc/meminfo)."""
-    return int(psutil.virtual_memory().available)
 
 
 def too_little(prediction: Prediction, target: Target, there_bytes: int | None) -> Reason | None:

@@ -125,6 +125,9 @@ def predicted(driver: Driver, scored: Scored) -> dict[str, Any]:
     return {
         "peak_bytes": prediction.peak_allocated_bytes,
         "reserved_bytes": prediction.peak_reserved_bytes,
+        "host_peak_bytes": prediction.host_peak_bytes,
+        "ssd_peak_bytes": prediction.ssd_peak_bytes,
+        "ssd_written_bytes": prediction.ssd_written_bytes,
         "step_s": prediction.step_s * calibration.step_correction,
         "calibrated_by": len(calibration.step_ratios),
         "oom_probability": oom_probability(calibration, prediction.peak_allocated_bytes, driver.setup.budget_bytes),

@@ -17,7 +17,6 @@ from memtune.autotune.calibrate import calibration_of, earlier
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.compiled import CompiledRecordings
 from memtune.autotune.cut import CutRecordings
-from memtune.autotune.host_memory import available_bytes
 from memtune.autotune.lossless import batch_is_lossless
 from memtune.autotune.options import PlanOptions, TargetOptions
 from memtune.autotune.pruning import Pruner
@@ -34,6 +33,7 @@ from memtune.executors.probe import Probing, probe
 from memtune.hardware import Device, Hardware
 from memtune.program import Kind, Recording
 from memtune.runtime import shim
+from memtune.runtime.host_memory import available_bytes
 from memtune.runtime.workspace import WorkspaceTable, op_of
 from memtune.search_spaces import null
 from memtune.technique import Reason, Target

@@ -49,11 +49,12 @@ def all_allowed() -> tuple[str, ...]:
     return tuple(each for each in os.environ.get(VARIABLE, "").split(os.pathsep) if each)
 
 
-def checked(root: str | None = None) -> Path:
+def checked(root: str | None = None, *, quiet: bool = False) -> Path:
     """The directory to use, if it may be used.
 
     Args:
         root: The directory; default: `allowed()`.
+        quiet: Whoever uses it will be warned; nobody is now.
 
     Raises:
         EnvironmentFault: None was given, it is missing, not a directory, a link, on a network mount, not writable, or writable by
@@ -67,7 +68,7 @@ def checked(root: str | None = None) -> Path:
     _must_be_a_plain_directory(Path(text))
     kind = file_system(path)
     _must_not_be_on_network(path, kind)
-    if kind in _MEMORY:
+    if kind in _MEMORY and not quiet:
         warnings.warn(
             f"The offload directory {path} is in memory ({kind}): what goes there takes host memory, not a drive's.", stacklevel=2
         )
@@ -181,6 +182,23 @@ class RunFolder:
         self._end()
 
 
+def folders_of_own() -> list[RunFolder]:
+    """One in every directory that the user allows, for others to use as theirs (a trial's ranks); none where one cannot be used.
+
+    What is kept in one is never taken for what the user's own training kept, and goes with it, however those others end.
+    """
+    with contextlib.ExitStack() as undo:
+        made = []
+        for each in all_allowed():
+            try:
+                made.append(RunFolder(checked(each, quiet=True)))
+            except EnvironmentFault:  # whoever uses it says so
+                return []
+            undo.callback(made[-1].remove)
+        undo.pop_all()
+    return made
+
+
 def _remove_own(path: Path, lock: int, pid: int) -> None:
     if os.getpid() == pid:  # a forked child holds the same lock and must leave the folder alone
         if not is_resumable(path):
@@ -209,7 +227,7 @@ def orphans(directory: Path) -> Iterator[Left]:
         for entry in sorted(os.scandir(directory), key=lambda each: each.name):
             mine = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
             if mine and entry.name.startswith((_RUN, _NEW)) and _is_dead(Path(entry.path)):
-                files = [each.stat() for each in Path(entry.path).iterdir() if not each.is_symlink()]
+                files = [each.lstat() for each in Path(entry.path).rglob("*")]
                 yield Left(Path(entry.path), sum(each.st_blocks * 512 for each in files), is_resumable(Path(entry.path)))
 
 

@@ -144,10 +144,8 @@ def require_same_config(said: str, device: torch.device) -> None:
     Raises:
         ApplyError: The ranks differ; the same on all of them.
     """
-    ranks = dist.get_world_size()
-    everyone: list[Any] = [None] * ranks
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        dist.all_gather_object(everyone, said)
+    everyone = said_by_all(said, device)
+    ranks = len(everyone)
     differing = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
     if differing:
         lines = zip_longest(everyone[0].splitlines(), everyone[differing[0]].splitlines(), fillvalue="nothing")
@@ -157,6 +155,14 @@ def require_same_config(said: str, device: torch.device) -> None:
             evidence=f"Rank 0: {zero}; rank {differing[0]}: {other}.",
             fix="give all ranks one config file and one model", code="MT379",
         )  # fmt: skip
+
+
+def said_by_all(said: Any, device: torch.device) -> list[Any]:
+    """What every rank says, plain data, by rank; all of them call it, with the device of their models."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(everyone, said)
+    return everyone
 
 
 def _require_same_weights(context: Context) -> None:

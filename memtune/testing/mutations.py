@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtune.calls import Calls
 from memtune.passes.schedule import run_schedule
 from memtune.program import FOREVER, Kind, Program, Step, Tier
-from memtune.runtime import activations, frozen, frozen_code, moved, random_state, tiled_loss, transfer
+from memtune.runtime import activations, call_text, frozen, frozen_code, moved, random_state, tiled_loss, transfer
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context, Snapshot
 from memtune.runtime.kept import Keep
@@ -329,7 +329,7 @@ def _gradient_is_wrong(technique: type[Technique]) -> AbstractContextManager[Any
 
 
 def _statistics_twice(technique: type[Technique]) -> AbstractContextManager[Any]:
-    return patch.object(frozen_code, "BATCH_NORMS", frozenset())
+    return patch.object(call_text, "BATCH_NORMS", frozenset())
 
 
 def _of_schedule() -> list[Mutation]:

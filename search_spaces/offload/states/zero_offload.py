@@ -96,6 +96,10 @@ class ZeroOffload(Technique):
     def _bucket_bytes(self) -> int:
         return int(self.bucket_mib * MIB)
 
+    def least_share_on_host(self) -> float:
+        """What is not left on the device."""
+        return self.ratio
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, when gradients go down and when the update runs."""
         trigger = "one_step_late" if self.delayed else "end_of_step"

@@ -95,8 +95,10 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_uses_is_not(tmp
     child.send_signal(signal.SIGKILL)
     child.wait()
     (tmp_path / "memtune-run-link").symlink_to("/")
+    (child_of := next(tmp_path.glob(f"memtune-run-{child.pid}-*")) / "memtune-run-2").mkdir()
+    (child_of / "tensors").write_bytes(bytes(20000))
     (left,) = clean(tmp_path)
-    assert left.n_bytes >= 10000
+    assert left.n_bytes >= 30000
     assert [each.name for each in tmp_path.iterdir()] == ["memtune-run-link"]
 
 
@@ -105,6 +107,20 @@ def test_several_drives_are_a_list_of_which_one_drive_users_take_the_first(monke
         monkeypatch.setenv(VARIABLE, text)
         assert all_allowed() == found
         assert allowed() == (found[0] if found else "")
+
+
+def test_folders_of_a_dead_trial_go_with_all_that_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, f"{tmp_path}:{tmp_path}")
+    made = offload_dir.folders_of_own()
+    inner = RunFolder(made[0].path)
+    (inner.path / "manifest-0").write_bytes(bytes(5000))
+    assert not list(orphans(tmp_path)), "its owner lives"
+    for each in made:
+        each.remove()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv(VARIABLE, f"{tmp_path}:{tmp_path}/missing")
+    assert offload_dir.folders_of_own() == []
+    assert not list(tmp_path.iterdir())
 
 
 def run_child(code: str, cwd: Path) -> str:
