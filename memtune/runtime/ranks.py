@@ -105,11 +105,7 @@ def require_whole_parameters(context: Context, what: str, *, ahead: bool = False
     Raises:
         ApplyError: Parameters come and go block by block, ranks have parts of the model, or the graph would be looked through.
     """
-    if context.parts > 1 or context.pipeline is not None:
-        raise ApplyError(
-            f"{what} does not work where ranks have parts of the model.",
-            evidence="It runs the whole model itself.", fix="recompute: {kind: planned}", code="MT315",
-        )  # fmt: skip
+    require_whole_layers(context, what)
     if any(isinstance(module, FSDPModule) for module in context.model.modules()):
         raise ApplyError(
             f"{what} does not work where parameters are divided over ranks.",
@@ -122,6 +118,19 @@ def require_whole_parameters(context: Context, what: str, *, ahead: bool = False
             f"{what} does not work beside find_unused_parameters: true.",
             evidence="DDP looks for them in the graph, which is there in backward alone.",
             fix="online: false, or find_unused_parameters: false", code="MT315",
+        )  # fmt: skip
+
+
+def require_whole_layers(context: Context, what: str) -> None:
+    """Refuse what runs modules' ops itself, by a schedule made for whole layers, where ranks have parts of them.
+
+    Raises:
+        ApplyError: Ranks have parts of the model.
+    """
+    if context.parts > 1 or context.pipeline is not None:
+        raise ApplyError(
+            f"{what} does not work where ranks have parts of the model.",
+            evidence="Its schedules are for whole layers.", fix="recompute: {kind: planned}", code="MT315",
         )  # fmt: skip
 
 

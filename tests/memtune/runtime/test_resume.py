@@ -278,3 +278,40 @@ def test_a_killed_rank_goes_on_with_the_others(tmp_path: Path, sharding: str, ac
     for _, found in resumed:
         assert all(torch.equal(value, wanted[name]) for name, value in found.items())
     assert not list(killed.iterdir())
+
+
+def refused_on_one_rank(directory: str) -> tuple[str, bool, int]:
+    """What is said on this rank if rank 1 cannot write down what it has taken up; whether the weights are as before; a sum."""
+    os.environ[offload_dir.VARIABLE] = directory
+    model = fresh(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    knobs = {"kind": "zero_infinity", "resume": "last_step"}
+    settings = {"sharding": {"states": {"kind": "zero1"}}, "offload": {"states": knobs}}
+    if torch.distributed.get_rank() == 1:
+        Manifest.write = full  # type: ignore[method-assign]
+    warnings.simplefilter("ignore")  # that it goes on
+    with pytest.raises((EnvironmentFault, OSError)) as caught:
+        memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean(), strict=False)
+    same = all(map(torch.equal, model.parameters(), before))
+    ranks = torch.ones(1)
+    torch.distributed.all_reduce(ranks)  # the next collective is no other one's
+    disk.folder().close()
+    return str(caught.value), same, int(ranks)
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_take_up_no_rank_does(tmp_path: Path) -> None:
+    """Each has its own weights as they were, without asking the others for theirs."""
+    assert None in run_ranks(train_on_rank, 2, str(tmp_path), "zero1", 63, may_fail=True)
+    first, second = run_ranks(refused_on_one_rank, 2, str(tmp_path), deadline_s=60)
+    assert "Another rank cannot go on" in first[0]
+    assert "No space left" in second[0]
+    assert first[1:] == second[1:] == (True, 2)
+    starts = {began for began, _ in run_ranks(train_on_rank, 2, str(tmp_path), "zero1", -1)}  # what was kept is there still
+    assert len(starts) == 1
+    assert starts.pop() > 0
