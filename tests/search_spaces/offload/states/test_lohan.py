@@ -72,6 +72,16 @@ class TestLohan(LayersSuite):
         assert step.peak_bytes(Tier.HOST) - counters - batch <= 12 * (2 * bucket + (WRITES + 1) * largest) + 4 * 2 * bucket
         assert not (step.kind[step.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
 
+    def test_what_is_verified_is_what_a_state_dict_reads(self) -> None:
+        """What is being updated beside backward is written first."""
+        workload, model, optimizer = build(ZOO["tied"])
+        tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+        with tuned.micro_batch(last=True):
+            workload.loss(tuned.model, workload.make_batch(2)).backward()
+        seen = verified_and_read(tuned.optimizer)
+        assert seen
+        assert all(torch.equal(then, now) for then, now in seen)
+
     def test_the_drive_is_hidden_beside_backward(self) -> None:
         """Where backward takes longer than the drive, most of the update is beside it; the embedding lands last."""
         program, target = plain_program(ZOO["gpt"], 64), target_of()
