@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from layers_suite import NATIVE, LayersSuite, total, without_gradients
+from verified_state import verified_and_read
 from zoo_paths import ZOO
 
-from memtune._apply import Tuned
+from memtune._apply import Tuned, apply
 from memtune.autotune.simulate import simulate
 from memtune.edit import Edit
 from memtune.program import Kind, Phase, Resource, Step, Tier
@@ -22,6 +24,7 @@ from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
 from memtune.technique import Exactness
 from memtune.testing import differences, rewritten, train
 from memtune.testing.drift import drift, plain_program, target_of
+from memtune.testing.training import build, config_of
 
 BUCKET = 5242
 SMALL = Lohan(kind="lohan", bucket_mib=0.005)
