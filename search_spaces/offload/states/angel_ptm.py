@@ -114,6 +114,10 @@ class AngelPtm(Technique):
                 return (f"{frames} frames of {format_bytes(page_bytes)} on the device", *stay)
         return ()
 
+    def least_share_on_host(self) -> float:
+        """All of it, but where it is on SSD or some stays on the device."""
+        return 0.0 if self._caches or self.optimizer == "ssd" else 1.0
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, and when."""
         page = "solved" if self.page_mib is None else _bytes_of(self.page_mib)
