@@ -21,27 +21,25 @@ def with_own_gradients(step: Step, stays: npt.NDArray[np.bool_]) -> Step:
         stays: (parameters,) whose gradients are copied; sums of earlier micro-batches have been.
     """
     columns, rows = columns_of(step.parameters), rows_of_gradients(step)
-    mine = stays[rows.parameter]
-    parameter, raw, sums, after, n_bytes = (
-        each[mine] for each in (rows.parameter, rows.raw, rows.sums, rows.after, rows.n_bytes)
-    )  # fmt: skip
-    edit = Edit(step)
-    if (sums >= 0).any():
-        edit.bytes[rows.sums] = np.bincount(sums, n_bytes, step.n_storages).astype(np.int64)[rows.sums]
+    mine, edit = rows.where(stays[rows.parameter]), Edit(step)
+    if (mine.sums >= 0).any():
+        edit.bytes[rows.sums] = np.bincount(mine.sums, mine.n_bytes, step.n_storages).astype(np.int64)[rows.sums]
         return edit.done()
     clones = edit.add_ops(
         "aten.clone.default",
-        after=after,
+        after=mine.after,
         phase=Phase.BACKWARD,
         resource=Resource.COMPUTE,
-        traffic_bytes=2 * n_bytes,
-        call=step.op_call[after],
+        traffic_bytes=2 * mine.n_bytes,
+        call=step.op_call[mine.after],
     )
-    edit.add_uses(clones, raw)
-    made = edit.add_storages(n_bytes, producer=clones, kind=Kind.GRADIENT, held_until=step.held_until[raw], owner=parameter)
+    edit.add_uses(clones, mine.raw)
+    made = edit.add_storages(
+        mine.n_bytes, producer=clones, kind=Kind.GRADIENT, held_until=step.held_until[mine.raw], owner=mine.parameter
+    )
     gradient = columns.gradient.copy()
-    gradient[parameter] = made
-    _read_by_the_optimizer(edit, step, rows.raw, parameter, made)
+    gradient[mine.parameter] = made
+    _read_by_the_optimizer(edit, step, rows.raw, mine.parameter, made)
     edit.parameters = replace(columns, gradient=gradient)
     return edit.done()
 
