@@ -37,6 +37,7 @@ from memtune.runtime.moved import is_written_part
 from memtune.runtime.op_arguments import READ_OUTS, group_size, mutated, one_pass_bytes, tensors_in
 from memtune.runtime.tiers import DEVICE, TIERS, current_tier, tier_of_storage
 from memtune.runtime.watching import WatchingMode
+from memtune.runtime.weak_hook import weakly
 from memtune.runtime.workspace import FAKE_DEVICE, signature
 
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
@@ -81,6 +82,7 @@ class Tracer(WatchingMode):
         self._node_owner: dict[int, tuple[int, int]] = {}  # autograd sequence number -> (module, call), ascending
         self._nodes: list[int] = []  # the keys of _node_owner
         self._last_writer: dict[int, int] = {}  # storage that backward wrote into -> the last op that did
+        self._on_death, self._on_release = weakly(self._died), weakly(self._released)  # the model's storages outlive the step
 
     # -- what exists before the step ---------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class Tracer(WatchingMode):
         place = current_tier() if place == DEVICE else place
         index = self.draft.add(storage.nbytes(), Tier(TIERS.index(place)), kind, producer)
         self._ids[storage._cdata] = index
-        weakref.finalize(storage, self._died, storage._cdata, index)
+        weakref.finalize(storage, self._on_death, storage._cdata, index)
         return index
 
     def _died(self, address: int, index: int) -> None:
@@ -317,7 +319,7 @@ class Tracer(WatchingMode):
         twin = stand_in.untyped_storage()
         self._ids[twin._cdata] = self.draft.saves[row][0]
         self._row_of[twin._cdata] = row
-        weakref.finalize(twin, self._released, twin._cdata, row, column)
+        weakref.finalize(twin, self._on_release, twin._cdata, row, column)
         return stand_in
 
     def _released(self, address: int, row: int, column: int) -> None:

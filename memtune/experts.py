@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from memtune.residency import DECAY, Rule, Units, window
+from memtune.residency import DECAY, Rule, Units, order_of_use, window
 
 Shape = tuple[int, ...]
 
@@ -108,13 +108,23 @@ class HostCache:
         return (self._count.get(expert, 1.0) * DECAY ** (self._clock - last), last)
 
 
-def moments_of(blocks: int, on_device: int) -> tuple[Units, ...]:
-    """(blocks,) the moments in which a block's experts are wanted on the host: to come to the device, and to be updated."""
-    loads = window(blocks, min(on_device, blocks)).loads
+def moments_of(blocks: int, on_device: int, gathered: bool = False) -> tuple[Units, ...]:
+    """(blocks,) the moments in which a block's experts are wanted on the host: to come to the device, and to be updated.
+
+    `gathered` is as in `order_of_use`.
+    """
+    loads = window(blocks, min(on_device, blocks), gathered=gathered).loads
     return tuple((*(m for m, units in enumerate(loads) if block in units), 2 * blocks - block) for block in range(blocks))
 
 
-def read_ahead(moment: int, ahead: int, slots: int, forward: Sequence[Sequence[int]], back: Sequence[Sequence[int]]) -> list[int]:
+def read_ahead(
+    moment: int,
+    ahead: int,
+    slots: int,
+    forward: Sequence[Sequence[int]],
+    back: Sequence[Sequence[int]],
+    gathered: bool = False,
+) -> list[int]:
     """Experts that are read when `moment` begins: of blocks used in the `ahead` moments after it, as many as there is room for.
 
     Args:
@@ -123,15 +133,19 @@ def read_ahead(moment: int, ahead: int, slots: int, forward: Sequence[Sequence[i
         slots: Experts that host memory has room for, those of the moment included.
         forward: (blocks,) experts that each block's forward is thought to use.
         back: (blocks,) experts that its backward uses.
+        gathered: As in `order_of_use`.
     """
     blocks = len(forward)
-    uses = [*range(blocks), *reversed(range(blocks))]
-    if moment >= len(uses):
+    used = [
+        () if block < 0 else (forward if at < blocks else back)[block]
+        for at, block in enumerate(order_of_use(blocks, gathered=gathered))
+    ]
+    if moment >= len(used):
         return []
     wanted: dict[int, None] = {}
-    for at in range(moment, min(moment + 1 + ahead, len(uses))):
-        wanted.update(dict.fromkeys(forward[uses[at]] if at < blocks else back[uses[at]]))
-    now = set(forward[uses[moment]] if moment < blocks else back[uses[moment]])
+    for each in used[moment : moment + 1 + ahead]:
+        wanted.update(dict.fromkeys(each))
+    now = set(used[moment])
     return [expert for expert in list(wanted)[:slots] if expert not in now]
 
 
@@ -142,7 +156,9 @@ class Moved(NamedTuple):
     read: Units
 
 
-def trace(block_of: Sequence[int], blocks: int, slots: int, rule: Rule, ahead: int, on_device: int) -> tuple[Moved, ...]:
+def trace(
+    block_of: Sequence[int], blocks: int, slots: int, rule: Rule, ahead: int, on_device: int, gathered: bool = False
+) -> tuple[Moved, ...]:
     """(moments,) what crosses to and from SSD in a steady step in which every expert is used, by the rules of `runtime.experts`.
 
     Args:
@@ -152,9 +168,10 @@ def trace(block_of: Sequence[int], blocks: int, slots: int, rule: Rule, ahead: i
         rule: Which one goes.
         ahead: Moments by which experts are read ahead.
         on_device: Blocks whose experts are on the device at once.
+        gathered: As in `order_of_use`.
     """
-    cache, members = HostCache(slots, rule, block_of, moments_of(blocks, on_device)), _members(block_of, blocks)
-    residency, dirty = window(blocks, min(on_device, blocks)), set[int]()
+    cache, members = HostCache(slots, rule, block_of, moments_of(blocks, on_device, gathered)), _members(block_of, blocks)
+    residency, dirty = window(blocks, min(on_device, blocks), gathered=gathered), set[int]()
     found: list[Moved] = []
     for _ in range(3):  # what the first steps find is not what later ones do
         found = []
@@ -178,7 +195,7 @@ def trace(block_of: Sequence[int], blocks: int, slots: int, rule: Rule, ahead: i
                     bring(expert)
                     cache.use(expert)
                     dirty.add(expert)
-            for expert in read_ahead(moment, ahead, slots, members, members):
+            for expert in read_ahead(moment, ahead, slots, members, members, gathered):
                 bring(expert)
             found.append(Moved(tuple(written), tuple(read)))
     return tuple(found)

@@ -120,8 +120,8 @@ def paged(n_bytes: Units, block: Units, page_bytes: int, frames: int, gathered: 
     if any(len({frame[page] for page in pages}) < len(pages) for pages in of_block):
         raise ValueError(f"{frames} frames of {page_bytes} bytes do not hold a block")
     ends = tuple(map(tuple, of_block))
-    places = (tuple(each) for each in (first, offset, frame, filled))
-    return Pages(page_bytes, frames, n_bytes, block, *places, ends, gathered)
+    of_page = tuple(frame), tuple(filled)
+    return Pages(page_bytes, frames, n_bytes, block, tuple(first), tuple(offset), *of_page, ends, gathered)
 
 
 class Loads(NamedTuple):

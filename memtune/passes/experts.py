@@ -16,6 +16,8 @@ import numpy.typing as npt
 from memtune.edit import Edit
 from memtune.experts import Expert, find_experts, trace
 from memtune.parameters import columns_of
+from memtune.passes.gathered_rows import gathers_of
+from memtune.passes.own_gradients import with_own_gradients
 from memtune.passes.shares import raw_gradients
 from memtune.passes.stream import first_ops, stream_parameters
 from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
@@ -108,8 +110,11 @@ def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How, used: tupl
     """
     blocks, before = len(step.blocks), columns_of(step.parameters)
     idle = _parameters(tuple(expert for expert in experts if expert not in set(used)))
+    gathered = gathers_of(step) is not None
+    if gathered:
+        step = with_own_gradients(step, ~np.isin(np.arange(len(before.block)), _parameters(experts)))
     shown = only_experts(_without_memory(step, idle), experts)
-    streamed = stream_parameters(shown, window(blocks, min(how.on_device, blocks)))
+    streamed = stream_parameters(shown, window(blocks, min(how.on_device, blocks), gathered=gathered))
     streamed = replace(streamed, parameters=replace(columns_of(streamed.parameters), numel=before.numel))
     edit, mine = Edit(streamed), _parameters(experts)
     state = _on_ssd(edit, streamed, step, mine)
@@ -172,7 +177,8 @@ def _moves(edit: Edit, step: Step, experts: tuple[Expert, ...], how: How, n_byte
     """Reads and writes of a steady step, before the first op of each moment."""
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]) + 1
     begins = np.append(first_ops(step), np.int32(end))
-    moved = trace([each.block for each in experts], len(step.blocks), how.slots, how.rule, how.ahead, how.on_device)
+    gathered = gathers_of(step) is not None
+    moved = trace([each.block for each in experts], len(step.blocks), how.slots, how.rule, how.ahead, how.on_device, gathered)
     turns = [(kind, expert, moment) for moment, each in enumerate(moved) for kind in (0, 1) for expert in each[kind]]
     if not turns:
         return

@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.parameters import columns_of
 from memtune.passes.units import gathering_order
@@ -95,6 +96,10 @@ class RowsOfGradients:
     """The op that puts them in place."""
     n_bytes: I64
 
+    def where(self, kept: npt.NDArray[np.bool_]) -> RowsOfGradients:
+        """Some of them."""
+        return RowsOfGradients(self.parameter[kept], self.raw[kept], self.sums[kept], self.after[kept], self.n_bytes[kept])
+
 
 def rows_of_gradients(step: Step) -> RowsOfGradients:
     """Those of `step`, whose gradients FSDP2 reduces."""
@@ -117,6 +122,6 @@ def rows_of_gradients(step: Step) -> RowsOfGradients:
         others = ~np.isin(step.use_storage, gradient[summed])
         read[step.use_op[others]] = step.use_storage[others]
         raw[summed] = read[after[summed]]
-    goes = columns.block[mine] >= 0
-    parts = (mine, raw, np.where(summed, gradient, -1).astype(np.int32), after, (columns.numel * columns.itemsize)[mine])
-    return RowsOfGradients(*(each[goes] for each in parts))
+    n_bytes = (columns.numel * columns.itemsize)[mine]
+    found = RowsOfGradients(mine, raw, np.where(summed, gradient, -1).astype(np.int32), after, n_bytes)
+    return found.where(columns.block[mine] >= 0)

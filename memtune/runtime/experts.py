@@ -18,6 +18,9 @@ Rule 5. Gradients leave as they land, and wait on the host. In the last micro-ba
 Rule 6. What is asked for comes: a guess that is wrong costs bytes, not bits.
 Rule 7. Replicas have all experts, each its own copy on SSD. Before a block's experts are updated ranks tell each other which of
         them got a gradient, or zeros, on any rank; of those that did gradients are averaged, zeros for who has none.
+Rule 8. Where FSDP2 divides the blocks, a rank has its rows of each expert on SSD, which are gathered and reduced with all else of
+        their block (`runtime.gathered_rows`): all are used. What stays of a block has its reduced gradients copied out of the
+        piece that all lie in, or those of experts would stay with them.
 """
 
 from __future__ import annotations
@@ -37,12 +40,15 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.experts import Expert, HostCache, moments_of, read_ahead
 from memtune.residency import Residency, Rule
 from memtune.runtime import transfer
+from memtune.runtime.chunks import Piece as Place
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import divided_like, is_gathered
 from memtune.runtime.host_optimizer import before_step, to_host_now
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.store import ParameterStore
 from memtune.runtime.tiers import HOST, mark, tier
+from memtune.runtime.tree import local
 
 
 class ExpertOptimizer(SsdOptimizer):
@@ -63,7 +69,9 @@ class ExpertOptimizer(SsdOptimizer):
     def __init__(self, context: Context, experts: Sequence[Expert], slots: int, rule: Rule, on_device: int) -> None:
         parameters = list(context.model.parameters())
         mine = {parameters[index] for expert in experts for index in expert.parameters}
-        self._group = dist.new_group() if context.ranks > 1 else None  # of its own: DDP's messages go at other moments
+        gathered = is_gathered(context.model)
+        averages = context.ranks > 1 and not gathered
+        self._group = dist.new_group() if averages else None  # of its own: DDP's messages go at other moments
         if self._group is not None:
             context.undo.callback(dist.destroy_process_group, self._group)
         super().__init__(context, master=False, ahead=0, chosen=mine)
@@ -71,7 +79,8 @@ class ExpertOptimizer(SsdOptimizer):
         self.pieces = [[piece_of[parameters[i]] for i in each.parameters if parameters[i] in piece_of] for each in experts]
         self.expert_of = {piece.device: expert for expert, pieces in enumerate(self.pieces) for piece in pieces}
         self._seeds = {piece.device: seed for seed, piece in enumerate(self._pieces)}
-        self._cache = HostCache(slots, rule, [each.block for each in experts], moments_of(len(context.blocks), on_device))
+        uses = moments_of(len(context.blocks), on_device, gathered)
+        self._cache = HostCache(slots, rule, [each.block for each in experts], uses)
         self.slots = slots
         self._there: dict[int, list[Tensor]] = {}
         self._dirty: set[int] = set()
@@ -141,7 +150,7 @@ class ExpertOptimizer(SsdOptimizer):
     def set_weights(self, expert: int) -> None:
         """They are what the device has now."""
         for piece, host in zip(self.pieces[expert], self.host(expert), strict=True):
-            piece.parts(host)[0].copy_(to_host_now(piece.device))
+            piece.parts(host)[0].copy_(to_host_now(local(piece.device)))
         self._dirty.add(expert)
 
     @torch.no_grad()
@@ -162,11 +171,12 @@ class ExpertOptimizer(SsdOptimizer):
         """Its gradient would be zeros in this micro-batch."""
         self._zero.add(parameter)
 
-    def _share(self, experts: Iterable[int]) -> None:
-        """Rule 7."""
+    @torch.no_grad()
+    def share(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Rule 7, before these are updated."""
         if self._group is None:
             return
-        pieces = [piece for expert in experts for piece in self.pieces[expert]]
+        pieces = [piece for expert in self._of(parameters) for piece in self.pieces[expert]]
         if not pieces:
             return
         there = [piece.held.grad is not None for piece in pieces] + [piece.device in self._zero for piece in pieces]
@@ -197,10 +207,8 @@ class ExpertOptimizer(SsdOptimizer):
 
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Update those of these that have a gradient, on several ranks on any of them."""
-        given = dict.fromkeys(self.expert_of[each] for each in parameters)
-        self._share(given)
-        for expert in given:
+        """Update those of these that have a gradient, which replicas have shared."""
+        for expert in self._of(parameters):
             if all(piece.held.grad is None for piece in self.pieces[expert]):
                 continue
             self._dirty.add(expert)
@@ -210,8 +218,12 @@ class ExpertOptimizer(SsdOptimizer):
                     self._zero.discard(piece.device)
                     self._on_host(piece, host, gradient, self._seeds[piece.device])
 
+    def _of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        return list(dict.fromkeys(self.expert_of[each] for each in parameters))
+
     def _update_rest(self) -> None:
         """Rules 4 and 5: those that have not been updated in backward, and those that got zeros alone."""
+        self.share(self.expert_of)
         self.update(self.expert_of)
         settings: dict[int, dict[str, Any]] = {}
         for parameter in self._zero:
@@ -254,10 +266,25 @@ class ExpertStore(ParameterStore):
         self._last: list[set[int]] = [set() for _ in blocks]
         self._used: list[set[int]] = [set() for _ in blocks]
         members = [[piece.device for i in mine for piece in optimizer.pieces[i]] for mine in self._members]
+        self._places: dict[nn.Parameter, Place] = {}
         super().__init__(context, residency, optimizer, members=members)
+        if self._gathered is not None:  # Rule 8
+            self._last = self._used = [set(mine) for mine in self._members]
+            self._keep_others_apart(context)
+            return
         for index, expert in enumerate(experts):
             module = context.model.get_submodule(expert.name)
             vars(module)["forward"] = self._forward_of(index, module, module.forward)
+
+    def _piece(self, parameter: nn.Parameter) -> Place:
+        found = self._places[parameter] = super()._piece(parameter)
+        return found
+
+    def _keep_others_apart(self, context: Context) -> None:
+        mine = {id(each) for block in self._blocks for each in block}
+        for parameter in (each for module in self._modules for each in module.parameters()):
+            if parameter.requires_grad and id(parameter) not in mine:
+                context.undo.callback(parameter.register_post_accumulate_grad_hook(_own_memory).remove)
 
     # -- calls -------------------------------------------------------------------------------------------------------------
 
@@ -296,9 +323,10 @@ class ExpertStore(ParameterStore):
         self._held_by.moment = moment
         super()._begin(moment)
         last, used = ([sorted(each) for each in which] for which in (self._last, self._used))
-        for expert in read_ahead(moment, self._ahead, self._held_by.slots, last, used):  # Rule 2
+        gathered = self._gathered is not None
+        for expert in read_ahead(moment, self._ahead, self._held_by.slots, last, used, gathered):  # Rule 2
             self._held_by.read(expert)
-        if moment < len(self._blocks):
+        if moment < len(self._blocks) and not gathered:
             self._last[moment] = set()
 
     def _fetch(self, index: int) -> None:
@@ -319,10 +347,10 @@ class ExpertStore(ParameterStore):
         self._on_device.add(expert)
         self._there.add(self._experts[expert].block)
         for piece, host in zip(self._held_by.pieces[expert], self._held_by.host(expert), strict=True):
-            there, weight = piece.device, piece.parts(host)[0].detach()
-            there.untyped_storage().resize_(weight.nbytes)
-            with _unsafe_preserve_version_counter(there):
-                torch.ops.memtune.copy_to_device_(there.detach(), weight)
+            place, weight = self._places[piece.device], piece.parts(host)[0].detach()
+            place.take()
+            with _unsafe_preserve_version_counter(place.there):
+                torch.ops.memtune.copy_to_device_(place.there.detach(), weight)
             self.loaded_bytes += weight.nbytes
 
     def _release(self, units: Any) -> None:
@@ -332,18 +360,24 @@ class ExpertStore(ParameterStore):
                 if expert in self._on_device:
                     self._on_device.discard(expert)
                     for piece in self._held_by.pieces[expert]:
-                        piece.device.untyped_storage().resize_(0)
+                        self._places[piece.device].give_back()
 
     def _bring_all(self) -> None:
         for expert, pieces in enumerate(self._held_by.pieces):
-            if any(piece.device.untyped_storage().nbytes() == 0 for piece in pieces):
+            if any(self._places[piece.device].there.untyped_storage().nbytes() == 0 for piece in pieces):
                 self._on_device.discard(expert)
             self._bring(expert)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         super()._step_begins(optimizer, args, kwargs)
-        for used in self._used:
+        for used in self._used if self._gathered is None else ():
             used.clear()
+
+    def _show(self, parameters: Iterable[nn.Parameter]) -> None:
+        """As they are used: averaged, where replicas do that."""
+        mine = list(parameters)
+        self._held_by.share(mine)
+        super()._show(mine)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -368,3 +402,12 @@ class ExpertStore(ParameterStore):
             ApplyError: Some are on the device between two steps, or some state is elsewhere.
         """
         return super().check() | {"experts": len(self._experts)}
+
+
+@torch.no_grad()
+def _own_memory(parameter: Tensor) -> None:
+    """Rule 8."""
+    assert isinstance(parameter, nn.Parameter)
+    gradient = parameter.grad
+    if gradient is not None and (rows := local(gradient)).untyped_storage().nbytes() > rows.nbytes:
+        parameter.grad = divided_like(parameter, rows.clone())

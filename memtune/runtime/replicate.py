@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -52,8 +53,11 @@ class Replicas:
                 find_unused_parameters=find_unused_parameters,
                 init_sync=False,  # the weights are equal already, and the user's are not to be overwritten
             )
-        # A lambda, because DDP reads a hook's annotations and takes none that are strings.
-        self.wrapper.register_comm_hook(None, lambda state, bucket: self._average(bucket))
+        # A lambda, because DDP reads a hook's annotations and takes none that are strings. DDP's C++ keeps it where Python's
+        # collector does not look: held by it, the model would never go. The wrapper holds what it calls.
+        average = weakref.WeakMethod(self._average)
+        self.wrapper.register_comm_hook(None, lambda state, bucket: average()(bucket))  # type: ignore[misc]
+        vars(self.wrapper)["_memtune_replicas"] = self
         context.runner = self.wrapper
         context.sync, context.averaged = self._sync, True
         context.checks["sharding.states"] = self._check

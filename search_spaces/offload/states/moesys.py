@@ -14,8 +14,8 @@ from memtune.residency import Rule, window
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.experts import ExpertOptimizer, ExpertStore
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks
-from memtune.search_spaces.offload.states._replicas import not_replicas, require_ddp
+from memtune.runtime.gathered_rows import is_gathered
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks, replicas, require_replicas
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import format_bytes
 
@@ -28,10 +28,13 @@ class Moesys(Technique):
     ahead, by what the last batch used; an expert that no row is sent to is not moved at all. What a dense optimizer would do to
     it meanwhile (its moments decay, its weights go on) is made up for before it is used next, so results are those of dense
     updates to the bit: AdamW's as torch's fused kernel computes it. A cache pays where few experts get most rows; with many rows
-    for each, all are used in every step. Several ranks must be replicas, beside `ddp`: each has all experts on an SSD of its own,
-    and gradients of an expert that any rank has used are averaged before it is updated. Not in it: the paper's experts divided
-    over ranks, with rows sent to their owners, and gathers of dense parameters beside them. Clipping by norm is noticed and
-    refused: experts' gradients have left.
+    for each, all are used in every step. Clipping by norm is noticed and refused: experts' gradients have left.
+
+    Under `fsdp` or `zero3` parameters are divided over ranks, dense ones on the device and experts on SSD: each rank reads, keeps
+    in its cache, updates and writes its rows of every expert, a part of all bytes, and FSDP2 gathers dense parameters and experts
+    of a block in one message. So all experts are used there, and get the zeros that FSDP2 alone gives them. Beside `ddp` each
+    rank has all experts on an SSD of its own, and gradients of an expert that any rank has used are averaged before it is
+    updated. Not in it: expert parallelism, with rows sent to the owners of experts.
 
     Predicted is a step that uses the experts which the recorded one does, where its routing cannot be an accident and there is
     one micro-batch on one rank; else a step that uses them all, an upper end. `memtune explain` says which.
@@ -62,12 +65,12 @@ class Moesys(Technique):
     """Blocks whose experts are on the device: with 2 those of the next one come up while the current one computes."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs experts, a drive, and blocks that run one after the other, in float32; several ranks must be replicas."""
+        """Needs experts, a drive, and blocks that run one after the other, in float32; several ranks: `fsdp`, or replicas."""
         if target.compiled:
             return Reason(EAGER_ONLY, "execution.compile: false")
         if not (experts := experts_in(program.step)):
             return Reason("the model has no experts: modules of a block, in a list whose name says so, all with equal parameters")
-        if (reason := not_replicas(target, "experts on SSD") or no_directory(target)) is not None:
+        if (reason := no_directory(target)) is not None:
             return reason
         return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target)
 
@@ -85,7 +88,7 @@ class Moesys(Technique):
 
     def _on_ssd(self, program: Program, used: tuple[Expert, ...]) -> Program:
         step, how = program.step, How(self.cache, self.rule, self.ahead, self.on_device)
-        return program.with_step(experts_on_ssd(step, experts_in(step), how, used, program.ranks))
+        return program.with_step(experts_on_ssd(step, experts_in(step), how, used, replicas(program)))
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """Which step was predicted, and what others may need."""
@@ -98,14 +101,15 @@ class Moesys(Technique):
     def apply(self, context: Context, plan: Plan) -> None:
         """Experts to SSD, hooks that bring them in."""
         offload_dir.checked()
-        require_ddp(context, "experts on SSD")
+        require_replicas(context, self.kind)
         experts, blocks = experts_of(context.model, context.blocks), len(context.blocks)
         if not experts:
             raise ApplyError(
                 "The model has no experts.", fix="offload: {states: {kind: zero_infinity}}", code="MT381"
             )  # fmt: skip
         optimizer = ExpertOptimizer(context, experts, self.cache, self.rule, self.on_device)
-        store = ExpertStore(context, experts, window(blocks, min(self.on_device, blocks)), optimizer, self.ahead)
+        residency = window(blocks, min(self.on_device, blocks), gathered=is_gathered(context.model))
+        store = ExpertStore(context, experts, residency, optimizer, self.ahead)
         context.checks["offload.states"] = store.check
 
     def record(self, target: Target) -> dict[str, Any]:

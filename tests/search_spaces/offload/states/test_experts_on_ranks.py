@@ -1,4 +1,4 @@
-"""Experts on replicas: each rank uses others, and all train as one rank with all samples does; bytes on links, and peaks."""
+"""Experts on replicas, each of which uses others, and rows of them under FSDP2: weights, bytes on links, peaks, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,18 +20,24 @@ from memtune import hardware
 from memtune._apply import Tuned, apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.errors import ApplyError
-from memtune.program import Phase, Resource, Tier
+from memtune.experts import trace
+from memtune.program import Phase, Resource, Step, Tier
 from memtune.runtime import offload_dir, shim
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.moesys import Moesys
+from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.selective import Selective
 from memtune.search_spaces.sharding.states.ddp import Ddp
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
-from memtune.technique import Target
+from memtune.search_spaces.sharding.states.zero1 import Zero1
+from memtune.search_spaces.sharding.states.zero3 import Zero3
+from memtune.technique import Target, Technique
 from memtune.testing.drift import plain_program, recording_of, target_of
 from memtune.testing.training import build, settings_of
 
-RANKS, STEPS, REPLICAS = 2, 5, Ddp(kind="ddp")
+RANKS, STEPS, REPLICAS, DIVIDED = 2, 5, Ddp(kind="ddp"), Fsdp(kind="fsdp")
 FEW = Moesys(kind="moesys", cache=6, on_device=1)
+SSD = {"ssd_read": Resource.SSD_READ, "ssd_write": Resource.SSD_WRITE}
 HASHED = ZOO["moe"].parent / "experts" / "hashed.py"
 LINKS = {
     "host_to_device": Resource.HOST_TO_DEVICE, "device_to_host": Resource.DEVICE_TO_HOST, "intra_link": Resource.INTRA_LINK,
@@ -50,55 +56,91 @@ def trained(directory: str, path: str, config: dict[str, Any], parts: int, ranks
     """Weights after five steps and what the last one moved."""
     os.environ[offload_dir.VARIABLE] = directory
     workload, tuned = started(path, config)
+    names = {parameter: name for name, parameter in tuned.model.named_parameters()}
+    shown: dict[str, torch.Tensor] = {}
+    tuned._context.before_use.append(lambda parameter, gradient: shown.update({names[parameter]: gradient.clone()}))
     for step in range(STEPS):
         mine = share_of(workload, step, parts, ranks)
+        shown.clear()
         COUNTERS.take()
         tuned.step(mine)
     moved = COUNTERS.take()
     return {
-        "moved": moved,
+        "moved": {link: moved.get(link, 0) for link in LINKS | SSD},
         "weights": weights_of(tuned),
-        "audit": tuned.audit()["offload.states"] if dist.is_initialized() else {},
+        "shown": shown,
+        "audit": tuned.audit().get("offload.states", {}) if dist.is_initialized() else {},
     }
 
 
-def on_rank(directory: str, path: str, config: dict[str, Any], parts: int, ledger: bool) -> dict[str, Any]:
+def on_rank(
+    directory: str, path: str, config: dict[str, Any], reference: dict[str, Any], parts: int, ledger: bool
+) -> dict[str, Any]:
     """What is checked on this rank."""
     found = trained(directory, path, config, parts, dist.get_world_size())
+    found["wanted"] = trained(directory, path, reference, parts, dist.get_world_size())["weights"] if reference else {}
     if ledger:
         found["peaks"] = peaks(path, {"": config["settings"]}, parts, {"": config["plan"]})[""][1]
         found["host_peak"] = host_peak(Path(path), config, parts)
     return found
 
 
-def candidate(path: Path, directory: Path, parts: int) -> Candidate:
+def candidate(path: Path, directory: Path, parts: int, techniques: tuple[Technique, ...] = (REPLICAS, FEW)) -> Candidate:
     rewriter = Rewriter(recording_of(path), Target(hardware.detect("cpu"), RANKS, offload_dir=str(directory)))
     execution = {"micro_batch": 2, "accumulate": parts}
-    found = rewriter.candidate(Choice.from_document({**settings_of(REPLICAS, FEW), "execution": execution}))
+    found = rewriter.candidate(Choice.from_document({**settings_of(*techniques), "execution": execution}))
     assert isinstance(found, Candidate), found
     return found
 
 
-def check(path: Path, directory: Path, parts: int) -> list[dict[str, Any]]:
-    """Raise AssertionError where ranks do not train as one rank does, or move or hold other bytes than predicted."""
-    found = candidate(path, directory, parts)
-    config, ledger = config_of(found, (REPLICAS, FEW)), shim.available() is None
-    ranks = run_ranks(on_rank, RANKS, str(directory), str(path), config, parts, ledger, deadline_s=300)
+def check(
+    path: Path, directory: Path, parts: int, states: Technique = REPLICAS, beside: tuple[Technique, ...] = ()
+) -> list[dict[str, Any]]:
+    """Raise AssertionError where ranks do not train as one rank does, or move or hold other bytes than predicted.
+
+    Args:
+        path: The model.
+        directory: For tensors on SSD.
+        parts: Micro-batches of a rank's step.
+        states: What divides or copies states; where it divides them, weights are those of it alone, to the bit.
+        beside: Techniques of other slots.
+    """
+    techniques = (states, FEW, *beside)
+    found, divided = candidate(path, directory, parts, techniques), states is not REPLICAS
+    config, ledger = config_of(found, techniques), shim.available() is None
+    reference = {"settings": settings_of(states)} if divided else {}
+    ranks = run_ranks(on_rank, RANKS, str(directory), str(path), config, reference, parts, ledger, deadline_s=300)
     alone = trained(str(directory), str(path), {"settings": {}}, parts, RANKS)["weights"]
     step = found.program.step
     times = np_times(step.op_phase, parts)
-    predicted = {link: int((times * step.op_traffic_bytes)[step.op_resource == each].sum()) for link, each in LINKS.items()}
+    predicted = {
+        link: int((times * step.op_traffic_bytes)[step.op_resource == each].sum()) for link, each in (LINKS | SSD).items()
+    }
+    for link in SSD:  # of the weight and one moment of SGD, where Adam has two
+        predicted[link] = predicted[link] * 2 // 3
     for rank in ranks:
+        if not divided:  # whoever looks at gradients that are used sees their average
+            assert rank["shown"]
+            assert all(torch.equal(value, ranks[0]["shown"][name]) for name, value in rank["shown"].items())
         for name, weight in alone.items():
             assert torch.equal(rank["weights"][name], ranks[0]["weights"][name]), name
             assert torch.allclose(rank["weights"][name], weight, rtol=0, atol=1e-6), name
-        if path == ZOO["moe"]:  # all experts are used, as in the step that is predicted
-            assert {link: rank["moved"][link] for link in LINKS} == predicted
+            assert not divided or torch.equal(rank["weights"][name], rank["wanted"][name]), name
+        if path == ZOO["moe"] or divided:  # all experts are used, as in the step that is predicted
+            moved = divided_by(rank["moved"], divided)
+            assert all(moved[link] == predicted[link] for link in LINKS), (moved, predicted)
+            for link in SSD:  # of several micro-batches only the last one changes experts, so that is an upper end
+                assert moved[link] == predicted[link] if parts == 1 else 0 < moved[link] <= predicted[link], (moved, predicted)
             if ledger:
                 wanted = step.peak_bytes()
                 assert max(rank["peaks"]) == pytest.approx(wanted, rel=0.02, abs=SPARE_BYTES), (rank["peaks"], wanted)
                 assert rank["host_peak"] == pytest.approx(step.peak_bytes(Tier.HOST), rel=0.02)
     return ranks
+
+
+def divided_by(moved: dict[str, int], gathered: bool) -> dict[str, int]:
+    """Of what is gathered and scattered a rank gets all but its own part."""
+    return moved | ({"intra_link": moved["intra_link"] * RANKS // (RANKS - 1)} if gathered else {})
 
 
 def np_times(phase: Any, parts: int) -> Any:
@@ -118,10 +160,43 @@ def test_replicas_that_use_other_experts(ssd: Path) -> None:
         assert rank["audit"]["made_up"] > 0
 
 
+def test_divided_experts_train_as_fsdp_does(ssd: Path) -> None:
+    """The mechanism: a rank reads, updates and writes its rows of each expert, and their gradients stay nowhere on the device."""
+    ranks = check(ZOO["moe"], ssd, 1, DIVIDED)
+    whole, step = (candidate(ZOO["moe"], ssd, 1, (each, FEW)).program.step for each in (REPLICAS, DIVIDED))
+    expert = 12 * (48 * 96 + 96 + 96 * 48 + 48)  # weight and two moments of two linear layers
+    moved = trace([0] * 4 + [1] * 4, 2, FEW.cache, FEW.rule, FEW.ahead, FEW.on_device, gathered=True)
+    assert on_link(step, Resource.SSD_READ) == sum(len(each.read) for each in moved) * expert // RANKS
+    assert on_link(step, Resource.SSD_WRITE) == sum(len(each.written) for each in moved) * expert // RANKS > 0
+    assert on_link(step, Resource.DEVICE_TO_HOST) == 8 * (expert // 3) // RANKS
+    assert RANKS * step.peak_bytes(Tier.SSD) == whole.peak_bytes(Tier.SSD) == 8 * expert
+    assert 3 * ranks[0]["audit"]["ssd_bytes"] == 2 * step.peak_bytes(Tier.SSD)  # trained with SGD
+
+
+def on_link(step: Step, link: Resource) -> int:
+    return int(step.op_traffic_bytes[step.op_resource == link].sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("states", "parts", "beside"),
+    [(DIVIDED, 3, ()), (Zero3(kind="zero3"), 1, ()), (DIVIDED, 1, (Full(),)), (DIVIDED, 1, (Selective(),))],
+    ids=["accumulation", "zero3", "full", "selective"],
+)
+def test_divided_experts_in_other_steps(ssd: Path, states: Technique, parts: int, beside: tuple[Technique, ...]) -> None:
+    check(ZOO["moe"], ssd, parts, states, beside)
+
+
+@pytest.mark.slow
+def test_divided_experts_that_no_row_is_sent_to(ssd: Path) -> None:
+    """They are gathered all the same, and get zeros from all ranks as under FSDP2 alone."""
+    check(HASHED, ssd, 3, DIVIDED)
+
+
 def test_what_it_cannot_do_is_refused(ssd: Path) -> None:
     program = plain_program(ZOO["moe"])
-    why = FEW.fits(program, replace(target_of(Fsdp(kind="fsdp")), ranks=RANKS, offload_dir=str(ssd)))
-    assert "replicas" in str(why)
+    why = FEW.fits(program, replace(target_of(Zero1(kind="zero1")), ranks=RANKS, offload_dir=str(ssd)))
+    assert "whole on each, or gathered from all" in str(why)
 
 
 def refusal(directory: str, path: str, config: dict[str, Any]) -> str:
@@ -135,5 +210,5 @@ def refusal(directory: str, path: str, config: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 def test_apply_refuses_it_too(ssd: Path) -> None:
-    config = {"settings": settings_of(Fsdp(kind="fsdp"), FEW)}
+    config = {"settings": settings_of(Zero1(kind="zero1"), FEW)}
     assert all("replicas" in said for said in run_ranks(refusal, RANKS, str(ssd), str(ZOO["moe"]), config))

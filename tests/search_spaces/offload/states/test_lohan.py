@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from layers_suite import NATIVE, LayersSuite, total, without_gradients
+from verified_state import verified_and_read
 from zoo_paths import ZOO
 
-from memtune._apply import Tuned
+from memtune._apply import Tuned, apply
 from memtune.autotune.simulate import simulate
 from memtune.edit import Edit
 from memtune.program import Kind, Phase, Resource, Step, Tier
@@ -22,6 +24,7 @@ from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
 from memtune.technique import Exactness
 from memtune.testing import differences, rewritten, train
 from memtune.testing.drift import drift, plain_program, target_of
+from memtune.testing.training import build, config_of
 
 BUCKET = 5242
 SMALL = Lohan(kind="lohan", bucket_mib=0.005)
@@ -71,6 +74,16 @@ class TestLohan(LayersSuite):
         counters, batch = 4 * len(plain.parameters), plain.peak_bytes(Tier.HOST)
         assert step.peak_bytes(Tier.HOST) - counters - batch <= 12 * (2 * bucket + (WRITES + 1) * largest) + 4 * 2 * bucket
         assert not (step.kind[step.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
+
+    def test_what_is_verified_is_what_a_state_dict_reads(self) -> None:
+        """What is being updated beside backward is written first."""
+        workload, model, optimizer = build(ZOO["tied"])
+        tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+        with tuned.micro_batch(last=True):
+            workload.loss(tuned.model, workload.make_batch(2)).backward()
+        seen = verified_and_read(tuned.optimizer)
+        assert seen
+        assert all(torch.equal(then, now) for then, now in seen)
 
     def test_the_drive_is_hidden_beside_backward(self) -> None:
         """Where backward takes longer than the drive, most of the update is beside it; the embedding lands last."""

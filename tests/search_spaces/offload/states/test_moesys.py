@@ -13,6 +13,7 @@ import pytest
 import torch
 from layers_suite import without_gradients
 from under_budget import trains_where_the_plain_model_is_out_of_memory
+from verified_state import verified_and_read
 from zoo_paths import ZOO
 
 from memtune import hardware
@@ -239,6 +240,14 @@ class TestMoesys(TechniqueSuite):
         got = one_step(workload, net, optimizer, tuned, seed=SEED + 9)
         assert torch.equal(got[0], wanted[0])
         assert all(torch.equal(after[name], value) for name, value in tuned.state_dict()["model"].items())
+
+    def test_what_is_verified_is_what_a_state_dict_reads(self) -> None:
+        """All that has changed in the cache is written first: what is verified before it would be what has been."""
+        workload, net, optimizer, tuned = tuned_with(FEW)
+        one_step(workload, net, optimizer, tuned, seed=SEED)
+        seen = verified_and_read(tuned.optimizer)
+        assert len(seen) == 4 * 4 * LAYERS
+        assert all(torch.equal(then, now) for then, now in seen)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("knobs", [{"on_device": 3, "ahead": 0}, {"cache": 1, "ahead": 3}, {"cache": 12, "rule": "belady"},
