@@ -132,6 +132,11 @@ class OnlineRegion(ReplacedForward):
         """Why it was decided online the last time that a schedule should have run, '' if there was none."""
         return self.warm_up.why_online
 
+    @property
+    def why_under_mode(self) -> str:
+        """Why a kind of call stays under the mode, '' if none does."""
+        return next(iter(self.followers.why_not.values()), "")
+
     def _key(self, args: Any, kwargs: Any) -> Any:
         """What decisions are looked up by: how the module is called, and which gradients and optimizer state are there."""
         called = call_key(args, kwargs)
