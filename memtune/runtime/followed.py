@@ -1,8 +1,9 @@
 """A forward and its backward decided op by op without a dispatch mode, because they have run before (`runtime.online`).
 
 Rule 1. The first run of a new kind goes through the mode, with notes (`runtime.online_notes`). From the second one on its ops
-        (`runtime.tape`) run one after the other; between them the books are told what they were told then, and what they decide
-        is done: evictions, and runs of ops again. So decisions, and the bytes on the books, are those of the mode.
+        (`runtime.tape`) run one after the other; the books are told what they were told then, which does not depend on what ops
+        make, so that they may be ahead of them; and what they decide is done between ops: evictions, and runs of ops again. So
+        decisions, and the bytes on the books, are those of the mode.
 Rule 2. Before each run all that the capture took for granted is compared (`runtime.guards`). What differs takes another path
         that was noted, or the mode once more, with notes.
 Rule 3. The list of what is there holds every value alone, so that an eviction frees it. Where the caller holds what forward
@@ -37,7 +38,8 @@ _NOT_ALONE = "a forward begins before the backward of the one before it"
 class Opened(NamedTuple):
     """Books for one forward and its backward."""
 
-    books: _native.Rematerializer
+    opened: Callable[[], _native.Rematerializer]
+    """New ones, the same each time."""
     budget_bytes: int
     """For the values alone."""
     background_bytes: int

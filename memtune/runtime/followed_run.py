@@ -26,6 +26,7 @@ from memtune.runtime.op_facts import Facts
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.tape import BATCH_NORMS, Outside, Slot, Tape
 
+Acts = list[tuple[int, int]]
 Views = Callable[[list[Any], Sequence[Any], Sequence[Any]], list[Tensor]]
 
 
@@ -73,6 +74,21 @@ class Route:
     def lands(self) -> tuple[int, ...]:
         """Parameters in the order in which backward has their gradients."""
         return tuple(parameter for _, each in sorted(self.due.items()) for parameter, _ in each)
+
+    @cached_property
+    def told(self) -> list[tuple[tuple[int, int], ...]]:
+        """What the books are told before each op, from where to where; in two parts where gradients are due in between."""
+        ops = enumerate(self.path.ops)
+        return [((op.first, op.asks), (op.asks, op.end)) if at in self.due else ((op.first, op.end),) for at, op in ops]
+
+    @cached_property
+    def until(self) -> list[int]:
+        """For each op the next one before which it must be seen whether the caller has let go of what forward returned."""
+        found, end = [], len(self.path.ops)
+        for at in reversed(range(len(self.path.ops))):
+            found.append(end)
+            end = at if self.path.ops[at].outputs else end
+        return found[::-1]
 
     @cached_property
     def outputs(self) -> Views:
@@ -152,7 +168,7 @@ class FollowedRun:
 
     Args:
         route: What to run.
-        books: New ones.
+        opened: New books, whenever asked for.
         budget_bytes: For the values alone.
         background_bytes: What else there is, for messages.
         state: Parameters and buffers.
@@ -160,10 +176,14 @@ class FollowedRun:
     """
 
     def __init__(
-        self, route: Route, books: _native.Rematerializer, budget_bytes: int, background_bytes: int,
+        self, route: Route, opened: Callable[[], _native.Rematerializer], budget_bytes: int, background_bytes: int,
         state: Sequence[Tensor], inputs: Sequence[Any],
     ) -> None:  # fmt: skip
-        self.books, self.background_bytes, self.replays = books, background_bytes, list[Again]()
+        self.books, self.background_bytes, self.replays = opened(), background_bytes, list[Again]()
+        self._opened, self._one_by_one = opened, False
+        self._decided: list[list[Acts]] = []
+        """What is to be done before the ops that come next, one by one, as far as it is decided; the next one last."""
+        self._flowed_in_bytes: list[int] = []
         self._route, self._budget_bytes = route, budget_bytes
         self._state, self._inputs = state, inputs
         self._there: list[Tensor | None] = [None] * route.path.n_numbers
@@ -179,13 +199,10 @@ class FollowedRun:
         """Run forward; what it returns."""
         route, path = self._route, self._route.path
         there, state, inputs, random = self._there, self._state, self._inputs, self._random
-        books, play = self.books, route.script.play
-        for at, (op, run) in enumerate(zip(path.ops, route.forward, strict=False)):
-            try:
-                done = play(books, op.first, op.end)
-            except RuntimeError as error:
-                raise self._nothing_left(route.facts[at].about.name, at) from error
-            if done:
+        for at, run in enumerate(route.forward):
+            if not self._decided:
+                self._decide(at, len(route.forward))
+            for done in self._decided.pop():
                 self._obey(done, at)
             try:
                 run(there, state, inputs, random)
@@ -200,23 +217,20 @@ class FollowedRun:
         self._route, first = route, len(route.forward)
         self._check_outputs()
         self._flow_in(gradients)
-        path, last = route.path, len(route.path.ops)
+        path, last, due = route.path, len(route.path.ops), route.due
         there, state, inputs, random = self._there, self._state, self._inputs, self._random
-        books, play, due = self.books, route.script.play, route.due
-        for at, (op, run) in enumerate(zip(path.ops[first:], route.backward, strict=True), first):
-            begin = op.first
-            if op.outputs or self._longer:
-                self._hold_longer(op)
+        for at, run in enumerate(route.backward, first):
+            if not self._decided:
+                self._hold_longer(path.ops[at])
+                self._decide(at, route.until[at])
+            decided = self._decided.pop()
             if at in due:
                 found = self._landing(at)
-                self._tell(begin, op.asks, "the model", at)
-                begin = op.asks
-                yield from _landed(found, due[at], landed)
-            try:
-                done = play(books, begin, op.end)
-            except RuntimeError as error:
-                raise self._nothing_left(route.facts[at].about.name, at) from error
-            if done:
+                self._obey(decided.pop(0), at)
+                for parameter, _ in due[at]:
+                    landed.append(found.pop())
+                    yield parameter
+            for done in decided:
                 self._obey(done, at)
             try:
                 run(there, state, inputs, random)
@@ -226,25 +240,29 @@ class FollowedRun:
         self._tell(path.ops[-1].end, len(route.script), "the model", last)
         results = route.input_gradients(there, state, inputs)
         there.clear()
-        yield from _landed(found, due.get(last, []), landed)
+        for parameter, _ in due.get(last, ()):
+            landed.append(found.pop())
+            yield parameter
         return results
 
     def _flow_in(self, gradients: list[Any]) -> None:
         for number, output in self._route.path.flowed_in:
             self._there[number] = gradients[output]
+            self._flowed_in_bytes.append(gradients[output].untyped_storage().nbytes())
             try:
-                self.books.constant(gradients[output].untyped_storage().nbytes())
+                self.books.constant(self._flowed_in_bytes[-1])
             except RuntimeError as error:
                 raise self._nothing_left("the model", len(self._route.forward)) from error
             self._obey(self.books.drain(), len(self._route.forward))
         gradients.clear()
 
     def _landing(self, at: int) -> list[Tensor]:
-        """The gradients that are due before an op; from here on nobody else holds them."""
+        """The gradients that are due before an op, the first one last; from here on nobody else holds them."""
         views, done = self._route.landing[at]
         found = views(self._there, self._state, self._inputs)
         for number in done:
             self._there[number] = None
+        found.reverse()
         return found
 
     def used_bytes(self) -> int:
@@ -252,6 +270,35 @@ class FollowedRun:
         return int(self.books.counted()["used_bytes"])
 
     # -- what the books decide -----------------------------------------------------------------------------------------
+
+    def _decide(self, at: int, end: int) -> None:
+        """Ask the books what to do before the ops from `at` to before `end`: they need not know what ops make.
+
+        All at once, while what it takes is in the caches; where that asks for too much, up to the op that does.
+        """
+        books, play = self.books, self._route.script.play
+        if self._one_by_one or self._longer:
+            end = at + 1
+        try:
+            decided = [[play(books, first, last) for first, last in each] for each in self._route.told[at:end]]
+        except RuntimeError as error:
+            if end == at + 1:
+                raise self._nothing_left(self._route.facts[at].about.name, at) from error
+            self._back_to(self._route.path.ops[at].first, at)
+            self._decide(at, at + 1)
+            return
+        decided.reverse()
+        self._decided = decided
+
+    def _back_to(self, event: int, at: int) -> None:
+        """Books as they were before this event; from here on they are asked op by op."""
+        path, play = self._route.path, self._route.script.play
+        self.books, self._decided, self._one_by_one = self._opened(), [], True
+        play(self.books, 0, min(event, path.forward_end))
+        if at >= len(self._route.forward):
+            for n_bytes in self._flowed_in_bytes:
+                self.books.constant(n_bytes)
+            play(self.books, path.backward_begin, event)
 
     def _tell(self, first: int, end: int, who: str, at: int) -> None:
         try:
@@ -268,6 +315,8 @@ class FollowedRun:
     def _with_more_room(self, at: int, run: Run) -> None:
         """The device has no room although the books have: evict more and try again; for use where that was raised."""
         facts = self._route.facts[at]
+        if self._decided:
+            self._back_to(self._route.path.ops[at].end, at)
         needs_bytes = facts.makes_bytes + facts.about.scratch_bytes
         for attempt in range(1, TRIES):
             if facts.about.writes or needs_bytes << attempt > self._budget_bytes:
@@ -399,10 +448,3 @@ class FollowedRun:
     def _is_held(self, number: int) -> bool:
         there = self._there[number]
         return there is not None and held_elsewhere(there.untyped_storage()._cdata)
-
-
-def _landed(found: list[Tensor], due: list[tuple[int, Slot]], landed: list[Tensor]) -> Generator[int, None, None]:
-    found.reverse()
-    for parameter, _ in due:
-        landed.append(found.pop())
-        yield parameter

@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +91,8 @@ class OnlineRegion(ReplacedForward):
         self.settings, self.runs, self.device = settings, OnlineRuns(), device
         self._optimizer, self.facts = optimizer, OpFacts(settings.costs, settings.scratch)
         self._table: OnlineTable | None = None
+        self._members: tuple[list[nn.Parameter], list[Tensor]] = [], []
+        """Parameters and buffers, as they were when forward was last called."""
         self._live: weakref.WeakSet[_Run] = weakref.WeakSet()
         self.warm_up = WarmUp(module, self._original, self.online, settings.freeze_after, device)
         self.followers = Followers(
@@ -132,10 +135,16 @@ class OnlineRegion(ReplacedForward):
         """Why it was decided online the last time that a schedule should have run, '' if there was none."""
         return self.warm_up.why_online
 
+    @property
+    def why_under_mode(self) -> str:
+        """Why a kind of call stays under the mode, '' if none does."""
+        return next(iter(self.followers.why_not.values()), "")
+
     def _key(self, args: Any, kwargs: Any) -> Any:
         """What decisions are looked up by: how the module is called, and which gradients and optimizer state are there."""
         called = call_key(args, kwargs)
-        gradients = sum([each.grad is not None for each in members_of(self.module)[0]])
+        self._members = members_of(self.module)
+        gradients = sum([each.grad is not None for each in self._members[0]])
         return None if called is None else (called, self.module.training, gradients, len(self._optimizer.state))
 
     def _table_for(self, args: Any, kwargs: Any, notes: Notes | None) -> OnlineTable:
@@ -152,11 +161,12 @@ class OnlineRegion(ReplacedForward):
         budget_bytes = self.settings.budget_bytes - background
         if budget_bytes <= 0:
             raise too_small("the model", 0, 0, background)
-        return Opened(_native.Rematerializer(self.settings.policy.settings(budget_bytes)), budget_bytes, background)
+        settings = self.settings.policy.settings(budget_bytes)
+        return Opened(partial(_native.Rematerializer, settings), budget_bytes, background)
 
     def _background_bytes(self, inputs: Iterable[Any]) -> int:
         """What is there throughout: parameters, buffers, gradients, optimizer state, inputs."""
-        parameters, buffers = members_of(self.module)
+        parameters, buffers = self._members
         held = [*parameters, *buffers, *(p.grad for p in parameters), *inputs]
         held += tree_leaves(list(self._optimizer.state.values()))
         storages = (each for tensor in held if isinstance(tensor, Tensor) for each in storages_of(tensor))

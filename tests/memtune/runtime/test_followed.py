@@ -14,7 +14,7 @@ from training_runs import same, trained_values
 from zoo_paths import ZOO
 
 from memtune.errors import ApplyError
-from memtune.remat import COOP, DTR, MEGTAICHI, Policy
+from memtune.remat import ALONG, COOP, DTR, MEGTAICHI, REPLAY, Policy
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.online import OnlineRegion, OnlineSettings
@@ -249,6 +249,39 @@ def ledger_peaks(net: Small, x: Tensor, holds: tuple[bool, ...]) -> list[int]:
             peaks.append(ledger.peak_allocated_bytes() - before_bytes)
             del loss, held
     return peaks
+
+
+def test_what_the_books_want_in_parts_is_made_part_by_part() -> None:
+    """Autograd seldom keeps both ends of such a pair, so the books are spoken for here."""
+
+    class Gates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = functional.leaky_relu(functional.leaky_relu(x @ self.weight, 0.1), 0.2)
+            return (y @ self.weight).square().mean()
+
+    net, x = Gates(), torch.randn(64, 64)
+    region = online(net, torch.optim.SGD(net.parameters()), replace(DTR, parts=4), 1 << 40)
+    net(x).backward()
+    net.zero_grad(set_to_none=True)
+    out = net(x)
+    (followed,) = next(iter(region.followers._regions.values()))
+    (waiting,) = followed._latest
+    run = waiting.saved[0][0]
+    first, second = (run._route.path.ops[op].numbers[run._route.tape.graph.makes[op][0]] for op in (1, 2))
+    wanted = run._there[second].clone()
+    gone = run._there[first]
+    run._there[first] = run._there[second] = None
+    run._obey([(ALONG, 1), (REPLAY, 2)], 3)
+    assert run._there[first] is None
+    assert torch.equal(run._there[second], wanted)
+    assert run.replays == [Again(3, 2, (1,), 4)]
+    run._there[first] = gone  # as the books have it
+    out.backward()
+    assert region.runs.followed == 1
 
 
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
