@@ -120,19 +120,23 @@ def solve(problem: Problem, width: int = WIDTH) -> Frontier:
     none = np.zeros(1, np.int32)
     layer = _Layer(np.asarray([problem.after_bytes], np.int64), np.zeros(1), none, none - 1, none)
     layers: list[_Layer] = []
+    unbeaten = _unbeaten(problem)
     for block in range(len(problem.class_of) - 1, -1, -1):
-        layer = _step_back(problem, block, layer, width)
+        layer = _step_back(problem, block, np.flatnonzero(unbeaten[block]).astype(np.int32), layer, width)
         layers.append(layer)
     return Frontier(problem, tuple(reversed(layers)))
 
 
-def _step_back(problem: Problem, block: int, after: _Layer, width: int) -> _Layer:
-    options = _different(problem, block)
+def _step_back(problem: Problem, block: int, options: I32, after: _Layer, width: int) -> _Layer:
     held, own = problem.held_bytes[block, options, None], problem.own_bytes[block, options, None]
     need = np.maximum(held + after.need, own).ravel()
     seconds = (problem.seconds[block, options, None] + after.seconds).ravel()
-    same_class = block + 1 < len(problem.class_of) and problem.class_of[block] == problem.class_of[block + 1]
-    changes = (after.changes + (same_class & (after.option != options[:, None]))).ravel()
+    order = _fastest_so_far(need, seconds)
+    count = len(after.need)
+    option, rest = options[order // count], order % count
+    need, seconds, changes = need[order], seconds[order], after.changes[rest]
+    if block + 1 < len(problem.class_of) and problem.class_of[block] == problem.class_of[block + 1]:
+        changes = changes + (after.option[rest] != option)
     order = np.lexsort((changes, seconds, need))
     best = np.minimum.accumulate(seconds[order])
     # Sums of the same seconds in another order differ in their last bits, which is no reason to be on the frontier.
@@ -140,10 +144,14 @@ def _step_back(problem: Problem, block: int, after: _Layer, width: int) -> _Laye
     order = order[better]
     if len(order) > width:
         order = order[_spread(need[order], seconds[order], width)]
-    count = len(after.need)
-    return _Layer(
-        need[order], seconds[order], changes[order].astype(np.int32), options[order // count], (order % count).astype(np.int32)
-    )
+    return _Layer(need[order], seconds[order], changes[order].astype(np.int32), option[order], rest[order].astype(np.int32))
+
+
+def _fastest_so_far(need: I64, seconds: F64) -> npt.NDArray[np.intp]:
+    """Rows than which none that needs less is faster: of many, the few that are worth putting in order by all there is."""
+    order = np.argsort(need, kind="stable")  # each option's are in order already, which makes it cheap
+    found: npt.NDArray[np.intp] = order[seconds[order] <= np.minimum.accumulate(seconds[order])]
+    return found
 
 
 def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
@@ -160,18 +168,22 @@ def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
     place = np.repeat(np.arange(len(last)), np.diff(last, prepend=-1))
     order = np.lexsort((seconds + per_byte[place] * need, place))
     nearest = order[np.append(0, last[:-1] + 1)]
-    return np.unique(np.concatenate([[0], last, nearest]))
+    chosen = np.zeros(len(need), bool)
+    chosen[0] = chosen[last] = chosen[nearest] = True
+    return np.flatnonzero(chosen)
 
 
-def _different(problem: Problem, block: int) -> I32:
-    """Options of `block` that no other one beats in all three columns."""
-    columns = np.stack([problem.held_bytes[block], problem.own_bytes[block], problem.seconds[block]], 1)
-    _, first = np.unique(columns, axis=0, return_index=True)
-    rows = np.sort(first)
-    mine = columns[rows]
-    no_worse = (mine[None] <= mine[:, None]).all(axis=2)  # rows are different, so no worse is better somewhere
-    found: I32 = rows[no_worse.sum(axis=1) == 1].astype(np.int32)
-    return found
+def _unbeaten(problem: Problem) -> npt.NDArray[np.bool_]:
+    """(blocks, options) that no other option of the block beats in all three columns; of equal ones the first."""
+    n_options = problem.seconds.shape[1]
+    first = np.arange(n_options)[:, None] < np.arange(n_options)  # by (other, option)
+    no_worse = np.ones((len(problem.seconds), n_options, n_options), bool)
+    no_better = no_worse.copy()
+    for column in (problem.held_bytes, problem.own_bytes, problem.seconds):
+        no_worse &= column[:, :, None] <= column[:, None]
+        no_better &= column[:, :, None] >= column[:, None]
+    unbeaten: npt.NDArray[np.bool_] = np.all(~no_worse | (no_better & ~first), axis=1)
+    return unbeaten
 
 
 def _in_runs(problem: Problem, choice: I32) -> I32:
