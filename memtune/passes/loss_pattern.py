@@ -134,8 +134,10 @@ def _found(graph: _Graph) -> LossPattern:
     losses = [
         op for op in np.flatnonzero(step.op_phase == Phase.FORWARD).tolist() if graph.name(op) == "aten.nll_loss_forward.default"
     ]
-    if len(losses) != 1:
-        raise _NoPattern(f"the step has {len(losses) or 'no'} cross-entropies over class indices, not one")
+    if not losses:
+        raise _NoPattern("the step has no cross-entropy of rows of logits against class indices")
+    if len(losses) > 1:
+        raise _NoPattern(f"the step has {len(losses)} cross-entropies, not one")
     forward: list[int] = [losses[0]]
     made: list[int] = []
     loss, weight_sum = _two(graph.made(losses[0]))

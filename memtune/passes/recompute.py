@@ -76,7 +76,8 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     _put_back_buffers(edit, step, buffers, copies, runs.anchor)
 
     # Backward of the same block now reads the second run's products; so does a recomputation of the model's own in it.
-    redirect = np.isin(step.op_phase[step.use_op], (Phase.RECOMPUTE, Phase.BACKWARD)) & (new[step.use_storage] >= 0)
+    in_backward = (step.op_phase == Phase.RECOMPUTE) | (step.op_phase == Phase.BACKWARD)
+    redirect = in_backward[step.use_op] & (new[step.use_storage] >= 0)
     redirect &= (step.op_block[step.use_op] == made_in[step.use_storage]) & ~left_out[step.producer[step.use_storage]]
     again_saved = saved_in_backward(step, redirect, ~number)
     third = third_runs(step, wanted, redirect, again_saved)
@@ -211,9 +212,10 @@ def _nth(step: Step, ops: I32) -> I64:
 
 def spoiled(step: Step) -> Mask:
     """(n,) ops into whose outputs another op of the forward writes later: those are not kept (Rule 5)."""
-    writes = (step.use_mutates == 1) & (step.op_phase[step.use_op] == Phase.FORWARD)
-    writes &= step.use_op != step.producer[step.use_storage]
-    producer = step.producer[step.use_storage[writes]]
+    rows = np.flatnonzero(step.use_mutates == 1)
+    rows = rows[step.op_phase[step.use_op[rows]] == Phase.FORWARD]
+    producer = step.producer[step.use_storage[rows]]
+    producer = producer[producer != step.use_op[rows]]
     found = np.zeros(step.n_ops, bool)
     found[producer[producer >= 0]] = True
     return found
@@ -242,15 +244,17 @@ def _taken_before(step: Step, kept: Mask, again: Mask, new_op: I32, anchor: I32)
 
 def _changed_buffers(step: Step, forward: Mask, active: I32, *, may_read: bool = False) -> tuple[I32, I32]:
     """Blocks and buffers (block[i], storage[i]) that a block's forward writes into (Rule 4), with `may_read` norms left out."""
-    writes = (step.use_mutates == 1) & forward[step.use_op] & (step.kind[step.use_storage] == Kind.BUFFER)
-    rows = np.flatnonzero(writes)
-    writes[rows] = np.isin(step.op_block[step.use_op[rows]], active)
-    if not writes.any():
-        return np.empty(0, np.int32), np.empty(0, np.int32)
-    if may_read:
+    rows = np.flatnonzero(step.use_mutates == 1)
+    rows = rows[step.kind[step.use_storage[rows]] == Kind.BUFFER]
+    rows = rows[forward[step.use_op[rows]]]
+    rows = rows[np.isin(step.op_block[step.use_op[rows]], active)]
+    if may_read and len(rows):
         is_norm = np.asarray(["batch_norm" in name for name in step.names], bool)
-        writes &= ~np.isin(step.op_module[step.use_op], np.unique(step.op_module[forward & is_norm[step.op_name]]))
-    pairs = np.unique(np.stack([step.op_block[step.use_op[writes]], step.use_storage[writes]], 1), axis=0)
+        norms = np.unique(step.op_module[forward & is_norm[step.op_name]])
+        rows = rows[~np.isin(step.op_module[step.use_op[rows]], norms)]
+    if not len(rows):
+        return np.empty(0, np.int32), np.empty(0, np.int32)
+    pairs = np.unique(np.stack([step.op_block[step.use_op[rows]], step.use_storage[rows]], 1), axis=0)
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32)
 
 
@@ -266,9 +270,11 @@ class _Before:
 
 def _copies_before(edit: Edit, step: Step, forward: Mask, until: I32) -> _Before:
     """Clone the buffers that the second run must find as the first one did; `until` says when each block lets go of them."""
+    block, buffer = _changed_buffers(step, forward, np.arange(len(step.blocks), dtype=np.int32), may_read=True)
+    if not len(block):
+        return _Before(block, buffer, np.empty(0, np.int64), buffer)
     rows = np.flatnonzero(forward).astype(np.int32)
     blocks, at = np.unique(step.op_block[rows], return_index=True)
-    block, buffer = _changed_buffers(step, forward, blocks, may_read=True)
     first = rows[at][np.searchsorted(blocks, block)]
     n_bytes = step.bytes[buffer]
     clones = edit.add_ops("aten.clone.default", before=first, phase=Phase.FORWARD, call=block, traffic_bytes=2 * n_bytes)
@@ -281,6 +287,8 @@ def _copies_before(edit: Edit, step: Step, forward: Mask, until: I32) -> _Before
 def _give_back(edit: Edit, before: _Before, anchor: I32, active: Mask) -> None:
     """The second run finds in the buffers what the first one found."""
     rows = active[before.block]
+    if not rows.any():
+        return
     block, buffer = before.block[rows], before.buffer[rows]
     ops = edit.add_ops(
         "aten.copy_.default", before=anchor[block], phase=Phase.RECOMPUTE, call=block, traffic_bytes=2 * before.bytes[rows]
@@ -292,6 +300,8 @@ def _give_back(edit: Edit, before: _Before, anchor: I32, active: Mask) -> None:
 def _save_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], anchor: I32) -> tuple[I32, I32]:
     """Clone the buffers before the second run; returns the cloning ops and what they make."""
     block, storage = buffers
+    if not len(block):
+        return block, storage
     ops = edit.add_ops(
         "aten.clone.default", before=anchor[block], phase=Phase.RECOMPUTE, call=block, traffic_bytes=2 * step.bytes[storage]
     )

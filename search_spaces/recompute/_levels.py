@@ -17,6 +17,7 @@ from memtune.calls import INPUTS, Call, Calls
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.passes.calls import split_calls
+from memtune.passes.first_part import forward_and_backward
 from memtune.passes.move import MoveClaim, move_activations
 from memtune.passes.recompute import calls_of, recompute_blocks
 from memtune.program import F64, FOREVER, I32, I64, Phase, Resource, Step, Tier
@@ -191,21 +192,28 @@ def _counted(block: Block, again: set[int]) -> tuple[tuple[str, int], ...]:
 def made_in(step: Step, block: Block, op_s: F64, links: Hardware | None) -> tuple[Made, ...]:
     """What `block` is called with and its forward, as the planner sees it; without `links` nothing moves."""
     place = {op: i for i, op in enumerate(block.ops, start=1)}
+    bytes_of = _bytes_of(step)
     entered = {s for s in step.input_storage[step.input_block == block.index].tolist() if step.held_until[s] != FOREVER}
     entered = {s for s in entered if s not in block.producer and step.producer[s] >= 0}
     needed = bool(entered.intersection(step.save_storage[step.save_block == block.index].tolist()))
-    n_bytes = int(step.bytes[list(entered)].sum())
+    n_bytes = sum(map(bytes_of.__getitem__, entered))
     found = [Made("inputs", 0.0, (), n_bytes, needed, bool(entered), _away_s(n_bytes, links), given=True)]
     for op in block.ops:
         saved = [s for s in block.makes[op] if s in block.saved]
         dear = is_matmul_or_attention(block.name[op])
         reads = {place[block.producer[s]] for s in block.reads[op] if s in block.producer} - {place[op]}
         reads |= {0} if entered.intersection(block.reads[op]) else set()
-        n_bytes = int(step.bytes[saved or block.makes[op]].sum()) if saved or dear else 0
+        n_bytes = sum(map(bytes_of.__getitem__, saved or block.makes[op])) if saved or dear else 0
         keepable = bool(saved or dear) and op not in block.spoiled
         away_s = _away_s(n_bytes, links)
         found.append(Made(block.name[op], float(op_s[op]), tuple(sorted(reads)), n_bytes, bool(saved), keepable, away_s))
     return tuple(found)
+
+
+@lru_cache(maxsize=2)
+def _bytes_of(step: Step) -> list[int]:
+    found: list[int] = step.bytes.tolist()
+    return found
 
 
 def _away_s(n_bytes: int, links: Hardware | None) -> dict[Action, float]:
@@ -222,14 +230,14 @@ def _measured(
     shape = len(order), n_levels
     held, forward, backward = (np.zeros(shape, np.int64) for _ in range(3))
     seconds, after, uniform = np.zeros(shape), [], []
-    found = Levels(
-        step, order, options, class_of, moments(step, order, hardware), held, forward, backward, 0, seconds, ((0, 0.0),)
-    )
+    plain, first = moments(step, order, hardware), forward_and_backward(step)
+    rest = int(live_bytes(step, hardware)[first.n_ops :].max(initial=0))
+    found = Levels(step, order, options, class_of, plain, held, forward, backward, 0, seconds, ((0, 0.0),))
     for level in range(n_levels):
-        new = rewritten(step, found.chosen(np.asarray([level], np.int32)))
+        new = rewritten(first, found.chosen(np.asarray([level], np.int32)))
         seconds[:, level] = _seconds(new, op_seconds(new, hardware, ranks))[order] - seconds[:, 0] * (level > 0)
         now = moments(new, order, hardware)
-        uniform.append((now.peak_bytes, float(seconds[:, level].sum()) * (level > 0)))
+        uniform.append((max(now.peak_bytes, rest), float(seconds[:, level].sum()) * (level > 0)))
         held[:, level] = held_bytes(new, order, hardware)
         before = np.cumsum(held[:, level]) - held[:, level]
         forward[:, level], backward[:, level] = now.forward - before, now.backward - before
@@ -273,6 +281,7 @@ def live_bytes(step: Step, hardware: Hardware) -> I64:
     return np.cumsum(delta[:-1])
 
 
+@lru_cache(maxsize=2)
 def _ends(step: Step) -> tuple[I32, I32]:
     """(blocks,) last forward op of each block, and last op of its backward, -1 where there is none."""
     n_blocks = len(step.blocks)

@@ -1,0 +1,28 @@
+"""Forward and backward alone: the same bytes op by op, and the same options of blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from zoo_paths import ZOO
+
+from memtune import hardware
+from memtune.passes.first_part import forward_and_backward
+from memtune.program import Phase
+from memtune.search_spaces.recompute import _levels
+from memtune.testing.drift import plain_program
+
+
+@pytest.mark.parametrize("model", ["gpt", "cnn_bn"])
+def test_bytes_and_options_are_those_of_the_whole_step(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cpu = plain_program(ZOO[model]).step, hardware.detect("cpu")
+    first = forward_and_backward(whole)
+    first.validate()
+    assert first.n_ops < whole.n_ops / 2
+    assert (first.op_phase > Phase.BACKWARD).sum() == 1
+    assert np.array_equal(first.live_bytes(), whole.live_bytes()[: first.n_ops])
+    mine = _levels.levels.__wrapped__(whole, cpu, 1, True)
+    monkeypatch.setattr(_levels, "forward_and_backward", lambda step: step)
+    theirs = _levels.levels.__wrapped__(whole, cpu, 1, True)
+    for name in ("held_bytes", "forward_bytes", "backward_bytes", "seconds", "after_bytes", "uniform"):
+        assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
