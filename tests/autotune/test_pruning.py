@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -9,10 +11,11 @@ from hypothesis import strategies as st
 from search_world import AXES, rewriter
 
 from memtune.autotune import scoring, side_by_side
+from memtune.autotune.candidates import Choice
 from memtune.autotune.pruning import Pruner
 from memtune.autotune.scoring import Goal, Scored, Scorer, Scores, score_all
 from memtune.autotune.simulate import Calibration
-from memtune.autotune.space import build_space
+from memtune.autotune.space import Space, build_space
 
 
 @cache
@@ -120,6 +123,37 @@ def test_a_sample_and_what_lies_around_its_best_hold_the_best_of_all(goal: Goal,
     some = score_all(space, Scorer(made), goal)
     assert some.n_candidates < whole.n_candidates
     assert best(some) == best(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goal", ["throughput", "memory"])
+def test_fewer_are_looked_around_and_the_best_of_all_is_found(goal: Goal, monkeypatch: pytest.MonkeyPatch):
+    """Than where whatever is the best of its kind is looked around, each time that it has become better."""
+    made = rewriter(budget_bytes=6 * 2**20)
+    space = build_space(made, 8, axes=("recompute", "offload"))
+    seeds: list[Choice] = []
+
+    def around(self: Space, choices: Sequence[Choice]) -> list[Choice]:
+        seeds.extend(choices)
+        return real(self, choices)
+
+    def best(found: Scores) -> tuple[float, int]:
+        fitting = [each for each in found.by_key.values() if each.prediction.peak_allocated_bytes <= 6 * 2**20]
+        first = min(fitting, key=lambda each: each.rank(goal)).prediction
+        return first.step_s, first.peak_allocated_bytes
+
+    whole, real = score_all(space, Scorer(made), goal), Space.around
+    monkeypatch.setattr(scoring, "ENUMERATE_UP_TO", 0)
+    monkeypatch.setattr(scoring, "SAMPLE", 1)
+    monkeypatch.setattr(Space, "around", around)
+    some, n_seeds = score_all(space, Scorer(made), goal), len(seeds)
+    seeds.clear()
+    monkeypatch.setattr(scoring, "_MUCH", 0.0)
+    monkeypatch.setattr(scoring, "_SLOWER", math.inf)
+    often = score_all(space, Scorer(made), goal)
+    assert best(some) == best(often) == best(whole)
+    assert n_seeds < len(seeds)
+    assert some.n_candidates <= often.n_candidates <= whole.n_candidates
 
 
 def test_the_best_fitting_are_simulated_op_by_op():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from torch import nn
 import memtune
 from memtune.errors import EnvironmentFault
 from memtune.runtime import disk, offload_dir
-from memtune.runtime.manifest import Manifest
+from memtune.runtime.manifest import Manifest, dead_runs
 from memtune.runtime.ssd_file import TENSORS
 
 FRESH = multiprocessing.get_context("forkserver")
@@ -218,6 +221,25 @@ def test_another_model_does_not_go_on_from_it_and_does_not_remove_it(tmp_path: P
     assert folder.exists()
 
 
+def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -> None:
+    """Ranks begin together; each looks whether the folders of all are dead, and so holds their locks for a moment."""
+    folder = tmp_path / "memtune-run-1"
+    folder.mkdir()
+    with open(folder / "owner", "w") as owner:
+        Manifest("key" * 20, 3, [], []).write(folder)
+        fcntl.flock(owner, fcntl.LOCK_SH)
+        assert [left.path for left in offload_dir.orphans(tmp_path)] == [folder]
+        threading.Timer(0.1, fcntl.flock, (owner, fcntl.LOCK_UN)).start()
+        (run,) = dead_runs(tmp_path, "key" * 20)
+        assert run.manifests[0].step == 3
+        assert dead_runs(tmp_path, "other" * 20) == []
+        run.release()
+        others = Manifest("other" * 20, 4, [], [])
+        others.write(folder)
+        with patch.object(offload_dir, "locked", side_effect=AssertionError("it is another rank's")):
+            assert dead_runs(tmp_path, "third" * 20) == []
+
+
 def train_on_rank(directory: str, sharding: str, kill_at: int) -> tuple[int, dict[str, torch.Tensor]]:
     """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`. All ranks have the same samples."""
     os.environ[offload_dir.VARIABLE] = directory
@@ -256,3 +278,40 @@ def test_a_killed_rank_goes_on_with_the_others(tmp_path: Path, sharding: str, ac
     for _, found in resumed:
         assert all(torch.equal(value, wanted[name]) for name, value in found.items())
     assert not list(killed.iterdir())
+
+
+def refused_on_one_rank(directory: str) -> tuple[str, bool, int]:
+    """What is said on this rank if rank 1 cannot write down what it has taken up; whether the weights are as before; a sum."""
+    os.environ[offload_dir.VARIABLE] = directory
+    model = fresh(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    knobs = {"kind": "zero_infinity", "resume": "last_step"}
+    settings = {"sharding": {"states": {"kind": "zero1"}}, "offload": {"states": knobs}}
+    if torch.distributed.get_rank() == 1:
+        Manifest.write = full  # type: ignore[method-assign]
+    warnings.simplefilter("ignore")  # that it goes on
+    with pytest.raises((EnvironmentFault, OSError)) as caught:
+        memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean(), strict=False)
+    same = all(map(torch.equal, model.parameters(), before))
+    ranks = torch.ones(1)
+    torch.distributed.all_reduce(ranks)  # the next collective is no other one's
+    disk.folder().close()
+    return str(caught.value), same, int(ranks)
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_take_up_no_rank_does(tmp_path: Path) -> None:
+    """Each has its own weights as they were, without asking the others for theirs."""
+    assert None in run_ranks(train_on_rank, 2, str(tmp_path), "zero1", 63, may_fail=True)
+    first, second = run_ranks(refused_on_one_rank, 2, str(tmp_path), deadline_s=60)
+    assert "Another rank cannot go on" in first[0]
+    assert "No space left" in second[0]
+    assert first[1:] == second[1:] == (True, 2)
+    starts = {began for began, _ in run_ranks(train_on_rank, 2, str(tmp_path), "zero1", -1)}  # what was kept is there still
+    assert len(starts) == 1
+    assert starts.pop() > 0

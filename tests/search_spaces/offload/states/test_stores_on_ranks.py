@@ -176,6 +176,16 @@ def test_other_ways_to_gather_are_refused(knobs: dict[str, Any], sent: str | Non
     assert why in str(L2L().fits(plain_program(CHAIN), target))
 
 
+@pytest.mark.parametrize("name", STORES)
+def test_replicas_that_need_not_have_every_gradient_are_refused(name: str) -> None:
+    """Gradients of blocks are averaged one by one as they land: a rank that lacks one would average it with another."""
+    mine, some = STORES[name][0], Ddp(find_unused_parameters=True)
+    assert mine.fits(plain_program(CHAIN), replace(target_of(mine, REPLICAS), ranks=RANKS)) is None
+    said = str(mine.fits(plain_program(CHAIN), replace(target_of(mine, some), ranks=RANKS)))
+    assert "every rank must have each of them" in said
+    assert "find_unused_parameters: false" in said
+
+
 def refusals(names: list[str]) -> list[str]:
     """What `apply` says of stores beside ZeRO-1, and of one beside other gathers."""
     wrong = [({"kind": "zero1"}, name) for name in names]

@@ -12,6 +12,7 @@ from layers_suite import LayersSuite, block_bytes, total
 from zoo_paths import ZOO
 
 from memtune._apply import apply
+from memtune.autotune.fake_ranks import fake_ranks
 from memtune.autotune.record import start_session
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
@@ -21,7 +22,7 @@ from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
 from memtune.testing import drift, rewritten
 from memtune.testing.drift import compare, plain_program, recording_of, target_of
-from memtune.testing.training import SEED, build, config_of, one_step
+from memtune.testing.training import SEED, build, config_of, one_step, settings_of
 from memtune.workload import Workload
 
 ON_SSD = ZeroInfinity(kind="zero_infinity", parameters="ssd")
@@ -125,6 +126,19 @@ def test_gradients_away_from_parameters_on_the_device_are_refused() -> None:
     workload, model, optimizer = build(ZOO["tied"])
     with pytest.raises(ApplyError, match="stay there until the step"):
         apply(model, optimizer, config_of(ZOO["tied"], nonsense), loss=workload.loss, strict=False)
+
+
+@pytest.mark.usefixtures("ssd")
+@pytest.mark.parametrize("parameters", ["host", "ssd"])
+def test_parameters_that_come_and_go_are_for_one_rank(parameters: str) -> None:
+    """A config may say otherwise: ranks would update weights by gradients that nobody has averaged."""
+    there = ON_SSD.model_copy(update={"parameters": parameters})
+    workload, model, optimizer = build(ZOO["tied"])
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert "for one rank" in str(there.fits(plain_program(ZOO["tied"]), replace(target_of(there), ranks=2)))
+    with fake_ranks(2), pytest.raises(ApplyError, match=f"parameters: {parameters}  is for one rank"):
+        apply(model, optimizer, {"settings": settings_of(there)}, loss=workload.loss, strict=False)
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 @pytest.mark.slow
