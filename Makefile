@@ -111,7 +111,7 @@ bench-sharding: setup  ## sharding on 2 and 4 gloo ranks (exactness, bytes, peak
 # DeepSpeed is a peer of this benchmark alone: its CPU Adam is compiled at first use, for minutes, with this environment's ninja (a
 # build that was killed leaves a lock that the next one would wait for). Without it, or without fio (Debian's), the comparison is
 # skipped and the result says why.
-bench-offload: setup  ## the host optimizer against torch's fused AdamW, DeepSpeed's and the memory's bandwidth (500M parameters: 12 GB of memory); SSD against fio
+bench-offload: setup  ## the host optimizer against torch's fused AdamW, DeepSpeed's and the memory's bandwidth (500M parameters: 12 GB of memory); SSD against fio; peaks, bytes and published ratios
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --no-build-isolation --no-deps deepspeed hjson py-cpuinfo einops msgpack
 	rm -f $(VENV)/torch_extensions/*/lock
 	PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions \
@@ -119,6 +119,8 @@ bench-offload: setup  ## the host optimizer against torch's fused AdamW, DeepSpe
 	$(BIN)/python benchmarks/ssd.py --json benchmarks/results/ssd.json
 	$(BIN)/python benchmarks/orchestration.py --json benchmarks/results/orchestration.json
 	$(BIN)/python benchmarks/smart_infinity.py --json benchmarks/results/smart-infinity.json
+	$(BIN)/python benchmarks/offload_published.py --json benchmarks/results/offload-published.json
+	$(BIN)/python benchmarks/offload_peaks.py --json benchmarks/results/offload-peaks.json --markdown benchmarks/results/offload-peaks.md
 
 gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks/gpu.py (DEVICE=cpu: their CPU form)
 ifeq ($(DEVICE),cpu)

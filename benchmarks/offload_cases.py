@@ -136,7 +136,7 @@ def cases() -> list[Case]:
         _states("patrickstar", "0.8 of the plain peak", case={"share": 0.8}),
         _states("elixir", "no budget"),
         _states("elixir", "0.8 of the plain peak, nothing ahead", case={"share": 0.8}, ahead=0),
-        _states("angel_ptm", "pages of 10 KiB", case={"ranks": ((1, "none"), (2, "ddp"))}, page_mib=0.01),
+        _states("angel_ptm", "pages of 10 KiB", page_mib=0.01),
         _states("angel_ptm", "0.9 of the plain peak", case={"ranks": ALONE, "share": 0.9}, page_mib=0.01),
         _states("angel_ptm", "optimizer on SSD", case={"ranks": ((1, "none"), (2, "ddp"))}, page_mib=0.01, optimizer="ssd"),
         _states("orchestrated", "disjoint", case={"ranks": REPLICAS}, group=2),

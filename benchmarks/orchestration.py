@@ -32,10 +32,10 @@ WHY = (
     "Whole steps are below the published mean, single micro-batches are not: one more micro-batch is up to 1.41 (token) and 1.32 "
     "(disjoint) times as fast, which has the published 1.32 to 1.38 in between. The rest of the step is memtune's own: the "
     "optimizer is on the host, so 1.3 s a step go into gradients down, the update and weights up, as fast in all modes, where "
-    "the paper's large-model support updates on the GPU and swaps there as well. With 16 micro-batches that is a fifth of the step. "
-    "No constant was changed. What is still not the same: memtune swaps the weights of one block in four, up alone; the paper's "
-    "tensors include activations and go both ways. Where a micro-batch computes for longer than four copies take, nothing is "
-    "waited for and nothing can be won."
+    "the paper's large-model support updates on the GPU and swaps there as well. With 16 micro-batches that is a fifth of the "
+    "step. No constant was changed. What is still not the same: memtune swaps the weights of one block in four, up alone; the "
+    "paper's tensors include activations and go both ways. Where a micro-batch computes for longer than four copies take, "
+    "nothing is waited for and nothing can be won."
 )
 """Written after the first comparison; nothing was changed since."""
 

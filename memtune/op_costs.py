@@ -122,11 +122,11 @@ def _casts_weights(step: Step) -> bool:
         return False
     casts = step.op_name[step.use_op] == step.names.index("aten._to_copy.default")
     is_weight = (step.parameter_of >= 0) | (step.kind == Kind.COMMUNICATION)  # there, or gathered or brought in for its use
-    casts &= is_weight[step.use_storage] & (step.use_mutates == 0)
+    casts &= (is_weight & (step.bytes > 0))[step.use_storage] & (step.use_mutates == 0)  # frames have the bytes of pages
     by, made = step.use_op[casts], np.flatnonzero(step.producer >= 0)
     bytes_made = np.bincount(step.producer[made], step.bytes[made], step.n_ops)
-    # Cast by cast: a weight that is cast again for a second forward is still cast.
-    cast_bytes, weight_bytes = bytes_made[by].sum(), step.bytes[step.use_storage[casts]].sum()
+    # Cast by cast: a weight that is cast again for a second forward is still cast, and one in pages is cast once.
+    cast_bytes, weight_bytes = bytes_made[np.unique(by)].sum(), step.bytes[step.use_storage[casts]].sum()
     return bool(cast_bytes > 0 and cast_bytes * 3 < weight_bytes * 2)
 
 

@@ -446,10 +446,11 @@ def _update(edit: Edit, step: Step, native: Native, mine: Rows, turns: Turns, ro
     # A gradient used in backward waits for its update as `Waiting` has it, one used in the step until its weight is up.
     early = (what == UPDATE) & (anchor != _BEGIN) & (anchor != anchor[-1])
     early[early] = ~narrow[row[early]]
-    gone = _let_go_at(np.flatnonzero(early), what, row, waiting_room(step), 4 * columns.numel[mine])
+    if early.any():
+        gone = _let_go_at(np.flatnonzero(early), what, row, waiting_room(step), 4 * columns.numel[mine])
+        edit.let_go_before(old[row[early]], rows[gone])
     stays = np.setdiff1d(np.arange(count), row[early])
     edit.hold_through(old[stays], up[stays])
-    edit.let_go_before(old[row[early]], rows[gone])
 
 
 def _let_go_at(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> Rows:

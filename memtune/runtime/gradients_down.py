@@ -8,8 +8,9 @@ Rule 1. A gradient that autograd has put in place, on several ranks one that the
 Rule 2. Before a bucket is sent, the one before it has arrived: the device lets go of it, the host adds it to the sums of earlier
         micro-batches. So the device holds two buckets at most. When backward ends, the last bucket is sent and arrives.
 Rule 3. What has arrived in the last micro-batch is updated then (`per_gradient`), once its block is complete (`per_layer`), or
-        in `optimizer.step()` (`end_of_step`). Updates run on a thread of their own, beside backward. That the micro-batch is the
-        last one is known from `Tuned.step` or `Tuned.micro_batch`; in any other loop all is updated in `optimizer.step()`.
+        in `optimizer.step()` (`end_of_step`). Updates run on a thread of their own, beside backward; gradients wait for them as
+        `early_updates.Waiting` has it, at most a block's. That the micro-batch is the last one is known from `Tuned.step` or
+        `Tuned.micro_batch`; in any other loop all is updated in `optimizer.step()`.
 Rule 4. Weights go up in `optimizer.step()`, whenever they were updated: within a step no weight changes on the device.
 Rule 5. One step late (`HostOptimizer.late`): the update begins with the next step, beside its forward and backward, and the
         weights go up at its end. A state dict waits for it, and has its weights.

@@ -5,7 +5,8 @@ Five rules, which the pass `passes.layer_major` follows op by op:
 Rule 1. `begin` brings in what of a pack is not there, then, where asked to, the pack that is used next; `end` lets go of a pack.
 Rule 2. A pack's gradients are summed on the device. In the last micro-batch of the pack their copies to the host start as they
         land; the device lets go of one when the next one lands, or when the pack ends.
-Rule 3. A pack that ends with its last micro-batch's backward is updated on the host, beside what runs next (just-in-time update).
+Rule 3. A pack that ends with its last micro-batch's backward is updated on the host, beside what runs next (just-in-time update),
+        once there is room for its gradients beside those that still wait (`early_updates.Waiting`).
 Rule 4. With several ranks, each of which has all weights, a gradient is averaged before it leaves.
 Rule 5. Outside of a step (evaluation, generation) each block comes in when it is called and goes when it returns.
 """
