@@ -26,9 +26,9 @@ from memtune.remat import Policy
 from memtune.schedule import Action, OpGraph, Schedule
 from memtune.search_spaces.recompute._stages import stages_of
 
-_LEVELS = 12
+_LEVELS = 8
 """Parts of what a block keeps plainly that the policies are asked to keep."""
-_LEVELS_EXACT = 6
+_LEVELS_EXACT = 4
 """The same for the integer program."""
 
 

@@ -35,6 +35,8 @@ from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes, format_seconds
 
 _MUCH = 1 << 60
+_WIDTH = 128
+"""Plans that are kept for the blocks from each one on; more are closer to the budget."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +114,8 @@ class BlockSearch:
                 held[block, number], seconds[block, number] = option.held_bytes, option.seconds
                 own[block, number] = _own_bytes(option, beside.while_op[block], beside.after_op[block]) - before
             before += beside.held_bytes[block]
-        return solve(Problem(held, own, seconds, regions.sort, beside.between_bytes, beside.rest_bytes))
+        problem = Problem(held, own, seconds, regions.sort, beside.between_bytes, beside.rest_bytes)
+        return solve(problem, _WIDTH)
 
     def schedules(self, row: int) -> tuple[Schedule, ...]:
         """By block, what plan `row` says."""

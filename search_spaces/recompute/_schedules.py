@@ -19,7 +19,7 @@ from memtune.program import Program, Step
 from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime.context import Context
 from memtune.schedule import Schedule, wrong_with
-from memtune.search_spaces.recompute._block_options import LATE, Exact
+from memtune.search_spaces.recompute._block_options import LATE
 from memtune.search_spaces.recompute._budget import Solution
 from memtune.search_spaces.recompute._by_blocks import FoundByBlocks, cannot_run_blocks, found_by_blocks, surely_slower
 from memtune.search_spaces.recompute._checkmate import schedule_for
@@ -34,8 +34,8 @@ _LEVELS = 16
 _LEVELS_ON_RANKS = 2
 """The same where each way to divide states is a place of its own, and each schedule is judged after its passes."""
 _NODES = 16
-_SOURCES = (LATE, *_POLICIES, Exact(_NODES))
-"""Who is asked for schedules of single blocks."""
+_SOURCES = (LATE, *_POLICIES)
+"""Who is asked for schedules of single blocks; on so few ops the integer program finds none that these do not have."""
 NOT_FASTER = Reason("no schedule is faster than the plan by blocks", "by_schedule: false")
 _BACK = 24
 """Values that are tried once more whether they can stay."""
