@@ -28,6 +28,10 @@ _ALONE = ("split", "sharding.parallel", "sharding.communication", "offload.activ
 """Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
 
 
+_MARK = -1
+"""No pass numbers ops that wait for each other so."""
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
     """A step whose region a schedule is to run, and what comes after it."""
@@ -52,13 +56,13 @@ class Place:
         if not self.later:
             return self.region
         after = self._marked_after
-        return region_among(self.region, after, np.flatnonzero(after.op_match).astype(np.int32))
+        return region_among(self.region, after, np.flatnonzero(after.op_match == _MARK).astype(np.int32))
 
     @cached_property
     def _marked_after(self) -> Step:
         """The plain step after all passes; the region's ops are marked."""
         marks = np.zeros(self.step.n_ops, np.int32)
-        marks[self.region.rows] = 1
+        marks[self.region.rows] = _MARK
         return self.after(replace(self.step, op_match=marks))
 
     @cached_property

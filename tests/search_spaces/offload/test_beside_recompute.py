@@ -82,7 +82,6 @@ RANKS = ("ddp", "zero2", "fsdp", "zero3")
 REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     ("another technique moves what the plan keeps", ACTIVATIONS, DIVISIONS, ("planned",)),
     ("a frozen schedule runs the model without offload.activations", ACTIVATIONS, DIVISIONS, ("checkmate",)),
-    ("gathers a block's parameters for its own calls alone", tuple(OFFLOADS), ("fsdp", "zero3"), ("checkmate",)),
     ("no schedule was found within", ("l2l", "patrickstar"), ("ddp",), ("checkmate",)),
     ("a schedule takes the place of the blocks' calls", STORES, ("one rank", "ddp"), ("checkmate",)),
     ("a schedule puts gradients in place itself", AS_THEY_LAND, ("one rank", "zero2"), ("checkmate",)),
