@@ -34,6 +34,7 @@ from memtune.search_spaces.recompute._place import Place, schedules_nothing
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes, format_seconds
 
+_OWN_GRAPHS = "have graphs of their own, made in backward"
 _MUCH = 1 << 60
 _WIDTH = 128
 """Plans that are kept for the blocks from each one on; more are closer to the budget."""
@@ -213,6 +214,9 @@ def cannot_run_blocks(program: Program, target: Target) -> Reason | None:
     reason = schedules_nothing(target)
     if reason is not None:
         return reason
+    split = target.chosen.get("split")
+    if split is not None and dict(split.knobs()).get("mlp", 1) > 1:
+        return Reason(f"a schedule runs a block's ops, and MLPs in parts {_OWN_GRAPHS}", "split: {kind: tiled, mlp: 1}")
     step, regions = program.step, block_regions_of(program.step)
     if isinstance(regions, str):
         return Reason(f"blocks cannot run by schedules of their own: {regions}", "recompute: {kind: planned}")
@@ -292,6 +296,11 @@ def install_blocks(plan: Plan, context: Context, kind: str) -> None:
         raise ApplyError(
             f"the plan is for {len(schedules)} blocks, the model has {len(context.blocks)}.",
             fix="memtune search  or  memtune trial --config  makes a new plan", code="MT316",
+        )  # fmt: skip
+    if "split.modules" in context.checks:
+        raise ApplyError(
+            f"recompute: {{kind: {kind}}} runs blocks by schedules, which does not work where MLPs run in parts.",
+            evidence=f"They {_OWN_GRAPHS}.", fix="split: {kind: tiled, mlp: 1}", code="MT315",
         )  # fmt: skip
     context.later.append(partial(require_whole_layers, context, f"recompute: {{kind: {kind}}}"))
     found = {}
