@@ -109,7 +109,8 @@ def tuned_config(
 
 def numbers(measured: Measured) -> dict[str, Any]:
     """What trials measured of one choice."""
-    return {
+    written = max((each.link_bytes.get("ssd_write", 0) for each in measured.results), default=0)
+    return ({"ssd_written_bytes": written} if written else {}) | {
         "peak_bytes": measured.peak_bytes,
         "reserved_bytes": max(each.peak_reserved_bytes or 0 for each in measured.results) or None,
         "step_s": measured.step_s,

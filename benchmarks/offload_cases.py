@@ -1,4 +1,4 @@
-"""What the sweep of offload techniques runs: each technique with the options that change what is where, and what papers say it moves."""
+"""What the sweep of offload techniques runs: each with the options that change what is where, and what papers say it moves."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class Sizes:
     """Micro-batches of a step."""
     batch: int
     """Of one micro-batch, which goes up."""
+    moments: int
+    """Of the optimizer, each as large as the weights."""
 
     @property
     def all(self) -> int:
@@ -76,9 +78,9 @@ def _window(width: int) -> Formula:
     )
 
 
-def _ssd(read: float, written: float, link: Formula) -> Formula:
-    """A step's reads and writes in multiples of the weights: 3 of master weight and two moments (ZeRO-Infinity, section 3)."""
-    return lambda s: {**link(s), "ssd_read": int(read * s.all), "ssd_write": int(written * s.all)}
+def _ssd(link: Formula) -> Formula:
+    """Master weights and moments are read and written once in a step: with AdamW 12 bytes each (ZeRO-Infinity, section 3)."""
+    return lambda s: {**link(s), "ssd_read": (1 + s.moments) * s.all, "ssd_write": (1 + s.moments) * s.all}
 
 
 def _updaters(s: Sizes) -> Links:
@@ -87,11 +89,13 @@ def _updaters(s: Sizes) -> Links:
 
 
 def _packs(last: int) -> Formula:
-    """Harmony, section 3: 3|W| less the last pack's, whatever the number of micro-batches. Mobius the same, without the swap out."""
-    return lambda s: _both(s.all, 2 * sum(s.blocks) - sum(s.blocks[-last:]) + s.outside, s)
+    """Harmony, section 3: 3|W| less the last pack's, whatever the number of micro-batches; each batch goes up for both passes."""
+    return lambda s: _both(s.all, 2 * sum(s.blocks) - sum(s.blocks[-last:]) + s.outside + s.parts * s.batch, s)
 
 
-def _states(technique: str, option: str, formula: Formula | None = None, *, case: Mapping[str, Any] | None = None, **knobs: Any) -> Case:
+def _states(
+    technique: str, option: str, formula: Formula | None = None, *, case: Mapping[str, Any] | None = None, **knobs: Any
+) -> Case:
     return Case(technique, option, {"offload": {"states": {"kind": technique, **knobs}}}, formula=formula, **(case or {}))
 
 
@@ -137,15 +141,15 @@ def cases() -> list[Case]:
         _states("angel_ptm", "optimizer on SSD", case={"ranks": ((1, "none"), (2, "ddp"))}, page_mib=0.01, optimizer="ssd"),
         _states("orchestrated", "disjoint", case={"ranks": REPLICAS}, group=2),
         _states("orchestrated", "token", case={"ranks": REPLICAS}, group=2, mode="token"),
-        _states("zero_infinity", "optimizer on SSD", _ssd(3, 3, _at_end)),
-        _states("zero_infinity", "3 micro-batches", _ssd(3, 3, _at_end), case=in_parts),
-        _states("zero_infinity", "parameters on the host", _ssd(3, 3, _window(2)), parameters="host"),
+        _states("zero_infinity", "optimizer on SSD", _ssd(_at_end)),
+        _states("zero_infinity", "3 micro-batches", _ssd(_at_end), case=in_parts),
+        _states("zero_infinity", "parameters on the host", _ssd(_window(2)), parameters="host"),
         _states("zero_infinity", "parameters on SSD", parameters="ssd"),
         _states("zero_infinity", "gradients too", parameters="ssd", gradients="ssd"),
         _states("smart_infinity", "2 domains", _updaters),
         _states("smart_infinity", "a tenth is sent", share=0.1),
-        _states("lohan", "defaults", _ssd(3, 3, _as_they_land), case={"ranks": DIVIDED}),
-        _states("lohan", "buckets of 5 KiB", _ssd(3, 3, _as_they_land), case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
+        _states("lohan", "defaults", _ssd(_as_they_land), case={"ranks": DIVIDED}),
+        _states("lohan", "buckets of 5 KiB", _ssd(_as_they_land), case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
         _states("moesys", "all cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}),
         _states("moesys", "6 cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}, cache=6, on_device=1),
         _states("harmony", "packs of 2", _packs(2), case=chain, backward=2),
@@ -156,14 +160,17 @@ def cases() -> list[Case]:
         _activations("copy_out", "half", min_bytes=0, ratio=0.5),
         _activations("copy_out", "all to SSD", min_bytes=0, target="ssd"),
         _activations("pipelined", "half", min_bytes=0, ratio=0.5),
-        _activations("tsplit", "0.8 of the plain peak", case={"share": 0.8}, min_bytes=256),
-        Case("planned", "0.6 of the plain peak", {"recompute": {"kind": "planned"}}, share=0.6),
+        _activations("tsplit", "0.94 of the plain peak", case={"share": 0.94}, min_bytes=256),
+        Case("planned", "0.96 of the plain peak", {"recompute": {"kind": "planned"}}, share=0.96),
         Case(
             "lohan, both halves", "activations on to SSD",
-            {"recompute": {"kind": "lohan", "spill": "ssd"}, "offload": {"states": {"kind": "lohan"}}}, ranks=DIVIDED,
+            {
+                "recompute": {"kind": "lohan", "spill": "ssd", "host_bytes": 1 << 18, "min_bytes": 256},
+                "offload": {"states": {"kind": "lohan"}},
+            }, ranks=DIVIDED,
         ),
     ]  # fmt: skip
 
 
-EVERYWHERE = ("none", "optimizer_cpu", "zero_offload", "l2l", "stronghold", "patrickstar", "elixir", "angel_ptm", "zero_infinity", "lohan", "copy_out")
+EVERYWHERE = ("none", "optimizer_cpu", "zero_offload", "l2l", "patrickstar", "elixir", "zero_infinity", "lohan", "copy_out")
 """Techniques that are run on every model that trains, on one rank, with the first of their options."""

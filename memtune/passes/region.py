@@ -162,13 +162,22 @@ def _outside_until(
     value = value_of[step.use_storage]
     read = (value >= 0) & (where[step.use_op] >= 0)
     np.maximum.at(until, value[read], where[step.use_op[read]])
-    held = step.held_until[storages]
-    until[(held > first) & (until < 0) & (np.asarray(graph.maker, np.int32) < graph.n_forward)] = graph.n_forward - 1
+    held, maker = step.held_until[storages], np.asarray(graph.maker, np.int32)
+    by_others = (held > first) & (until < 0) & (maker < graph.n_forward) & ~_casts_of_parameters(step, graph, rows)[maker]
+    until[by_others] = graph.n_forward - 1
     returned = value_of[step.returned]
     returned = returned[returned >= 0]
     until[returned] = np.maximum(until[returned], graph.n_forward - 1)
     until[held > rows[-1]] = graph.n_ops
     return until
+
+
+def _casts_of_parameters(step: Step, graph: OpGraph, rows: I32) -> npt.NDArray[np.bool_]:
+    """(n,) ops whose product autocast's cache holds; a region that runs by a schedule has none, it runs below autocast."""
+    found = np.asarray([name == "aten._to_copy.default" for name in graph.names], bool)
+    others = (step.kind[step.use_storage] != Kind.PARAMETER) & (step.producer[step.use_storage] != step.use_op)
+    found[np.isin(rows, step.use_op[others])] = False
+    return found
 
 
 def _live_of(step: Step, storages: I32) -> I64:

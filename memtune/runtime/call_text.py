@@ -116,6 +116,12 @@ def bases_of(tape: Tape) -> dict[int, Slot]:
     return found
 
 
+def viewed(tape: Tape, bases: dict[int, Slot]) -> frozenset[int]:
+    """Values of which something looks at another view than the whole."""
+    slots = slots_in((*((call.args, call.kwargs) for call in tape.calls), tape.outputs, tape.landed, tape.input_gradients))
+    return frozenset(slot.of for slot in slots if isinstance(slot.of, int) and slot[1:] != bases[slot.of][1:])
+
+
 def slots_in(values: Any) -> list[Any]:
     """Every slot among `values`."""
     return [each for each in tree_leaves(values, is_leaf=lambda each: isinstance(each, Slot)) if isinstance(each, Slot)]

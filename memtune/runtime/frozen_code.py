@@ -21,7 +21,7 @@ from memtune.calls import EMPTY
 from memtune.runtime import transfer
 from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
 from memtune.runtime.by_element import is_dense, may_be_by_element
-from memtune.runtime.call_text import CallText, bases_of, outside_name, slots_in, tuple_text
+from memtune.runtime.call_text import CallText, bases_of, outside_name, slots_in, tuple_text, viewed
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.tape import Call, Outside, Slot, Tape
 from memtune.schedule import Action, Do, Schedule, parts_of
@@ -79,7 +79,7 @@ class _Writer(CallText):
         }  # fmt: skip
         self._schedule = schedule
         self._lines: list[str] = []
-        self._checked = _viewed(tape, self._base) if checked else frozenset()
+        self._checked = viewed(tape, self._base) if checked else frozenset()
         self._times = Counter(schedule.computes())
         self._ran: set[int] = set()
         self._there: dict[str, None] = {}
@@ -265,12 +265,6 @@ def _are_filled(slots: Sequence[Slot], bases: dict[int, Slot]) -> bool:
         (one.dtype, math.prod(one.size)) == (other.dtype, math.prod(other.size)) for one, other in zip(slots, wholes, strict=True)
     ]
     return same and all(pairs)
-
-
-def _viewed(tape: Tape, bases: dict[int, Slot]) -> frozenset[int]:
-    """Values of which something looks at another view than the whole."""
-    slots = slots_in((*((call.args, call.kwargs) for call in tape.calls), tape.outputs, tape.landed, tape.input_gradients))
-    return frozenset(slot.of for slot in slots if isinstance(slot.of, int) and slot[1:] != bases[slot.of][1:])
 
 
 def _fetched(outside: Iterable[Any]) -> list[str]:

@@ -37,13 +37,18 @@ def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
+def _token(run: Any) -> Tensor:
+    token: Tensor = run.token
+    return token.detach()
+
+
 class _Whole(torch.autograd.Function):
     """The node whose backward is the region's; what flows through it is a token."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, *flow: Tensor) -> Tensor:
         ctx.run = run
-        return run.token.detach()
+        return _token(run)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -56,7 +61,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Any, *flow: Tensor) -> Tensor:
         ctx.run = run
-        return run.token.detach()
+        return _token(run)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -69,7 +74,7 @@ class _Land(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Any, number: int, token: Tensor, parameter: Tensor) -> Tensor:
         ctx.run, ctx.number = run, number
-        return run.token.detach()
+        return _token(run)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -83,7 +88,8 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, run: Any, token: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        outputs, run.outputs = run.outputs, ()
+        outputs: tuple[Tensor, ...] = run.outputs
+        run.outputs = ()
         numbers = [n for n, leaf in enumerate(run.tape_outputs) if isinstance(leaf, Slot)]
         ctx.numbers = numbers
         ctx.mark_non_differentiable(*(out for n, out in zip(numbers, outputs, strict=True) if n not in run.differentiable))

@@ -36,6 +36,8 @@ from memtune.units import format_bytes, format_seconds
 
 _OWN_GRAPHS = "have graphs of their own, made in backward"
 _MUCH = 1 << 60
+_TRIES = 4
+"""Plans that are rewritten in search of the best one: prices are near enough that the first or second mostly is."""
 _WIDTH = 128
 """Plans that are kept for the blocks from each one on; more are closer to the budget."""
 
@@ -54,7 +56,7 @@ class FoundByBlocks:
     budget_bytes: int
     plain_bytes: int
     smallest_bytes: int
-    """The least peak that any of the plans gives."""
+    """The least peak that any of the plans gives; looked for where the budget is not met."""
 
     @property
     def is_within(self) -> bool:
@@ -193,14 +195,18 @@ def found_by_blocks(place: Place, sources: tuple[Source, ...], budget_bytes: int
         share: Where the budget lies between the smallest peak found and the plain one.
     """
     search = search_blocks(place, sources)
-    smallest = search.peak_of(0)
     if budget_bytes is None:
+        smallest = search.peak_of(0)
         budget_bytes = smallest + round((search.plain_bytes - smallest) * share)
-    row = best_row(search.frontier, search.peak_of, budget_bytes)
+    row = best_row(search.frontier, search.peak_of, budget_bytes, _TRIES)
+    peak_bytes = search.peak_of(row)
+    smallest_bytes = peak_bytes if peak_bytes <= budget_bytes else search.peak_of(0)
     seconds = float(search.frontier.seconds[row])
     regions = block_regions_of(place.step)
     assert not isinstance(regions, str)
-    return FoundByBlocks(regions, search.schedules(row), search.peak_of(row), seconds, budget_bytes, search.plain_bytes, smallest)
+    return FoundByBlocks(
+        regions, search.schedules(row), peak_bytes, seconds, budget_bytes, search.plain_bytes, smallest_bytes
+    )  # fmt: skip
 
 
 def surely_slower(place: Place, sources: tuple[Source, ...], budget_bytes: int, seconds: float) -> bool:

@@ -15,7 +15,8 @@ are undominated; beyond that `_spread` says which are kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ import numpy.typing as npt
 from memtune.program import F64, I32, I64
 
 WIDTH = 512
+_REMEMBERED = 2048
+"""Layers, of at most 15 kB each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,33 +120,68 @@ class Frontier:
 
 def solve(problem: Problem, width: int = WIDTH) -> Frontier:
     """The frontier of `problem`."""
-    none = np.zeros(1, np.int32)
-    layer = _Layer(np.asarray([problem.after_bytes], np.int64), np.zeros(1), none, none - 1, none)
-    layers: list[_Layer] = []
+    layer, layers = _after_the_last(problem.after_bytes), list[_Layer]()
     for block in range(len(problem.class_of) - 1, -1, -1):
-        layer = _step_back(problem, block, layer, width)
+        same_class = block + 1 < len(problem.class_of) and problem.class_of[block] == problem.class_of[block + 1]
+        rows = _Rows(*(each[block].tobytes() for each in (problem.held_bytes, problem.own_bytes, problem.seconds)))
+        layer = _step_back(rows, layer, bool(same_class), width)
         layers.append(layer)
     return Frontier(problem, tuple(reversed(layers)))
 
 
-def _step_back(problem: Problem, block: int, after: _Layer, width: int) -> _Layer:
-    options = _different(problem, block)
-    held, own = problem.held_bytes[block, options, None], problem.own_bytes[block, options, None]
+@lru_cache(maxsize=64)
+def _after_the_last(after_bytes: int) -> _Layer:
+    """The same object for equal ones."""
+    none = np.zeros(1, np.int32)
+    return _Layer(np.asarray([after_bytes], np.int64), np.zeros(1), none, none - 1, none)
+
+
+class _Rows(NamedTuple):
+    """One block's rows of a problem, (options,) each, as bytes: what a layer is known by beside the one after it."""
+
+    held: bytes
+    own: bytes
+    seconds: bytes
+
+    def columns(self) -> tuple[I64, I64, F64]:
+        """As numbers."""
+        return np.frombuffer(self.held, np.int64), np.frombuffer(self.own, np.int64), np.frombuffer(self.seconds)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _step_back(rows: _Rows, after: _Layer, same_class: bool, width: int) -> _Layer:
+    """The plans that begin one block earlier. Problems that end alike share their last layers."""
+    options = _different(rows)
+    held, own, takes = (each[options, None] for each in rows.columns())
     need = np.maximum(held + after.need, own).ravel()
-    seconds = (problem.seconds[block, options, None] + after.seconds).ravel()
-    same_class = block + 1 < len(problem.class_of) and problem.class_of[block] == problem.class_of[block + 1]
+    seconds = (takes + after.seconds).ravel()
     changes = (after.changes + (same_class & (after.option != options[:, None]))).ravel()
-    order = np.lexsort((changes, seconds, need))
-    best = np.minimum.accumulate(seconds[order])
-    # Sums of the same seconds in another order differ in their last bits, which is no reason to be on the frontier.
-    better = np.append(True, best[1:] < best[:-1] * (1 - 1e-12) - 1e-15)
-    order = order[better]
+    order = _undominated(need, seconds, changes)
     if len(order) > width:
         order = order[_spread(need[order], seconds[order], width)]
-    count = len(after.need)
-    return _Layer(
-        need[order], seconds[order], changes[order].astype(np.int32), options[order // count], (order % count).astype(np.int32)
-    )
+    option, rest = np.divmod(order, len(after.need))
+    return _Layer(need[order], seconds[order], changes[order].astype(np.int32), options[option], rest.astype(np.int32))
+
+
+def _undominated(need: I64, seconds: F64, changes: I32) -> npt.NDArray[np.intp]:
+    """Rows that no other beats, by need; of those that are equal in both the first one of the fewest changes."""
+    order = np.argsort(need, kind="stable")
+    least, mine = need[order], seconds[order]
+    is_last = np.ones(len(order), bool)  # of those that need the same
+    np.not_equal(least[1:], least[:-1], out=is_last[:-1])
+    last = np.flatnonzero(is_last)
+    fastest = np.minimum.accumulate(mine)[last]
+    # Sums of the same seconds in another order differ in their last bits, which is no reason to be on the frontier.
+    better = np.ones(len(last), bool)
+    np.less(fastest[1:], fastest[:-1] * (1 - 1e-12) - 1e-15, out=better[1:])
+    found = np.flatnonzero(mine == np.repeat(np.where(better, fastest, np.nan), np.diff(last, prepend=-1)))
+    order = order[found]
+    if len(found) > np.count_nonzero(better):
+        of = np.searchsorted(last, found)
+        is_first = np.ones(len(of), bool)
+        np.not_equal(of[1:], of[:-1], out=is_first[1:])
+        order = order[np.lexsort((changes[order], of))][is_first]
+    return order
 
 
 def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
@@ -154,24 +192,27 @@ def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
     count = max(width // 2 - 1, 1)
     interval = ((need - need[0]) * count) // (need[-1] - need[0] + 1)
     last = np.flatnonzero(np.append(np.diff(interval) > 0, True))
+    first = np.append(0, last[:-1] + 1)
     far = max(len(last) // 16, 1)
     before, after = last[np.maximum(np.arange(len(last)) - far, 0)], last[np.minimum(np.arange(len(last)) + far, len(last) - 1)]
     per_byte = (seconds[before] - seconds[after]) / np.maximum(need[after] - need[before], 1)
-    place = np.repeat(np.arange(len(last)), np.diff(last, prepend=-1))
-    order = np.lexsort((seconds + per_byte[place] * need, place))
-    nearest = order[np.append(0, last[:-1] + 1)]
-    return np.unique(np.concatenate([[0], last, nearest]))
+    each = last - first + 1
+    above = seconds + np.repeat(per_byte, each) * need
+    kept = np.zeros(len(need), bool)
+    kept[0] = True
+    kept[last] = True
+    lowest = np.flatnonzero(above == np.repeat(np.minimum.reduceat(above, first), each))
+    kept[lowest[np.searchsorted(lowest, first)]] = True  # of equal ones the first
+    return np.flatnonzero(kept)
 
 
-def _different(problem: Problem, block: int) -> I32:
-    """Options of `block` that no other one beats in all three columns."""
-    columns = np.stack([problem.held_bytes[block], problem.own_bytes[block], problem.seconds[block]], 1)
-    _, first = np.unique(columns, axis=0, return_index=True)
-    rows = np.sort(first)
-    mine = columns[rows]
-    no_worse = (mine[None] <= mine[:, None]).all(axis=2)  # rows are different, so no worse is better somewhere
-    found: I32 = rows[no_worse.sum(axis=1) == 1].astype(np.int32)
-    return found
+@lru_cache(maxsize=64)
+def _different(rows: _Rows) -> I32:
+    """Options of a block that no other one beats in all three columns; of equal ones the first."""
+    no_worse = np.logical_and.reduce([each[None] <= each[:, None] for each in rows.columns()])  # [i, j]: j than i
+    before = np.tri(len(no_worse), k=-1, dtype=bool)  # j before i
+    beaten = (no_worse & (before | ~no_worse.T)).any(axis=1)
+    return np.flatnonzero(~beaten).astype(np.int32)
 
 
 def _in_runs(problem: Problem, choice: I32) -> I32:

@@ -44,7 +44,7 @@ def trained(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Ten
 def test_shapes_that_change_in_one_pipeline_alone() -> None:
     """A new shape is looked at by a probe, which gathers what FSDP2 has divided: on the ranks of the other pipeline as well."""
     configs = {states: asked(states) for states in ("none", "zero3", "kept")}
-    for rank in run_ranks(trained, RANKS, configs, deadline_s=200):
+    for rank in run_ranks(trained, RANKS, configs, deadline_s=100):
         for states in ("zero3", "kept"):
             torch.testing.assert_close(rank[states], rank["none"], rtol=1e-5, atol=1e-6)
 
@@ -58,7 +58,7 @@ def counts(config: dict[str, Any]) -> str:
 
 
 def test_pipelines_with_other_numbers_of_micro_batches_are_all_told() -> None:
-    for said in run_ranks(counts, RANKS, asked("zero3"), deadline_s=200):
+    for said in run_ranks(counts, RANKS, asked("zero3"), deadline_s=100):
         assert "Pipelines that divide each other's stages bring 2 to 4 micro-batches" in said
 
 
@@ -86,6 +86,6 @@ def test_edited_configs_are_refused_by_name() -> None:
         "{kind: pipelined} does not work beside sharding.states: {kind: zero2}": (pipelined, {"states": {"kind": "zero2"}}),
         "with whole gradients of divided parameters does not work in a pipeline": (plain, {"states": whole_gradients}),
     }
-    for said in run_ranks(refusals, RANKS, list(edited.values()), deadline_s=200):
+    for said in run_ranks(refusals, RANKS, list(edited.values()), deadline_s=100):
         for wanted, got in zip(edited, said, strict=True):
             assert wanted in got
