@@ -206,11 +206,11 @@ class _Search:
         return after_later(self._program.with_step(step), self._later, self._hardware).step
 
 
-def best_row(frontier: Frontier, peak_of: Callable[[int], int], budget_bytes: int) -> int:
-    """Row of the fastest plan within the budget, by true peaks as `peak_of` gives them; the smallest one if none is."""
+def best_row(frontier: Frontier, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES) -> int:
+    """Row of the fastest plan found within the budget, by true peaks as `peak_of` gives them; the smallest one if none is."""
     low, high, best = 0, len(frontier) - 1, 0
     row = max(frontier.at(budget_bytes + (budget_bytes >> 10)), 0)  # prices may be a little too high
-    for _ in range(_TRIES):
+    for _ in range(tries):
         more = peak_of(row) - int(frontier.peak_bytes[row])
         if peak_of(row) <= budget_bytes:
             best, low = max(best, row), row + 1

@@ -34,7 +34,10 @@ from memtune.search_spaces.recompute._place import Place, schedules_nothing
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes, format_seconds
 
+_OWN_GRAPHS = "have graphs of their own, made in backward"
 _MUCH = 1 << 60
+_TRIES = 4
+"""Plans that are rewritten in search of the best one: prices are near enough that the first or second mostly is."""
 _WIDTH = 128
 """Plans that are kept for the blocks from each one on; more are closer to the budget."""
 
@@ -53,7 +56,7 @@ class FoundByBlocks:
     budget_bytes: int
     plain_bytes: int
     smallest_bytes: int
-    """The least peak that any of the plans gives."""
+    """The least peak that any of the plans gives; looked for where the budget is not met."""
 
     @property
     def is_within(self) -> bool:
@@ -192,14 +195,18 @@ def found_by_blocks(place: Place, sources: tuple[Source, ...], budget_bytes: int
         share: Where the budget lies between the smallest peak found and the plain one.
     """
     search = search_blocks(place, sources)
-    smallest = search.peak_of(0)
     if budget_bytes is None:
+        smallest = search.peak_of(0)
         budget_bytes = smallest + round((search.plain_bytes - smallest) * share)
-    row = best_row(search.frontier, search.peak_of, budget_bytes)
+    row = best_row(search.frontier, search.peak_of, budget_bytes, _TRIES)
+    peak_bytes = search.peak_of(row)
+    smallest_bytes = peak_bytes if peak_bytes <= budget_bytes else search.peak_of(0)
     seconds = float(search.frontier.seconds[row])
     regions = block_regions_of(place.step)
     assert not isinstance(regions, str)
-    return FoundByBlocks(regions, search.schedules(row), search.peak_of(row), seconds, budget_bytes, search.plain_bytes, smallest)
+    return FoundByBlocks(
+        regions, search.schedules(row), peak_bytes, seconds, budget_bytes, search.plain_bytes, smallest_bytes
+    )  # fmt: skip
 
 
 def surely_slower(place: Place, sources: tuple[Source, ...], budget_bytes: int, seconds: float) -> bool:
@@ -213,6 +220,9 @@ def cannot_run_blocks(program: Program, target: Target) -> Reason | None:
     reason = schedules_nothing(target)
     if reason is not None:
         return reason
+    split = target.chosen.get("split")
+    if split is not None and dict(split.knobs()).get("mlp", 1) > 1:
+        return Reason(f"a schedule runs a block's ops, and MLPs in parts {_OWN_GRAPHS}", "split: {kind: tiled, mlp: 1}")
     step, regions = program.step, block_regions_of(program.step)
     if isinstance(regions, str):
         return Reason(f"blocks cannot run by schedules of their own: {regions}", "recompute: {kind: planned}")
@@ -292,6 +302,11 @@ def install_blocks(plan: Plan, context: Context, kind: str) -> None:
         raise ApplyError(
             f"the plan is for {len(schedules)} blocks, the model has {len(context.blocks)}.",
             fix="memtune search  or  memtune trial --config  makes a new plan", code="MT316",
+        )  # fmt: skip
+    if "split.modules" in context.checks:
+        raise ApplyError(
+            f"recompute: {{kind: {kind}}} runs blocks by schedules, which does not work where MLPs run in parts.",
+            evidence=f"They {_OWN_GRAPHS}.", fix="split: {kind: tiled, mlp: 1}", code="MT315",
         )  # fmt: skip
     context.later.append(partial(require_whole_layers, context, f"recompute: {{kind: {kind}}}"))
     found = {}

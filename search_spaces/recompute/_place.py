@@ -26,6 +26,8 @@ from memtune.units import format_bytes
 
 _ALONE = ("split", "sharding.parallel", "sharding.communication", "offload.activations")
 """Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
+_ALONE_IN_BLOCKS = ("sharding.parallel", "offload.activations")
+"""Those that do so inside the blocks."""
 
 
 _MARK = -1
@@ -137,7 +139,7 @@ def _place(step: Step, hardware: Hardware, ranks: int, micro_batch: int, accumul
 
 def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> Reason | None:
     """Why no schedule can take the place of the model's forward and backward, nor, if asked for, the online runtime."""
-    reason = schedules_nothing(target)
+    reason = schedules_nothing(target, _ALONE)
     if reason is not None:
         return reason
     if comes_and_goes(program, target):
@@ -153,11 +155,11 @@ def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> 
     return None
 
 
-def schedules_nothing(target: Target) -> Reason | None:
-    """Why no schedule runs beside what else is chosen, be it of the model or of a block."""
+def schedules_nothing(target: Target, alone: tuple[str, ...] = _ALONE_IN_BLOCKS) -> Reason | None:
+    """Why no schedule, of a block if left out, runs beside what else is chosen: nothing may be chosen of the axes in `alone`."""
     if target.compiled:
         return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
-    for slot in _ALONE:
+    for slot in alone:
         if slot in target.chosen and target.chosen[slot].kind != NULL_KINDS[slot]:
             kind = target.chosen[slot].kind
             return Reason(f"a frozen schedule runs the model without {slot}: {kind}", f"{slot}: {{kind: {NULL_KINDS[slot]}}}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -40,6 +40,8 @@ from memtune.search_spaces.recompute.coop import Coop
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.recompute.megtaichi import Megtaichi
 from memtune.search_spaces.recompute.planned import Planned
+from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
+from memtune.search_spaces.sharding.communication.zeropp import ZeroPp
 from memtune.search_spaces.sharding.states.amsp import Amsp
 from memtune.search_spaces.sharding.states.ddp import Ddp
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
@@ -47,6 +49,7 @@ from memtune.search_spaces.sharding.states.mics import Mics
 from memtune.search_spaces.sharding.states.zero1 import Zero1
 from memtune.search_spaces.sharding.states.zero2 import Zero2
 from memtune.search_spaces.sharding.states.zero3 import Zero3
+from memtune.search_spaces.split.tiled import Tiled
 from memtune.technique import Reason, Target, Technique
 from memtune.testing.drift import recording_of
 from memtune.testing.training import build, settings_of
@@ -64,6 +67,8 @@ class Case:
     accumulate: int
     clip: bool
     predicted_bytes: int
+    plan: dict[str, Any] = field(default_factory=dict)
+    """Of what it is compared with."""
 
     @property
     def name(self) -> str:
@@ -91,7 +96,7 @@ def differences(path: str, cases: list[Case]) -> list[tuple[str, int, dict[str, 
     for case in cases:
         key = (str(case.states), case.accumulate, case.clip)
         if key not in plain:
-            plain[key] = trained(Path(path), {"settings": case.states}, case, None)
+            plain[key] = trained(Path(path), {"settings": case.states, "plan": case.plan}, case, None)
         wanted, got = plain[key], trained(Path(path), case.config, case, ledger)
         pairs = zip(got.tensors, wanted.tensors, strict=True)
         odd = [number for number, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
@@ -180,15 +185,17 @@ def candidate(path: Path, ranks: int, accumulate: int, *techniques: Technique) -
     return rewriter(path, ranks).candidate(Choice.from_document({**settings_of(*techniques), "execution": execution}))
 
 
-def case_of(path: Path, ranks: int, states: Technique, recompute: Technique, accumulate: int, *, clip: bool) -> Case:
-    found = candidate(path, ranks, accumulate, states, recompute)
+def case_of(
+    path: Path, ranks: int, states: Technique, recompute: Technique, accumulate: int, *more: Technique, clip: bool
+) -> Case:
+    found, without = (candidate(path, ranks, accumulate, states, *more, *each) for each in ((recompute,), ()))
     assert isinstance(found, Candidate), f"{states} {recompute} x{accumulate}: {found}"
-    config = {
-        "settings": settings_of(states, recompute),
-        "plan": {slot: plan.decisions for slot, plan in found.plans.items()},
-    }
+    assert isinstance(without, Candidate)
+    decided = {slot: plan.decisions for slot, plan in found.plans.items()}
+    config = {"settings": settings_of(states, recompute, *more), "plan": decided}
     predicted = simulate(found.program, rewriter(path, ranks).target.hardware).peak_allocated_bytes
-    return Case(settings_of(states), config, accumulate, clip, predicted)
+    plan = {slot: plan.decisions for slot, plan in without.plans.items()}
+    return Case(settings_of(states, *more), config, accumulate, clip, predicted, plan)
 
 
 def check(path: Path, ranks: int, cases: list[Case]) -> None:
@@ -260,6 +267,17 @@ def test_every_schedule_of_blocks_beside_divided_parameters(ranks: int, states: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_schedules_of_blocks_beside_what_is_outside_of_them() -> None:
+    path, ranks = ZOO["gpt"], 4
+    beside = (
+        (Fsdp(), Checkmate(share=0.3), Hierarchical(ranks_per_node=2)), (Zero3(), Dtr(ratio=0.3), ZeroPp(ranks_per_node=2)),
+        (Fsdp(), Dtr(ratio=0.3), Tiled()),
+    )  # fmt: skip
+    check(path, ranks, [case_of(path, ranks, states, one, 2, other, clip=True) for states, one, other in beside])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_blocks_run_again_what_their_schedules_say_and_nothing_is_gathered_for_it() -> None:
     path, ranks = ZOO["gpt"], 2
     case = case_of(path, ranks, Fsdp(), Dtr(ratio=0.3), 1, clip=False)
@@ -313,6 +331,13 @@ def test_what_runs_ops_of_all_blocks_is_refused_by_name(states: Technique, recom
     assert f"{states.kind} gathers a block's parameters for its own calls alone" in str(found)
 
 
+@pytest.mark.slow
+def test_blocks_with_parts_of_their_own_are_refused_by_name() -> None:
+    found = candidate(ZOO["hf_llama"], 2, 1, Fsdp(), Tiled(mlp=2), Dtr(ratio=0.3))
+    assert "MLPs in parts have graphs of their own" in str(found)
+    assert isinstance(candidate(ZOO["hf_llama"], 2, 1, Fsdp(), Tiled(), Dtr(ratio=0.3)), Candidate)
+
+
 def refused_when_applied(path: str, asked: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
     """The message for each of these settings and plans; and that the model's forward is its own again."""
     said = []
@@ -335,8 +360,13 @@ def test_what_fits_refuses_apply_refuses_too() -> None:
         found = candidate(path, 2, 1, Ddp(), recompute)
         assert isinstance(found, Candidate)
         asked.append((settings_of(states, recompute), {"recompute": found.plans["recompute"].decisions}))
+    blocks = candidate(path, 2, 1, Fsdp(), Dtr(ratio=0.3))
+    assert isinstance(blocks, Candidate)
+    decided = blocks.plans["recompute"].decisions
+    asked.append((settings_of(Fsdp(), Dtr(ratio=0.3)), {"recompute": {**decided, "blocks": decided["blocks"][1:]}}))
     for said in run_ranks(refused_when_applied, 2, str(path), asked):
-        assert ["parameters are divided" in each for each in said] == [True, True, False]
+        assert ["parameters are divided" in each for each in said] == [True, True, False, False]
+        assert "the plan is for 3 blocks, the model has 4" in said[3]
         assert "dtr} does not work beside find_unused_parameters: true" in said[2]
 
 
