@@ -6,7 +6,6 @@ in backward while the block after it computes, one block ahead.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from memtune.parameters import columns_of
 from memtune.passes.units import gathering_order
 from memtune.program import I32, I64, Phase, Step
+from memtune.remembered import remembered
 
 _GATHER, _COPY = "memtune.all_gather_into_.default", "fsdp.split_with_sizes_copy.default"
 
@@ -30,7 +30,7 @@ class Gathers:
     """(2 · blocks,) where FSDP2 begins with each block, forward and back."""
 
 
-@functools.lru_cache(maxsize=8)
+@remembered
 def gathers_of(step: Step) -> Gathers | None:
     """The gathers of `step`; None where blocks are not gathered one by one in forward and again in backward."""
     if _GATHER not in step.names or _COPY not in step.names:
