@@ -1,17 +1,10 @@
-"""Whether a candidate's share of the host's memory is there, said before anything runs."""
+"""Whether a candidate's share of the host's memory and of the drives is there, said before anything runs."""
 
 from __future__ import annotations
-
-import psutil
 
 from memtune.autotune.simulate import Prediction
 from memtune.technique import Reason, Target
 from memtune.units import format_bytes
-
-
-def available_bytes() -> int:
-    """What the kernel thinks new processes can take without swapping (`MemAvailable` of /proc/meminfo)."""
-    return int(psutil.virtual_memory().available)
 
 
 def too_little(prediction: Prediction, target: Target, there_bytes: int | None) -> Reason | None:
@@ -30,4 +23,23 @@ def too_little(prediction: Prediction, target: Target, there_bytes: int | None) 
     return Reason(
         f"needs {format_bytes(needed)} of host memory{each}, and {format_bytes(there_bytes)} are available",
         "offload less, or to SSD: offload: {states: {kind: zero_infinity}}",
+    )
+
+
+def no_room_on_ssd(prediction: Prediction, target: Target, free_bytes: int | None) -> Reason | None:
+    """Why the drives of a node have no room for what its ranks put there; None where they have, or nothing is known.
+
+    Args:
+        prediction: Of one rank.
+        target: Says how many ranks share the drives.
+        free_bytes: On all of them together; None: not known.
+    """
+    ranks = target.hardware.local_ranks(target.ranks)
+    needed = ranks * prediction.ssd_peak_bytes
+    if free_bytes is None or needed <= free_bytes:
+        return None
+    each = f" for {ranks} ranks of {format_bytes(prediction.ssd_peak_bytes)} each" if ranks > 1 else ""
+    return Reason(
+        f"needs {format_bytes(needed)} on SSD{each}, and {format_bytes(free_bytes)} are free",
+        "free space in the offload directory (memtune clean), or move less to SSD",
     )

@@ -191,6 +191,7 @@ def summary_lines(view: SearchView, see_why: str = "", color: bool = False) -> l
         f"{finished.out}  {rate}{against}",
         peak + (f" of {format_bytes(view.budget_bytes)}" if view.budget_bytes else ""),
     ]
+    facts += [wear] if (wear := text.wear(best.result)) else []
     facts += ["checked in a fresh process"] if finished.confirmed else []
     lines = [f"{sign} {' · '.join(facts)}"]
     lines += [f"  {finished.message}"] if finished.message else []

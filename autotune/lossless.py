@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
 from memtune.batches import map_tensors, split_batch
 from memtune.cores import cpu_threads
 from memtune.errors import MemtuneError
+from memtune.runtime.host_memory import available_bytes
 from memtune.runtime.no_dropout import no_dropout
 from memtune.technique import Reason
 from memtune.units import format_bytes
@@ -38,8 +38,8 @@ def batch_is_lossless(workload: Workload, *, parameter_bytes: int = 0, threads: 
         parameter_bytes: Of the model, to see beforehand whether the comparison fits into host memory; 0 skips that.
         threads: CPU threads to compare on, None: as many as torch has. On a busy machine many wait for each other.
     """
-    needed, free = _COPIES * parameter_bytes, psutil.virtual_memory().available
-    if needed > free:
+    needed, free = _COPIES * parameter_bytes, available_bytes()
+    if free is not None and needed > free:
         room = f"that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
         return Reason(f"equal gradients could not be checked: {room}")
     with torch.random.fork_rng(devices=[]), cpu_threads(threads):

@@ -109,7 +109,8 @@ def tuned_config(
 
 def numbers(measured: Measured) -> dict[str, Any]:
     """What trials measured of one choice."""
-    return {
+    written = max((each.link_bytes.get("ssd_write", 0) for each in measured.results), default=0)
+    return ({"ssd_written_bytes": written} if written else {}) | {
         "peak_bytes": measured.peak_bytes,
         "reserved_bytes": max(each.peak_reserved_bytes or 0 for each in measured.results) or None,
         "step_s": measured.step_s,
@@ -125,6 +126,9 @@ def predicted(driver: Driver, scored: Scored) -> dict[str, Any]:
     return {
         "peak_bytes": prediction.peak_allocated_bytes,
         "reserved_bytes": prediction.peak_reserved_bytes,
+        "host_peak_bytes": prediction.host_peak_bytes,
+        "ssd_peak_bytes": prediction.ssd_peak_bytes,
+        "ssd_written_bytes": prediction.ssd_written_bytes,
         "step_s": prediction.step_s * calibration.step_correction,
         "calibrated_by": len(calibration.step_ratios),
         "oom_probability": oom_probability(calibration, prediction.peak_allocated_bytes, driver.setup.budget_bytes),

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from memtune.autotune.allocator_model import AllocatorSettings
 from memtune.autotune.calibrate import residuals
 from memtune.autotune.candidates import Choice, Rewriter
-from memtune.autotune.host_memory import too_little
+from memtune.autotune.host_memory import no_room_on_ssd, too_little
 from memtune.autotune.side_by_side import SideBySide
 from memtune.autotune.simulate import Calibration, Prediction, simulate
 from memtune.autotune.space import ENUMERATE_UP_TO, SAMPLE, Space
@@ -94,6 +94,7 @@ class Scorer:
         op_times: What earlier searches on this machine told of its ops.
         calibration: What trials said of whole steps and peaks, if predictions are to hold it already.
         host_bytes: Free on the host of a node; None: not known, and nothing is refused for it.
+        ssd_bytes: Free on the drives of a node, likewise.
     """
 
     def __init__(
@@ -103,9 +104,10 @@ class Scorer:
         op_times: Sequence[OpTime] = (),
         calibration: Calibration | None = None,
         host_bytes: int | None = None,
+        ssd_bytes: int | None = None,
     ) -> None:
         self.rewriter, self._op_times, self._calibration = rewriter, tuple(op_times), calibration
-        self._host_bytes = host_bytes
+        self._host_bytes, self._ssd_bytes = host_bytes, ssd_bytes
         self._known: dict[int, tuple[Program, Prediction]] = {}
         self._hardware = self._taught_by(())
 
@@ -126,7 +128,8 @@ class Scorer:
         prediction = (
             self._coarse(candidate.program) if level == "coarse" else self._events(choice, candidate.program, self._hardware)
         )
-        reason = too_little(prediction, self.rewriter.target, self._host_bytes)
+        target = self.rewriter.target
+        reason = too_little(prediction, target, self._host_bytes) or no_room_on_ssd(prediction, target, self._ssd_bytes)
         return Scored(choice, candidate.key, prediction) if reason is None else reason
 
     def _coarse(self, program: Program) -> Prediction:

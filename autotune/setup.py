@@ -17,7 +17,6 @@ from memtune.autotune.calibrate import calibration_of, earlier
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.compiled import CompiledRecordings
 from memtune.autotune.cut import CutRecordings
-from memtune.autotune.host_memory import available_bytes
 from memtune.autotune.lossless import batch_is_lossless
 from memtune.autotune.options import PlanOptions, TargetOptions
 from memtune.autotune.pruning import Pruner
@@ -33,7 +32,8 @@ from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.probe import Probing, probe
 from memtune.hardware import Device, Hardware
 from memtune.program import Kind, Recording
-from memtune.runtime import shim
+from memtune.runtime import offload_dir, shim
+from memtune.runtime.host_memory import available_bytes
 from memtune.runtime.workspace import WorkspaceTable, op_of
 from memtune.search_spaces import null
 from memtune.technique import Reason, Target
@@ -145,6 +145,7 @@ def prepare(
         op_times=[row for each in searches for row in each.op_times],
         calibration=None if for_trials else calibration,  # a search calibrates by its own trials, as they come
         host_bytes=available_bytes() if options.gpu_type is None else None,  # of another machine nothing is known
+        ssd_bytes=offload_dir.free_bytes() if options.gpu_type is None else None,
     )
     space = build_space(
         scorer.rewriter, global_batch, axes=options.axes, freeze=options.freeze, batch_frozen=frozen,

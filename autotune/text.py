@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memtune.autotune.view import STATUS_TEXT, SearchView, TrialView
+from memtune.executors.base import TrialResult
 from memtune.units import format_bytes, format_seconds
 
 STATUS_COLOR = {
@@ -82,3 +83,9 @@ def title(view: SearchView) -> tuple[str, str]:
     facts = [device, f"goal {started.goal}"]
     facts += [f"limit {format_bytes(started.budget_bytes)}"] if started.budget_bytes is not None else []
     return started.workload, " · ".join(facts)
+
+
+def wear(result: TrialResult) -> str:
+    """What a step of a trial wrote to SSD, of the rank that wrote most; empty where nothing was."""
+    written = result.link_bytes.get("ssd_write", 0)
+    return f"{format_bytes(written)} a step to SSD" if written else ""

@@ -85,6 +85,7 @@ def _comparison(view: SearchView, trial: TrialView) -> Text:
     facts += [f"step ± {format_seconds(result.spread_s)}"] if result.step_s_all else []
     facts += [f"reserved {format_bytes(result.peak_reserved_bytes)}"] if result.peak_reserved_bytes else []
     facts += [f"host {format_bytes(result.host_peak_bytes)}"] if result.host_peak_bytes else []
+    facts += [wear] if (wear := text.wear(result)) else []
     facts += [f"limit {format_bytes(view.budget_bytes)}"] if view.budget_bytes else []
     facts += [f"took {format_seconds(result.wall_s)}"] if result.wall_s else []
     return table.append("\n" + " · ".join(facts), DIM)

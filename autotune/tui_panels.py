@@ -184,6 +184,7 @@ def _best(view: SearchView, width: int) -> Text:
     line.append(f"#{best.number} ", "green").append(f"{text.rate(changed.samples_per_s)} samples/s", "bold green")
     line.append(_gain(view, width), "green")
     line.append(f" · peak {text.maybe_bytes(changed.peak_bytes)}{limit}" if width >= NARROW else "")
+    line.append(f" · {wear}" if width >= NARROW and best.result and (wear := text.wear(best.result)) else "")
     return line.append(f" · {best.label or changed.summary}", DIM)
 
 

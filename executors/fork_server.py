@@ -33,7 +33,9 @@ from typing import IO, Any, Final
 from memtune.executors import shim
 
 MARKER: Final = "MEMTUNE_FORK_SERVER"
-OF_ONE_RANK: Final = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MEMTUNE_RENDEZVOUS", "MEMTUNE_TRIAL_FILE", "MEMTUNE_GROUP"})
+OF_ONE_RANK: Final = frozenset({
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MEMTUNE_RENDEZVOUS", "MEMTUNE_TRIAL_FILE", "MEMTUNE_GROUP", "MEMTUNE_OFFLOAD_DIR",
+})  # fmt: skip
 """Variables that nothing reads while it is imported."""
 READY_S, ANSWER_S, END_S = 120.0, 20.0, 5.0
 

@@ -25,6 +25,7 @@ from memtune.executors.base import Progress, Trial, TrialResult
 from memtune.executors.fork_server import ForkedShim, ForkServer
 from memtune.executors.outcome import Ended
 from memtune.executors.watch import SILENCE_S, Event, Leftovers, Lost, Said, run_watched
+from memtune.runtime import offload_dir
 
 WORKER = (sys.executable, "-P", "-m", "memtune.executors.worker")
 """The trial body: one rank. With a safe path (-P), else a `random.py` of the user in the working directory is Python's."""
@@ -54,9 +55,13 @@ def log_path(log_dir: Path, number: int, rank: int) -> Path:
     return log_dir / f"trial-{number:04d}.rank-{rank}.log"
 
 
-def rank_env(trial: Trial, place: Place, local_rank: int, scratch: str, marker: str) -> dict[str, str]:
-    """The whole environment of one rank."""
+def rank_env(
+    trial: Trial, place: Place, local_rank: int, scratch: str, marker: str, drives: Sequence[Path] = ()
+) -> dict[str, str]:
+    """The whole environment of one rank; tensors on SSD go to `drives`, where there are any."""
     env = {**os.environ, **(place.env or {})}
+    if drives:
+        env[offload_dir.VARIABLE] = os.pathsep.join(map(str, drives))
     if trial.device == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(threads_per_rank(place.cores, len(place.ranks))))
     if not place.rendezvous.startswith("tcp:"):
@@ -94,13 +99,16 @@ class LocalRanks:
     ) -> None:
         self.marker = uuid.uuid4().hex
         self.pending = set(place.ranks)
+        self._on_drives = offload_dir.folders_of_own()
+        drives = [each.path for each in self._on_drives]
         try:
             self.scratch = tempfile.mkdtemp(prefix="memtune-")
             Path(self.scratch, "trial.json").write_text(trial.model_dump_json())
-            envs = [rank_env(trial, place, index, self.scratch, self.marker) for index in range(len(place.ranks))]
+            envs = [rank_env(trial, place, index, self.scratch, self.marker, drives) for index in range(len(place.ranks))]
             forked = server.shim(command, envs[0]) if server is not None else None
             self.process = forked or start_shim()
         except OSError as error:
+            self._clear_drives()
             fix = "free processes, or space in the folder for temporary files (TMPDIR)"
             raise EnvironmentFault("A trial cannot be started.", evidence=str(error), fix=fix, code="MT501") from error
         ranks = [
@@ -166,6 +174,12 @@ class LocalRanks:
         if self.process.returncode != 0:
             shim.kill_marked(f"{MARKER}={self.marker}")
         shutil.rmtree(self.scratch, ignore_errors=True)
+        self._clear_drives()
+
+    def _clear_drives(self) -> None:
+        """What ranks left on SSD: a rank ends without the clean-up of an interpreter, or is killed."""
+        for each in self._on_drives:
+            each.remove()
 
 
 def start_shim() -> subprocess.Popen[bytes]:

@@ -39,6 +39,9 @@ from memtune.runtime.transfer import COUNTERS
 from memtune.units import bytes_in_words
 from memtune.workload import Workload
 
+NO_ROOM = ("MT362", "MT366")
+"""Errors of the environment that are no fault of it: the config asks for more than there is."""
+
 
 @dataclass
 class _Rank:
@@ -293,7 +296,8 @@ def main() -> int:
         result = {"status": "oom", "reason": bytes_in_words(str(error).split("\n")[0])}
     except MemtuneError as error:  # says what, why and how to go on; where in memtune it was raised helps nobody
         print(error, file=sys.stderr)
-        refused = isinstance(error, ApplyError)  # a technique saw on the live model what the recording does not show
+        # A technique saw on the live model what the recording does not show, or there is no room on the host or on SSD.
+        refused = isinstance(error, ApplyError) or error.code in NO_ROOM
         result = {"status": "unfit" if refused else "crash", "reason": " ".join(str(error).split())}
     except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
         first_line = str(error).strip().splitlines()[0] if str(error) else ""

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from memtune.blocks import expand, find_blocks
 from memtune.config import TunedConfig, check_blocks, check_environment, check_machine, check_made_for, fingerprint, load_config
 from memtune.errors import ApplyError
-from memtune.runtime import checkpoint, last_collectives
+from memtune.runtime import checkpoint, host_memory, last_collectives
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.audit import audit
 from memtune.runtime.checkpoint import load_full_state_dict
@@ -191,12 +192,13 @@ def apply(
         optimizer: Its optimizer; the same object is rebound, so schedulers built on it keep working.
         config: A TunedConfig, the path of one, or a mapping with `settings`.
         loss: `loss(model, micro_batch) -> scalar`, used by `Tuned.step`.
-        strict: Refuse a config that was made for another model or number of ranks, or has a plan that was made with another
-            release of torch or for another device.
+        strict: Refuse a config that was made for another model or number of ranks, has a plan that was made with another release
+            of torch or for another device, or keeps more in host memory than there is.
 
     Raises:
         ConfigError: The config is malformed, or was made for another model or machine.
         ApplyError: It cannot be put into effect here; the message says why and what to do.
+        EnvironmentFault: The host, or the directory for tensors on SSD, has too little room for it; with the numbers.
     """
     config = config if isinstance(config, TunedConfig) else load_config(config)
     if hasattr(model, _MARK):
@@ -218,6 +220,8 @@ def apply(
         with first_failure_is_shown(context.ranks):
             if are_there(model):
                 require_same_config(_what_all_must_say(config, model), context.device)
+            if strict and not any(isinstance(each, FakeTensor) for each in model.parameters()):
+                _require_host_memory(context, config)
             _apply_axes(context, config)
             audit(context)
     except BaseException:
@@ -250,6 +254,19 @@ def _hardware(config: TunedConfig, device: torch.device) -> str:
     from memtune.hardware import gpu_name
 
     return gpu_name()
+
+
+def _require_host_memory(context: Context, config: TunedConfig) -> None:
+    """Of what the search predicted for a rank and what the state takes at least, the larger one has room on every host."""
+    technique, states = (config.settings.technique(f"{axis}.states") for axis in ("offload", "sharding"))
+    share, predicted = technique.least_share_on_host(), config.predicted.get("host_peak_bytes")
+    moments = dict(technique.knobs()).get("moments", "float32")
+    divided = 1 if states.kind == "ddp" else context.ranks
+    least = host_memory.least_state_bytes(context, share, moments) // divided if share else 0
+    foreseen = predicted if isinstance(predicted, int) and config.made_for is not None else 0
+    needed, what = max((least, f"the optimizer's state under {technique.kind}"), (foreseen, "as predicted for this config"))
+    if needed:
+        host_memory.require(context, needed, what)
 
 
 def _what_all_must_say(config: TunedConfig, model: nn.Module) -> str:

@@ -169,6 +169,40 @@ class Rematerializer:
     def counted(self) -> dict[str, Any]:
         """Counters so far."""
 
+class RematScript:
+    """
+    What a Rematerializer was told in one run, event by event; each method adds one.
+    """
+
+    def __init__(self) -> None: ...
+
+    def constant(self, n_bytes: int) -> None: ...
+
+    def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int, elements: int) -> None: ...
+
+    def retain(self, tensor: int) -> None: ...
+
+    def release(self, tensor: int) -> None: ...
+
+    def hold(self, tensor: int) -> None: ...
+
+    def let_go(self, tensor: int) -> None: ...
+
+    def take(self, tensor: int) -> None: ...
+
+    def give_back(self, tensor: int) -> None: ...
+
+    def bring(self, tensor: int) -> None: ...
+
+    def make_room(self, n_bytes: int) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def play(self, books: Rematerializer, first: int, end: int) -> list[tuple[int, int]]:
+        """
+        Tells `books` the events from `first` to before `end`; what was done.
+        """
+
 def remat_trace(columns: dict[str, NDArray[numpy.generic]], settings: dict[str, object], settle: bool, journal: bool) -> dict[str, Any]:
     """
     Runs a whole trace (columns as in csrc/remat/trace.h) under a budget; what came out, and what was done where asked.

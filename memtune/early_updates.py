@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Generic, Literal, TypeVar
+
+T = TypeVar("T")
 
 Trigger = Literal["end_of_step", "per_gradient", "per_layer"]
 """When the host updates a parameter whose gradient has arrived."""
@@ -39,3 +41,45 @@ def staying(n_bytes: Sequence[int], ratio: float) -> int:
         if room < 0:
             return index
     return max(len(n_bytes) - 1, 0)
+
+
+def room_bytes(n_bytes: Sequence[int], block: Sequence[int]) -> int:
+    """Bytes of gradients that wait on the host for updates beside backward: those of one block, or the largest that is in none.
+
+    While one block's are used, those of the next are made: with less, host or device would wait for the other one each time.
+
+    Args:
+        n_bytes: Of each parameter on the host.
+        block: Of each, -1 for none.
+    """
+    of_block: dict[int, int] = {}
+    for size, index in zip(n_bytes, block, strict=True):
+        of_block[index] = max(of_block.get(-1, 0), size) if index < 0 else of_block.get(index, 0) + size
+    return max(of_block.values(), default=0)
+
+
+class Waiting(Generic[T]):
+    """Turns of updates beside backward whose gradients are still there, oldest first.
+
+    Which turn is let go when does not depend on how fast updates are, so that the pass knows what host memory holds.
+
+    Args:
+        room_bytes: That gradients of all turns take at most; a single turn may take more.
+    """
+
+    def __init__(self, room_bytes: int) -> None:
+        self._room_bytes, self._turns = room_bytes, list[tuple[T, int]]()
+
+    def let_go(self, n_bytes: int) -> Iterator[T]:
+        """The turns that must be over before one of `n_bytes` more begins; each is forgotten."""
+        while self._turns and n_bytes and sum(size for _, size in self._turns) + n_bytes > self._room_bytes:
+            yield self._turns.pop(0)[0]
+
+    def put(self, turn: T, n_bytes: int) -> None:
+        """A turn begins, with gradients that nobody else needs."""
+        self._turns.append((turn, n_bytes))
+
+    def rest(self) -> Iterator[T]:
+        """All turns; each is forgotten."""
+        while self._turns:
+            yield self._turns.pop(0)[0]

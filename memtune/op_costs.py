@@ -15,7 +15,7 @@ from memtune.collective_costs import collective_s
 from memtune.hardware import Hardware
 from memtune.measured import Curve
 from memtune.parameters import columns_of
-from memtune.program import APART, F64, Resource, Step
+from memtune.program import APART, F64, Kind, Resource, Step
 
 
 class OpCosts(NamedTuple):
@@ -120,11 +120,13 @@ def matmul_dtype(step: Step) -> str:
 def _casts_weights(step: Step) -> bool:
     if "aten._to_copy.default" not in step.names:
         return False
-    casting = step.op_name[step.use_op] == step.names.index("aten._to_copy.default")
-    sources = step.use_storage[casting]
-    cast_by = step.use_op[casting][step.parameter_of[sources] >= 0]
-    cast_bytes = step.bytes[np.isin(step.producer, cast_by)].sum()
-    weight_bytes = step.bytes[np.unique(step.use_storage[np.isin(step.use_op, cast_by)])].sum()
+    casts = step.op_name[step.use_op] == step.names.index("aten._to_copy.default")
+    is_weight = (step.parameter_of >= 0) | (step.kind == Kind.COMMUNICATION)  # there, or gathered or brought in for its use
+    casts &= is_weight[step.use_storage] & (step.use_mutates == 0)
+    by, made = step.use_op[casts], np.flatnonzero(step.producer >= 0)
+    bytes_made = np.bincount(step.producer[made], step.bytes[made], step.n_ops)
+    # Cast by cast: a weight that is cast again for a second forward is still cast.
+    cast_bytes, weight_bytes = bytes_made[by].sum(), step.bytes[step.use_storage[casts]].sum()
     return bool(cast_bytes > 0 and cast_bytes * 3 < weight_bytes * 2)
 
 

@@ -51,6 +51,8 @@ class Pages:
     """(pages,) bytes of each page that parameters lie in, from its beginning."""
     of_block: tuple[Units, ...]
     """The pages that each block's parameters lie on."""
+    gathered: bool = False
+    """They hold a rank's rows, used as `residency.order_of_use` says."""
 
     @property
     def count(self) -> int:
@@ -74,11 +76,12 @@ class Pages:
 
     def uses(self) -> tuple[Units, ...]:
         """The pages of each moment of a step."""
-        return tuple(self.of_block[block] for block in order_of_use(len(self.of_block)))
+        of_block = (*self.of_block, ())  # the last serves -1
+        return tuple(of_block[block] for block in order_of_use(len(self.of_block), gathered=self.gathered))
 
 
 @functools.lru_cache(maxsize=256)
-def paged(n_bytes: Units, block: Units, page_bytes: int, frames: int) -> Pages:
+def paged(n_bytes: Units, block: Units, page_bytes: int, frames: int, gathered: bool = False) -> Pages:
     """Parameters into pages, and pages to frames.
 
     Args:
@@ -86,6 +89,7 @@ def paged(n_bytes: Units, block: Units, page_bytes: int, frames: int) -> Pages:
         block: The block of each parameter, ascending from 0.
         page_bytes: Of a page.
         frames: Pages that the device holds.
+        gathered: They are a rank's rows.
 
     Raises:
         ValueError: Two pages of one block would come to one frame.
@@ -116,7 +120,8 @@ def paged(n_bytes: Units, block: Units, page_bytes: int, frames: int) -> Pages:
     if any(len({frame[page] for page in pages}) < len(pages) for pages in of_block):
         raise ValueError(f"{frames} frames of {page_bytes} bytes do not hold a block")
     ends = tuple(map(tuple, of_block))
-    return Pages(page_bytes, frames, n_bytes, block, tuple(first), tuple(offset), tuple(frame), tuple(filled), ends)
+    places = (tuple(each) for each in (first, offset, frame, filled))
+    return Pages(page_bytes, frames, n_bytes, block, *places, ends, gathered)
 
 
 class Loads(NamedTuple):

@@ -215,6 +215,10 @@ class Technique(BaseModel):
         """Whether `apply` divides the parameters over some of `ranks`, and can do so before they have values."""
         return False
 
+    def least_share_on_host(self) -> float:
+        """Of the optimizer's state, what is in host memory whatever the plan says; `apply` sees beforehand that it has room."""
+        return 0.0
+
     def knobs(self) -> Iterator[tuple[str, Any]]:
         """Name and value of every field but `kind`."""
         for name in type(self).model_fields:

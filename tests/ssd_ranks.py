@@ -77,6 +77,7 @@ def check_on_ranks(
     host_rel: float | None = None,
     parts: int = 1,
     tolerance: float = 0.0,
+    budget_bytes: int | None = None,
 ) -> None:
     """Raise AssertionError where training on ranks differs from `reference`'s, or bytes and peaks from what is predicted.
 
@@ -90,9 +91,10 @@ def check_on_ranks(
         host_rel: The same of the host, either way; None: it is not looked at.
         parts: Micro-batches of the steps whose bytes and peaks are looked at.
         tolerance: Of weights and losses.
+        budget_bytes: That plans are made for.
     """
     path = ZOO[model]
-    rewriter = Rewriter(recording_of(path), Target(hardware.detect("cpu"), RANKS), validate=False)
+    rewriter = Rewriter(recording_of(path), Target(hardware.detect("cpu"), RANKS, budget_bytes), validate=False)
     execution = {"micro_batch": 2, "accumulate": parts}
     found = rewriter.candidate(Choice.from_document({**settings_of(sharding, technique), "execution": execution}))
     assert isinstance(found, Candidate), found

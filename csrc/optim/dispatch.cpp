@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <string_view>
 
 #include "optim/isa.h"
@@ -33,10 +34,13 @@ void update(Update form, Rule rule, Moments moments, const Tensors& tensors, con
   // Waking a thread takes some microseconds, in which one of them updates some ten thousand elements.
   constexpr std::int64_t least = 64 * kBlock;
   const std::int64_t parts = std::clamp<std::int64_t>(n / least, 1, std::max(threads, 1));
-  const std::int64_t each = ((n + parts - 1) / parts + kBlock - 1) / kBlock * kBlock;
-  run_parts(static_cast<int>(parts), [&](int part) {
-    const std::int64_t begin = part * each, end = std::min(n, begin + each);
-    if (begin < end) form(rule, moments, tensors, numbers, begin, end);
+  // Threads take stretches as they come to them: one that other work holds up does not hold up the rest.
+  const std::int64_t stretch = std::min(4 * least, ((n + parts - 1) / parts + kBlock - 1) / kBlock * kBlock);
+  std::atomic<std::int64_t> next = 0;
+  run_parts(static_cast<int>(parts), [&](int) {
+    for (std::int64_t begin; (begin = next.fetch_add(stretch, std::memory_order_relaxed)) < n;) {
+      form(rule, moments, tensors, numbers, begin, std::min(n, begin + stretch));
+    }
   });
 }
 

@@ -66,6 +66,8 @@ def trial(given: dict[str, Any]) -> int:
             peak, reserved = (format_bytes(each or 0) for each in (result.peak_allocated_bytes, result.peak_reserved_bytes))
             print(f"step {format_seconds(result.step_s or 0)} ± {format_seconds(result.spread_s)}", file=stream)
             print(f"peak {peak} allocated, {reserved} reserved", file=stream)
+            if written := result.link_bytes.get("ssd_write"):
+                print(f"written to SSD: {format_bytes(written)} a step and rank", file=stream)
             print(f"loss {' '.join(f'{loss:.4f}' for loss in result.losses)}", file=stream)
     if result.status != "ok":
         print(f"{result.status}: {result.reason}\n{result.log_tail}".rstrip(), file=sys.stderr)

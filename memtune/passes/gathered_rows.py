@@ -6,6 +6,7 @@ in backward while the block after it computes, one block ahead.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,13 +30,18 @@ class Gathers:
     begins: I32
     """(2 · blocks,) where FSDP2 begins with each block, forward and back."""
 
+    @property
+    def of_moments(self) -> I32:
+        """(2 · blocks,) the gather that reads rows in each moment of `residency.order_of_use`; in the last one nothing does."""
+        return np.concatenate([self.forward, self.backward[-2::-1], self.backward[:1]])
+
 
 @remembered
 def gathers_of(step: Step) -> Gathers | None:
     """The gathers of `step`; None where blocks are not gathered one by one in forward and again in backward."""
     if _GATHER not in step.names or _COPY not in step.names:
         return None
-    n_blocks, block = len(step.blocks), columns_of(step.parameters).block
+    n_blocks, block = len(step.blocks), _blocks(step)
     gather, copy = (_rows(step, name) for name in (_GATHER, _COPY))
     count = np.bincount(block[block >= 0], minlength=n_blocks)
     has_root = int((block < 0).any())
@@ -52,6 +58,24 @@ def gathers_of(step: Step) -> Gathers | None:
     # A buffer stands before each gather, a parameter's memory each before what copies it out.
     begins = np.concatenate([forward - 1, again - count[::-1]]).astype(np.int32)
     return Gathers(forward, backward, begins)
+
+
+def _blocks(step: Step) -> I32:
+    """(parameters,) the block that each is in, -1 for none: also of those that neither come nor go."""
+    columns = columns_of(step.parameters)
+    found: I32 = np.where(columns.block >= 0, columns.block, _by_name(columns.names, step.blocks)).astype(np.int32)
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _by_name(names: tuple[str, ...], blocks: tuple[str, ...]) -> I32:
+    of = {name: index for index, name in enumerate(blocks)}
+    found = []
+    for name in names:
+        path = name.split(".")
+        prefixes = (".".join(path[:end]) for end in range(1, len(path)))
+        found.append(next((of[each] for each in prefixes if each in of), -1))
+    return np.asarray(found, np.int32)
 
 
 def _rows(step: Step, name: str) -> I32:
@@ -75,11 +99,11 @@ class RowsOfGradients:
 
 def rows_of_gradients(step: Step) -> RowsOfGradients:
     """Those of `step`, whose gradients FSDP2 reduces."""
-    columns = columns_of(step.parameters)
+    columns, block = columns_of(step.parameters), _blocks(step)
     rank = np.empty(len(columns.block), np.int32)
     rank[np.asarray(gathering_order(columns.names), np.int32)] = np.arange(len(rank), dtype=np.int32)
-    mine = np.flatnonzero((columns.block >= 0) & (columns.gradient >= 0)).astype(np.int32)
-    mine = mine[np.lexsort((rank[mine], -columns.block[mine]))]  # the last block first
+    mine = np.flatnonzero((block >= 0) & (columns.gradient >= 0)).astype(np.int32)
+    mine = mine[np.lexsort((rank[mine], -block[mine]))]  # the last block first
     gradient = columns.gradient[mine]
     writes = np.flatnonzero((step.use_mutates == 1) & (step.use_phase < Phase.BOUNDARY))
     writer = np.full(step.n_storages, -1, np.int32)
@@ -94,5 +118,6 @@ def rows_of_gradients(step: Step) -> RowsOfGradients:
         others = ~np.isin(step.use_storage, gradient[summed])
         read[step.use_op[others]] = step.use_storage[others]
         raw[summed] = read[after[summed]]
-    n_bytes = (columns.numel * columns.itemsize)[mine]
-    return RowsOfGradients(mine, raw, np.where(summed, gradient, -1).astype(np.int32), after, n_bytes)
+    goes = columns.block[mine] >= 0
+    parts = (mine, raw, np.where(summed, gradient, -1).astype(np.int32), after, (columns.numel * columns.itemsize)[mine])
+    return RowsOfGradients(*(each[goes] for each in parts))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memtune.early_updates import Trigger, bucket_ends, staying, witness
+from memtune.early_updates import Trigger, Waiting, bucket_ends, room_bytes, staying, witness
 from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.passes.host_optimizer import Native, of_first_ops, on_host, update_by, update_bytes, without_own_update
@@ -443,12 +443,40 @@ def _update(edit: Edit, step: Step, native: Native, mine: Rows, turns: Turns, ro
     narrow = columns.itemsize[mine] != 4
     edit.add_uses(up, np.where(narrow, old, weights))
     edit.add_uses(up, columns.storage[mine], mutates=True)
-    # A gradient used in backward is let go with the others of its turn, one used in the step when its weight is up.
-    last = up.copy()
-    early = np.flatnonzero((what == UPDATE) & (anchor != _BEGIN) & (anchor != anchor[-1]))
-    early = early[~narrow[row[early]]]
-    last[row[early]] = rows[_ends_of_runs(what)[early]]
-    edit.hold_through(old, last)
+    # A gradient used in backward waits for its update as `Waiting` has it, one used in the step until its weight is up.
+    early = (what == UPDATE) & (anchor != _BEGIN) & (anchor != anchor[-1])
+    early[early] = ~narrow[row[early]]
+    gone = _let_go_at(np.flatnonzero(early), what, row, waiting_room(step), 4 * columns.numel[mine])
+    stays = np.setdiff1d(np.arange(count), row[early])
+    edit.hold_through(old[stays], up[stays])
+    edit.let_go_before(old[row[early]], rows[gone])
+
+
+def _let_go_at(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> Rows:
+    """(early,) turns before which the gradients used by the turns `early` are let go: a later update, or the step's first one."""
+    first_of_run = np.flatnonzero(np.append(True, what[1:] != what[:-1]))
+    run = np.searchsorted(first_of_run, early, side="right") - 1
+    found, waiting = np.full(len(early), -1, np.intp), Waiting[Rows](room)
+    for each in np.unique(run):
+        mine = np.flatnonzero(run == each)
+        size = int(n_bytes[row[early[mine]]].sum())
+        for before in waiting.let_go(size):
+            found[before] = first_of_run[each]
+        waiting.put(mine, size)
+    found[found < 0] = np.flatnonzero(what == COPY)[-1] + 1  # the witness has come down
+    return found
+
+
+def waiting_room(step: Step, held: npt.NDArray[np.bool_] | None = None) -> int:
+    """Bytes of gradients that wait for updates beside backward, of float32 masters of all that is trained.
+
+    Args:
+        step: Of a rank.
+        held: (parameters,) those that the rank has; None: all.
+    """
+    columns = columns_of(step.parameters)
+    mine = columns.trainable if held is None else columns.trainable & held
+    return room_bytes((4 * columns.numel[mine]).tolist(), columns.block[mine].tolist())
 
 
 def sums_to_host(edit: Edit, step: Step, landings: Landings) -> None:

@@ -181,6 +181,8 @@ class _Writer:
         new.run(tail, self._parts.tail, last, last, self._nothing)
         settle(new, tail, (_EMPTY, _EMPTY), self._step.n_ops, new.n_ops - 1, ignore=self._nothing)
         self._gradients.hold_outside(self._parts.tail, tail.positions[0])
+        updates = self._step.op_phase[self._parts.tail] == Phase.OPTIMIZER
+        self._gradients.all_used(int(tail.positions[0][updates.argmax()]))  # what else comes down has by then
         if self._total >= 0:
             new.hold(self._total, new.n_ops - 1)
         return new.done(*self._gradients.columns())

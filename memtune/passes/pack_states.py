@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 
+from memtune.early_updates import Waiting
 from memtune.packs import Span
 from memtune.parameters import columns_of
+from memtune.passes.gradients_down import waiting_room
 from memtune.passes.replay import Mask, NewOp, Replay, Rows
 from memtune.passes.shares import raw_gradients
 from memtune.passes.stream import adding, native_update_bytes, whole_state
@@ -101,6 +104,7 @@ class Gradients:
         self._on_the_way = -1
         self._arriving = -1
         self._native_bytes, self._state_of = native_update_bytes(step), _state_of(step)
+        self._waiting: Waiting[I32] = Waiting(waiting_room(step))
         self.is_outside = columns.block < 0
         """(parameters,) True where it belongs to no block."""
 
@@ -160,12 +164,23 @@ class Gradients:
     def update(self, pack: Span, hosts: I32) -> None:
         """Rule 3."""
         rows = sorted(row for block in range(*pack) for row in parameters_by_block(self._step)[block] if self._down[row] >= 0)
+        n_bytes = sum(int(self._step.bytes[self._raw[row]]) for row in rows)
+        self._let_go(self._waiting.let_go(n_bytes), self._new.n_ops - 1)
         for row in rows:
             state = self._new.here[self._state_of.get(row, [])].tolist()
             self._new.new_op(
                 _UPDATE, int(self._native_bytes[row]), reads=(int(self._down[row]),), writes=(int(hosts[row]), *state)
             )
-        self._new.hold(self._down[rows], self._new.n_ops - 1)
+        self._waiting.put(self._down[rows], n_bytes)
+
+    def _let_go(self, turns: Iterable[I32], op: int) -> None:
+        """With op `op` done, the gradients of `turns` have been used up."""
+        for each in turns:
+            self._new.hold(each, op)
+
+    def all_used(self, op: int) -> None:
+        """All updates of blocks are over when op `op` comes."""
+        self._let_go(self._waiting.rest(), op)
 
     def average_outside(self) -> None:
         """Rule 4, of what is in no block."""

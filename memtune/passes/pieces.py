@@ -102,6 +102,7 @@ class _Copies(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _copies(pages: Pages, residency: Residency) -> _Copies:
     n_blocks, uses = len(pages.of_block), pages.uses()
+    order = order_of_use(n_blocks, gathered=pages.gathered)
     of_page, filled = np.full(pages.count, -1, np.int32), np.asarray(pages.filled, np.int64)
     first, block = np.asarray(pages.first, np.int32), np.asarray(pages.block, np.int32)
     of_parameter, again = (np.full(len(first), -1, np.int32) for _ in range(2))
@@ -121,8 +122,9 @@ def _copies(pages: Pages, residency: Residency) -> _Copies:
         late.append(tuple(range(start, ends[0])))
         comes.append(tuple(range(start, count)))
         waits.append(tuple(dict.fromkeys(of_page[list(used)].tolist())))
-        here = block == (moment if moment < n_blocks else 2 * n_blocks - 1 - moment)
+        here = block == order[moment]
         (of_parameter if moment < n_blocks else again)[here] = of_page[first[here]]
+    again = np.where(again < 0, of_parameter, again)  # rows that are gathered for backward while they are there
     return _Copies(np.concatenate(sizes), of_parameter, again, tuple(late), tuple(comes), tuple(waits))
 
 

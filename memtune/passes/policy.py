@@ -43,6 +43,7 @@ def region_trace(
     *,
     keep_written: bool = False,
     online: bool = False,
+    between_bytes: int = 0,
 ) -> Trace:
     """The ops of `region` as a policy meets them.
 
@@ -53,11 +54,15 @@ def region_trace(
         elements: (n,) that each op makes one by one (`passes.in_parts.elements_of`).
         keep_written: Values that are changed in place never go.
         online: Values of backward never go: autograd's engine holds them.
+        between_bytes: What something else makes between forward and backward and lets go at once: an op more, there.
     """
     graph, trace = region.graph, TraceWriter()
     last_read = _last_reads(graph)
     now: dict[int, int] = {}  # value -> tensor of its latest version
     for op, name in enumerate(graph.names):
+        if op == graph.n_forward and between_bytes:
+            (other,) = trace.call(0.0, [], [(between_bytes, -1)], again=False)
+            trace.release(other)
         written = graph.writes[op]
         made = graph.makes[op]
         held = any(region.outside_until[value] >= 0 for value in (*made, *written))
@@ -131,24 +136,33 @@ def freeze(
     return None
 
 
+def freeze_between(region: Region, traces: Sequence[Callable[[], Trace]], policy: Policy, budget_bytes: int) -> Schedule | None:
+    """What `policy` does within `budget_bytes` of values where others need room in between: `traces` have `between_bytes`."""
+    found = _frozen(region, traces, replace(policy, in_place=True, forget=True), budget_bytes, between=True)
+    return found[0] if found is not None else None
+
+
 def _frozen(
-    region: Region, traces: Sequence[Callable[[], Trace]], policy: Policy, budget_bytes: int
+    region: Region, traces: Sequence[Callable[[], Trace]], policy: Policy, budget_bytes: int, *, between: bool = False
 ) -> tuple[Schedule, float] | None:
     """What the policy does within `budget_bytes` of values."""
     for trace in (each() for each in traces):
         done = replay(trace, policy, budget_bytes, cost_limit=COST_LIMIT * float(trace.op_cost.sum()), journal=True)
         if done.outcome != "done":
             continue
-        schedule = _schedule(region.graph, done, policy)
+        schedule = _schedule(region.graph, done, policy, between=between)
         if not wrong_with(region.graph, schedule):
             return schedule, done.replay_cost
     return None
 
 
-def _schedule(graph: OpGraph, done: Replay, policy: Policy) -> Schedule:
+def _schedule(graph: OpGraph, done: Replay, policy: Policy, *, between: bool) -> Schedule:
     runs, middle = [], 0
     along: list[int] = []
-    for act, op in done.journal:
+    for act, number in done.journal:
+        if between and number == graph.n_forward:
+            continue
+        op = number - (between and number > graph.n_forward)
         if act == ALONG:
             along.append(op)
         elif act in (RUN, REPLAY):

@@ -60,7 +60,7 @@ def region_of(step: Step) -> Region | str:
     talks = step.op_group > 0
     if talks.any():
         return f"{step.names[step.op_name[int(talks.argmax())]]}: ranks exchange data in the middle of the step"
-    adds = _added_gradients(step)
+    adds = added_gradients(step)
     others = (step.op_phase == Phase.BACKWARD) & ~inside & ~adds
     if others[backward[0] : backward[-1]].any():
         return "other code runs in the middle of the model's backward"
@@ -68,7 +68,7 @@ def region_of(step: Step) -> Region | str:
     for row in np.flatnonzero(adds).tolist():
         carried.setdefault(int(np.searchsorted(backward, row)) - 1 + len(forward), []).append(row)
     rows = np.concatenate([forward, backward])
-    return _region(step.without_handing_over(rows), rows, len(forward), carried)
+    return region_with(step.without_handing_over(rows), rows, len(forward), carried)
 
 
 def region_among(region: Region, after: Step, rows: I32) -> Region:
@@ -90,7 +90,7 @@ def region_among(region: Region, after: Step, rows: I32) -> Region:
     return replace(found, rows=region.rows, carried=region.carried)
 
 
-def _added_gradients(step: Step) -> npt.NDArray[np.bool_]:
+def added_gradients(step: Step) -> npt.NDArray[np.bool_]:
     """(n,) ops that add a gradient to the one that is there."""
     mutates = (step.use_mutates == 1) & (step.kind[step.use_storage] == Kind.GRADIENT) & (step.producer[step.use_storage] < 0)
     found = np.zeros(step.n_ops, bool)
@@ -99,7 +99,15 @@ def _added_gradients(step: Step) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _region(step: Step, rows: I32, n_forward: int, carried: dict[int, list[int]]) -> Region:
+def region_with(step: Step, rows: I32, n_forward: int, carried: dict[int, list[int]]) -> Region:
+    """The region of these ops.
+
+    Args:
+        step: In which none of them takes over memory of what it reads.
+        rows: (n,) of the ops, forward first.
+        n_forward: How many of them are forward.
+        carried: Op → rows that follow it.
+    """
     n_ops = len(rows)
     op_at = np.full(step.n_ops + 1, -1, np.int32)  # the last entry serves producer -1
     op_at[rows] = np.arange(n_ops, dtype=np.int32)
@@ -154,13 +162,22 @@ def _outside_until(
     value = value_of[step.use_storage]
     read = (value >= 0) & (where[step.use_op] >= 0)
     np.maximum.at(until, value[read], where[step.use_op[read]])
-    held = step.held_until[storages]
-    until[(held > first) & (until < 0) & (np.asarray(graph.maker, np.int32) < graph.n_forward)] = graph.n_forward - 1
+    held, maker = step.held_until[storages], np.asarray(graph.maker, np.int32)
+    by_others = (held > first) & (until < 0) & (maker < graph.n_forward) & ~_casts_of_parameters(step, graph, rows)[maker]
+    until[by_others] = graph.n_forward - 1
     returned = value_of[step.returned]
     returned = returned[returned >= 0]
     until[returned] = np.maximum(until[returned], graph.n_forward - 1)
     until[held > rows[-1]] = graph.n_ops
     return until
+
+
+def _casts_of_parameters(step: Step, graph: OpGraph, rows: I32) -> npt.NDArray[np.bool_]:
+    """(n,) ops whose product autocast's cache holds; a region that runs by a schedule has none, it runs below autocast."""
+    found = np.asarray([name == "aten._to_copy.default" for name in graph.names], bool)
+    others = (step.kind[step.use_storage] != Kind.PARAMETER) & (step.producer[step.use_storage] != step.use_op)
+    found[np.isin(rows, step.use_op[others])] = False
+    return found
 
 
 def _live_of(step: Step, storages: I32) -> I64:

@@ -160,8 +160,7 @@ def _made_by(step: Step, rows: I32) -> dict[int, list[int]]:
 
 def _saves(step: Step, region: Region, position: I32) -> dict[str, Any]:
     """What autograd saves outside; inside, the schedule says what stays."""
-    before = step.save_before - step.save_is_output
-    keep = (before < region.rows[0]) | (before > region.rows[region.graph.n_forward - 1])
+    keep = ~np.isin(step.save_before - step.save_is_output, region.rows[: region.graph.n_forward])
     columns = {name: column[keep] for name, column in step.columns("save_").items()}
     for name in ("save_before", "save_until", "save_used_until", "save_asked"):
         column = columns[name]

@@ -43,7 +43,7 @@ def gradients_on_ssd(step: Step, away: Away) -> tuple[Step, Away]:
         places = edit.add_storages(
             n_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.GRADIENT, held_until=forever, owner=parameters
         )
-        after = step.end[_sources(step, copies)]  # the device lets go of it when it has arrived
+        after = _arrived(step, copies)
     write = edit.add_ops(
         "memtune.write_ssd_.default", after=after, phase=Phase.BACKWARD, resource=Resource.SSD_WRITE, traffic_bytes=n_bytes
     )
@@ -107,6 +107,15 @@ def _read_sums(edit: Edit, step: Step, sums: I32, hosts: I32, copies: I32, adds:
     row = row_of[step.use_op]
     swapped = np.where(step.use_mutates == WRITES, hosts[row], so_far[row])
     edit.use_storage = np.where(row >= 0, swapped, edit.use_storage).astype(np.int32)
+
+
+def _arrived(step: Step, copies: I32) -> I32:
+    """The op after which each copy is finished: the device lets go of its source, or the next copy out of that begins."""
+    source = _sources(step, copies)
+    after = step.end[source].copy()
+    shared = np.flatnonzero(source[1:] == source[:-1])  # rows of a block's gradients, which lie side by side
+    after[shared] = copies[shared + 1] - 1
+    return after
 
 
 def _sources(step: Step, copies: I32) -> I32:

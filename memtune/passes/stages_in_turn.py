@@ -7,13 +7,16 @@ and gradients of blocks are there by use. Comments name the rules of `runtime.st
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from memtune.early_updates import Waiting
 from memtune.packs import OnRanks, Use
 from memtune.parameters import columns_of
+from memtune.passes.gradients_down import waiting_room
 from memtune.passes.layer_major import Where
 from memtune.passes.pipeline import Parts, Piped, declare, upload
 from memtune.passes.stages import batch_on_host, chain_of
@@ -69,6 +72,7 @@ class _Rank:
         self._rows.sums(parts.sums.part, parts.sums.total)
         self._n_bytes = self._columns.numel * self._columns.itemsize
         self._inside = self._held & (self._columns.block >= 0)
+        self._waiting: Waiting[list[int]] = Waiting(waiting_room(self._step, self._held))
         self._hosts = self._to_host()
         self._there: dict[int, list[int]] = {}
         """By stage: its weights on the device."""
@@ -117,7 +121,9 @@ class _Rank:
             rows.hold_all(("upload", index), rows.n_ops - 1)
         rows.hold_number(generator, rows.n_ops - 1)
         self._add_tied()
+        end = rows.n_ops
         rows.take_rest(self._held & ~self._inside)
+        self._let_go(self._waiting.rest(), min(end, rows.n_ops - 1))  # what else comes down has by then
         step = rows.done()
         columns = columns_of(step.parameters)
         used = np.where(columns.block >= 0, -1, columns.gradient).astype(np.int32)
@@ -311,6 +317,8 @@ class _Rank:
         if self._gradient is not None:
             rows.hold_number(self._gradient, rows.n_ops - 1)
             self._gradient = None
+        used = sum(int(self._n_bytes[parameter]) for parameter in down)
+        self._let_go(self._waiting.let_go(used), rows.n_ops - 1)
         n_bytes, state = native_update_bytes(step), whole_state(step)
         for parameter in sorted(down):
             mine = state[step.owner[state] == parameter].tolist()
@@ -318,8 +326,12 @@ class _Rank:
                 _UPDATE, Phase.BOUNDARY, resource=Resource.HOST_THREADS, traffic_bytes=int(n_bytes[parameter]),
                 uses=[(down[parameter], READS), (self._hosts[parameter], WRITES), *((rows.once(each), WRITES) for each in mine)],
             )  # fmt: skip
-        for host in down.values():
-            rows.hold_number(host, rows.n_ops - 1)
+        self._waiting.put(list(down.values()), used)
+
+    def _let_go(self, turns: Iterable[list[int]], op: int) -> None:
+        """With op `op` done, the gradients of `turns` have been used up."""
+        for host in (each for turn in turns for each in turn):
+            self._rows.hold_number(host, op)
 
     def _add_tied(self) -> None:
         """Rule 6."""

@@ -21,7 +21,7 @@ from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, 
 from memtune.passes.shares import raw_gradients
 from memtune.passes.turns import ADD, AHEAD, ALLOCATE, COPY, OPS, UPDATE, Turns, dropped_in, turns_of
 from memtune.passes.waiting import waiting_sources
-from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
+from memtune.program import FOREVER, I32, I64, WRITES, Kind, Phase, Resource, Step, Tier
 from memtune.residency import Residency, Units, order_of_use
 
 
@@ -148,7 +148,10 @@ def bytes_beside_chunks(step: Step) -> Units:
     Args:
         step: What `stream_parameters` made with chunks.
     """
-    chunk = (step.kind == Kind.COMMUNICATION) & (step.tier == Tier.DEVICE)
+    copies = step.op_name == step.names.index(OPS[COPY][0])  # what FSDP2 gathers is a buffer too, which no copy fills
+    chunk = np.zeros(step.n_storages, bool)
+    chunk[step.use_storage[copies[step.use_op] & (step.use_mutates == WRITES)]] = True
+    chunk &= step.kind == Kind.COMMUNICATION
     live = replace(step, tier=np.where(chunk, np.uint8(Tier.SSD), step.tier)).live_bytes()
     moment = moment_of_ops(step)
     most = np.zeros(2 * len(step.blocks), np.int64)
@@ -189,7 +192,7 @@ def stream_parameters(
     starts = turns.starts(rows, begins)
     _let_go(edit, landings, down, starts)
     stay(edit, step, pieces, residency, turns, rows, starts[_DROP], frames)
-    _use_hosts(edit, landings, down, hosts, turns, rows, pieces)
+    _use_hosts(edit, down, hosts, turns, rows, pieces)
     host_of = hosts[pieces.of_parameter[:-1]]
     if early:
         _update(edit, step, landings, down, host_of, turns, rows)
@@ -208,11 +211,18 @@ _LAND, _DROP = range(2)
 
 
 class _Down(NamedTuple):
-    """Of each landing: the copy to the host, what it makes there, and the addition before it that it waits for, -1 for none."""
+    """Of each landing."""
 
     copies: I32
+    """To the host."""
     hosts: I32
+    """What they make there."""
     adds: I32
+    """The addition before it that it waits for, -1 for none."""
+    sums: I32
+    """What it is added to on the host, -1 for none."""
+    gradients: I32
+    """What the update reads."""
 
 
 def _gradients_down(edit: Edit, step: Step, landings: Landings, ranks: int) -> _Down:
@@ -242,16 +252,32 @@ def _gradients_down(edit: Edit, step: Step, landings: Landings, ranks: int) -> _
     adds = np.full(count, -1, np.int32)
     adds[source[~is_copy]] = ops[~is_copy]
     edit.add_uses(copies, landings.raw)
-    summed = landings.sums >= 0
+    summed, sums = landings.sums >= 0, _sums_on_host(edit, step, landings)
     dropped = np.zeros(step.n_ops, bool)
     dropped[landings.after[summed]] = True
     edit.drop_ops(dropped)
-    edit.tier = step.tier.copy()
-    edit.tier[landings.sums[summed]] = Tier.HOST
     done = np.flatnonzero(adds >= 0)
     edit.add_uses(adds[done], hosts[done])
-    edit.add_uses(adds[done], landings.sums[done], mutates=True)
-    return _Down(copies, hosts, adds)
+    edit.add_uses(adds[done], sums[done], mutates=True)
+    return _Down(copies, hosts, adds, sums, np.where(summed, sums, hosts).astype(np.int32))
+
+
+def _sums_on_host(edit: Edit, step: Step, landings: Landings) -> I32:
+    """Those of earlier micro-batches; what FSDP2 has of a block in one storage is one for each parameter there."""
+    summed, columns = landings.sums >= 0, columns_of(step.parameters)
+    own, gathered = np.unique(landings.sums[summed]), gathers_of(step) is not None
+    if gathered:  # all of it is there while one that stays on the device has a part of it
+        own = np.setdiff1d(own, columns.gradient[columns.block < 0])
+    edit.tier = step.tier.copy()
+    edit.tier[own] = Tier.HOST
+    edit.held_until[own] = -1
+    if not gathered or not summed.any():
+        return landings.sums
+    edit.bytes[own] = 0
+    sums, owner = landings.sums.copy(), landings.parameter[summed]
+    nowhere = np.full(len(owner), -1, np.int32)
+    sums[summed] = edit.add_storages(landings.n_bytes[summed], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
+    return sums
 
 
 def _average(edit: Edit, step: Step, landings: Landings, ranks: int) -> None:
@@ -347,22 +373,23 @@ def stay(
     parameter = step.parameter_of[step.use_storage]
     back = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     target = np.where(back, in_backward[pieces.again[parameter]], in_forward[pieces.of_parameter[parameter]])
-    if frames is not None:  # a parameter may lie on several pages: a moment's first op waits for all that it uses
-        begins = np.repeat(first_ops(step), [len(each) for each in frames.waits])
+    gathers = gathers_of(step)
+    if frames is not None:  # a parameter may lie on several pages: a moment's first op waits for all that it uses, or its gather
+        begins = np.repeat(first_ops(step) if gathers is None else gathers.of_moments, [len(each) for each in frames.waits])
         edit.add_uses(begins, in_backward[np.concatenate([np.asarray(each, np.int32) for each in frames.waits])])
     edit.use_storage = np.where((step.use_phase < Phase.BOUNDARY) & (target >= 0), target, edit.use_storage).astype(np.int32)
-    if (gathers := gathers_of(step)) is not None:
+    if gathers is not None:
         mine = in_blocks(step)
-        block, piece = columns_of(step.parameters).block[mine], pieces.of_parameter[mine]
-        edit.add_uses(gathers.forward[block], in_forward[piece])
-        edit.add_uses(gathers.backward[block], in_backward[piece])
+        block = columns_of(step.parameters).block[mine]
+        edit.add_uses(gathers.forward[block], in_forward[pieces.of_parameter[mine]])
+        edit.add_uses(gathers.backward[block], in_backward[pieces.again[mine]])
 
 
-def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32, pieces: Pieces) -> None:
+def _use_hosts(edit: Edit, down: _Down, hosts: I32, turns: Turns, rows: I32, pieces: Pieces) -> None:
     """What is brought in is read on the host, or from SSD to the host first; the last gradient of a moment is added there."""
     row, trailing = turns.row, turns.what == ADD
     edit.add_uses(rows[trailing], down.hosts[row[trailing]])
-    edit.add_uses(rows[trailing], landings.sums[row[trailing]], mutates=True)
+    edit.add_uses(rows[trailing], down.sums[row[trailing]], mutates=True)
     loads, reads = np.flatnonzero(turns.loads), np.flatnonzero(turns.reads)
     source = hosts[row[loads]]
     if len(reads):
@@ -371,21 +398,26 @@ def _use_hosts(edit: Edit, landings: Landings, down: _Down, hosts: I32, turns: T
         n_bytes, owner = pieces.n_bytes[row[reads]], pieces.owner[row[reads]]
         source = edit.add_storages(n_bytes, producer=rows[reads], tier=Tier.HOST, kind=Kind.TEMPORARY, owner=owner)
     edit.add_uses(rows[loads], source)
-    edit.held_until[landings.sums[landings.sums >= 0]] = -1
 
 
 def _left_to_the_optimizer(edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32) -> None:
     """Its ops work on the host's weights and gradients, which are let go when it is through."""
     columns = columns_of(step.parameters)
-    gradient = np.where(landings.sums >= 0, landings.sums, down.hosts).astype(np.int32)
+    gradient = down.gradients
     moved = np.arange(step.n_storages, dtype=np.int32)
-    moved[columns.gradient[landings.parameter]] = gradient
+    moved_from = columns.gradient[landings.parameter]
+    moved[moved_from] = gradient
     mine = in_blocks(step)
     moved[columns.storage[mine]] = hosts[mine]
     inside = step.use_phase == Phase.OPTIMIZER
     edit.use_storage = np.where(inside, moved[step.use_storage], edit.use_storage).astype(np.int32)
-    last = int(np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[-1])
-    edit.hold_through(gradient, np.full(len(gradient), last, np.int32))
+    last = np.full(len(gradient), np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[-1], np.int32)
+    edit.hold_through(gradient, last)
+    if gathers_of(step) is not None:  # gradients of a block are rows of one storage, so all uses have become one gradient's
+        edit.add_uses(last, gradient)
+        stays = (columns.block < 0) & np.isin(columns.gradient, moved_from)
+        weights = np.flatnonzero(inside & np.isin(step.use_storage, columns.storage[stays]))
+        edit.add_uses(step.use_op[weights], columns.gradient[step.parameter_of[step.use_storage[weights]]])
 
 
 def _update(edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32) -> None:
@@ -394,11 +426,10 @@ def _update(edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32,
     update_of = np.full(len(hosts), -1, np.int32)
     update_of[row[updates]] = rows[updates]
     edit.add_uses(rows[updates], hosts[row[updates]], mutates=True)
-    gradient = np.where(landings.sums >= 0, landings.sums, down.hosts)
-    edit.add_uses(update_of[landings.parameter], gradient)
+    edit.add_uses(update_of[landings.parameter], down.gradients)
     last = np.full(int(moment.max()) + 1, -1, np.int32)
     last[moment[updates]] = rows[updates]
-    edit.hold_through(gradient, last[landings.moment + 1])
+    edit.hold_through(down.gradients, last[landings.moment + 1])
     state = whole_state(step)
     state = state[update_of[step.owner[state]] >= 0]
     edit.add_uses(update_of[step.owner[state]], state, mutates=True)

@@ -20,7 +20,7 @@ class PagePlan:
     """So many parameters of blocks, the first ones in the order of use, are on no page: they stay with their optimizer state."""
 
 
-def in_frames(n_bytes: Units, block: Units, page_bytes: int, room_bytes: int | None) -> Pages:
+def in_frames(n_bytes: Units, block: Units, page_bytes: int, room_bytes: int | None, gathered: bool = False) -> Pages:
     """The most frames that `room_bytes` holds; None: as many as two neighbouring blocks need, so that one comes in ahead.
 
     Args:
@@ -28,6 +28,7 @@ def in_frames(n_bytes: Units, block: Units, page_bytes: int, room_bytes: int | N
         block: The block of each, ascending from 0.
         page_bytes: Of a page.
         room_bytes: Of the device that frames may take.
+        gathered: As in `paged`.
 
     Returns:
         Never more frames than pages. Where no number of frames in the room holds every block, the fewest that do.
@@ -35,16 +36,16 @@ def in_frames(n_bytes: Units, block: Units, page_bytes: int, room_bytes: int | N
     sizes = [0] * (block[-1] + 1)
     for size, index in zip(n_bytes, block, strict=True):
         sizes[index] += size
-    least = -(-max(sizes) // page_bytes)
+    least, like = -(-max(sizes) // page_bytes), (n_bytes, block, page_bytes, gathered)
     all_pages = count_pages(n_bytes, block, page_bytes)
     if room_bytes is None:
         both = max((a + b for a, b in itertools.pairwise(sizes)), default=sizes[0])
-        return _first_that_holds(n_bytes, block, page_bytes, range(min(-(-both // page_bytes) + 1, all_pages), all_pages + 1))
+        return _first_that_holds(*like, range(min(-(-both // page_bytes) + 1, all_pages), all_pages + 1))
     most = min(room_bytes // page_bytes, all_pages)
     try:
-        return _first_that_holds(n_bytes, block, page_bytes, range(most, least - 1, -1))
+        return _first_that_holds(*like, range(most, least - 1, -1))
     except ValueError:
-        return _first_that_holds(n_bytes, block, page_bytes, range(max(most + 1, least), all_pages + 1))
+        return _first_that_holds(*like, range(max(most + 1, least), all_pages + 1))
 
 
 def count_pages(n_bytes: Units, block: Units, page_bytes: int) -> int:
@@ -52,10 +53,10 @@ def count_pages(n_bytes: Units, block: Units, page_bytes: int) -> int:
     return paged(n_bytes, block, page_bytes, 2 * len(n_bytes) + sum(n_bytes) // page_bytes).count
 
 
-def _first_that_holds(n_bytes: Units, block: Units, page_bytes: int, frames: range) -> Pages:
+def _first_that_holds(n_bytes: Units, block: Units, page_bytes: int, gathered: bool, frames: range) -> Pages:
     for each in frames:
         try:
-            return paged(n_bytes, block, page_bytes, each)
+            return paged(n_bytes, block, page_bytes, each, gathered)
         except ValueError:
             continue
     raise ValueError(f"no number of frames from {frames.start} on holds every block")

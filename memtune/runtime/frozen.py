@@ -4,11 +4,11 @@ Rule 1. The first call with arguments of new shapes captures the region on fake 
         those that the schedule is for, code is written for it once (`runtime.frozen_code`); else the plain module runs.
 Rule 2. Before each run everything that the capture took for granted is checked (`runtime.guards`); if something differs, the
         plain module runs. So a difference costs memory and time, never a wrong gradient.
-Rule 3. Autograd nodes stand for the region: `_Leave` hands out what forward made and takes the gradients in, so that the
-        schedule alone holds them; `_Whole` runs the backward, and puts each parameter's gradient in place as soon as it is
-        there. Where the caller asked for gradients instead (`autograd.grad`), they are returned.
-Rule 4. On several ranks, and where a parameter has hooks, a chain of nodes runs the backward in pieces: one `_Land` for each
-        parameter, in the order in which gradients are complete, then `_End`. So autograd itself puts each gradient in place
+Rule 3. Autograd nodes stand for the region (`runtime.frozen_nodes`): `leave` hands out what forward made and takes the
+        gradients in, so that the schedule alone holds them; `whole` runs the backward, and puts each parameter's gradient in
+        place as soon as it is there. Where the caller asked for gradients instead (`autograd.grad`), they are returned.
+Rule 4. On several ranks, and where a parameter has hooks, a chain of nodes runs the backward in pieces: one `land` for each
+        parameter, in the order in which gradients are complete, then `end`. So autograd itself puts each gradient in place
         when it is there, and calls all hooks, those in C++ too, in the order of the plain backward: what averages or divides
         gradients works as beside the plain model, and ranks may differ in whether the schedule ran.
 Rule 5. What forward was given and what it returned must not be written into before backward has read it.
@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
 from memtune.runtime.frozen_code import Code, LayoutError, generate, not_by_element
+from memtune.runtime.frozen_nodes import end, land, leave, whole
+from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tape import CaptureError, GradientLike, Outside, Slot, Tape, autocast_state, capture, no_autocast, shapes_of
 from memtune.runtime.tiers import HOST, tier
-from memtune.schedule import Schedule, wrong_with
+from memtune.schedule import Action, Schedule, wrong_with
 
 _MOST_CAPTURES = 16
 """Of one region; a module that is called with ever new shapes runs as it is from then on."""
@@ -178,19 +181,37 @@ class FrozenRegion(ReplacedForward):
         return self._captured[key]
 
     def _capture(self, args: Any, kwargs: Any) -> _Captured | str:
-        """Which outputs get a gradient is not known before backward: the loss if there is one among them, else all."""
-        why = ""
+        """Which outputs get which gradients is not known before backward: what gives the ops of the schedule.
+
+        First the loss if there is one among them, else all, contiguous; then guesses.
+        """
         call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_state())
-        for wanted in (_is_loss, _is_any):
+        first: Tape | None = None
+        why = ""
+        for wanted in self._wanted():
             try:
-                tape = call(wanted)
+                first = call(wanted)
+                break
             except CaptureError as error:
                 why = f"it cannot be captured: {error}"
-                continue
-            why = self._differs(tape)
-            if not why:
+        if first is None:
+            return why
+        for tape in chain([first], self._others(call, first)):
+            if not self._differs(tape):
                 return _Captured(tape, Guards(self.module), call, self._token(), {_like(tape): self._coded(tape)})
-        return why
+        return self._differs(first)
+
+    def _others(self, call: Callable[..., Tape], first: Tape) -> Iterator[Tape]:
+        """Captured with other gradients, as losses have them, where forward at least is the schedule's."""
+        computed = (each.of for each in self.schedule.forward if each.action == Action.COMPUTE)
+        if max(computed, default=-1) == first.graph.n_forward - 1:
+            for gradients in guesses(first):
+                with suppress(CaptureError):
+                    yield call(gradients)
+
+    def _wanted(self) -> tuple[dict[int, GradientLike] | Callable[[int, Tensor], bool], ...]:
+        """Which outputs may get a gradient, to be tried in turn: see `capture`."""
+        return _is_loss, _is_any
 
     def _token(self) -> Tensor:
         with tier(HOST):  # it is none of the model's bytes
@@ -279,12 +300,12 @@ class _Run:
         with torch.no_grad():
             self.forward()
         if self._is_watched():
-            token = _apply(_End, self, *flow) if flow else self.token
+            token = end(self, *flow) if flow else self.token
             for number in reversed(self._numbers):
-                token = _apply(_Land, self, number, token, self._state[number])
+                token = land(self, number, token, self._state[number])
         else:
-            token = _apply(_Whole, self, *(self._state[n] for n in self._numbers), *flow)
-        tensors = iter(_apply(_Leave, self, token))
+            token = whole(self, *(self._state[n] for n in self._numbers), *flow)
+        tensors = iter(leave(self, token))
         return tree_unflatten([next(tensors) if isinstance(leaf, Slot) else leaf for leaf in tape.outputs], tape.output_spec)
 
     def _is_watched(self) -> bool:
@@ -384,66 +405,3 @@ def put_in_place(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-
-
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
-
-
-class _Whole(torch.autograd.Function):
-    """The node whose backward is the region's; what flows through it is a token."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, *flow: Tensor) -> Tensor:
-        ctx.run = run
-        return run.token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, *ctx.run.all_gradients(ctx)
-
-
-class _End(torch.autograd.Function):
-    """The last node: its backward runs what is left of the region's."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, *flow: Tensor) -> Tensor:
-        ctx.run = run
-        return run.token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, *ctx.run.gradients_of_inputs()
-
-
-class _Land(torch.autograd.Function):
-    """The node whose backward has the gradient of one parameter; what flows through it is a token."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, number: int, token: Tensor, parameter: Tensor) -> Tensor:
-        ctx.run, ctx.number = run, number
-        return run.token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, None, ctx.run.token, ctx.run.gradient_of(ctx.number)
-
-
-class _Leave(torch.autograd.Function):
-    """The node behind the region's outputs: keeps their gradients for the region, gives back a token (Rule 3)."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, token: Tensor) -> tuple[Tensor, ...]:
-        ctx.run = run
-        ctx.set_materialize_grads(False)
-        outputs, run.outputs = run.outputs, ()
-        numbers = [n for n, leaf in enumerate(run.tape_outputs) if isinstance(leaf, Slot)]
-        ctx.numbers = numbers
-        ctx.mark_non_differentiable(*(out for n, out in zip(numbers, outputs, strict=True) if n not in run.differentiable))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        run = ctx.run
-        run.gradients = {n: g for n, g in zip(ctx.numbers, gradients, strict=True) if g is not None}
-        return None, run.token

@@ -15,18 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.calls import EMPTY
 from memtune.runtime import transfer
 from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
-from memtune.runtime.by_element import is_dense, may_be_by_element, part_of
+from memtune.runtime.by_element import is_dense, may_be_by_element
+from memtune.runtime.call_text import CallText, bases_of, outside_name, slots_in, tuple_text, viewed
 from memtune.runtime.random_state import RandomState
-from memtune.runtime.tape import BATCH_NORMS, Call, Outside, Slot, Tape
+from memtune.runtime.tape import Call, Outside, Slot, Tape
 from memtune.schedule import Action, Do, Schedule, parts_of
-
-_LETTER = {"parameter": "p", "buffer": "p", "input": "x", "gradient": "g", "constant": "k"}
 
 
 @dataclass(frozen=True)
@@ -70,19 +68,18 @@ def generate(
     return Code(namespace["forward"], namespace["backward"], tuple(writer.lands), text)
 
 
-class _Writer:
+class _Writer(CallText):
     """Goes through the schedule once, forward then backward, and writes a line for each step."""
 
     def __init__(self, tape: Tape, schedule: Schedule, checked: bool) -> None:
-        self.namespace: dict[str, Any] = {
+        super().__init__(tape)
+        self.namespace |= {
             "to_host": torch.ops.memtune.to_host.default, "to_device": torch.ops.memtune.to_device.default, "wait": transfer.wait,
-            "as_recorded": as_recorded, "part_of": part_of,
+            "as_recorded": as_recorded,
         }  # fmt: skip
-        self._tape, self._schedule = tape, schedule
-        self._constants: dict[int, str] = {}
+        self._schedule = schedule
         self._lines: list[str] = []
-        self._base = _bases(tape)
-        self._checked = _viewed(tape, self._base) if checked else frozenset()
+        self._checked = viewed(tape, self._base) if checked else frozenset()
         self._times = Counter(schedule.computes())
         self._ran: set[int] = set()
         self._there: dict[str, None] = {}
@@ -97,8 +94,6 @@ class _Writer:
         """Value → how often it is still to be handed out as a gradient."""
         self._held_back: set[int] = set()
         self._due: list[tuple[int, Slot]] = []
-        self._part: tuple[int, int, frozenset[int]] | None = None
-        """Of what is run in parts: first element, end, and the values of which there are parts alone."""
 
     def text(self) -> str:
         """Both functions."""
@@ -123,7 +118,7 @@ class _Writer:
         read = self._read_outside(steps) | {self._slot(n).of for n in numbers}
         saved = [*(name for name in self._there if name[0] in "vsh"), *self._inputs_of_backward()]
         self._saved = saved
-        return [*_fetched(read), *lines, f"return {_tuple(views)}, {_tuple(saved)}"]
+        return [*_fetched(read), *lines, f"return {tuple_text(views)}, {tuple_text(saved)}"]
 
     def _backward(self) -> list[str]:
         steps = self._schedule.backward
@@ -137,20 +132,20 @@ class _Writer:
         for at, step in enumerate(steps):
             self._step(step)
             self._lines += [
-                f"del {_name(each)}" for each, when in last.items() if when == at and each.kind in ("input", "gradient")
+                f"del {outside_name(each)}" for each, when in last.items() if when == at and each.kind in ("input", "gradient")
             ]
         self._land()
         gradients = [self._view(slot) for _, slot in self._tape.input_gradients]
         read = {each for each in self._read_outside(steps) | set(last) if each.kind != "input"}
-        given = [f"{_name(each)} = g[{each.number}]" for each in read if each.kind == "gradient"]
-        saved = f"{_tuple(self._saved)} = saved.pop()" if self._saved else "saved.pop()"
+        given = [f"{outside_name(each)} = g[{each.number}]" for each in read if each.kind == "gradient"]
+        saved = f"{tuple_text(self._saved)} = saved.pop()" if self._saved else "saved.pop()"
         no_gradient = [] if self._tape.landed else ["yield from ()"]
         end = f"return [{', '.join(gradients)}]"
         return [saved, *_fetched(read), *given, "g.clear()", *self._lines, *no_gradient, end]
 
     def _inputs_of_backward(self) -> list[str]:
         read = self._read_outside(self._schedule.backward) | set(_kept(slot for _, slot in self._tape.input_gradients))
-        return [_name(each) for each in sorted(read) if each.kind == "input"]
+        return [outside_name(each) for each in sorted(read) if each.kind == "input"]
 
     def _read_outside(self, steps: Iterable[Do]) -> set[Any]:
         return {each for step in steps if step.action == Action.COMPUTE for each in self._given_to(step)}
@@ -245,70 +240,6 @@ class _Writer:
         self._lines.append(f"del {name}")
         del self._there[name]
 
-    # -- text ----------------------------------------------------------------------------------------------------------
-
-    def _target(self, call: Call, made: Sequence[int]) -> str:
-        """What the call's result is assigned to; what is no new storage is not held."""
-        if not made:
-            return ""
-        if isinstance(call.out, Slot):
-            return f"v{made[0]} = "
-        names, left = [], set(made)
-        for out in call.out:
-            is_new = isinstance(out, Slot) and out.of in left
-            names.append(f"v{out.of}" if is_new else "_")
-            left -= {out.of} if is_new else set()
-        return f"{', '.join(names)}{',' * (len(names) == 1)} = "
-
-    def _call(self, call: Call, again: bool) -> str:
-        if str(call.func) in EMPTY:
-            return self._allocate(call.out)
-        args = [self._text(each) for each in call.args]
-        if again and str(call.func) in BATCH_NORMS:
-            args[3:5] = ["None", "None"]  # the running statistics have had their update
-        args += [f"{name}={self._text(each)}" for name, each in call.kwargs.items()]
-        return f"{self._constant(call.func)}({', '.join(args)})"
-
-    def _allocate(self, like: Slot) -> str:
-        empty, dtype = self._constant(torch.ops.aten.empty_strided.default), self._constant(like.dtype)
-        return f"{empty}({like.size}, {like.stride}, dtype={dtype}, device=device)"
-
-    def _text(self, value: Any) -> str:
-        if isinstance(value, Slot):
-            return self._view(value)
-        if isinstance(value, list | tuple):
-            inner = [self._text(each) for each in value]
-            return f"[{', '.join(inner)}]" if isinstance(value, list) else _tuple(inner)
-        if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
-            return repr(value)
-        return self._constant(value)
-
-    def _constant(self, value: Any) -> str:
-        name = self._constants.setdefault(id(value), f"c{len(self._constants)}")
-        self.namespace[name] = value  # which keeps its id
-        return name
-
-    def _view(self, slot: Slot) -> str:
-        """The tensor that `slot` stands for, or the part of it that is at hand."""
-        if self._part is None:
-            return self._whole(slot)
-        start, end, parts = self._part
-        return f"q{slot.of}" if slot.of in parts else f"part_of({self._whole(slot)}, {start}, {end})"
-
-    def _whole(self, slot: Slot) -> str:
-        if isinstance(slot.of, Outside):
-            name, base = _name(slot.of), self._tape.given[slot.of]
-            if slot.of.kind == "constant":
-                self.namespace[name] = self._tape.constants[slot.of.number]
-            offset = f"{name}.storage_offset() + {slot.offset}"  # inputs may start anywhere in their storage
-        else:
-            name, base, offset = f"v{slot.of}", self._base[slot.of], str(slot.offset)
-        if slot[1:] == base[1:]:
-            return name
-        if slot.dtype != base.dtype:
-            name = f"{name}.view({self._constant(slot.dtype)})"
-        return f"{name}.as_strided({slot.size}, {slot.stride}, {offset})"
-
 
 def _check_layout(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int, op: str) -> None:
     if tensor.shape != size or tensor.stride() != stride or tensor.storage_offset() != offset:
@@ -317,10 +248,10 @@ def _check_layout(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...]
 
 def not_by_element(tape: Tape, schedule: Schedule, device: torch.device) -> str:
     """Which op the schedule runs in parts although it does not work by elements, '' if there is none."""
-    bases = _bases(tape)
+    bases = bases_of(tape)
     for op in {op for step in schedule.steps if step.along for op in (*step.along, step.of)}:
         call = tape.calls[op]
-        slots = _slots((call.args, call.kwargs, call.out))
+        slots = slots_in((call.args, call.kwargs, call.out))
         if not may_be_by_element(call.func, call.kwargs, on_gpu=device.type != "cpu") or not _are_filled(slots, bases):
             return f"{call.func} (op {op}) does not work by elements"
     return ""
@@ -336,42 +267,18 @@ def _are_filled(slots: Sequence[Slot], bases: dict[int, Slot]) -> bool:
     return same and all(pairs)
 
 
-def _bases(tape: Tape) -> dict[int, Slot]:
-    """Value → the output that it was made as, the first where several share a storage."""
-    found: dict[int, Slot] = {}
-    for call, made in zip(tape.calls, tape.graph.makes, strict=True):
-        for out in _slots(call.out):
-            if out.of in made:
-                found.setdefault(out.of, out)
-    return found
-
-
-def _viewed(tape: Tape, bases: dict[int, Slot]) -> frozenset[int]:
-    """Values of which something looks at another view than the whole."""
-    slots = _slots((*((call.args, call.kwargs) for call in tape.calls), tape.outputs, tape.landed, tape.input_gradients))
-    return frozenset(slot.of for slot in slots if isinstance(slot.of, int) and slot[1:] != bases[slot.of][1:])
-
-
-def _slots(values: Any) -> list[Any]:
-    return [each for each in tree_leaves(values, is_leaf=lambda each: isinstance(each, Slot)) if isinstance(each, Slot)]
-
-
-def _name(outside: Outside) -> str:
-    return f"{_LETTER[outside.kind]}{outside.number}"
-
-
 def _fetched(outside: Iterable[Any]) -> list[str]:
     """Parameters, buffers and inputs by name."""
     lists = {"parameter": "p", "buffer": "p", "input": "x"}
     known = sorted(each for each in outside if isinstance(each, Outside) and each.kind in lists)
-    return [f"{_name(each)} = {lists[each.kind]}[{each.number}]" for each in known]
+    return [f"{outside_name(each)} = {lists[each.kind]}[{each.number}]" for each in known]
 
 
 def _outside(call: Call) -> list[Outside]:
     """What a call is given from outside."""
     if str(call.func) in EMPTY:
         return []
-    return list(_kept(_slots((call.args, call.kwargs))))
+    return list(_kept(slots_in((call.args, call.kwargs))))
 
 
 def _kept(slots: Iterable[Any]) -> Iterable[Outside]:
@@ -384,7 +291,3 @@ def _by_value(outputs: Sequence[Any]) -> dict[int, list[int]]:
         if isinstance(leaf, Slot) and isinstance(leaf.of, int):
             found.setdefault(leaf.of, []).append(number)
     return found
-
-
-def _tuple(names: Sequence[str]) -> str:
-    return f"({', '.join(names)}{',' * (len(names) == 1)})"

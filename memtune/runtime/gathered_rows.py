@@ -5,7 +5,7 @@ Four rules on top of those of `runtime.store`:
 Rule 1. What comes and goes are this rank's rows, padded as FSDP2 pads them; whole parameters are FSDP2's to gather and free.
 Rule 2. Rows are used where FSDP2 gathers them: in forward when their block begins, in backward while the block after it
         computes. A moment begins before FSDP2's own hooks run.
-Rule 3. What is gathered and not there comes in then.
+Rule 3. What is gathered and not there comes in then. What takes its place waits until it has been read.
 Rule 4. FSDP2 calls what waits for gradients when it has reduced a block's, one parameter after the other: a rank's rows of each
         leave as whole gradients do.
 """
@@ -48,6 +48,7 @@ class GatheredBlocks:
         model: Any = context.model
         self._units: list[Any] = [_unit(context, name) for name in context.blocks]
         self._of = {each.sharded_param: each for unit in self._units for each in unit.fsdp_params}
+        self._reads: torch.cuda.Event | None = None
         model._get_fsdp_state()._lazy_init()  # looks at the rows, which must be there
 
     def rows_of(self, parameter: nn.Parameter) -> Tensor:
@@ -74,11 +75,18 @@ class GatheredBlocks:
             for stream in streams:  # what comes in does so in the order of the stream that computes
                 stream.wait_stream(torch.cuda.current_stream(unit.device))
             gather(async_op)
+            if streams:  # the rows are read on the first one
+                self._reads = streams[0].record_event()
             for stream in streams:  # given back, it must not be filled anew under the gather's feet
                 for piece in pieces():
                     piece.record_stream(stream)
 
         unit.unshard = unshard
+
+    def wait_for_reads(self) -> None:
+        """The current stream goes on when the rows that were gathered last have been read: it may write where they are."""
+        if self._reads is not None:
+            torch.cuda.current_stream().wait_event(self._reads)
 
 
 def _streams(unit: Any, async_op: bool) -> tuple[torch.cuda.Stream, ...]:

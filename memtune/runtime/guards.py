@@ -98,10 +98,11 @@ def _plain_values(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]
             for name, value in held.items():
                 if _is_plain(value):
                     yield held, name, value
-        code = getattr(type(each).forward, "__code__", None)
-        if code is None or type(each).__module__.startswith("torch."):
+        forward = type(each).forward  # of a class that FSDP2 has made, still the user's
+        code = getattr(forward, "__code__", None)
+        if code is None or forward.__module__.startswith("torch."):
             continue
-        scope = type(each).forward.__globals__
+        scope = forward.__globals__
         for name in code.co_names:
             if (id(scope), name) not in seen and name in scope and _is_plain(scope[name]):
                 seen.add((id(scope), name))

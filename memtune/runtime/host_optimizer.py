@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
-from memtune.early_updates import ONE_BY_ONE
+from memtune.early_updates import ONE_BY_ONE, Waiting, room_bytes
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
@@ -71,6 +71,7 @@ class HostOptimizer:
         self._comes_and_goes: set[nn.Parameter] = set()
         self._updated: set[nn.Parameter] = set()  # on the host, before `step`
         self._under_way: list[Future[None]] = []
+        self._waiting: Waiting[tuple[list[Future[None]], list[Tensor]]] = Waiting(self._room_bytes(context))
         self._late_after, self._steps = late_after, 0
         if late_after is not None and context.represented:
             raise ApplyError(
@@ -92,6 +93,15 @@ class HostOptimizer:
         hooks.move_to_end(up.id, last=False)  # before those that hand the new weights on to other ranks
         if late_after is not None:
             self._settle_before_checkpoints(context)
+
+    def _room_bytes(self, context: Context) -> int:
+        """Of gradients that wait for updates beside backward: of what is trained here, in the order of the blocks."""
+        hosts = {device: host for device, host in self._pairs if host.requires_grad}
+        block_of: dict[nn.Parameter, int] = {}
+        for index, name in enumerate(context.blocks):
+            for parameter in context.model.get_submodule(name).parameters():
+                block_of.setdefault(held_in_place(context, parameter), index)
+        return room_bytes([host.nbytes for host in hosts.values()], [block_of.get(each, -1) for each in hosts])
 
     def _settle_before_checkpoints(self, context: Context) -> None:
         context.model.register_state_dict_pre_hook(lambda *_: self._settle())
@@ -185,18 +195,38 @@ class HostOptimizer:
 
         Args:
             parameters: On the device.
-            at_once: Done when this returns, else beside what comes next, until `step`; there the weights go up.
+            at_once: Done when this returns, else beside what comes next, until `step`; there the weights go up. Gradients wait as
+                `early_updates.Waiting` has it: those of earlier turns are used up first where there is no room for these.
         """
         native, wanted = self._native, set(parameters)
         assert native is not None
         gradients = {host: host.grad for device, host in self._pairs if device in wanted and host.grad is not None}
-        self._run(gradients, self._under_way if not at_once else None)
-        for host, gradient in gradients.items():
+        if at_once:
+            self._run(gradients, None)
+        else:
+            self._run_beside(gradients)
+        for host in gradients:
             host.grad = None
-            if not at_once:
-                self._updated.add(host)
-                if gradient.dtype is not host.dtype:  # its memory takes the new weight
-                    self._gradients[host] = gradient
+
+    def _run_beside(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        used_up = []
+        for host, gradient in gradients.items():
+            self._updated.add(host)
+            if gradient.dtype is not host.dtype:  # its memory takes the new weight
+                self._gradients[host] = gradient
+            else:
+                used_up.append(gradient)
+        n_bytes = sum(gradient.nbytes for gradient in used_up)
+        self._finish(self._waiting.let_go(n_bytes))
+        under_way: list[Future[None]] = []
+        self._run(gradients, under_way)
+        self._waiting.put((under_way, used_up), n_bytes)
+
+    def _finish(self, turns: Iterable[tuple[list[Future[None]], list[Tensor]]]) -> None:
+        """Wait for the updates of `turns` and let go of their gradients; raises what went wrong in one."""
+        for updates, _ in turns:
+            for each in updates:
+                each.result()
 
     def _run(self, gradients: dict[nn.Parameter, Tensor], under_way: list[Future[None]] | None) -> None:
         assert self._native is not None
@@ -210,7 +240,8 @@ class HostOptimizer:
             self._run(self._late, self._under_way)
 
     def _join(self) -> None:
-        """Wait for updates beside backward; raises what went wrong in one."""
+        """Wait for updates beside backward, or late ones; raises what went wrong in one."""
+        self._finish(self._waiting.rest())
         while self._under_way:
             self._under_way.pop(0).result()
 
@@ -296,6 +327,13 @@ def _refuse_parts(optimizer: Optimizer) -> None:
             evidence=f"It is none that is known to update parameters one by one, as {', '.join(sorted(ONE_BY_ONE))} are.",
             fix="ratio: 1.0 (zero_offload) or  device_cache: false (angel_ptm)  for offload.states", code="MT318",
         )  # fmt: skip
+
+
+def held_in_place(context: Context, parameter: nn.Parameter) -> nn.Parameter:
+    """What the optimizer holds in the place of the model's `parameter`, itself where that is so."""
+    while parameter in context.represented:
+        parameter = context.represented[parameter]
+    return parameter
 
 
 def before_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> None:

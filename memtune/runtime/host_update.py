@@ -85,7 +85,12 @@ def update_(
     if under_way is None:
         update()
     else:
-        under_way.append(_threads().submit(update))
+        under_way.append(_threads().submit(_once, [update]))
+
+
+def _once(call: list[Callable[[], None]]) -> None:
+    """Make the call and let go of what it holds before anybody hears that it is over."""
+    call.pop()()
 
 
 _local = threading.local()

@@ -28,6 +28,7 @@ from memtune.runtime import offload_dir
 from memtune.runtime.ssd_file import Extent
 
 SCHEMA: Final = 1
+_PATIENCE_S: Final = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,16 +154,14 @@ class DeadRun:
 
 
 def dead_runs(directory: Path, key: str) -> list[DeadRun]:
-    """Folders in `directory` with steps of `key`, the one with the newest step first; all are locked until released."""
+    """Folders in `directory` with steps of `key`, the one with the newest step first; all are locked until released.
+
+    Those of other ranks, which look at the same time, are never locked.
+    """
     found = []
     for left in offload_dir.orphans(directory):
-        if not left.resumable or (lock := offload_dir.locked(left.path)) is None:
-            continue
-        read = [Manifest.read(place) for place in _places(left.path, key)]
+        read = [Manifest.read(place) for place in _places(left.path, key)] if left.resumable else []
         mine = sorted((each for each in read if each is not None and each.key == key), key=lambda each: -each.step)
-        run = DeadRun(left.path, lock, tuple(mine))
-        if mine:
-            found.append(run)
-        else:
-            run.release()
+        if mine and (lock := offload_dir.locked(left.path, _PATIENCE_S)) is not None:
+            found.append(DeadRun(left.path, lock, tuple(mine)))
     return sorted(found, key=lambda run: -run.manifests[0].step)

@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ _NETWORK: Final = (
 _MEMORY: Final = ("tmpfs", "ramfs")
 _RUN, _NEW = "memtune-run-", ".memtune-new-"
 _OWNER = "owner"
+_BEING_MADE_S: Final = 60.0
+"""A folder that has no lock after this long is one whose maker was killed while it made it."""
 MANIFEST: Final = "manifest-"
 """How the names of files begin that say what training can go on from (`runtime.manifest`); folders that have one are kept."""
 
@@ -49,11 +52,12 @@ def all_allowed() -> tuple[str, ...]:
     return tuple(each for each in os.environ.get(VARIABLE, "").split(os.pathsep) if each)
 
 
-def checked(root: str | None = None) -> Path:
+def checked(root: str | None = None, *, quiet: bool = False) -> Path:
     """The directory to use, if it may be used.
 
     Args:
         root: The directory; default: `allowed()`.
+        quiet: Whoever uses it will be warned; nobody is now.
 
     Raises:
         EnvironmentFault: None was given, it is missing, not a directory, a link, on a network mount, not writable, or writable by
@@ -67,7 +71,7 @@ def checked(root: str | None = None) -> Path:
     _must_be_a_plain_directory(Path(text))
     kind = file_system(path)
     _must_not_be_on_network(path, kind)
-    if kind in _MEMORY:
+    if kind in _MEMORY and not quiet:
         warnings.warn(
             f"The offload directory {path} is in memory ({kind}): what goes there takes host memory, not a drive's.", stacklevel=2
         )
@@ -135,6 +139,23 @@ def _mounted_at(path: Path) -> str:
     return max(under, key=lambda each: len(each.at.parts)).kind if under else ""
 
 
+def free_bytes() -> int | None:
+    """On the drives of all directories that the user allows, what can be written, dead runs' files counted in; None: not known.
+
+    What training could go on from stays where it is.
+    """
+    drives: dict[int, int] = {}
+    try:
+        for root in map(Path, all_allowed()):
+            left = sum(each.n_bytes for each in orphans(root) if not each.resumable)
+            there = os.statvfs(root)
+            device = os.stat(root).st_dev
+            drives[device] = max(drives.get(device, 0), there.f_bavail * there.f_frsize) + left
+    except (OSError, ValueError):
+        return None
+    return sum(drives.values()) if drives else None
+
+
 class RunFolder:
     """A folder of this process's own, mode 0700, locked while it lives and removed by `close` or at a normal end.
 
@@ -181,6 +202,23 @@ class RunFolder:
         self._end()
 
 
+def folders_of_own() -> list[RunFolder]:
+    """One in every directory that the user allows, for others to use as theirs (a trial's ranks); none where one cannot be used.
+
+    What is kept in one is never taken for what the user's own training kept, and goes with it, however those others end.
+    """
+    with contextlib.ExitStack() as undo:
+        made = []
+        for each in all_allowed():
+            try:
+                made.append(RunFolder(checked(each, quiet=True)))
+            except EnvironmentFault:  # whoever uses it says so
+                return []
+            undo.callback(made[-1].remove)
+        undo.pop_all()
+    return made
+
+
 def _remove_own(path: Path, lock: int, pid: int) -> None:
     if os.getpid() == pid:  # a forked child holds the same lock and must leave the folder alone
         if not is_resumable(path):
@@ -205,30 +243,54 @@ class Left:
 
 def orphans(directory: Path) -> Iterator[Left]:
     """Folders in `directory` whose owner is gone; those of other users and links are not looked at."""
+    entries: list[os.DirEntry[str]] = []
     with contextlib.suppress(OSError):
-        for entry in sorted(os.scandir(directory), key=lambda each: each.name):
-            mine = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-            if mine and entry.name.startswith((_RUN, _NEW)) and _is_dead(Path(entry.path)):
-                files = [each.stat() for each in Path(entry.path).iterdir() if not each.is_symlink()]
-                yield Left(Path(entry.path), sum(each.st_blocks * 512 for each in files), is_resumable(Path(entry.path)))
+        entries += sorted(os.scandir(directory), key=lambda each: each.name)
+    for entry in entries:
+        left = None
+        with contextlib.suppress(OSError):  # another run removes it just now
+            left = _left_in(entry)
+        if left is not None:
+            yield left
+
+
+def _left_in(entry: os.DirEntry[str]) -> Left | None:
+    mine = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+    path = Path(entry.path)
+    if not mine or not entry.name.startswith((_RUN, _NEW)) or not _is_dead(path):
+        return None
+    return Left(path, sum(each.lstat().st_blocks * 512 for each in path.rglob("*")), is_resumable(path))
 
 
 def _is_dead(path: Path) -> bool:
-    lock = locked(path)
-    if lock is not None:
+    if path.name.startswith(_NEW) and time.time() - path.lstat().st_mtime < _BEING_MADE_S:
+        return False  # whoever makes it is between two calls: it has no lock yet
+    if (lock := _lock(path, fcntl.LOCK_SH)) is not None:  # shared: others may be looking too
         os.close(lock)
         return True
-    return path.name.startswith(_RUN) and not (path / _OWNER).is_file()  # one that is just being made has no lock yet
+    return not (path / _OWNER).is_file()
 
 
-def locked(path: Path) -> int | None:
-    """The lock of the folder `path`, held until it is closed; None where its owner lives."""
+def locked(path: Path, patience_s: float = 0.0) -> int | None:
+    """The lock of the folder `path`, held until it is closed; None where its owner lives.
+
+    Args:
+        path: The folder.
+        patience_s: How long to wait for it: whoever looks whether it is dead holds it for a moment.
+    """
+    stop_s = time.monotonic() + patience_s
+    while (lock := _lock(path, fcntl.LOCK_EX)) is None and time.monotonic() < stop_s:
+        time.sleep(0.01)
+    return lock
+
+
+def _lock(path: Path, how: int) -> int | None:
     try:
         lock = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
         return None

@@ -5,7 +5,8 @@ Rule 1. The module's forward and its backward run under a dispatch mode; each op
 Rule 2. The inner graph is the region's own: a node of the outer graph runs its backward, so that backward is seen as well.
         Parameters' gradients are put in place by autograd itself, as ever.
 Rule 3. What runs between forward and backward is not seen: room for it is left at the end of forward.
-Rule 4. Once the same ops have run a few times in a row, what was decided runs as a schedule, without the mode
+Rule 4. What has run once is decided without the mode the next time (`runtime.followed`), with the same result.
+Rule 5. Once the same ops have run a few times in a row, what was decided runs as a schedule, without the mode
         (`runtime.warmed_up`), until something differs.
 """
 
@@ -24,12 +25,19 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from memtune import _native
 from memtune.errors import ApplyError
 from memtune.remat import Policy
+from memtune.runtime.followed import Followers, Opened
+from memtune.runtime.followed_run import FollowedRun
 from memtune.runtime.guards import call_key
+from memtune.runtime.members import members_of
+from memtune.runtime.online_notes import Noted, Notes
 from memtune.runtime.online_table import OnlineTable
+from memtune.runtime.online_values import too_small
 from memtune.runtime.op_facts import Costs, OpFacts
 from memtune.runtime.replaced_forward import ReplacedForward
+from memtune.runtime.tape import GradientLike
 from memtune.runtime.tiers import HOST, storages_of, tier
 from memtune.runtime.warmed_up import Decided, WarmUp
 
@@ -39,6 +47,8 @@ class OnlineRuns:
     """What was done online so far, for the audit."""
 
     steps: int = 0
+    followed: int = 0
+    """Of these, how many without a dispatch mode."""
     replays: int = 0
     evictions: int = 0
     peak_bytes: int = 0
@@ -61,6 +71,8 @@ class OnlineSettings:
     """Of what is there throughout, what the module is not given: labels, say."""
     freeze_after: int = 3
     """Runs of the same ops, one after the other, after which what was decided runs as a schedule; 0: never."""
+    follow: bool = True
+    """What has run once is decided without a dispatch mode."""
 
 
 class OnlineRegion(ReplacedForward):
@@ -80,6 +92,9 @@ class OnlineRegion(ReplacedForward):
         self._table: OnlineTable | None = None
         self._live: weakref.WeakSet[_Run] = weakref.WeakSet()
         self.warm_up = WarmUp(module, self._original, self.online, settings.freeze_after, device)
+        self.followers = Followers(
+            module, self._original, device, settings.policy.parts, self.online, self._opened, self._followed_through
+        )
         with tier(HOST):  # it is none of the model's bytes
             self.token = torch.zeros((), device=device, requires_grad=True)
 
@@ -88,13 +103,19 @@ class OnlineRegion(ReplacedForward):
         if not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         key = self._key(args, kwargs)
-        ready = self.warm_up.ready(key, alone=not self._live)
-        return self.online(key, args, kwargs) if ready is None else ready.forward(*args, **kwargs)
+        ready = self.warm_up.ready(key, alone=not self._live and not self.followers.waiting_bytes())
+        if ready is not None:
+            return ready.forward(*args, **kwargs)
+        return self.followers.forward(key, args, kwargs) if not self._live else self.online(key, args, kwargs)
 
     def online(self, key: Any, args: Any, kwargs: Any) -> Any:
-        """The module's forward, decided op by op."""
-        alone = not self._live
-        run = _Run(self, self._table_for(args, kwargs), key)
+        """The module's forward, decided op by op, under the mode."""
+        alone = not self._live and not self.followers.waiting_bytes()
+        settings = self.settings
+        follows = (
+            settings.follow and settings.freeze_after != 1 and settings.policy.forget and alone and self.followers.wants(key)
+        )
+        run = _Run(self, self._table_for(args, kwargs, Notes() if follows else None), key)
         for each in self._live:
             each.alone = alone
         run.alone = alone
@@ -114,37 +135,57 @@ class OnlineRegion(ReplacedForward):
     def _key(self, args: Any, kwargs: Any) -> Any:
         """What decisions are looked up by: how the module is called, and which gradients and optimizer state are there."""
         called = call_key(args, kwargs)
-        gradients = sum(each.grad is not None for each in self.module.parameters())
+        gradients = sum([each.grad is not None for each in members_of(self.module)[0]])
         return None if called is None else (called, self.module.training, gradients, len(self._optimizer.state))
 
-    def _table_for(self, args: Any, kwargs: Any) -> OnlineTable:
+    def _table_for(self, args: Any, kwargs: Any, notes: Notes | None) -> OnlineTable:
         """One table for all forwards that wait for their backward."""
         if self._table is None or not self._live:
-            settings = self.settings
+            policy, budget_bytes = self.settings.policy, self.settings.budget_bytes
             background = self._background_bytes(tree_leaves((args, kwargs)))
-            self._table = OnlineTable(self.module, settings.policy, settings.budget_bytes - background, background, self.facts)
+            self._table = OnlineTable(self.module, policy, budget_bytes - background, background, self.facts, notes)
         return self._table
+
+    def _opened(self, inputs: Iterable[Any]) -> Opened:
+        """Books for a run without the mode."""
+        background = self._background_bytes(inputs)
+        budget_bytes = self.settings.budget_bytes - background
+        if budget_bytes <= 0:
+            raise too_small("the model", 0, 0, background)
+        return Opened(_native.Rematerializer(self.settings.policy.settings(budget_bytes)), budget_bytes, background)
 
     def _background_bytes(self, inputs: Iterable[Any]) -> int:
         """What is there throughout: parameters, buffers, gradients, optimizer state, inputs."""
-        parameters = list(self.module.parameters())
-        held = [*parameters, *self.module.buffers(), *(p.grad for p in parameters), *inputs]
+        parameters, buffers = members_of(self.module)
+        held = [*parameters, *buffers, *(p.grad for p in parameters), *inputs]
         held += tree_leaves(list(self._optimizer.state.values()))
         storages = (each for tensor in held if isinstance(tensor, Tensor) for each in storages_of(tensor))
         there = sum({each._cdata: each.nbytes() for each in storages}.values())
-        return there + self.settings.unseen_bytes + self.warm_up.waiting_bytes()
+        return there + self.settings.unseen_bytes + self.warm_up.waiting_bytes() + self.followers.waiting_bytes()
 
     def finish(self, run: _Run) -> None:
         """The backward of `run` is through; the last one takes the table with it."""
-        counted = run.table.counted()
+        table = run.table
         self._live.discard(run)
         if not self._live:
             self._table = None
-        self.warm_up.note(run.key, Decided(run.table.ran, run.n_forward, run.table.replays) if run.alone else None)
+        if table.notes is not None:
+            self.followers.note(run.key, Noted(table.notes, table.ran, run.n_forward, run.flowed_in) if run.alone else None)
+        self.warm_up.note(run.key, Decided(table.ran, run.n_forward, table.replays) if run.alone else None)
+        self._count(table.counted(), table.background_bytes)
+
+    def _followed_through(self, key: Any, noted: Noted, run: FollowedRun) -> None:
+        """The backward of a run without the mode is through."""
+        alone = not self._live
+        self.warm_up.note(key, Decided(noted.ran, noted.n_forward, run.replays) if alone else None)
+        self.runs.followed += 1
+        self._count(run.books.counted(), run.background_bytes)
+
+    def _count(self, counted: dict[str, Any], background_bytes: int) -> None:
         self.runs.steps += 1
         self.runs.replays += counted["replays"]
         self.runs.evictions += counted["evictions"]
-        self.runs.peak_bytes = max(self.runs.peak_bytes, counted["peak_bytes"] + run.table.background_bytes)
+        self.runs.peak_bytes = max(self.runs.peak_bytes, counted["peak_bytes"] + background_bytes)
 
 
 class _Mode(TorchDispatchMode):
@@ -171,6 +212,10 @@ class _Run:
         self.alone, self.n_forward = True, 0
         """No other forward waited for its backward at the same time; how many ops this one's forward had."""
         self.gradients: list[Tensor | None] = []
+        self.flowed_in: dict[int, GradientLike] = {}
+        """What the gradients looked like, by output."""
+        self._roots: list[int] = []
+        """Which outputs the gradients belong to."""
         self._inner: Tensor | None = None
         self._inputs: list[Tensor] = []
 
@@ -186,7 +231,8 @@ class _Run:
         with _Mode(table, self.region.facts), saved_tensors_hooks(table.pack, table.unpack):
             out = _without_dynamo(forward, given, named)
             leaves, spec = tree_flatten(out)
-        roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._roots = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        roots = [leaves[at] for at in self._roots]
         self._inner = _apply(_Gather, self, *roots) if roots else None
         self.n_forward = len(table.ran)
         del out, given, named
@@ -210,9 +256,10 @@ class _Run:
             )  # fmt: skip
         inner, self._inner = self._inner, None
         self.table.backward = True
-        for each in self.gradients:
+        for at, each in zip(self._roots, self.gradients, strict=False):
             if each is not None:
-                self.table.watch(each)
+                self.table.flow_in(at, each)
+                self.flowed_in[at] = GradientLike(tuple(each.shape), each.stride(), each.dtype)
         root, each = torch.zeros_like(inner), None  # what flowed in is the engine's from here on
         with _Mode(self.table, self.region.facts):
             _without_dynamo(torch.autograd.backward, (inner, root), {})

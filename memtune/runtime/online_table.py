@@ -24,6 +24,7 @@ from memtune.errors import ApplyError
 from memtune.program import ON_GPU_ONLY
 from memtune.remat import ALONG, EVICT, OVERWRITE, REPLAY, Policy
 from memtune.runtime.by_element import element_bytes
+from memtune.runtime.online_notes import NotedBooks, Notes, OpNote
 from memtune.runtime.online_values import (
     Again,
     Given,
@@ -34,6 +35,7 @@ from memtune.runtime.online_values import (
     Watch,
     run_again,
     run_in_parts,
+    too_small,
     view_of,
     whole_of,
     written_since,
@@ -42,9 +44,8 @@ from memtune.runtime.op_arguments import mutated, tensors_in
 from memtune.runtime.op_facts import About, Facts, OpFacts
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.tape import no_autocast
-from memtune.units import format_bytes
 
-_TRIES = 4
+TRIES = 4
 """Runs of an op that the device refuses, each after more was evicted."""
 
 
@@ -57,10 +58,14 @@ class OnlineTable:
         budget_bytes: For the values alone.
         background_bytes: What else there is, for messages.
         facts: Of ops; kept over many steps.
+        notes: Where to write down what happens, if anywhere.
     """
 
-    def __init__(self, module: nn.Module, policy: Policy, budget_bytes: int, background_bytes: int, facts: OpFacts) -> None:
-        self.budget_bytes, self.background_bytes = budget_bytes, background_bytes
+    def __init__(
+        self, module: nn.Module, policy: Policy, budget_bytes: int, background_bytes: int, facts: OpFacts,
+        notes: Notes | None = None,
+    ) -> None:  # fmt: skip
+        self.budget_bytes, self.background_bytes, self.notes = budget_bytes, background_bytes, notes
         self.backward, self.paused = False, False
         self.ran: list[Facts] = []
         """Every op that ran, once for each first run."""
@@ -76,9 +81,10 @@ class OnlineTable:
         self._dead: deque[Watch] = deque()
         self._unkept: deque[Value] = deque()
         if budget_bytes <= 0:
-            raise self._too_small("the model", 0, 0)
+            raise too_small("the model", 0, 0, background_bytes)
         self._parts = policy.parts
-        self._books = _native.Rematerializer(policy.settings(budget_bytes))
+        books = _native.Rematerializer(policy.settings(budget_bytes))
+        self._books: Any = books if notes is None else NotedBooks(books, notes)
 
     # -- an op runs ----------------------------------------------------------------------------------------------------
 
@@ -120,14 +126,23 @@ class OnlineTable:
         """Run it; where the device has no room although the books have, evict more and try again."""
         about = facts.about
         needs_bytes = facts.makes_bytes + about.scratch_bytes
-        for attempt in range(_TRIES):
+        for attempt in range(TRIES):
             self._make_room(needs_bytes << attempt, about.name)
+            if self.notes is not None:
+                self._note(attempt)
             try:
                 return about.func(*args, **kwargs)
             except torch.OutOfMemoryError:
-                if writes or attempt == _TRIES - 1 or needs_bytes << (attempt + 1) > self.budget_bytes:
+                if writes or attempt == TRIES - 1 or needs_bytes << (attempt + 1) > self.budget_bytes:
                     raise
         raise AssertionError
+
+    def _note(self, attempt: int) -> None:
+        assert self.notes is not None
+        if attempt:
+            self.notes.why_not = "the device had less room than the books"
+        else:
+            self.notes.ops.append(OpNote(len(self.notes.told)))
 
     def _noted(self, facts: Facts, args: Any, kwargs: Any, inputs: list[Tensor], written: list[Tensor]) -> Ran | None:
         """The op as it could run again; None where it must not."""
@@ -166,6 +181,7 @@ class OnlineTable:
         """What ops have read and is about to change stays as a copy for them; parameters are too large for that."""
         given = self._given.pop(tensor.untyped_storage()._cdata, None)
         if given is not None and not isinstance(tensor, nn.Parameter) and not self.backward:
+            self._cannot_follow("a tensor from outside is changed that was read before")
             self._make_room(given.tensor.untyped_storage().nbytes(), "a copy of a buffer")
             whole = whole_of(given.tensor).clone()
             given.tensor, given.version = whole, whole._version
@@ -176,11 +192,16 @@ class OnlineTable:
         for each in written:
             value = self._values.get(each.untyped_storage()._cdata)
             if value is not None:
+                self._cannot_follow("a value is changed by what must not run again")
                 value.writes += 1
                 value.unsaid += unsaid
                 if value.again:
                     value.again = False
                     self._books.hold(value.number)
+
+    def _cannot_follow(self, why: str) -> None:
+        if self.notes is not None:
+            self.notes.why_not = why
 
     # -- what it made --------------------------------------------------------------------------------------------------
 
@@ -200,31 +221,47 @@ class OnlineTable:
             self._overwrite(noted, cost_s, numbers)
             return
         made = self._called(about, cost_s, numbers, [size for _, _, _, size in fresh], -1, elements)
+        if self.notes is not None:
+            self.notes.ops[-1].again = len(self._ops)
         self._ops.append(noted)
         for number, (at, each, address, size) in zip(made, fresh, strict=True):
+            if self.notes is not None:
+                self.notes.made(each, number, size)
             value = Value(number, size, True, each.detach(), address)
             noted.made.append((at, value))
             values[address] = self._by_number[number] = self._held[number] = value
 
     def _enter_constant(self, tensor: Tensor, size: int) -> None:
-        if self.backward:
-            self.watch(tensor)
+        number = self.watch(tensor) if self.backward else self._constant(size)
+        if self.notes is not None and number is not None:
+            self.notes.made(tensor, number, size)
+        if self.backward or number is None:
             return
-        value = Value(self._constant(size), size, again=False)
+        value = Value(number, size, again=False)
         self._books.hold(value.number)
         self._adopt(value, tensor.detach())
 
-    def watch(self, tensor: Tensor) -> None:
-        """`tensor` takes room as long as somebody holds it, which is not the table's to end."""
+    def flow_in(self, at: int, gradient: Tensor) -> None:
+        """A gradient of what forward returned, by its place among that, is there."""
+        number = self.watch(gradient)
+        if number is None:
+            self._cannot_follow("a gradient flows in that is a value of the model")
+        elif self.notes is not None:
+            self.notes.flowed_in.append((number, at))
+
+    def watch(self, tensor: Tensor) -> int | None:
+        """`tensor` takes room as long as somebody holds it, which is not the table's to end; its number, if it is no value."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._values:
-            number = self._constant(storage.nbytes())
-            watch = self._watches[number] = Watch(storage, self._dead.append)
-            watch.number = number
+        if storage._cdata in self._values:
+            return None
+        number = self._constant(storage.nbytes())
+        watch = self._watches[number] = Watch(storage, self._dead.append)
+        watch.number = number
+        return number
 
     def _constant(self, n_bytes: int) -> int:
         try:
-            number = self._books.constant(n_bytes)
+            number: int = self._books.constant(n_bytes)
         except RuntimeError as error:
             raise self._nothing_left("the model") from error
         self._obey()
@@ -234,7 +271,7 @@ class OnlineTable:
         self, about: About, cost_s: float, numbers: list[int], n_bytes: list[int], takes_over: int, elements: int = 0
     ) -> list[int]:
         try:
-            made = self._books.call(cost_s, numbers, n_bytes, takes_over, about.scratch_bytes, elements)
+            made: list[int] = self._books.call(cost_s, numbers, n_bytes, takes_over, about.scratch_bytes, elements)
         except RuntimeError as error:
             raise self._nothing_left(about.name) from error
         self._obey()
@@ -248,6 +285,8 @@ class OnlineTable:
         assert alias is not None
         self._books.let_go(old.number)
         (number,) = self._called(noted.facts.about, cost_s, numbers, [old.bytes], old.number)
+        if self.notes is not None:
+            self.notes.ops[-1].again, self.notes.ops[-1].over = len(self._ops), (old.number, number)
         self._ops.append(noted)
         self._books.release(old.number)
         old.outside = False
@@ -310,8 +349,7 @@ class OnlineTable:
         value = kept.value
         if value.writes - value.unsaid != kept.writes:
             raise written_since("a tensor that backward needs")
-        if value.alias is None:
-            self._bring(value)
+        self._bring(value)
         assert value.alias is not None
         if not value.outside:
             value.outside = True
@@ -337,6 +375,8 @@ class OnlineTable:
         """Evict until so many bytes are free: for what runs between forward and backward."""
         self._settle()
         self._make_room(n_bytes, "the loss")
+        if self.notes is not None:
+            self.notes.forward_end = len(self.notes.told)
 
     def counted(self) -> dict[str, Any]:
         """Counters of the books."""
@@ -353,17 +393,7 @@ class OnlineTable:
     def _nothing_left(self, who: str) -> ApplyError:
         self._obey()
         counted = self._books.counted()
-        return self._too_small(who, counted["wanted_bytes"], counted["held_bytes"])
-
-    def _too_small(self, who: str, wanted_bytes: int, held_bytes: int) -> ApplyError:
-        return ApplyError(
-            f"the budget is too small for {who}: nothing is left to evict.",
-            evidence=f"It asks for {format_bytes(wanted_bytes)} beside {format_bytes(held_bytes)} that must stay and "
-            f"{format_bytes(self.background_bytes)} of parameters, gradients, optimizer state and inputs.",
-            fix=f"give a budget of at least {format_bytes(self.background_bytes + wanted_bytes + held_bytes)}, or a smaller "
-            "micro-batch",
-            code="MT337",
-        )
+        return too_small(who, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes)
 
     def _obey(self) -> None:
         if not self._books.pending():
@@ -425,3 +455,8 @@ def _alone() -> int:
 
 _ALONE = _alone()
 """Use count of a storage that one tensor holds."""
+
+
+def held_elsewhere(address: int) -> bool:
+    """Whether more than one tensor holds the storage at `address`."""
+    return _count(address) > _ALONE

@@ -18,6 +18,7 @@ from memtune.runtime.by_element import part_of
 from memtune.runtime.op_facts import Facts
 from memtune.runtime.random_state import RandomState
 from memtune.schedule import parts_of
+from memtune.units import format_bytes
 
 
 class View(NamedTuple):
@@ -225,3 +226,14 @@ def written_since(what: str) -> ApplyError:
         f"{what} was written into in place after the model's forward had used it.",
         fix="write x = x + y instead of x += y, and step the optimizer after backward", code="MT326",
     )  # fmt: skip
+
+
+def too_small(who: str, wanted_bytes: int, held_bytes: int, background_bytes: int) -> ApplyError:
+    """The error of a region in which `who` asks for more than can be made free."""
+    return ApplyError(
+        f"the budget is too small for {who}: nothing is left to evict.",
+        evidence=f"It asks for {format_bytes(wanted_bytes)} beside {format_bytes(held_bytes)} that must stay and "
+        f"{format_bytes(background_bytes)} of parameters, gradients, optimizer state and inputs.",
+        fix=f"give a budget of at least {format_bytes(background_bytes + wanted_bytes + held_bytes)}, or a smaller micro-batch",
+        code="MT337",
+    )

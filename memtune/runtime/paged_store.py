@@ -13,10 +13,12 @@ from memtune.pages import Pages
 from memtune.residency import Residency
 from memtune.runtime.chunks import Piece
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import GatheredBlocks
 from memtune.runtime.host_parameters import HostCopies, copy_of
 from memtune.runtime.pages import InFrames, in_frames
 from memtune.runtime.store import ParameterStore
 from memtune.runtime.tiers import SSD, tier_of
+from memtune.runtime.tree import local
 
 
 class PagedStore(ParameterStore):
@@ -52,7 +54,7 @@ class PagedStore(ParameterStore):
 
     def _put_into(self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages) -> list[list[Piece]]:
         assert isinstance(chunks, Pages)
-        self._take(in_frames(context, mine, self._hosts, chunks))
+        self._take(in_frames(context, mine, self._hosts, chunks, self._gathered))
         return []  # none is there, and none is anything by itself
 
     def _take(self, found: InFrames) -> None:
@@ -76,8 +78,13 @@ class PagedStore(ParameterStore):
             frame = self._in_frames.pages.frame[page]
             self._there.discard(self._in_frame.get(frame, page))
             self._in_frame[frame] = page
+        if missing and self._gathered is not None:
+            self._gathered.wait_for_reads()
         self._bring_pieces(self._in_frames.pieces(missing))
         self._there.update(missing)
+
+    def _bring_for_gathers(self, gathered: GatheredBlocks, index: int) -> None:
+        gathered.before_gathers(index, lambda: self._fetch_block(index), lambda: [])  # frames are never given back
 
     def _release(self, units: Any) -> None:
         self._there.difference_update(list(units))
@@ -87,4 +94,5 @@ class PagedStore(ParameterStore):
 
     def _left_bytes(self) -> int:
         frames = self._in_frames.frames.untyped_storage()._cdata
-        return sum(p.nbytes for p in self._hosts if p.untyped_storage()._cdata != frames)
+        here = {p: local(p.detach()) for p in self._hosts}
+        return sum(p.nbytes for p in here.values() if p.untyped_storage()._cdata != frames)

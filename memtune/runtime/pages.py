@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from memtune.pages import Pages, runs
 from memtune.runtime.chunks import Piece, place_in
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import GatheredBlocks
 from memtune.runtime.page_locked import page_locked
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
+from memtune.runtime.tree import local
 
 
 class InFrames(NamedTuple):
@@ -47,7 +49,13 @@ class InFrames(NamedTuple):
 
 
 @torch.no_grad()
-def in_frames(context: Context, parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor], pages: Pages) -> InFrames:
+def in_frames(
+    context: Context,
+    parameters: Sequence[nn.Parameter],
+    hosts: dict[nn.Parameter, Tensor],
+    pages: Pages,
+    gathered: GatheredBlocks | None = None,
+) -> InFrames:
     """Move `parameters` into frames, and their host copies into pages; both stay the same objects.
 
     Args:
@@ -55,6 +63,7 @@ def in_frames(context: Context, parameters: Sequence[nn.Parameter], hosts: dict[
         parameters: In the order of `pages`.
         hosts: Their host copies.
         pages: Where each one goes.
+        gathered: Where they are divided; it is their rows that go there.
     """
     like = parameters[0]
     with tier(HOST):
@@ -63,24 +72,38 @@ def in_frames(context: Context, parameters: Sequence[nn.Parameter], hosts: dict[
             lambda locked: torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=locked), wanted=like.is_cuda
         )
     mark(memory, HOST)
+    if gathered is not None:
+        memory.zero_()  # what rows are padded with
     in_pages = dict(hosts)  # also where only some have been moved
-    context.undo.callback(_apart, parameters, in_pages)
+    context.undo.callback(_apart, parameters, in_pages, gathered)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
-        place = place_in(memory, parameter, page * pages.page_bytes + at)
+        place = place_in(memory, local(parameter.detach()), page * pages.page_bytes + at)
         place.copy_(hosts[parameter])
         in_pages[parameter] = place
         held = context.represented.get(parameter)
         if held is not None and tier_of(held) != SSD:
             held.data = place
+    rows = {} if gathered is None else {p: torch.empty_like(gathered.rows_of(p), device="meta") for p in parameters}
     for parameter in parameters:  # their memory first, or both would be there at once
-        parameter.data = parameter.detach().new_empty(0)
-    frames = like.detach().new_zeros(pages.frame_bytes, dtype=torch.uint8)
+        if gathered is None:
+            parameter.data = parameter.detach().new_empty(0)
+        else:
+            gathered.rows_of(parameter).untyped_storage().resize_(0)
+    frames = torch.zeros(pages.frame_bytes, dtype=torch.uint8, device=like.device)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
-        parameter.data = place_in(frames, in_pages[parameter], pages.frame[page] * pages.page_bytes + at)
+        there = pages.frame[page] * pages.page_bytes + at
+        if gathered is None:
+            parameter.data = place_in(frames, in_pages[parameter], there)
+        else:
+            gathered.put_rows(parameter, place_in(frames, rows[parameter], there))
     return InFrames(pages, frames, memory, in_pages)
 
 
-def _apart(parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor]) -> None:
+def _apart(parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor], gathered: GatheredBlocks | None) -> None:
     """Each parameter has memory of its own again, with what the host has."""
     for parameter in parameters:
-        parameter.data = torch.empty_like(hosts[parameter], device=parameter.device).copy_(hosts[parameter])
+        if gathered is None:
+            parameter.data = torch.empty_like(hosts[parameter], device=parameter.device).copy_(hosts[parameter])
+        else:
+            gathered.put_rows(parameter, torch.zeros_like(gathered.rows_of(parameter)))
+            local(parameter.detach()).copy_(hosts[parameter])

@@ -105,11 +105,7 @@ def require_whole_parameters(context: Context, what: str, *, ahead: bool = False
     Raises:
         ApplyError: Parameters come and go block by block, ranks have parts of the model, or the graph would be looked through.
     """
-    if context.parts > 1 or context.pipeline is not None:
-        raise ApplyError(
-            f"{what} does not work where ranks have parts of the model.",
-            evidence="It runs the whole model itself.", fix="recompute: {kind: planned}", code="MT315",
-        )  # fmt: skip
+    require_whole_layers(context, what)
     if any(isinstance(module, FSDPModule) for module in context.model.modules()):
         raise ApplyError(
             f"{what} does not work where parameters are divided over ranks.",
@@ -125,6 +121,19 @@ def require_whole_parameters(context: Context, what: str, *, ahead: bool = False
         )  # fmt: skip
 
 
+def require_whole_layers(context: Context, what: str) -> None:
+    """Refuse what runs modules' ops itself, by a schedule made for whole layers, where ranks have parts of them.
+
+    Raises:
+        ApplyError: Ranks have parts of the model.
+    """
+    if context.parts > 1 or context.pipeline is not None:
+        raise ApplyError(
+            f"{what} does not work where ranks have parts of the model.",
+            evidence="Its schedules are for whole layers.", fix="recompute: {kind: planned}", code="MT315",
+        )  # fmt: skip
+
+
 def require_same_config(said: str, device: torch.device) -> None:
     """Compare what every rank is about to do, before anything else is sent.
 
@@ -135,10 +144,8 @@ def require_same_config(said: str, device: torch.device) -> None:
     Raises:
         ApplyError: The ranks differ; the same on all of them.
     """
-    ranks = dist.get_world_size()
-    everyone: list[Any] = [None] * ranks
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        dist.all_gather_object(everyone, said)
+    everyone = said_by_all(said, device)
+    ranks = len(everyone)
     differing = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
     if differing:
         lines = zip_longest(everyone[0].splitlines(), everyone[differing[0]].splitlines(), fillvalue="nothing")
@@ -148,6 +155,14 @@ def require_same_config(said: str, device: torch.device) -> None:
             evidence=f"Rank 0: {zero}; rank {differing[0]}: {other}.",
             fix="give all ranks one config file and one model", code="MT379",
         )  # fmt: skip
+
+
+def said_by_all(said: Any, device: torch.device) -> list[Any]:
+    """What every rank says, plain data, by rank; all of them call it, with the device of their models."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(everyone, said)
+    return everyone
 
 
 def _require_same_weights(context: Context) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.residency import Residency, reads_ahead
@@ -143,6 +144,21 @@ class KeptParameters(ParameterStore):
             if parameter in self._hosts:
                 disk.verified(self._hosts[parameter])
         super()._into_state_dict(module, state, prefix, metadata)
+
+    @torch.no_grad()
+    def _fetch_whole(self, block: int) -> None:
+        """Through the mapping: `Tuned.load` has read into it, past the checksums, which `_loaded` makes anew."""
+        if self._where == "host":
+            super()._fetch_whole(block)
+            return
+        for unit in set(self._of_block[block]) - self._there:
+            self._there.add(unit)
+            for piece in self._units[unit]:
+                if (reading := self._reading.pop(piece.host, None)) is not None:
+                    transfer.abandon(reading)
+                piece.take()
+                with _unsafe_preserve_version_counter(piece.there):
+                    piece.there.detach().copy_(piece.host)
 
     @torch.no_grad()
     def _loaded(self, index: int) -> None:

@@ -464,14 +464,14 @@ def shapes_of(values: Any) -> Any:
         return tree_map(twin, values)
 
 
-@contextmanager
-def no_autocast() -> Iterator[None]:
+class no_autocast(AbstractContextManager[None]):
     """The ops of a tape say themselves which type they compute in."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    for kind in kinds:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        for kind in kinds:
+
+    def __enter__(self) -> None:
+        self._kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        for kind in self._kinds:
+            torch.set_autocast_enabled(kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        for kind in self._kinds:
             torch.set_autocast_enabled(kind, True)

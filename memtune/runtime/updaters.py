@@ -342,7 +342,7 @@ class Updaters:
             self._settled(domain)
 
     def check(self) -> dict[str, Any]:
-        """Bytes on SSD by domain, and what each updater did in the last step.
+        """Bytes on SSD by domain, of host memory that updaters share with this process, and what each did in the last step.
 
         Raises:
             ApplyError: Some state is elsewhere.
@@ -353,6 +353,8 @@ class Updaters:
             raise ApplyError("Some of the optimizer's state is not with its updaters.", code="MT309")
         settled = [self._settled(domain) for domain in range(len(self._domains))]
         facts = {"parameters": len(self._parameters), "ssd_bytes": [sum(each.nbytes for each in tensors) for tensors in on_ssd]}
+        links = [each.link for each in self._domains if each.link is not None]
+        facts["shared_bytes"] = sum(each.nbytes for link in links for each in (*link.slots, *link.buffers))
         return facts | {"moved_bytes": [each["bytes"] for each in settled], "events": [each["events"] for each in settled]}
 
 

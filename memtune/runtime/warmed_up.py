@@ -22,7 +22,8 @@ from torch import nn
 
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online_values import Again
-from memtune.runtime.op_facts import Facts, Key, key_of
+from memtune.runtime.op_facts import Facts
+from memtune.runtime.same_ops import places_of
 from memtune.runtime.tape import Tape
 from memtune.schedule import Action, Do, Schedule, scheduled, wrong_with
 
@@ -151,33 +152,22 @@ class _Warmed(FrozenRegion):
         return super()._differs(tape)
 
 
-def alike(key: Key) -> Key:
-    """What of a key is the same on fake tensors: not every type, nor the size of what a kernel saves for itself."""
-    return tuple(each[0] if isinstance(each, tuple) and each and isinstance(each[-1], torch.dtype) else each for each in key[:4])
-
-
 def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:
     """The schedule that does what was decided, or why there is none.
 
     Ops that the tape does not have are left out: what autograd does with gradients when they are there.
     """
-    op_at: dict[int, int] = {}  # number among what ran → op of the tape
-    at, end = 0, len(decided.ran)
-    for op, call in enumerate(tape.calls):
-        wanted = alike(key_of(call.func, call.args, call.kwargs))
-        while at < end and (decided.ran[at].about.func is not call.func or alike(decided.ran[at].key) != wanted):
-            at += 1
-        if at == end or (at < decided.n_forward) != (op < tape.graph.n_forward):
-            return f"{call.func} did not run where it does now"
-        op_at[at] = op
-        at += 1
+    found = places_of(tape, decided.ran, decided.n_forward)
+    if isinstance(found, str):
+        return found
+    op_at = {at: op for op, at in enumerate(found)}  # number among what ran → op of the tape
     again: defaultdict[int, list[Do]] = defaultdict(list)
     for each in decided.replays:
         if each.which in op_at:
             along = tuple(sorted(op_at[at] for at in each.along))
             again[each.before].append(Do(Action.COMPUTE, op_at[each.which], along, each.parts))
     parts: tuple[list[int | Do], list[int | Do]] = ([], [])
-    for at in range(end):
+    for at in range(len(decided.ran)):
         part = parts[at >= decided.n_forward]
         part += again[at]
         if at in op_at:

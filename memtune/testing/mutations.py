@@ -16,17 +16,17 @@ import numpy as np
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.calls import Calls
+from memtune.passes.region import region_of
 from memtune.passes.schedule import run_schedule
 from memtune.program import FOREVER, Kind, Program, Step, Tier
-from memtune.runtime import activations, frozen, frozen_code, moved, random_state, tiled_loss, transfer
+from memtune.runtime import activations, call_text, frozen, frozen_code, moved, random_state, tiled_loss, transfer
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context, Snapshot
 from memtune.runtime.kept import Keep
 from memtune.runtime.tree import local
 from memtune.schedule import plain_schedule
 from memtune.search_spaces.recompute import _claims as planned_claims
-from memtune.search_spaces.recompute import _place
-from memtune.technique import Technique
+from memtune.technique import Plan, Target, Technique
 
 Check = Literal["drift", "training", "untouched"]
 
@@ -299,12 +299,13 @@ def _state_on_device(step: Step) -> Step:
 # -- of frozen schedules -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _schedule_loses_repetitions(technique: type[Technique]) -> Iterator[None]:
-    _place.under_schedule.cache_clear()
-    with patch.object(_place, "run_schedule", lambda step, region, _: run_schedule(step, region, plain_schedule(region.graph))):
-        yield
-    _place.under_schedule.cache_clear()
+def _schedule_loses_repetitions(technique: type[Technique]) -> AbstractContextManager[Any]:
+    def rewrite(self: Technique, program: Program, plan: Plan, target: Target) -> Program:
+        region = region_of(program.step)
+        assert not isinstance(region, str), region
+        return program.with_step(run_schedule(program.step, region, plain_schedule(region.graph)))
+
+    return patch.object(technique, "rewrite", rewrite)  # the plan is made as ever
 
 
 def _nothing_is_let_go(technique: type[Technique]) -> AbstractContextManager[Any]:
@@ -329,7 +330,7 @@ def _gradient_is_wrong(technique: type[Technique]) -> AbstractContextManager[Any
 
 
 def _statistics_twice(technique: type[Technique]) -> AbstractContextManager[Any]:
-    return patch.object(frozen_code, "BATCH_NORMS", frozenset())
+    return patch.object(call_text, "BATCH_NORMS", frozenset())
 
 
 def _of_schedule() -> list[Mutation]:

@@ -7,7 +7,7 @@ rewritten and run through them. Where its peak is not what was priced, the next 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -206,18 +206,7 @@ class _Search:
 
     def best_row(self, budget_bytes: int) -> int:
         """The fastest plan within the budget, by true peaks; the smallest one if none is."""
-        low, high, best = 0, len(self.frontier) - 1, 0
-        row = max(self.frontier.at(budget_bytes + (budget_bytes >> 10)), 0)  # prices may be a little too high
-        for _ in range(_TRIES):
-            more = self.peak_of(row) - int(self.frontier.peak_bytes[row])
-            if self.peak_of(row) <= budget_bytes:
-                best, low = max(best, row), row + 1
-            else:
-                high = row - 1
-            row = min(self.frontier.at(budget_bytes - more), high)
-            if row < low:  # nothing better is priced within the budget
-                break
-        return best
+        return best_row(self.frontier, self.peak_of, budget_bytes)
 
     def _peak(self, choice: I32) -> int:
         step = _rewritten(self.levels, tuple(choice.tolist()))
@@ -226,6 +215,22 @@ class _Search:
     def _after(self, step: Step) -> Step:
         """`step` after every later pass that fits it."""
         return after_later(self._program.with_step(step), self._later, self._hardware).step
+
+
+def best_row(frontier: Frontier, peak_of: Callable[[int], int], budget_bytes: int) -> int:
+    """Row of the fastest plan within the budget, by true peaks as `peak_of` gives them; the smallest one if none is."""
+    low, high, best = 0, len(frontier) - 1, 0
+    row = max(frontier.at(budget_bytes + (budget_bytes >> 10)), 0)  # prices may be a little too high
+    for _ in range(_TRIES):
+        more = peak_of(row) - int(frontier.peak_bytes[row])
+        if peak_of(row) <= budget_bytes:
+            best, low = max(best, row), row + 1
+        else:
+            high = row - 1
+        row = min(frontier.at(budget_bytes - more), high)
+        if row < low:  # nothing better is priced within the budget
+            break
+    return best
 
 
 @remembered

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
-from memtune.op_costs import op_class, op_costs
+from memtune.op_costs import op_costs
 from memtune.passes.by_data import depends_on_data
 from memtune.passes.in_parts import elements_of
 from memtune.passes.online import online_policy, with_peak
@@ -25,12 +25,22 @@ from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
 from memtune.runtime.ranks import require_whole_parameters
 from memtune.schedule import Schedule
+from memtune.search_spaces.recompute._block_options import is_cheap
+from memtune.search_spaces.recompute._by_blocks import (
+    FoundByBlocks,
+    cannot_run_blocks,
+    decisions_of,
+    found_by_blocks,
+    install_blocks,
+    is_by_blocks,
+    rewritten_by_blocks,
+    search_blocks,
+)
 from memtune.search_spaces.recompute._online import peak_online, told_online, too_little_online
-from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of, under_schedule
+from memtune.search_spaces.recompute._place import Place, cannot_freeze, comes_and_goes, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
-_EXPENSIVE = frozenset({"attention", "convolution", "recurrent", "matmul"})
 NOT_THE_POLICYS = ("budget_bytes", "ratio", "online", "freeze_after")
 """Knobs that say for which budget and when to decide, not how."""
 
@@ -56,15 +66,15 @@ class _Dynamic(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs the model to itself, whole on every rank, and a budget that plain training exceeds and the policy meets."""
+        if comes_and_goes(program, target):
+            return self._fits_by_blocks(program, target)
         online = self.online is not False
         reason = cannot_freeze(program, target, online=online) or self._looked_through(program, target)
         if reason is not None:
             return reason
-        if self.budget_bytes is not None and self.ratio is not None:
-            return Reason("budget_bytes and ratio both say what the budget is", "give one of them")
-        if self._has_no_budget(target):
-            fix = f"--max-memory 20GiB, or recompute: {{kind: {self.kind}, ratio: 0.5}}"
-            return Reason("there is no budget to evict for", fix)
+        reason = self._no_budget(target)
+        if reason is not None:
+            return reason
         place = place_of(program, target)
         least = place.least_bytes
         if place.plain_bytes <= least:
@@ -78,8 +88,48 @@ class _Dynamic(Technique):
             return too_little_online(program.step, self.policy(), budget_bytes, target.hardware, place.more_bytes)
         return None
 
+    def _no_budget(self, target: Target) -> Reason | None:
+        if self.budget_bytes is not None and self.ratio is not None:
+            return Reason("budget_bytes and ratio both say what the budget is", "give one of them")
+        if self._has_no_budget(target):
+            fix = f"--max-memory 20GiB, or recompute: {{kind: {self.kind}, ratio: 0.5}}"
+            return Reason("there is no budget to evict for", fix)
+        return None
+
+    def _fits_by_blocks(self, program: Program, target: Target) -> Reason | None:
+        """Where parameters are there for a block's own calls alone: the policy is played on each block, before training."""
+        if self.online:
+            kind = target.chosen["sharding.states"].kind
+            why = f"online it evicts and runs ops of all blocks, and {kind} gathers a block's parameters for its own calls alone"
+            return Reason(why, "online: false, or sharding.states: {kind: zero1}")
+        reason = cannot_run_blocks(program, target) or self._no_budget(target)
+        if reason is not None:
+            return reason
+        place, budget = place_of(program, target), self._budget_of(target)
+        if budget is not None and search_blocks(place, (self.policy(),)).plain_bytes <= budget:
+            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
+        found = self._found_by_blocks(program, target)
+        if not found.is_within:
+            return Reason(
+                f"the policy finds no way to stay within {format_bytes(found.budget_bytes)}; the smallest that it finds is "
+                f"{format_bytes(found.smallest_bytes)}",
+                "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
+            )
+        return (
+            None if found.again_s > 0 else Reason("nothing could be let go that is worth having again", "recompute: {kind: none}")
+        )
+
+    def _found_by_blocks(self, program: Program, target: Target) -> FoundByBlocks:
+        return found_by_blocks(place_of(program, target), (self.policy(),), self._budget_of(target), self.ratio or 0.0)
+
+    def _budget_of(self, target: Target) -> int | None:
+        """In bytes; None where `ratio` says it."""
+        return None if self.ratio is not None else self.budget_bytes or target.budget_bytes
+
     def plan(self, program: Program, target: Target) -> Plan:
         """The schedule that the policy's decisions make, its peak, and the seconds of what runs again."""
+        if comes_and_goes(program, target) and not self._has_no_budget(target):
+            return Plan(decisions=decisions_of(self._found_by_blocks(program, target)))
         frozen = self._frozen(program, target)
         if frozen is None:
             raise ApplyError(
@@ -98,6 +148,8 @@ class _Dynamic(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """The model's forward and backward run as the schedule says; online as much stays as the budget lets."""
+        if is_by_blocks(plan):
+            return rewritten_by_blocks(plan, program, self.kind)
         region = region_of(program.step)
         schedule = self._schedule(plan)
         if isinstance(region, str) or schedule.graph != region.graph.sha256:
@@ -109,6 +161,9 @@ class _Dynamic(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward."""
+        if is_by_blocks(plan):
+            install_blocks(plan, context, self.kind)
+            return
         schedule = self._schedule(plan)
         if "online" in plan.decisions:
             self._apply_online(context, plan.decisions["online"])
@@ -236,11 +291,7 @@ def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> 
     region = region_of(step)
     assert not isinstance(region, str)  # `cannot_freeze` has seen to it
     op_s = op_costs(step, hardware).op_s[region.rows]
-    return region_trace(region, op_s, _is_cheap, elements_of(step, region), keep_written=keep_written, online=online)
-
-
-def _is_cheap(name: str) -> bool:
-    return op_class(name) not in _EXPENSIVE
+    return region_trace(region, op_s, is_cheap, elements_of(step, region), keep_written=keep_written, online=online)
 
 
 def install_region(context: Context, schedule: Schedule, kind: str) -> FrozenRegion:

@@ -131,7 +131,8 @@ def levels(step: Step, hardware: Hardware, ranks: int, host: bool) -> Levels:
     split = split_calls(step)
     links = hardware if host and split is step else None  # calls of a block that runs several times have no addresses yet
     seconds = op_seconds(step, hardware, ranks)
-    blocks = {block: graph for graph, block in reversed(list(zip(blocks_of(split), step.call_block.tolist(), strict=True)))}
+    calls = zip(blocks_of(split), step.call_block.tolist(), step.call_grad.tolist(), strict=True)
+    blocks = {block: graph for graph, block, seen in reversed(list(calls)) if seen}  # one under no_grad has nothing to decide
     order = np.argsort(_ends(step)[0], kind="stable").astype(np.int32)
     options: list[tuple[Option, ...]] = []
     others: list[tuple[int, ...]] = []

@@ -134,15 +134,13 @@ def _place(step: Step, hardware: Hardware, ranks: int, micro_batch: int, accumul
 
 def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> Reason | None:
     """Why no schedule can take the place of the model's forward and backward, nor, if asked for, the online runtime."""
-    if target.compiled:
-        return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
-    for slot in _ALONE:
-        if slot in target.chosen and target.chosen[slot].kind != NULL_KINDS[slot]:
-            kind = target.chosen[slot].kind
-            return Reason(f"a frozen schedule runs the model without {slot}: {kind}", f"{slot}: {{kind: {NULL_KINDS[slot]}}}")
-    reason = _comes_and_goes(program, target)
+    reason = schedules_nothing(target)
     if reason is not None:
         return reason
+    if comes_and_goes(program, target):
+        kind = target.chosen["sharding.states"].kind
+        why = f"a frozen schedule runs ops of all blocks, and {kind} gathers a block's parameters for its own calls alone"
+        return Reason(why, "recompute: {kind: planned}, or sharding.states: {kind: zero1}")
     region = region_of(program.step)
     if isinstance(region, str):
         return Reason(region, "recompute: {kind: planned}")
@@ -152,16 +150,23 @@ def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> 
     return None
 
 
-def _comes_and_goes(program: Program, target: Target) -> Reason | None:
-    """Parameters that are gathered for a block and dropped after it: by hooks of modules, which a schedule does not call."""
+def schedules_nothing(target: Target) -> Reason | None:
+    """Why no schedule runs beside what else is chosen, be it of the model or of a block."""
+    if target.compiled:
+        return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
+    for slot in _ALONE:
+        if slot in target.chosen and target.chosen[slot].kind != NULL_KINDS[slot]:
+            kind = target.chosen[slot].kind
+            return Reason(f"a frozen schedule runs the model without {slot}: {kind}", f"{slot}: {{kind: {NULL_KINDS[slot]}}}")
+    return None
+
+
+def comes_and_goes(program: Program, target: Target) -> bool:
+    """Whether parameters are gathered for a block and dropped after it: by hooks of modules, which only its own calls call."""
     states = target.chosen.get("sharding.states")
     if states is None or program.ranks == 1:
-        return None
+        return False
     try:
-        divided = states.divides_parameters(program.ranks, NO_PLAN)
+        return states.divides_parameters(program.ranks, NO_PLAN)
     except ApplyError:  # its own plan says so, which is made after this one
-        divided = True
-    if not divided:
-        return None
-    why = f"a frozen schedule runs ops of all blocks, and {states.kind} gathers a block's parameters for its own calls alone"
-    return Reason(why, "recompute: {kind: planned}, or sharding.states: {kind: zero1}")
+        return True

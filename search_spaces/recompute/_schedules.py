@@ -19,6 +19,9 @@ from memtune.program import Program, Step
 from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime.context import Context
 from memtune.schedule import Schedule, wrong_with
+from memtune.search_spaces.recompute._block_options import LATE
+from memtune.search_spaces.recompute._budget import Solution
+from memtune.search_spaces.recompute._by_blocks import FoundByBlocks, cannot_run_blocks, found_by_blocks, surely_slower
 from memtune.search_spaces.recompute._checkmate import schedule_for
 from memtune.search_spaces.recompute._dynamic import check_schedule, install_region, solved
 from memtune.search_spaces.recompute._place import Place, cannot_freeze, place_of, under_schedule
@@ -31,6 +34,9 @@ _LEVELS = 16
 _LEVELS_ON_RANKS = 2
 """The same where each way to divide states is a place of its own, and each schedule is judged after its passes."""
 _NODES = 16
+_SOURCES = (LATE, *_POLICIES)
+"""Who is asked for schedules of single blocks; on so few ops the integer program finds none that these do not have."""
+NOT_FASTER = Reason("no schedule is faster than the plan by blocks", "by_schedule: false")
 _BACK = 24
 """Values that are tried once more whether they can stay."""
 _MOST_OPS = 4000
@@ -67,6 +73,21 @@ def fastest_schedule(program: Program, target: Target, budget_bytes: int, by_blo
         return found
     least = f"the smallest plan by blocks needs {format_bytes(by_blocks_bytes)}"
     return Reason(f"no schedule stays within {format_bytes(budget_bytes)}: {least}", "a larger budget")
+
+
+def fastest_by_blocks(program: Program, target: Target, solution: Solution) -> FoundByBlocks | Reason:
+    """The same where parameters are there for a block's own calls alone: a schedule for each block."""
+    reason = cannot_run_blocks(program, target)
+    if reason is not None:
+        return reason
+    place, budget_bytes = place_of(program, target), solution.budget_bytes
+    if solution.is_within and surely_slower(place, _SOURCES, budget_bytes, solution.seconds):
+        return NOT_FASTER
+    found = found_by_blocks(place, _SOURCES, budget_bytes)
+    if not found.is_within:
+        least = f"the smallest plan by blocks needs {format_bytes(min(solution.smallest_bytes, found.smallest_bytes))}"
+        return Reason(f"no schedule of the blocks stays within {format_bytes(budget_bytes)}: {least}", "a larger budget")
+    return NOT_FASTER if solution.is_within and found.again_s >= solution.seconds else found
 
 
 @lru_cache(maxsize=64)

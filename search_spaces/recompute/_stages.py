@@ -3,6 +3,9 @@
 A node is a stretch of forward or of backward. Forward is cut where much is saved for backward: of two neighbours the pair
 whose smaller share of saved bytes is least becomes one node, until few enough are left. Backward is cut where it begins to
 read an earlier node of forward. The loss, which is other code, is a node in the middle.
+
+What others hold beyond forward (outputs, casts of weights in autocast's cache) is made once and stays until its last reader: a
+node runs again without the op that made it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ class Stages:
     background_bytes: tuple[int, ...]
     """What is live besides while each node runs for the first time."""
     once: frozenset[int]
+    """Nodes that run once."""
+    made_once: frozenset[int]
+    """Ops that a node leaves out when it runs again."""
 
     def problem(self, budget_bytes: int) -> Problem:
         """What is to be decided when `budget_bytes` may be live."""
@@ -51,7 +57,7 @@ class Stages:
             if node == self.loss:
                 at_loss = len(sequence)
             again = node in ran
-            sequence += [(op, again) for op in self.nodes[node] if not again or op not in self.region.graph.once]
+            sequence += [(op, again) for op in self.nodes[node] if not again or op not in self.made_once]
             ran.add(node)
         wanted = _wanted(self.region.graph, sequence)
         forward, backward = ([op for (op, _), keep in part if keep] for part in _parted(sequence, wanted, at_loss))
@@ -102,22 +108,32 @@ def stages_of(region: Region, op_s: F64, n_nodes: int) -> Stages:
         node_of.update(dict.fromkeys(ops, number))
     last = _last_readers(graph, node_of)
     lent = {v for v in range(len(region.bytes)) if region.outside_until[v] >= 0}
+    fixed = _fixed(graph, lent)
     once = {
         number
         for number, ops in enumerate(nodes)
         if number >= loss or any(graph.makes[op] for op in graph.once.intersection(ops))
     }
-    once |= {node_of[graph.maker[value]] for value in lent}
+    once |= {node_of[graph.maker[value]] for value in lent - fixed}
+    stays = lent | fixed
     made = [
-        sum(int(region.bytes[v]) for v in _leaving(graph, ops, number, last) if v not in lent) for number, ops in enumerate(nodes)
+        sum(int(region.bytes[v]) for v in _leaving(graph, ops, number, last) if v not in stays)
+        for number, ops in enumerate(nodes)
     ]
     return Stages(
         tuple(tuple(ops) for ops in nodes), loss, region, op_s,
         tuple(float(op_s[list(ops)].sum()) for ops in nodes), tuple(made),
-        tuple(_read_nodes(graph, ops, number, node_of) for number, ops in enumerate(nodes)),
-        tuple(_inner_peak(region, ops, number, last) for number, ops in enumerate(nodes)),
-        _background(region, nodes, loss, node_of), frozenset(once),
+        tuple(_read_nodes(graph, ops, number, node_of, fixed) for number, ops in enumerate(nodes)),
+        tuple(_inner_peak(region, ops, number, last, stays) for number, ops in enumerate(nodes)),
+        _background(region, nodes, loss, node_of, {v: last.get(v, -1) for v in fixed}),
+        frozenset(once), graph.once | {graph.maker[value] for value in fixed},
     )  # fmt: skip
+
+
+def _fixed(graph: OpGraph, lent: set[int]) -> set[int]:
+    """Values of the ops of forward that make `lent` ones, where nothing writes into them: there from their first run on."""
+    ops = {op for op in map(graph.maker.__getitem__, lent) if op < graph.n_forward}
+    return {v for op in ops for v in graph.makes[op] if not any(graph.writers.get(each) for each in graph.makes[op])}
 
 
 def _forward_nodes(region: Region, op_s: F64, most: int) -> list[list[int]]:
@@ -171,35 +187,37 @@ def _leaving(graph: OpGraph, ops: Iterable[int], number: int, last: dict[int, in
     return [value for op in ops for value in graph.makes[op] if last.get(value, -1) > number]
 
 
-def _read_nodes(graph: OpGraph, ops: Iterable[int], number: int, node_of: dict[int, int]) -> tuple[int, ...]:
-    found = {node_of[graph.maker[value]] for op in ops for value in graph.reads[op]}
+def _read_nodes(graph: OpGraph, ops: Iterable[int], number: int, node_of: dict[int, int], fixed: set[int]) -> tuple[int, ...]:
+    found = {node_of[graph.maker[value]] for op in ops for value in graph.reads[op] if value not in fixed}
     return tuple(sorted(found - {number}))
 
 
-def _inner_peak(region: Region, ops: Sequence[int], number: int, last: dict[int, int]) -> int:
-    """Bytes that a node takes while it runs, on top of what it leaves."""
+def _inner_peak(region: Region, ops: Sequence[int], number: int, last: dict[int, int], stays: set[int]) -> int:
+    """Bytes that a node takes while it runs, on top of what it leaves and what `stays`."""
     graph, n_bytes = region.graph, region.bytes
     until: dict[int, int] = {}
     for op in ops:
         until.update({value: op for value in (*graph.makes[op], *graph.reads[op]) if last.get(value, -1) <= number})
     live = peak = 0
     for op in ops:
-        inner = [v for v in graph.makes[op] if v in until and region.outside_until[v] < 0]
+        inner = [v for v in graph.makes[op] if v in until and v not in stays]
         live += sum(int(n_bytes[v]) for v in inner)
         peak = max(peak, live + int(region.scratch_bytes[op]))
         gone = [v for v in (*graph.makes[op], *graph.reads[op]) if until.get(v) == op and graph.maker[v] in ops]
-        live -= sum(int(n_bytes[v]) for v in gone if region.outside_until[v] < 0)
+        live -= sum(int(n_bytes[v]) for v in gone if v not in stays)
     return peak
 
 
-def _background(region: Region, nodes: Sequence[Sequence[int]], loss: int, node_of: dict[int, int]) -> tuple[int, ...]:
-    """Bytes besides the nodes' own: what is no value of the region, and values that others hold."""
+def _background(
+    region: Region, nodes: Sequence[Sequence[int]], loss: int, node_of: dict[int, int], fixed: dict[int, int]
+) -> tuple[int, ...]:
+    """Bytes besides the nodes' own: what is no value of the region, values that others hold, and `fixed` ones up to a node."""
     background = [int(region.background_bytes[list(ops)].max(initial=0)) for ops in nodes]
     background[loss] = region.between_bytes
     for value, until in enumerate(region.outside_until.tolist()):
-        if until >= 0:
+        if until >= 0 or value in fixed:
             n_ops = region.graph.n_ops
-            stop = len(nodes) - 1 if until >= n_ops else loss if until == region.graph.n_forward - 1 else node_of[until]
-            for number in range(node_of[region.graph.maker[value]], stop + 1):
+            stop = len(nodes) - 1 if until >= n_ops else loss if until == region.graph.n_forward - 1 else node_of.get(until, -1)
+            for number in range(node_of[region.graph.maker[value]], max(stop, fixed.get(value, -1)) + 1):
                 background[number] += int(region.bytes[value])
     return tuple(background)

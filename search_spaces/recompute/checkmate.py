@@ -12,9 +12,20 @@ from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.schedule import Schedule, wrong_with
+from memtune.search_spaces.recompute._block_options import Exact
+from memtune.search_spaces.recompute._by_blocks import (
+    FoundByBlocks,
+    cannot_run_blocks,
+    decisions_of,
+    found_by_blocks,
+    install_blocks,
+    is_by_blocks,
+    rewritten_by_blocks,
+    search_blocks,
+)
 from memtune.search_spaces.recompute._checkmate import Found, schedule_for
 from memtune.search_spaces.recompute._dynamic import install_region
-from memtune.search_spaces.recompute._place import cannot_freeze, place_of, under_schedule
+from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, place_of, under_schedule
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -47,7 +58,8 @@ class Checkmate(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that plain training exceeds and a schedule meets, and a model whose ops do not depend on its data."""
-        reason = cannot_freeze(program, target)
+        by_blocks = comes_and_goes(program, target)
+        reason = cannot_run_blocks(program, target) if by_blocks else cannot_freeze(program, target)
         if reason is not None:
             return reason
         if self.budget_bytes is not None and self.share is not None:
@@ -57,9 +69,10 @@ class Checkmate(Technique):
             return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}")
         if self.share is None and budget is not None:
             place = place_of(program, target)
-            if place.plain_bytes <= budget:
+            plain_bytes = search_blocks(place, self._sources()).plain_bytes if by_blocks else place.plain_bytes
+            if plain_bytes <= budget:
                 return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
-            if program.ranks > 1 and (reason := place.below(budget)) is not None:
+            if program.ranks > 1 and not by_blocks and (reason := place.below(budget)) is not None:
                 return reason
         found = self._found(program, target)
         if isinstance(found, str):
@@ -75,7 +88,7 @@ class Checkmate(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """The schedule: what runs when, what runs again, and what is let go after which op; with what it frees and costs."""
+        """What runs when and again, and what is let go after which op, of the model or of each block; and what it costs."""
         if self.share is None and (self.budget_bytes or target.budget_bytes) is None:
             raise ApplyError(
                 "recompute: {kind: checkmate} has no budget to plan for.", fix="give budget_bytes or share", code="MT316"
@@ -83,6 +96,8 @@ class Checkmate(Technique):
         found = self._found(program, target)
         if isinstance(found, str):
             raise ApplyError(f"recompute: {{kind: checkmate}} finds nothing to plan: {found}.", code="MT316")
+        if isinstance(found, FoundByBlocks):
+            return Plan(decisions=decisions_of(found))
         return Plan(
             decisions={
                 "schedule": found.schedule.to_plain(),
@@ -94,6 +109,8 @@ class Checkmate(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """The model's ops in the order of the schedule."""
+        if is_by_blocks(plan):
+            return rewritten_by_blocks(plan, program, self.kind)
         region, schedule = region_of(program.step), _schedule(plan)
         wrong = region if isinstance(region, str) else wrong_with(region.graph, schedule)
         if not isinstance(region, Region) or wrong:
@@ -102,6 +119,9 @@ class Checkmate(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward; the audit asks whether it ran."""
+        if is_by_blocks(plan):
+            install_blocks(plan, context, self.kind)
+            return
         frozen = install_region(context, _schedule(plan), self.kind)
         context.checks["recompute"] = lambda: _check(frozen)
 
@@ -111,10 +131,17 @@ class Checkmate(Technique):
         asked: Any = f"share {self.share}" if self.share is not None else budget or "no budget"
         return {"activations.recompute": {"checkmate": asked, "nodes": self.nodes, "solver": self.solver}}
 
-    def _found(self, program: Program, target: Target) -> Found | str:
+    def _found(self, program: Program, target: Target) -> Found | FoundByBlocks | str:
         budget = None if self.share is not None else self.budget_bytes or target.budget_bytes
-        exact_s = 60.0 if self.solver == "exact" else 0.0
-        return schedule_for(place_of(program, target), budget, self.share or 0.0, self.nodes, exact_s)
+        if comes_and_goes(program, target):
+            return found_by_blocks(place_of(program, target), self._sources(), budget, self.share or 0.0)
+        return schedule_for(place_of(program, target), budget, self.share or 0.0, self.nodes, self._exact_s())
+
+    def _sources(self) -> tuple[Exact]:
+        return (Exact(self.nodes, self._exact_s()),)
+
+    def _exact_s(self) -> float:
+        return 60.0 if self.solver == "exact" else 0.0
 
 
 _SEARCH = "memtune search  or  memtune trial --config  makes one and says the least budget; or recompute: {kind: full}"

@@ -11,12 +11,23 @@ from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
 from memtune.search_spaces.recompute._budget import Budget, Solution, within
+from memtune.search_spaces.recompute._by_blocks import (
+    FoundByBlocks,
+    decisions_of,
+    explained_blocks,
+    install_blocks,
+    is_by_blocks,
+    rewritten_by_blocks,
+)
 from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
 from memtune.search_spaces.recompute._explained import explained
 from memtune.search_spaces.recompute._fits import why_not
+from memtune.search_spaces.recompute._place import comes_and_goes
 from memtune.search_spaces.recompute._schedules import (
+    NOT_FASTER,
     Found,
     explained_schedule,
+    fastest_by_blocks,
     fastest_schedule,
     install_schedule,
     plan_of,
@@ -58,8 +69,8 @@ class Planned(Technique):
     """Tensors may go to host memory where that is faster than to run them again; False keeps to recomputation."""
 
     by_schedule: bool = False
-    """Where a frozen schedule of all ops is faster within the same budget, it takes the plan's place; it needs whole
-    parameters on every rank, and ops that are the same in every step."""
+    """Where frozen schedules are faster within the same budget, they take the plan's place: one of all ops, or where ranks
+    divide parameters one for each block; they need ops that are the same in every step."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a budget that plain training exceeds and that some plan meets, and blocks that can run again."""
@@ -95,6 +106,8 @@ class Planned(Technique):
             )
         solution = self._solution(program, target)
         scheduled = self._scheduled(program, target, solution) if self.by_schedule else None
+        if isinstance(scheduled, FoundByBlocks):
+            return Plan(decisions=decisions_of(scheduled))
         if isinstance(scheduled, Found):
             return plan_of(scheduled, solution.budget_bytes, solution.plain_bytes)
         return _plan(solution)
@@ -103,6 +116,8 @@ class Planned(Technique):
         """Every block runs again in backward as far as the plan says; under a schedule, single ops."""
         if "schedule" in plan.decisions:
             return rewritten_by(plan, program)
+        if is_by_blocks(plan):
+            return rewritten_by_blocks(plan, program, self.kind)
         return as_planned(program, plan)
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -110,10 +125,15 @@ class Planned(Technique):
         if "schedule" in plan.decisions:
             install_schedule(plan, context)
             return
+        if is_by_blocks(plan):
+            install_blocks(plan, context, self.kind)
+            return
         claim_planned(context, plan)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """The peak, then for each run of blocks what is kept, run again and moved, what that frees and what it costs."""
+        if is_by_blocks(plan):
+            return explained_blocks(plan)
         return explained_schedule(plan) if "schedule" in plan.decisions else tuple(explained(plan))
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
@@ -135,11 +155,13 @@ class Planned(Technique):
     def _spared(self) -> str:
         return "" if self.share is not None or not self.spare else f" ({self.spare:.3g} of the budget is spare)"
 
-    def _scheduled(self, program: Program, target: Target, solution: Solution) -> Found | Reason:
-        """A schedule that is faster than the plan by blocks, or meets a budget that no such plan does; else why not."""
+    def _scheduled(self, program: Program, target: Target, solution: Solution) -> Found | FoundByBlocks | Reason:
+        """Schedules that are faster than the plan by blocks, or meet a budget that no such plan does; else why not."""
+        if comes_and_goes(program, target):
+            return fastest_by_blocks(program, target, solution)
         found = fastest_schedule(program, target, solution.budget_bytes, solution.smallest_bytes)
         if isinstance(found, Found) and solution.is_within and found.seconds >= solution.seconds:
-            return Reason("no schedule is faster than the plan by blocks", "by_schedule: false")
+            return NOT_FASTER
         return found
 
     def _solution(self, program: Program, target: Target) -> Solution:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from zoo_paths import ZOO
 
 from memtune.autotune import setup as setups
 from memtune.autotune.candidates import Choice
-from memtune.autotune.host_memory import available_bytes, too_little
+from memtune.autotune.host_memory import no_room_on_ssd, too_little
 from memtune.autotune.options import PlanOptions
 from memtune.autotune.planning import plan
 from memtune.autotune.scoring import Scored, Scorer
+from memtune.runtime import offload_dir
+from memtune.runtime.host_memory import available_bytes
 from memtune.technique import Reason
 from memtune.units import format_bytes
 
@@ -39,7 +42,7 @@ def test_what_the_host_cannot_hold_is_refused_with_the_numbers_of_all_its_ranks(
 
 
 def test_a_plan_says_it_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert available_bytes() > 0
+    assert (available_bytes() or 0) > 0
     config = tmp_path / "config.yaml"
     config.write_text("memtune: 1\nsettings:\n  execution: {micro_batch: 4}\n  offload: {states: {kind: zero_offload}}\n")
     monkeypatch.setattr(setups, "available_bytes", lambda: 1000)
@@ -47,3 +50,40 @@ def test_a_plan_says_it_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tm
     assert found is not None
     assert found.status == "unfit"
     assert f"of host memory, and {format_bytes(1000)} are available" in found.reason
+
+
+def test_what_the_drives_have_no_room_for_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(offload_dir.VARIABLE, "/nothing-is-written")
+    made = search_world.rewriter("gpt")
+    choice = Choice.from_document({"execution": {"micro_batch": 4}, "offload": {"states": {"kind": "zero_infinity"}}})
+    fitting = Scorer(made).score(choice)
+    assert isinstance(fitting, Scored)
+    needed = fitting.prediction.ssd_peak_bytes
+    assert isinstance(Scorer(made, ssd_bytes=needed).score(choice), Scored)
+    refused = Scorer(made, ssd_bytes=needed - 1).score(choice)
+    assert f"needs {format_bytes(needed)} on SSD, and {format_bytes(needed - 1)} are free" in str(refused)
+    shared = no_room_on_ssd(fitting.prediction, replace(made.target, ranks=2), 2 * needed - 1)
+    assert f"for 2 ranks of {format_bytes(needed)} each" in str(shared)
+
+
+def test_what_is_free_on_drives_is_counted_once_a_drive_and_without_what_dead_runs_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(offload_dir.VARIABLE, raising=False)
+    assert offload_dir.free_bytes() is None
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv(offload_dir.VARIABLE, f"{tmp_path}/a:{tmp_path}/b")
+    drive = os.statvfs(tmp_path)
+    assert offload_dir.free_bytes() == pytest.approx(drive.f_bavail * drive.f_frsize, rel=0.05)
+    dead = tmp_path / "a" / "memtune-run-1"
+    dead.mkdir()
+    with open(dead / "tensors", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 2**20)
+    one = type("Drive", (), {"f_bavail": 10, "f_frsize": 100})
+    monkeypatch.setattr(os, "statvfs", lambda _: one)
+    assert offload_dir.free_bytes() == 1000 + 2**20
+    (dead / "manifest-0").touch()
+    assert offload_dir.free_bytes() == 1000
+    monkeypatch.setenv(offload_dir.VARIABLE, f"{tmp_path}/missing")
+    assert offload_dir.free_bytes() is None

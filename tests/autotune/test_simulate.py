@@ -242,6 +242,19 @@ def test_the_type_of_matrix_products(itemsize: int, cast_bytes: int, dtype: str)
     assert matmul_dtype(training(parameters=(weight,), op_name=[0, 1, 1], **casts)) == dtype
 
 
+@pytest.mark.parametrize("casts", [1, 2])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_weights_that_are_cast_for_every_use_run_in_16_bits(casts: int, gathered: bool) -> None:
+    """Under autocast, also where a second forward casts again (full recompute), and where weights are gathered first (FSDP)."""
+    weight, source = Parameter("w", 0, -1, (25,), 4, True, -1), int(gathered)
+    step = make_step(
+        casts, 2 + casts, names=("aten._to_copy.default",), bytes=[100, 100] + [50] * casts, producer=[-1, -1, *range(casts)],
+        kind=[int(Kind.PARAMETER), int(Kind.COMMUNICATION)] + [int(Kind.TEMPORARY)] * casts, parameters=(weight,),
+        use_op=list(range(casts)), use_storage=[source] * casts, use_mutates=[0] * casts,
+    )  # fmt: skip
+    assert matmul_dtype(step) == "bfloat16"
+
+
 def test_reserved_bytes_under_given_allocator_settings() -> None:
     sizes = np.random.default_rng(0).integers(2**20, 2**25, 30)
     step = make_step(

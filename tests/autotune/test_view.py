@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memtune.autotune import text
+from memtune.autotune import text, tui_details, tui_panels
 from memtune.autotune.control import Control
 from memtune.autotune.events import (
     CandidatesScored,
@@ -190,6 +190,20 @@ def test_last_lines_say_what_was_written_against_plain_and_how_to_use_it():
     nothing = stream.SearchFinished(status="nothing_fits", message="nothing fits: short by 12 MiB")
     assert summary_lines(fold([*stream.opening(), nothing])) == ["✘ nothing fits: short by 12 MiB"]
     assert summary_lines(fold(stream.opening())) == []
+
+
+def test_what_a_step_writes_to_ssd_is_shown_of_the_best_and_of_each_trial():
+    """Drives wear."""
+    view = fold(stream.all_events())
+    assert view.best is not None
+    assert (
+        "SSD" not in summary_lines(view)[0] + tui_panels._best(view, 200).plain + tui_details._comparison(view, view.best).plain
+    )
+    view.best.result = view.best.result.model_copy(update={"link_bytes": {"ssd_write": 3 * MIB}})
+    wear = "3.00 MiB a step to SSD"
+    assert wear in summary_lines(view)[0]
+    assert wear in tui_panels._best(view, 200).plain
+    assert wear in tui_details._comparison(view, view.best).plain
 
 
 def test_lines_follow_the_log_and_the_value_comes_back(tmp_path):

@@ -266,3 +266,31 @@ def test_a_command_that_does_not_exist_is_a_crash(ground):
     result = run_group(ground.trial("well"), ("/nowhere/python",), log_dir=ground.logs)
     assert result.status == "crash"
     assert "cannot start /nowhere/python" in result.reason
+
+
+@pytest.fixture
+def drives(ground, monkeypatch):
+    """Two directories for tensors on SSD, and in one of them what the user's own training, which has died, kept."""
+    found = [ground.path / "one", ground.path / "two"]
+    for each in found:
+        each.mkdir()
+    users_own = found[0] / "memtune-run-users"
+    users_own.mkdir(mode=0o700)
+    for name in ("owner", "manifest-0"):
+        (users_own / name).touch()
+    monkeypatch.setenv("MEMTUNE_OFFLOAD_DIR", ":".join(map(str, found)))
+    yield found
+    assert [list(each.iterdir()) for each in found] == [[users_own], []]
+
+
+def test_nothing_that_ranks_put_on_drives_is_left(ground, drives):
+    result, _ = run(ground, "on_drives", ranks=2)
+    used = [Path(each) for each in result.audit["drives"].split(":")]
+    assert [each.parent for each in used] == drives, "a trial sees folders of its own, not what training keeps there"
+
+
+def test_nothing_is_left_on_drives_where_ranks_and_what_watches_them_are_killed(ground, drives, meanwhile):
+    result = meanwhile(lambda: run(ground, "on_drives", hang=True))
+    pid = ground.pid("rank-0")
+    shim_of(pid).kill()
+    assert result()[0].retried

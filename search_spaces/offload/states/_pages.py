@@ -23,14 +23,14 @@ from memtune.program import Kind, Program, Step
 from memtune.remembered import remembered
 from memtune.residency import Units
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import is_gathered
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.lock_free import LockFreeOptimizer
 from memtune.runtime.paged_store import PagedStore
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_parameters import AtTheEnd
-from memtune.search_spaces.offload.states._chunks import beside, no_plan, sizes_of
-from memtune.search_spaces.offload.states._layers import compute_s_of_moments
-from memtune.search_spaces.offload.states._replicas import require_ddp
+from memtune.search_spaces.offload.states._chunks import are_rows, beside, no_plan, sizes_of
+from memtune.search_spaces.offload.states._layers import compute_s_of_moments, replicas, require_replicas
 from memtune.technique import Plan
 from memtune.units import MIB
 
@@ -50,7 +50,7 @@ def in_pages(program: Program, how: PagePlan, ssd_ahead: int | None = None) -> P
         stays = np.zeros(len(block), bool)
         stays[in_blocks(step)[: how.cached]] = True
         step, ops = updated_first(step, stays)
-    step = stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False, ranks=program.ranks)
+    step = stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False, ranks=replicas(program))
     step = optimizer_on_host(step, stay=ops) if ssd_ahead is None else optimizer_on_ssd(step, ssd_ahead, away=Away.of(step))
     return program.with_step(replace(step, parameters=replace(columns_of(step.parameters), block=block)))
 
@@ -67,7 +67,7 @@ def solved(
     program: Program, hardware: Hardware, budget_bytes: int | None, page_bytes: int, *, scheduled: bool, cache: bool
 ) -> PagePlan:
     """Frames in the room that the budget leaves, what is cached in the rest of it, and which page comes in when."""
-    sizes = sizes_in_blocks(program.step)
+    sizes, rows = sizes_in_blocks(program.step), are_rows(program)
     room = None if budget_bytes is None else max(budget_bytes - max(beside(program)), 0)
     load_s = page_bytes / hardware.host_to_device_bytes_per_s
 
@@ -76,15 +76,15 @@ def solved(
             return PagePlan(pages, (0,) * len(pages.uses()), cached)
         return PagePlan(pages, schedule(pages, compute_s_of_moments(program.step, hardware).tolist(), load_s), cached)
 
-    found = of(in_frames(*sizes, page_bytes, room))
-    if not cache or program.ranks > 1 or budget_bytes is None:  # nobody averages gradients of what stays
+    found = of(in_frames(*sizes, page_bytes, room, rows))
+    if not cache or replicas(program) > 1 or budget_bytes is None:  # nobody averages gradients of what stays
         return found
     if found.pages.frames < count_pages(*sizes, page_bytes) or cannot_part(program.step):
         return found
     cached = _most_cached(program, budget_bytes - in_pages(program, found).step.peak_bytes())
     while cached > 0:
         n_bytes, block = sizes[0][cached:], sizes[1][cached:]
-        more = of(paged(n_bytes, block, page_bytes, count_pages(n_bytes, block, page_bytes)), cached)
+        more = of(paged(n_bytes, block, page_bytes, count_pages(n_bytes, block, page_bytes), rows), cached)
         if in_pages(program, more).step.peak_bytes() <= budget_bytes:
             return more
         cached //= 2
@@ -111,8 +111,8 @@ def plan_of(found: PagePlan) -> Plan:
     return Plan(decisions={"page_bytes": pages.page_bytes, "frames": pages.frames, "ahead": list(found.ahead), **cached})
 
 
-def planned(sizes: tuple[Units, Units], plan: Plan) -> PagePlan:
-    """What `plan_of` wrote down, for parameters of these sizes.
+def planned(sizes: tuple[Units, Units], plan: Plan, gathered: bool) -> PagePlan:
+    """What `plan_of` wrote down, for parameters of these sizes, or `gathered` rows of them.
 
     Raises:
         KeyError, TypeError, ValueError: It is damaged, or for other parameters.
@@ -121,7 +121,7 @@ def planned(sizes: tuple[Units, Units], plan: Plan) -> PagePlan:
     cached = int(found.get("cached", 0))
     if not 0 <= cached < len(sizes[0]):
         raise ValueError(f"{cached} of {len(sizes[0])} parameters stay")
-    pages = paged(sizes[0][cached:], sizes[1][cached:], int(found["page_bytes"]), int(found["frames"]))
+    pages = paged(sizes[0][cached:], sizes[1][cached:], int(found["page_bytes"]), int(found["frames"]), gathered)
     return PagePlan(pages, tuple(int(each) for each in found["ahead"]), cached)
 
 
@@ -138,16 +138,17 @@ def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | No
     Raises:
         ApplyError: The plan is none for this model, or ranks share a copy of it or would go on with different weights.
     """
-    require_ddp(context, "pages")
-    if context.ranks > 1 and max_staleness is not None:
+    require_replicas(context, kind)
+    gathered = is_gathered(context.model)
+    if context.ranks > 1 and not gathered and max_staleness is not None:
         raise ApplyError(
             "lock_free is for one rank: each rank's thread would update at times of its own, and weights would differ.",
             fix="lock_free: false", code="MT364",
         )  # fmt: skip
     try:
-        how = planned(sizes_of(context), plan)
+        how = planned(sizes_of(context), plan, gathered)
         residency = timeline(how.pages, how.ahead)
-        if how.cached and context.ranks > 1:
+        if how.cached and context.ranks > 1 and not gathered:
             raise ValueError("nobody averages gradients of what stays")
     except (KeyError, TypeError, ValueError) as wrong:
         raise no_plan(context, kind, plan) from wrong

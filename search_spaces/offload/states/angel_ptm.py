@@ -12,9 +12,9 @@ from memtune.passes.stream import sizes_in_blocks
 from memtune.program import Program
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
+from memtune.search_spaces.offload.states._chunks import are_rows
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks
 from memtune.search_spaces.offload.states._pages import apply_pages, in_pages, page_bytes_for, plan_of, planned, solved
-from memtune.search_spaces.offload.states._replicas import not_replicas
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB, format_bytes
 
@@ -31,8 +31,11 @@ class AngelPtm(Technique):
     and so do, with their optimizer state, as many parameters as the budget holds beside frames for all pages. With `lock_free` a
     thread updates when it can and training never waits for it, which is lossy and off by default. With `optimizer: ssd` master
     weights and moments are on SSD, in pieces of a parameter each, and stream through the host in the step. Not in it: activations
-    in pages, gathers (several ranks must be replicas, beside `ddp`; each has all pages on its host, gradients are averaged before
-    they leave, and nothing is cached), frames whose number changes within a step, lock-free updates from SSD.
+    in pages, gathers on the same schedule, frames whose number changes within a step, lock-free updates from SSD.
+
+    Under `fsdp` or `zero3`, as in the paper, pages hold a rank's rows, which FSDP2 gathers from the frames, one block ahead in
+    backward; each rank's host updates its own rows, `lock_free` at times of its own. Among replicas (`ddp`) each has all pages
+    on its host, gradients are averaged before they leave, nothing is cached, and `lock_free` is refused.
 
     Distinguishing test: no page holds three parameters and less than a page per parameter is wasted, frames hold some pages of
     a parameter and not the others; no other placement of moves takes less time (brute force) and just in time takes more; of
@@ -76,11 +79,11 @@ class AngelPtm(Technique):
         return self
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs blocks that run one after the other and share nothing; several ranks must be replicas, without `lock_free`."""
-        if self.lock_free and target.ranks > 1:
-            return Reason("each rank's thread would update at times of its own, and weights would differ", "lock_free: false")
-        if (reason := not_replicas(target, "pages")) is not None:
-            return reason
+        """Needs blocks that run one after the other and share nothing; several ranks: `fsdp`, or replicas without `lock_free`."""
+        states = target.chosen.get("sharding.states") if target.ranks > 1 else None
+        if self.lock_free and states is not None and states.kind == "ddp":
+            why = "each rank's thread would update at times of its own, and weights of replicas would differ"
+            return Reason(why, "lock_free: false, or  sharding: {states: {kind: fsdp}}")
         if self._ahead is not None and (reason := no_directory(target)) is not None:
             return reason
         return cannot_run_on_ranks(program, target, natively=self.lock_free or self._ahead is not None)
@@ -93,7 +96,7 @@ class AngelPtm(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Pages that come and go, the optimizer on the host or on SSD."""
-        found = in_pages(program, planned(sizes_in_blocks(program.step), plan), self._ahead)
+        found = in_pages(program, planned(sizes_in_blocks(program.step), plan, are_rows(program)), self._ahead)
         return found.with_step(swept_beside_the_next_step(found.step)) if self.lock_free else found
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -110,6 +113,10 @@ class AngelPtm(Technique):
                 stay = (f"{cached} parameters stay there with their optimizer state",) if cached else ()
                 return (f"{frames} frames of {format_bytes(page_bytes)} on the device", *stay)
         return ()
+
+    def least_share_on_host(self) -> float:
+        """All of it, but where it is on SSD or some stays on the device."""
+        return 0.0 if self._caches or self.optimizer == "ssd" else 1.0
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, and when."""

@@ -74,6 +74,10 @@ class Elixir(Technique):
         """The size of a chunk, and how many are on the device."""
         return explain(plan)
 
+    def least_share_on_host(self) -> float:
+        """All of it: the cache is of weights."""
+        return 1.0
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, when, and what goes first."""
         how = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or "fewest moved", "evict": "lru", "ahead": self.ahead}

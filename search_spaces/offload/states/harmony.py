@@ -129,6 +129,10 @@ class Harmony(Technique):
         widest = max(last - first for first, last in backward)
         return (f"{len(backward)} packs of up to {widest} blocks over all micro-batches, {format_bytes(swapped)} moved per step",)
 
+    def least_share_on_host(self) -> float:
+        """All of it."""
+        return 1.0
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, when packs are updated, and how packs are made."""
         knobs = {name: value for name, value in self.knobs() if name != "across" or target.ranks > 1}

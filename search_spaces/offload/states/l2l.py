@@ -43,6 +43,10 @@ class L2L(Technique):
         """Blocks' weights to the host, hooks that bring them in."""
         apply_layers(context, self.kind, 1)
 
+    def least_share_on_host(self) -> float:
+        """All of it."""
+        return 1.0
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, and when each block is updated."""
         return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "in_backward", "slots": 1}}

@@ -119,6 +119,10 @@ class Mobius(Technique):
             return ()
         return (f"{stages} stages over all micro-batches, {format_bytes(moved)} of weights and gradients moved per step",)
 
+    def least_share_on_host(self) -> float:
+        """All of it."""
+        return 1.0
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, when stages are updated, and how many there are."""
         settings = {"stages": self.stages or "solved", "boundaries": "host", "prefetch": True}

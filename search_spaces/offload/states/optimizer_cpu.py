@@ -84,6 +84,10 @@ class OptimizerCpu(Technique):
         else:
             apply_as_they_land(context, self.update, self.moments, 0, self.trigger)
 
+    def least_share_on_host(self) -> float:
+        """All of it."""
+        return 1.0
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, and when the update runs."""
         how = {} if self.update == "own" else {"update": self.update, "moments": self.moments}

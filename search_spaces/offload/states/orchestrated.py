@@ -145,6 +145,10 @@ class TensorMovement(Technique):
         how = {"disjoint": "each swaps other blocks", "token": "one copy at a time", "none": "not coordinated"}[self.mode]
         return (f"{group} ranks share a link, {how}; one block in {stride} is swapped",)
 
+    def least_share_on_host(self) -> float:
+        """All of it."""
+        return 1.0
+
     def record(self, target: Target) -> dict[str, Any]:
         """Where weights and optimizer are, and how the link is shared."""
         group = self._group(target)

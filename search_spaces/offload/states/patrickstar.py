@@ -73,6 +73,10 @@ class PatrickStar(Technique):
         """The size of a chunk, and how many are on the device."""
         return explain(plan)
 
+    def least_share_on_host(self) -> float:
+        """All of it."""
+        return 1.0
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, and what goes first."""
         how = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or "least waste", "evict": "belady", "slots": "by moment"}

@@ -85,6 +85,10 @@ class Stronghold(Technique):
         slots = plan.decisions.get("slots")
         return (f"{slots} blocks on the device at once",) if isinstance(slots, int) else ()
 
+    def least_share_on_host(self) -> float:
+        """All of it."""
+        return 1.0
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, when each block is updated, and the window."""
         slots = self.window if self.window is not None else "solved"

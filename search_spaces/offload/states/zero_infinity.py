@@ -11,12 +11,19 @@ from memtune.passes.ssd_gradients import gradients_on_ssd
 from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd
 from memtune.passes.stream import stream_parameters
 from memtune.program import Kind, Program
-from memtune.residency import Residency, window
+from memtune.residency import window
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
+from memtune.runtime.gathered_rows import is_gathered
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_parameters import KeptParameters
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run
+from memtune.search_spaces.offload.states._layers import (
+    EAGER_ONLY,
+    cannot_run_on_ranks,
+    replicas,
+    require_replicas,
+    window_of,
+)
 from memtune.search_spaces.offload.states._native_update import no_native_update
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 
@@ -32,7 +39,8 @@ class ZeroInfinity(Technique):
     and the one after that is read from SSD. Each is read for forward and for backward (the last ones of forward stay), and
     written once a step. Their gradients go down as they land and wait on the host, so clipping by norm is noticed and refused.
     With `gradients: ssd` they wait there: each is written once per micro-batch, and read once more in the step, and before every
-    further micro-batch is added.
+    further micro-batch is added. On several ranks each has all of that on a host and drive of its own beside `ddp`, and its rows
+    of it beside `fsdp`, which gathers a block's from them.
 
     Distinguishing test: 12 bytes per parameter are read and 12 written in a step, the read of the third parameter begins before
     the first is updated, and host memory holds no more pieces than are on their way; a block is read from SSD while the one two
@@ -67,7 +75,7 @@ class ZeroInfinity(Technique):
     """Moments by which a block is read from SSD before it comes up; each takes the bytes of a block's weights on the host."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs a directory on a drive, and something to update in a type that the native update knows."""
+        """Needs a directory on a drive, and a type that the native update knows; parameters that come and go as `l2l` does."""
         if (reason := no_directory(target)) is not None:
             return reason
         if (why := self._nonsense()) is not None:
@@ -77,7 +85,7 @@ class ZeroInfinity(Technique):
             return Reason("the optimizer has no state to move")
         if (reason := no_native_update(step, self.update)) is not None or self.parameters == "device":
             return reason
-        return cannot_run(program, target, natively=False)
+        return cannot_run_on_ranks(program, target, natively=False)
 
     def _nonsense(self) -> Reason | None:
         if self.gradients is None or self.parameters != "device":
@@ -89,7 +97,8 @@ class ZeroInfinity(Technique):
         step, away = program.step, None
         if self.parameters != "device":
             read_ahead = self.read_ahead if self.parameters == "ssd" else None
-            step = stream_parameters(step, self._residency(len(step.blocks)), early=False, read_ahead=read_ahead)
+            residency = window_of(program, min(self.on_device, len(step.blocks)))
+            step = stream_parameters(step, residency, early=False, read_ahead=read_ahead, ranks=replicas(program))
             away = Away.of(step)
             if self.gradients == "ssd":
                 step, away = gradients_on_ssd(step, away)
@@ -103,10 +112,8 @@ class ZeroInfinity(Technique):
                 evidence=f"{EAGER_ONLY[:1].upper()}{EAGER_ONLY[1:]}.",
                 fix="parameters: device, or  execution: {compile: false}", code="MT315",
             )  # fmt: skip
-        if self.parameters != "device" and context.ranks > 1:
-            raise ApplyError(
-                f"zero_infinity with  parameters: {self.parameters}  is for one rank.", fix="parameters: device", code="MT315"
-            )
+        if self.parameters != "device":
+            require_replicas(context, f"zero_infinity with  parameters: {self.parameters}")
         if (why := self._nonsense()) is not None:
             raise ApplyError(f"zero_infinity: {why.text}.", fix=why.fix, code="MT315")
         offload_dir.checked()
@@ -114,11 +121,14 @@ class ZeroInfinity(Technique):
         context.checks["offload.states"] = moved.check
         if self.parameters != "device":
             where = self.parameters, self.gradients or "host"
-            store = KeptParameters(context, self._residency(len(context.blocks)), moved, self.read_ahead, *where)
-            context.checks["offload.states"] = store.check
+            blocks, gathered = len(context.blocks), is_gathered(context.model)
+            residency = window(blocks, min(self.on_device, blocks), gathered=gathered)
+            context.checks["offload.states"] = KeptParameters(context, residency, moved, self.read_ahead, *where).check
 
-    def _residency(self, blocks: int) -> Residency:
-        return window(blocks, min(self.on_device, blocks))
+    @property
+    def averages_blocks(self) -> bool:  # type: ignore[override]
+        """Where weights of blocks come and go, their gradients leave as they land, averaged by then."""
+        return self.parameters != "device"
 
     @property
     def _keeps(self) -> bool:

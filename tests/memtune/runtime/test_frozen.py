@@ -18,7 +18,7 @@ from zoo_paths import ZOO
 from memtune.errors import ApplyError
 from memtune.passes.region import Region, region_of
 from memtune.runtime.frozen import FrozenRegion
-from memtune.runtime.tape import autocast_state, capture, shapes_of
+from memtune.runtime.tape import GradientLike, autocast_state, capture, shapes_of
 from memtune.schedule import Action, Do, OpGraph, Schedule, plain_schedule, scheduled, wrong_with
 from memtune.testing.drift import recording_of
 from memtune.testing.training import build
@@ -185,6 +185,57 @@ def test_shapes_and_strides_of_gradients_may_change() -> None:
     ]:
         assert same(gradients(net, x, loss=loss), gradients(twin(), x, loss=loss))
     assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (4, 0, 3)
+
+
+class Head(nn.Module):
+    """Logits, features and a number; losses use some of them, in a layout of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        features = self.body(x).tanh()
+        return self.head(features), features, features.square().mean()
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "classes second": lambda logits, *_: nn.functional.cross_entropy(logits.transpose(1, 2), torch.zeros(2, 5, dtype=torch.long)),
+    "sum": lambda logits, *_: logits.sum(),
+    "features alone": lambda logits, features, _: features.square().sum(),
+    "all but the logits": lambda logits, features, number: features.square().sum() + number,
+    "all": lambda logits, features, number: logits.square().sum() + features.square().sum() + number,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_schedule_is_for_what_the_loss_makes_of_the_outputs(name: str) -> None:
+    torch.manual_seed(0)
+    x, nets = torch.randn(2, 5, 6), [Head(), Head()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    outputs = [each.detach().requires_grad_() for each in nets[0](x)]
+    LOSSES[name](*outputs).backward()
+    wanted = {i: out.grad for i, out in enumerate(outputs) if out.grad is not None}
+    flowing = {i: GradientLike(tuple(g.shape), g.stride(), g.dtype) for i, g in wanted.items()}
+    graph = capture(nets[1], nets[1].forward, shapes_of(((x,), {})), [], flowing).graph
+    frozen = FrozenRegion(nets[1], everything_again(graph), CPU)
+    frozen.install()
+    for net in (*nets, *nets):
+        LOSSES[name](*net(x)).backward()
+    assert (frozen.runs.frozen, frozen.runs.plain) == (2, 0), frozen.runs.why_plain
+    pairs = zip(nets[0].parameters(), nets[1].parameters(), strict=True)
+    assert all((one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+def test_another_model_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, net = torch.randn(2, 5, 6), Head()
+    longer = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    schedule = plain_schedule(capture(longer, longer.forward, shapes_of(((x,), {})), [], lambda i, out: True).graph)
+    frozen = FrozenRegion(net, schedule, CPU)
+    frozen.install()
+    monkeypatch.setattr("memtune.runtime.frozen.guesses", lambda tape: pytest.fail("captured once more"))
+    net(x)
+    assert "runs other ops" in frozen.runs.why_plain
 
 
 def test_gradients_of_inputs_flow_on() -> None:

@@ -95,8 +95,10 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_uses_is_not(tmp
     child.send_signal(signal.SIGKILL)
     child.wait()
     (tmp_path / "memtune-run-link").symlink_to("/")
+    (child_of := next(tmp_path.glob(f"memtune-run-{child.pid}-*")) / "memtune-run-2").mkdir()
+    (child_of / "tensors").write_bytes(bytes(20000))
     (left,) = clean(tmp_path)
-    assert left.n_bytes >= 10000
+    assert left.n_bytes >= 30000
     assert [each.name for each in tmp_path.iterdir()] == ["memtune-run-link"]
 
 
@@ -105,6 +107,43 @@ def test_several_drives_are_a_list_of_which_one_drive_users_take_the_first(monke
         monkeypatch.setenv(VARIABLE, text)
         assert all_allowed() == found
         assert allowed() == (found[0] if found else "")
+
+
+@pytest.mark.parametrize("with_owner", [True, False])
+def test_a_folder_whose_maker_was_killed_is_removed_but_not_while_one_may_be_making_it(tmp_path: Path, with_owner: bool) -> None:
+    """Before it has its lock, which another rank that starts at that moment must not take."""
+    half = tmp_path / ".memtune-new-1"
+    half.mkdir(mode=0o700)
+    if with_owner:
+        (half / "owner").touch()
+    RunFolder(tmp_path).close()
+    assert not clean(tmp_path)
+    os.utime(half, (0, 0))
+    assert [each.path for each in clean(tmp_path)] == [half]
+
+
+def test_what_another_run_removes_meanwhile_hides_nothing_else(tmp_path: Path) -> None:
+    """Ranks begin together, and each removes what dead runs left; one that looks for a step to go on from must see them all."""
+    for name in "abc":
+        (tmp_path / f"memtune-run-{name}").mkdir()
+    found = orphans(tmp_path)
+    assert next(found).path.name == "memtune-run-a"
+    (tmp_path / "memtune-run-b").rmdir()
+    assert [each.path.name for each in found] == ["memtune-run-c"]
+
+
+def test_folders_of_a_dead_trial_go_with_all_that_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, f"{tmp_path}:{tmp_path}")
+    made = offload_dir.folders_of_own()
+    inner = RunFolder(made[0].path)
+    (inner.path / "manifest-0").write_bytes(bytes(5000))
+    assert not list(orphans(tmp_path)), "its owner lives"
+    for each in made:
+        each.remove()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv(VARIABLE, f"{tmp_path}:{tmp_path}/missing")
+    assert offload_dir.folders_of_own() == []
+    assert not list(tmp_path.iterdir())
 
 
 def run_child(code: str, cwd: Path) -> str:

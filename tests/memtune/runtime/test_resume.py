@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from torch import nn
 import memtune
 from memtune.errors import EnvironmentFault
 from memtune.runtime import disk, offload_dir
-from memtune.runtime.manifest import Manifest
+from memtune.runtime.manifest import Manifest, dead_runs
 from memtune.runtime.ssd_file import TENSORS
 
 FRESH = multiprocessing.get_context("forkserver")
@@ -216,6 +219,25 @@ def test_another_model_does_not_go_on_from_it_and_does_not_remove_it(tmp_path: P
     folder = kept(tmp_path, monkeypatch)
     assert tuned_of(nn.Linear(3, 3), "last_step").resumed_steps == 0
     assert folder.exists()
+
+
+def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -> None:
+    """Ranks begin together; each looks whether the folders of all are dead, and so holds their locks for a moment."""
+    folder = tmp_path / "memtune-run-1"
+    folder.mkdir()
+    with open(folder / "owner", "w") as owner:
+        Manifest("key" * 20, 3, [], []).write(folder)
+        fcntl.flock(owner, fcntl.LOCK_SH)
+        assert [left.path for left in offload_dir.orphans(tmp_path)] == [folder]
+        threading.Timer(0.1, fcntl.flock, (owner, fcntl.LOCK_UN)).start()
+        (run,) = dead_runs(tmp_path, "key" * 20)
+        assert run.manifests[0].step == 3
+        assert dead_runs(tmp_path, "other" * 20) == []
+        run.release()
+        others = Manifest("other" * 20, 4, [], [])
+        others.write(folder)
+        with patch.object(offload_dir, "locked", side_effect=AssertionError("it is another rank's")):
+            assert dead_runs(tmp_path, "third" * 20) == []
 
 
 def train_on_rank(directory: str, sharding: str, kill_at: int) -> tuple[int, dict[str, torch.Tensor]]:

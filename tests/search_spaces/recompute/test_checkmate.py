@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -21,10 +22,11 @@ from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Schedule, plain_schedule
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute.checkmate import Checkmate
+from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Target
 from memtune.testing import TechniqueSuite, rewritten
-from memtune.testing.drift import plain_program, recorded, target_of
-from memtune.testing.training import build, config_of, one_step, settings_of
+from memtune.testing.drift import drift, plain_program, recorded, target_of
+from memtune.testing.training import build, config_of, differences, one_step, plain, settings_of, train
 
 
 class TestCheckmate(TechniqueSuite):
@@ -95,6 +97,67 @@ class TestCheckmate(TechniqueSuite):
             assert ledger.peak_allocated_bytes() - empty == config["plan"]["recompute"]["peak_bytes"]
         finally:
             ledger.close()
+
+
+AUTOCAST = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+def batch(size):
+    return torch.randn(256 * size, 16)
+
+def loss(model, batch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(batch).float().square().mean()
+"""
+
+
+ALL_STATES = """
+class States(nn.Sequential):
+    def forward(self, x):
+        found = []
+        for block in self:
+            x = block(x)
+            found.append(x)
+        return found
+
+def model():
+    return States(*(Block() for _ in range(4)))
+
+def loss(model, batch):
+    return sum(each.square().mean() for each in model(batch))
+"""
+
+
+@pytest.mark.parametrize("name", ["autocast", "all_states"])
+def test_blocks_of_which_others_hold_something_run_again(name: str, tmp_path: Path) -> None:
+    """Casts of weights in autocast's cache; every block's output, which is the model's."""
+    path, technique, full = tmp_path / f"{name}.py", Checkmate(share=0.3), Full()
+    path.write_text(AUTOCAST + (ALL_STATES if name == "all_states" else ""))
+    program = plain_program(path)
+    assert technique.fits(program, target_of(technique)) is None
+    plan = technique.plan(program, target_of(technique)).decisions
+    assert plan["peak_bytes"] < 0.75 * plan["plain_bytes"]
+    assert least_peak(path) <= full.rewrite(program, full.plan(program, target_of()), target_of()).step.peak_bytes()
+    assert drift(path, technique) == ""
+    assert differences(train(path, technique), plain(path)) == []
+
+
+def least_peak(path: Path) -> int:
+    """The least that it finds."""
+    technique = Checkmate(share=0.0)
+    return int(technique.plan(plain_program(path), target_of(technique)).decisions["peak_bytes"])
 
 
 REFUSED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -13,13 +14,17 @@ import pytest
 import torch
 from gloo import run_ranks
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_paths import ZOO
 
 from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.simulate import simulate
+from memtune.calls import EMPTY
 from memtune.errors import ApplyError
+from memtune.passes.block_regions import block_regions_of
 from memtune.program import Program, RankClass
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
@@ -27,6 +32,7 @@ from memtune.runtime.loop import upload
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.runtime.tree import local
+from memtune.schedule import Schedule
 from memtune.search_spaces.recompute._place import place_of
 from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
 from memtune.search_spaces.recompute.checkmate import Checkmate
@@ -133,6 +139,34 @@ def trained(path: Path, config: dict[str, Any], case: Case, ledger: Ledger | Non
     return Ran(tensors, COUNTERS.take().get("collective", 0), peak, tuned.audit())
 
 
+class _Counted(TorchDispatchMode):
+    """How often each op runs on tensors of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        self.ops[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(path: str, configs: list[dict[str, Any]]) -> list[Counter[str]]:
+    """Per config: the ops of the second step's forward and backward."""
+    found = []
+    for config in configs:
+        workload, model, optimizer = build(Path(path))
+        tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            with _Counted() as mode:
+                workload.loss(tuned.model, upload(workload.make_batch(SAMPLES), torch.device("cpu"))).backward()
+        found.append(mode.ops)
+    return found
+
+
 # -- what they are told ----------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +207,7 @@ def test_gradients_bytes_and_peak_are_those_beside_the_plain_model() -> None:
     cases = [
         case_of(path, ranks, Ddp(), Checkmate(share=0.3), 1, clip=True),
         case_of(path, ranks, Zero1(), Dtr(ratio=0.4), 2, clip=False),
+        case_of(path, ranks, Fsdp(), Checkmate(share=0.3), 2, clip=True),
     ]
     check(path, ranks, cases)
 
@@ -202,6 +237,54 @@ def test_every_schedule_beside_whole_parameters(ranks: int, states: Technique, a
     )
 
 
+BY_BLOCKS = tuple(each for each in RECOMPUTE if not isinstance(each, AttentionBoundary))
+DIVIDED = (
+    Fsdp(), Fsdp(reshard_after_forward=False, blocks_per_unit=2), Fsdp(prefetch=2, keep_root=False), Zero3(), Mics(group=2),
+    Amsp(parameters=2, gradients=2, optimizer=4),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("states", DIVIDED, ids=str)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_every_schedule_of_blocks_beside_divided_parameters(ranks: int, states: Technique, accumulate: int) -> None:
+    """Bytes on the link are those without a schedule: what runs again finds the parameters of the block's own backward."""
+    path = ZOO["gpt"]
+    if isinstance(why := candidate(path, ranks, accumulate, states), Reason):
+        pytest.skip(str(why))
+    fitting = [each for each in BY_BLOCKS if isinstance(candidate(path, ranks, accumulate, states, each), Candidate)]
+    check(path, ranks, [case_of(path, ranks, states, one, accumulate, clip=one is fitting[0]) for one in fitting])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_blocks_run_again_what_their_schedules_say_and_nothing_is_gathered_for_it() -> None:
+    path, ranks = ZOO["gpt"], 2
+    case = case_of(path, ranks, Fsdp(), Dtr(ratio=0.3), 1, clip=False)
+    graph, again = block_regions_of(recording_of(path).at(SAMPLES)).graphs[0], Counter[str]()
+    decided = case.config["plan"]["recompute"]
+    for number in decided["blocks"]:
+        ops = Schedule.from_plain(decided["block_schedules"][number]).computes()
+        again += Counter(graph.names[op] for op in ops) - Counter(graph.names)
+    assert again
+    for plain, got in run_ranks(counted, ranks, str(path), [{"settings": case.states}, case.config], deadline_s=200):
+        names = (set(graph.names) - EMPTY) | {"memtune.all_gather_into_.default", "memtune.reduce_scatter_.default"}
+        assert {name: got[name] - plain[name] for name in names if got[name] != plain[name]} == again
+        assert got["memtune.all_gather_into_.default"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", ["hf_llama", "autocast", "tied", "lora"])
+def test_schedules_of_blocks_of_other_models(model: str) -> None:
+    path = ZOO[model]
+    asked = [Planned(share=0.2, by_schedule=True), Dtr(ratio=0.4)]
+    fitting = [each for each in asked if isinstance(candidate(path, 2, 2, Fsdp(), each), Candidate)]
+    check(path, 2, [case_of(path, 2, Fsdp(), one, 2, clip=False) for one in fitting])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_online_each_rank_decides_and_stays_within_its_budget() -> None:
@@ -223,9 +306,9 @@ def test_online_each_rank_decides_and_stays_within_its_budget() -> None:
 # -- what does not go ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE, ids=lambda each: each.kind)
+@pytest.mark.parametrize("recompute", [AttentionBoundary(), Dtr(ratio=0.8, online=True)], ids=lambda each: each.kind)
 @pytest.mark.parametrize("states", [Fsdp(), Zero3(), Mics(group=2), Amsp()], ids=lambda each: each.kind)
-def test_divided_parameters_are_refused_by_name(states: Technique, recompute: Technique) -> None:
+def test_what_runs_ops_of_all_blocks_is_refused_by_name(states: Technique, recompute: Technique) -> None:
     found = candidate(ZOO["gpt"], 4, 2, states, recompute)
     assert f"{states.kind} gathers a block's parameters for its own calls alone" in str(found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -89,6 +90,16 @@ class TestPlanned(TechniqueSuite):
             theirs = other.rewrite(program, other.plan(program, target), target).step
             assert mine.op_name.tolist() == theirs.op_name.tolist()
             assert mine.peak_bytes() == theirs.peak_bytes()
+
+    def test_a_first_forward_without_gradients_hides_nothing(self, tmp_path: Path) -> None:
+        """Targets of a teacher that is the model itself, before the forwards that train."""
+        path, source = tmp_path / "teacher.py", Path(__file__).parent / "models" / "several_forwards.py"
+        loss = "    with torch.no_grad():\n        target = model(one)\n    return (model(one) - model(other) - target)"
+        path.write_text(source.read_text().replace("    return (model(one) - model(other))", loss))
+        program, full = plain_program(path), Full()
+        all_again = full.rewrite(program, full.plan(program, target_of()), target_of())
+        found = self.solved(program, Planned(share=0.0))
+        assert found.peak_bytes <= all_again.step.peak_bytes() < found.plain_bytes
 
     def test_equal_blocks_share_an_option(self) -> None:
         plan = Planned(share=0.0).plan(plain_program(ZOO["gpt"]), target_of()).decisions

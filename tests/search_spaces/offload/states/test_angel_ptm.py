@@ -296,6 +296,6 @@ class TestAngelPtm(LayersSuite):
 
     def test_what_it_cannot_do_is_refused(self) -> None:
         program = plain_program(ZOO["gpt"])
-        assert "replicas" in str(SMALL.fits(program, replace(target_of(), ranks=2)))
+        assert "whole on each, or gathered" in str(SMALL.fits(program, replace(target_of(), ranks=2)))
         assert "compiled" in str(SMALL.fits(program, replace(target_of(), compiled="blocks")))
         assert "outside of the blocks" in str(SMALL.fits(plain_program(ZOO["lora"]), target_of()))

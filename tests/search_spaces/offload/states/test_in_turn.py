@@ -297,8 +297,9 @@ def test_what_packs_start_from_waits_where_the_option_says() -> None:
     count, programs = 4, [candidate(2, **{**HARMONY, "boundaries": where}).program for where in ("device", "host")]
     steps = [[each.step for each in program.rank_classes] for program in programs]
     for tier_, sign in ((Tier.DEVICE, 1), (Tier.HOST, -1)):
-        peaks = [sum(step.peak_bytes(tier_) for step in each) for each in steps]
-        assert sign * (peaks[0] - peaks[1]) >= (count - 1) * PASSED
+        # On the host gradients that wait for updates come later, so that is not where its peak is.
+        most = [sum(int(step.live_bytes(tier_)[step.op_phase == Phase.FORWARD].max()) for step in each) for each in steps]
+        assert sign * (most[0] - most[1]) >= (count - 1) * PASSED
     ups = [sum(int((step.op_resource == Resource.HOST_TO_DEVICE).sum()) for step in each) for each in steps]
     assert ups[1] - ups[0] == 2 * count  # of the two packs between the first and the last
 

@@ -12,8 +12,11 @@ from gloo import run_ranks
 from ssd_ranks import check_on_ranks
 from zoo_paths import ZOO
 
+from memtune import hardware
 from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.errors import ApplyError
+from memtune.program import Step
 from memtune.runtime.loop import accumulate
 from memtune.search_spaces.offload.states.lohan import Lohan
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
@@ -26,8 +29,8 @@ from memtune.search_spaces.sharding.states.fsdp import Fsdp
 from memtune.search_spaces.sharding.states.mics import Mics
 from memtune.search_spaces.sharding.states.zero1 import Zero1
 from memtune.search_spaces.sharding.states.zero2 import Zero2
-from memtune.technique import Technique
-from memtune.testing.drift import plain_program, target_of
+from memtune.technique import Target, Technique
+from memtune.testing.drift import plain_program, recording_of, target_of
 from memtune.testing.training import build, differences, settings_of, train_under
 
 NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
@@ -78,6 +81,25 @@ def test_a_part_that_stays(tmp_path: Path, sharding: Technique, parts: int) -> N
     partly = BUCKETS.model_copy(update={"ratio": 0.4})
     own = OptimizerCpu(kind="optimizer_cpu")
     check_on_ranks(tmp_path, partly, sharding, own, model="tied", host_rel=0.02, parts=parts, tolerance=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharding", "parts"), REDUCING[1::2], ids=str)
+def test_as_much_stays_as_the_budget_holds(tmp_path: Path, sharding: Technique, parts: int) -> None:
+    """Half way between the peaks with all and with nothing on the host; of each rank's rows as many parameters stay."""
+    peaks = [predicted(sharding, BUCKETS.model_copy(update={"ratio": ratio}), parts).peak_bytes() for ratio in (1.0, 0.0)]
+    budget, solved = sum(peaks) // 2, BUCKETS.model_copy(update={"ratio": None})
+    assert peaks[0] < predicted(sharding, solved, parts, budget).peak_bytes() <= budget
+    own = OptimizerCpu(kind="optimizer_cpu")
+    check_on_ranks(tmp_path, solved, sharding, own, model="tied", parts=parts, tolerance=1e-5, budget_bytes=budget)
+
+
+def predicted(sharding: Technique, technique: Technique, parts: int, budget_bytes: int | None = None) -> Step:
+    rewriter = Rewriter(recording_of(ZOO["tied"]), Target(hardware.detect("cpu"), 2, budget_bytes))
+    execution = {"micro_batch": 2, "accumulate": parts}
+    found = rewriter.candidate(Choice.from_document({**settings_of(sharding, technique), "execution": execution}))
+    assert isinstance(found, Candidate), found
+    return found.program.step
 
 
 # -- against one rank --------------------------------------------------------------------------------------------------

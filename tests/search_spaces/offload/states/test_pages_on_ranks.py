@@ -1,4 +1,4 @@
-"""Pages of weights on replicas: weights, bytes on links, peaks, checkpoints, clipping, and what is refused by name."""
+"""Pages of weights on replicas and of rows under FSDP2: weights, bytes, peaks, checkpoints, clipping, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,40 +7,71 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ssd_ranks
+import torch
 from gloo import run_ranks
 from layers_suite import total
 from packs_suite import CHAIN
-from stores_on_ranks import candidate, check_on_ranks, config_of, started
+from stores_on_ranks import candidate, check_on_ranks, config_of, share_of, started, weights_of
 
 from memtune.errors import ApplyError
-from memtune.program import Resource
+from memtune.pages import Pages, paged, timeline
+from memtune.parameters import columns_of
+from memtune.passes.gathered_rows import gathers_of
+from memtune.passes.stream import sizes_in_blocks
+from memtune.program import Kind, Resource, Step
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
+from memtune.search_spaces.recompute.full import Full
+from memtune.search_spaces.recompute.selective import Selective
 from memtune.search_spaces.sharding.states.ddp import Ddp
 from memtune.search_spaces.sharding.states.fsdp import Fsdp
-from memtune.technique import Technique
+from memtune.search_spaces.sharding.states.zero1 import Zero1
+from memtune.search_spaces.sharding.states.zero3 import Zero3
+from memtune.technique import Exactness, Technique
 from memtune.testing.drift import plain_program, rewritten, target_of
 
-RANKS, REPLICAS, OWN = 2, Ddp(kind="ddp"), OptimizerCpu(kind="optimizer_cpu")
+RANKS, REPLICAS, DIVIDED, OWN = 2, Ddp(kind="ddp"), Fsdp(kind="fsdp"), OptimizerCpu(kind="optimizer_cpu")
 PAGES = AngelPtm(kind="angel_ptm", page_mib=0.004)
 ON_SSD = PAGES.model_copy(update={"optimizer": "ssd"})
-LOCK_FREE = PAGES.model_copy(update={"lock_free": True})
+LOCK_FREE = PAGES.model_copy(update={"lock_free": True, "max_staleness": 2})
+NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
+BUDGET_BYTES, AMPLE_BYTES = 600_000, 1_000_000
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def cases(**techniques: Technique) -> dict[str, tuple[Technique, Technique, Technique]]:
-    native = OptimizerCpu(kind="optimizer_cpu", update="native")
-    return {name: (REPLICAS, each, native if each is ON_SSD else OWN) for name, each in techniques.items()}
+def cases(states: Technique = REPLICAS, **techniques: Technique) -> dict[str, tuple[Technique, Technique, Technique]]:
+    return {name: (states, each, NATIVE if each is ON_SSD else OWN) for name, each in techniques.items()}
 
 
-def test_replicas_train_as_one_rank(tmp_path: Path) -> None:
-    """The mechanism: pages go up as on one rank, and each gradient is averaged once before it leaves."""
-    step = check_on_ranks(cases(pages=PAGES), tmp_path)["pages"]
+def pages_of(states: Technique, budget_bytes: int | None = None) -> tuple[Step, Pages, int]:
+    """The step of pages on ranks, the pages, and the bytes that come in."""
+    decisions = candidate((states, PAGES), 1, RANKS, budget_bytes).plans["offload.states"].decisions
+    divided = candidate((states,), 1, RANKS).program.step
+    cached = decisions.get("cached", 0)
+    sizes = (each[cached:] for each in sizes_in_blocks(divided))
+    pages = paged(*sizes, decisions["page_bytes"], decisions["frames"], gathers_of(divided) is not None)
+    moved = sum(pages.filled[page] for comes in timeline(pages, tuple(decisions["ahead"])).loads for page in comes)
+    return divided, pages, moved
+
+
+def test_ranks_train_as_one(tmp_path: Path) -> None:
+    """The mechanism: replicas average each gradient once before it leaves; divided ones move the pages of their rows."""
+    both = {each.kind: (each, PAGES, OWN) for each in (REPLICAS, DIVIDED)}
+    steps = check_on_ranks(both, tmp_path)
     alone, plain = rewritten(CHAIN, PAGES), rewritten(CHAIN)
     gradients = sum(int(plain.bytes[p.gradient]) for p in plain.parameters if p.gradient >= 0)
     for link in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST):
-        assert total(step, link) == total(alone, link)
-    assert total(step, Resource.DEVICE_TO_HOST) == total(step, Resource.INTRA_LINK) == gradients
+        assert total(steps["ddp"], link) == total(alone, link)
+    assert total(steps["ddp"], Resource.DEVICE_TO_HOST) == total(steps["ddp"], Resource.INTRA_LINK) == gradients
+    step, batch = steps["fsdp"], total(plain, Resource.HOST_TO_DEVICE)
+    divided, pages, moved = pages_of(DIVIDED)
+    columns = columns_of(divided.parameters)
+    outside = int((columns.numel * columns.itemsize)[columns.block < 0].sum())
+    assert sum(pages.filled) < moved < 2 * sum(pages.filled)
+    assert total(step, Resource.HOST_TO_DEVICE) == moved + outside + batch
+    assert total(step, Resource.DEVICE_TO_HOST) == int((columns.numel * columns.itemsize).sum()) < gradients
+    assert total(step, Resource.INTRA_LINK) == total(divided, Resource.INTRA_LINK)
 
 
 @pytest.mark.slow
@@ -50,18 +81,107 @@ def test_replicas_with_the_optimizer_on_ssd_and_accumulation(tmp_path: Path, par
     check_on_ranks(cases(ssd=ON_SSD, pages=PAGES), tmp_path, parts=parts, bitwise=parts == 1)
 
 
-def test_nothing_is_cached_among_replicas() -> None:
-    """What stays would be averaged by nobody; one rank with the same budget keeps some of it."""
+@pytest.mark.slow
+@pytest.mark.usefixtures("ssd")
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("states", [DIVIDED, Zero3(kind="zero3")], ids=lambda each: each.kind)
+def test_divided_with_the_optimizer_on_ssd_and_accumulation(tmp_path: Path, states: Technique, parts: int) -> None:
+    """To the bit: the host adds up in the order in which FSDP2 does."""
+    check_on_ranks(cases(states, ssd=ON_SSD, pages=PAGES), tmp_path, parts=parts)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ssd")
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_host_and_the_drive_hold_what_is_predicted(tmp_path: Path, parts: int) -> None:
+    """Adam on the zoo's gpt: bytes of every link, SSD among them, and the peaks of both tiers."""
+    ssd_ranks.check_on_ranks(tmp_path, PAGES, DIVIDED, OWN, host_rel=0.02, parts=parts)
+    ssd_ranks.check_on_ranks(tmp_path, ON_SSD, DIVIDED, NATIVE, host_rel=0.02, parts=parts)
+
+
+@pytest.mark.slow
+def test_three_ranks(tmp_path: Path) -> None:
+    """Which do not divide the rows: pages hold them padded."""
+    check_on_ranks(cases(DIVIDED, pages=PAGES), tmp_path, ranks=3, bitwise=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [Full(), Selective()], ids=lambda each: each.kind)
+def test_beside_recompute(tmp_path: Path, beside: Technique) -> None:
+    check_on_ranks(cases(DIVIDED, pages=PAGES), tmp_path, beside=(beside,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget_bytes", "parts"), [(BUDGET_BYTES, 1), (AMPLE_BYTES, 1), (AMPLE_BYTES, 3)])
+def test_a_budget(tmp_path: Path, budget_bytes: int, parts: int) -> None:
+    """Below what FSDP2 alone needs in the first case; in the others it holds optimizer state of some parameters of a block."""
+    step = check_on_ranks(cases(DIVIDED, pages=PAGES), tmp_path, budget_bytes=budget_bytes, parts=parts)["pages"]
+    assert step.peak_bytes() <= budget_bytes
+    if parts > 1:
+        return
+    divided, _, moved = pages_of(DIVIDED, budget_bytes)
+    state = (step.kind == Kind.OPTIMIZER) & (step.bytes > 4)
+    on_device = int(step.bytes[state & (step.tier == 0)].sum())
+    assert (budget_bytes < divided.peak_bytes()) == (on_device == 0)
+    assert total(step, Resource.HOST_TO_DEVICE) > moved
+
+
+def test_frames_fill_what_the_budget_leaves() -> None:
+    """FSDP2's own buffers are no chunks that could go: counted as such, frames would exceed the budget."""
+    frames = []
+    for budget_bytes in (BUDGET_BYTES, BUDGET_BYTES + 20 * 4096):
+        found = candidate((DIVIDED, PAGES), 1, RANKS, budget_bytes)
+        frames.append(found.plans["offload.states"].decisions["frames"])
+        assert budget_bytes - 2 * 4096 < found.program.step.peak_bytes() <= budget_bytes
+    assert frames[0] < frames[1]
+
+
+def test_only_what_somebody_averages_is_cached() -> None:
+    """Replicas' gradients of what stays would be averaged by nobody, FSDP2 reduces those of rows as it does all others."""
     ample = 1 << 30
     assert candidate((PAGES,), 1, 1, ample).plans["offload.states"].decisions["cached"] > 0
+    assert candidate((DIVIDED, PAGES), 1, RANKS, ample).plans["offload.states"].decisions["cached"] > 0
     assert "cached" not in candidate((REPLICAS, PAGES), 1, RANKS, ample).plans["offload.states"].decisions
+
+
+# -- lock-free ---------------------------------------------------------------------------------------------------------
+
+
+def swept(config: dict[str, Any], waits: bool) -> dict[str, Any]:
+    """Weights after five steps, and what the audit says; `waits`: after each step for all sweeps."""
+    workload, tuned = started(config)
+    for step in range(5):
+        tuned.step(share_of(workload, step, 1, RANKS))
+        weights = weights_of(tuned) if waits else {}
+    audit = tuned.audit().get("offload.states", {})
+    return {"weights": weights or weights_of(tuned), "audit": audit}
+
+
+@pytest.mark.slow
+def test_lock_free_rows_are_updated_by_their_rank(tmp_path: Path) -> None:
+    """Waited for, sweeps make the bits of the native update; not waited for, ranks have the same weights, within the bound."""
+    config = config_of(candidate((DIVIDED, LOCK_FREE), 1, RANKS), (DIVIDED, LOCK_FREE))
+    native = config_of(candidate((DIVIDED, NATIVE), 1, RANKS), (DIVIDED, NATIVE))
+    waited, free, wanted = (run_ranks(swept, RANKS, *each) for each in ((config, True), (config, False), (native, True)))
+    for rank in range(RANKS):
+        assert waited[rank]["audit"]["version"] == 5
+        assert 0 < free[rank]["audit"]["version"] <= 5
+        assert free[rank]["audit"]["largest_staleness"] <= LOCK_FREE.max_staleness
+        for name, weight in wanted[0]["weights"].items():
+            assert torch.equal(waited[rank]["weights"][name], weight), name
+            assert torch.equal(free[rank]["weights"][name], free[0]["weights"][name]), name
+    assert LOCK_FREE.exactly() is Exactness.LOSSY
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_what_it_cannot_do_is_refused() -> None:
     program = plain_program(CHAIN)
-    ranks = [replace(target_of(each), ranks=RANKS) for each in (REPLICAS, Fsdp(kind="fsdp"))]
-    assert "weights would differ" in str(LOCK_FREE.fits(program, ranks[0]))
-    assert "replicas" in str(PAGES.fits(program, ranks[1]))
+    replicas, whole = (replace(target_of(each), ranks=RANKS) for each in (REPLICAS, Zero1(kind="zero1")))
+    assert "weights of replicas would differ" in str(LOCK_FREE.fits(program, replicas))
+    assert "whole on each, or gathered from all" in str(PAGES.fits(program, whole))
+    assert "whole on each, or gathered from all" in str(LOCK_FREE.fits(program, whole))
 
 
 def refusals(configs: list[dict[str, Any]]) -> list[str]:
@@ -78,12 +198,9 @@ def refusals(configs: list[dict[str, Any]]) -> list[str]:
 def test_apply_refuses_it_too() -> None:
     plan = config_of(candidate((REPLICAS, PAGES), 1, RANKS), (REPLICAS, PAGES))
     alone = config_of(candidate((PAGES,), 1, 1, 1 << 30), (REPLICAS, PAGES))
-    configs = [
-        {**plan, "settings": config_of(candidate((REPLICAS, PAGES), 1, RANKS), (Fsdp(kind="fsdp"), PAGES))["settings"]},
-        {**plan, "settings": config_of(candidate((REPLICAS, PAGES), 1, RANKS), (REPLICAS, LOCK_FREE))["settings"]},
-        alone,
-    ]
-    for said in run_ranks(refusals, RANKS, configs):
-        assert [part in each for part, each in zip(("replicas", "weights would differ", "no plan for"), said, strict=True)] == [
-            True, True, True
-        ], said  # fmt: skip
+    gathered = Fsdp(kind="fsdp", reshard_after_forward=False)
+    others = ((Zero1(kind="zero1"), PAGES), (REPLICAS, LOCK_FREE), (gathered, PAGES))
+    configs = [{**plan, "settings": config_of(candidate((REPLICAS, PAGES), 1, RANKS), each)["settings"]} for each in others]
+    wanted = ("is for replicas", "weights would differ", "stays gathered", "no plan for")
+    for said in run_ranks(refusals, RANKS, [*configs, alone]):
+        assert [part in each for part, each in zip(wanted, said, strict=True)] == [True] * 4, said

@@ -14,16 +14,19 @@ from pydantic import ValidationError
 from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
+from memtune.autotune.space import variants
 from memtune.errors import ApplyError
 from memtune.program import Kind, Phase, Resource, Step, Tier
 from memtune.runtime.host_update import Moments
 from memtune.runtime.loop import accumulate
+from memtune.search_spaces.offload.states._ratio import ratio_of
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.offload.states.zero_offload import ZeroOffload
-from memtune.technique import Exactness, Technique
+from memtune.search_spaces.recompute.planned import Planned
+from memtune.technique import NO_PLAN, Exactness, Technique
 from memtune.testing import differences, rewritten, train
 from memtune.testing.drift import drift, plain_program, target_of
-from memtune.testing.training import SEED, Run, build, config_of, one_step
+from memtune.testing.training import SEED, Run, build, config_of, one_step, settings_of
 
 BUCKET = 5242
 SMALL = ZeroOffload(kind="zero_offload", bucket_mib=0.005)
@@ -167,6 +170,38 @@ class TestZeroOffload(LayersSuite):
         if not late:
             found = without_gradients(train(ZOO["tied"], half, micro_batches=3))
             assert not differences(found, without_gradients(train(ZOO["tied"], micro_batches=3)), 1e-5)
+
+    def test_the_smallest_part_that_fits_leaves(self) -> None:
+        """Equal to trying every number of parameters, with the pass as the judge; what was planned is what trains."""
+        program, target, solved = plain_program(ZOO["tied"]), target_of(), SMALL.model_copy(update={"ratio": None})
+        sizes = [int(program.step.bytes[each.gradient]) for each in program.step.parameters]
+        given = [SMALL.model_copy(update={"ratio": ratio_of(sizes, count)}) for count in range(len(sizes))]
+        peaks = [each.rewrite(program, NO_PLAN, target).step.peak_bytes() for each in given]
+        assert peaks == sorted(peaks)
+        for budget in (peaks[1], peaks[4] - 1, peaks[-4], peaks[-1]):
+            within = replace(target, budget_bytes=budget)
+            assert solved.fits(program, within) is None
+            plan = solved.plan(program, within)
+            assert plan.decisions["staying"] == max(count for count, peak in enumerate(peaks) if peak <= budget)
+            assert solved.rewrite(program, plan, within).step.peak_bytes() == peaks[plan.decisions["staying"]]
+        workload, model, optimizer = build(ZOO["tied"])
+        config = {"settings": settings_of(solved), "plan": {"offload.states": plan.decisions}}
+        tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+        assert tuned.audit()["offload.states"] == tuned_with(given[-1])[3].audit()["offload.states"]
+        with pytest.raises(ApplyError, match="has no ratio"):
+            apply(*build(ZOO["tied"])[1:], {"settings": settings_of(solved)}, strict=False)
+
+    def test_a_ratio_is_solved_for_where_it_is_another_setting(self) -> None:
+        program, solved = plain_program(ZOO["tied"]), SMALL.model_copy(update={"ratio": None})
+        peaks = [each.rewrite(program, NO_PLAN, target_of()).step.peak_bytes() for each in (SMALL,)] + [program.step.peak_bytes()]
+        for budget, why in (
+            (None, "no budget to solve"), (peaks[0] - 1, "nothing of the state has room"),
+            (peaks[0], "no parameter's state has room"), (peaks[1], "everything fits"),
+        ):  # fmt: skip
+            assert why in str(solved.fits(program, replace(target_of(), budget_bytes=budget)))
+        planned = replace(target_of(Planned(share=0.5)), budget_bytes=peaks[1] - 1)
+        assert "planned plans for the same budget" in str(solved.fits(program, planned))
+        assert len(variants(ZeroOffload, target_of())) == 3
 
     def test_what_it_cannot_do_is_refused(self) -> None:
         program, default = plain_program(ZOO["gpt"]), self.default()

@@ -1,0 +1,176 @@
+"""What the sweep of offload techniques runs: each with the options that change what is where, and what papers say it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Slots = dict[str, Any]
+"""`settings` of a config but for execution and sharding."""
+Links = dict[str, int]
+Formula = Callable[["Sizes"], Links]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a rank's weights, or of its rows of them, all of which are trained; and a step's schedule."""
+
+    blocks: tuple[int, ...]
+    outside: int
+    """Of what is in no block."""
+    smallest: int
+    """Of the smallest parameter, whose gradient waits on the device as a witness where the others leave as they land."""
+    parts: int
+    """Micro-batches of a step."""
+    batch: int
+    """Of one micro-batch, which goes up."""
+    moments: int
+    """Of the optimizer, each as large as the weights."""
+
+    @property
+    def all(self) -> int:
+        """Of all weights, and of all gradients."""
+        return sum(self.blocks) + self.outside
+
+
+@dataclass(frozen=True)
+class Case:
+    """A technique with one choice of its options."""
+
+    technique: str
+    option: str
+    slots: Slots
+    model: str = "gpt"
+    """Of the tests' zoo, or `chain`."""
+    ranks: tuple[tuple[int, str], ...] = ((1, "none"), (2, "ddp"), (2, "fsdp"))
+    """Number of ranks, and what divides states among them."""
+    parts: int = 1
+    share: float | None = None
+    """Of the plain peak, which plans may use; none: no budget."""
+    formula: Formula | None = None
+    """Published bytes on each link, a rank's and a step's; none where they are whatever a search over a cache's moves finds."""
+
+
+ALONE = ((1, "none"),)
+DIVIDED = ((1, "none"), (2, "fsdp"))
+REPLICAS = ((2, "ddp"),)
+
+
+def _both(down: int, up: int, s: Sizes) -> Links:
+    return {"device_to_host": down, "host_to_device": up + s.parts * s.batch}
+
+
+def _at_end(s: Sizes) -> Links:
+    """ZeRO-Offload, section 4: gradients down once, weights up once."""
+    return _both(s.all, s.all, s)
+
+
+def _as_they_land(s: Sizes) -> Links:
+    """The same, with gradients that leave in every micro-batch."""
+    return _both(s.parts * (s.all - s.smallest) + s.smallest, s.all, s)
+
+
+def _window(width: int) -> Formula:
+    """Each pass brings all blocks up, but those of the window at the turn; gradients leave in every micro-batch."""
+    return lambda s: _both(
+        s.parts * sum(s.blocks) + s.outside, s.parts * (2 * sum(s.blocks) - sum(s.blocks[-width:])) + s.outside, s
+    )
+
+
+def _ssd(link: Formula) -> Formula:
+    """Master weights and moments are read and written once in a step: with AdamW 12 bytes each (ZeRO-Infinity, section 3)."""
+    return lambda s: {**link(s), "ssd_read": (1 + s.moments) * s.all, "ssd_write": (1 + s.moments) * s.all}
+
+
+def _updaters(s: Sizes) -> Links:
+    """Smart-Infinity, section 4: gradients to the updaters, weights back."""
+    return {**_at_end(s), "to_updaters": s.all, "from_updaters": s.all}
+
+
+def _packs(last: int) -> Formula:
+    """Harmony, section 3: 3|W| less the last pack's, whatever the number of micro-batches; each batch goes up for both passes."""
+    return lambda s: _both(s.all, 2 * sum(s.blocks) - sum(s.blocks[-last:]) + s.outside + s.parts * s.batch, s)
+
+
+def _states(
+    technique: str, option: str, formula: Formula | None = None, *, case: Mapping[str, Any] | None = None, **knobs: Any
+) -> Case:
+    return Case(technique, option, {"offload": {"states": {"kind": technique, **knobs}}}, formula=formula, **(case or {}))
+
+
+def _activations(technique: str, option: str, *, case: Mapping[str, Any] | None = None, **knobs: Any) -> Case:
+    return Case(technique, option, {"offload": {"activations": {"kind": technique, **knobs}}}, **(case or {}))
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    native, narrow = {"update": "native"}, {"model": "tobf16"}
+    in_parts, chain = {"parts": 3}, {"model": "chain", "parts": 3, "ranks": ALONE}
+    return [
+        Case("none", "", {}),
+        _states("optimizer_cpu", "own", _at_end),
+        _states("optimizer_cpu", "native", _at_end, **native),
+        _states("optimizer_cpu", "native, 3 micro-batches", _at_end, case=in_parts, **native),
+        _states("optimizer_cpu", "master", _at_end, case=narrow, update="master"),
+        _states("optimizer_cpu", "master, moments int8", _at_end, case=narrow, update="master", moments="int8"),
+        _states("optimizer_cpu", "per_gradient", _as_they_land, case={"ranks": DIVIDED}, trigger="per_gradient", **native),
+        _states("optimizer_cpu", "per_layer", _as_they_land, case={"ranks": DIVIDED}, trigger="per_layer", **native),
+        _states(
+            "optimizer_cpu", "per_gradient, 3 micro-batches", _as_they_land, case={"ranks": DIVIDED, **in_parts},
+            trigger="per_gradient", **native,
+        ),
+        _states(
+            "optimizer_cpu", "per_layer, master", _as_they_land, case={"ranks": DIVIDED, **narrow}, trigger="per_layer",
+            update="master",
+        ),
+        _states("zero_offload", "defaults", _as_they_land, case={"ranks": DIVIDED}),
+        _states("zero_offload", "buckets of 5 KiB", _as_they_land, case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
+        _states("zero_offload", "ratio 0.5", case={"ranks": DIVIDED}, ratio=0.5, bucket_mib=0.005),
+        _states("zero_offload", "delayed", _as_they_land, case={"ranks": ALONE}, delayed=True, delay_after=0, bucket_mib=0.005),
+        _states("l2l", "defaults", _window(1)),
+        _states("l2l", "3 micro-batches", _window(1), case=in_parts),
+        _states("stronghold", "solved"),
+        _states("stronghold", "window 2", _window(2), window=2),
+        _states("patrickstar", "no budget"),
+        _states("patrickstar", "0.8 of the plain peak", case={"share": 0.8}),
+        _states("elixir", "no budget"),
+        _states("elixir", "0.8 of the plain peak, nothing ahead", case={"share": 0.8}, ahead=0),
+        _states("angel_ptm", "pages of 10 KiB", case={"ranks": ((1, "none"), (2, "ddp"))}, page_mib=0.01),
+        _states("angel_ptm", "0.9 of the plain peak", case={"ranks": ALONE, "share": 0.9}, page_mib=0.01),
+        _states("angel_ptm", "optimizer on SSD", case={"ranks": ((1, "none"), (2, "ddp"))}, page_mib=0.01, optimizer="ssd"),
+        _states("orchestrated", "disjoint", case={"ranks": REPLICAS}, group=2),
+        _states("orchestrated", "token", case={"ranks": REPLICAS}, group=2, mode="token"),
+        _states("zero_infinity", "optimizer on SSD", _ssd(_at_end)),
+        _states("zero_infinity", "3 micro-batches", _ssd(_at_end), case=in_parts),
+        _states("zero_infinity", "parameters on the host", _ssd(_window(2)), parameters="host"),
+        _states("zero_infinity", "parameters on SSD", parameters="ssd"),
+        _states("zero_infinity", "gradients too", parameters="ssd", gradients="ssd"),
+        _states("smart_infinity", "2 domains", _updaters),
+        _states("smart_infinity", "a tenth is sent", share=0.1),
+        _states("lohan", "defaults", _ssd(_as_they_land), case={"ranks": DIVIDED}),
+        _states("lohan", "buckets of 5 KiB", _ssd(_as_they_land), case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
+        _states("moesys", "all cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}),
+        _states("moesys", "6 cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}, cache=6, on_device=1),
+        _states("harmony", "packs of 2", _packs(2), case=chain, backward=2),
+        _states("harmony", "boundaries on the host", case=chain, backward=2, boundaries="host"),
+        _states("harmony", "prefetch", _packs(1), case=chain, backward=1, prefetch=True),
+        _states("mobius", "3 stages", case=chain, stages=3),
+        _activations("copy_out", "all", min_bytes=0),
+        _activations("copy_out", "half", min_bytes=0, ratio=0.5),
+        _activations("copy_out", "all to SSD", min_bytes=0, target="ssd"),
+        _activations("pipelined", "half", min_bytes=0, ratio=0.5),
+        _activations("tsplit", "0.94 of the plain peak", case={"share": 0.94}, min_bytes=256),
+        Case("planned", "0.96 of the plain peak", {"recompute": {"kind": "planned"}}, share=0.96),
+        Case(
+            "lohan, both halves", "activations on to SSD",
+            {
+                "recompute": {"kind": "lohan", "spill": "ssd", "host_bytes": 1 << 18, "min_bytes": 256},
+                "offload": {"states": {"kind": "lohan"}},
+            }, ranks=DIVIDED,
+        ),
+    ]  # fmt: skip
+
+
+EVERYWHERE = ("none", "optimizer_cpu", "zero_offload", "l2l", "patrickstar", "elixir", "zero_infinity", "lohan", "copy_out")
+"""Techniques that are run on every model that trains, on one rank, with the first of their options."""

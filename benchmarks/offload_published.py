@@ -1,0 +1,196 @@
+"""The simulator against published speed-ups of offloading: LoHan and ZeRO-Infinity's idle share, STRONGHOLD, Mobius.
+
+    python benchmarks/offload_published.py [lohan] [stronghold] [mobius] [--json FILE] [--markdown FILE]
+
+Constants are those of `published/`, written down before the first comparison; nothing is fitted. Both sides of a ratio are
+memtune's own techniques. Without names all papers are compared; others' rows stay as the JSON file has them. TMO and
+Smart-Infinity have scripts of their own (`orchestration.py`, `smart_infinity.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from published import lohan, mobius, stronghold
+from published.paper import Shape
+
+from memtune.autotune.candidates import Choice, Rewriter
+from memtune.autotune.record import record
+from memtune.autotune.simulate import Prediction, simulate
+from memtune.autotune.translate import translate
+from memtune.hardware import Hardware
+from memtune.program import Recording
+from memtune.runtime import offload_dir
+from memtune.technique import Reason, Target
+from memtune.workload import Workload
+
+HERE = Path(__file__).parent
+NARROW, WIDE = HERE / "published" / "gpt16.py", HERE.parent / "examples" / "gpt.py"
+"""16-bit weights; 32-bit ones with the forward under autocast."""
+Row = dict[str, Any]
+FULL = {"recompute": {"kind": "full"}}
+
+
+def recording(shape: Shape, model: Path, sizes: Iterable[int]) -> Recording:
+    """A step of the GPT of this shape, as CUDA runs it once `translate` has seen it."""
+    asked = {"LAYERS": shape.layers, "DIM": shape.dim, "HEADS": shape.heads, "SEQ": shape.seq, "VOCAB": shape.vocab}
+    asked |= {"TIED": 0, "BF16": int(model == WIDE)}
+    os.environ.update({f"MEMTUNE_GPT_{name}": str(value) for name, value in asked.items()})
+    return record(Workload.load(model), sizes=set(sizes), target="cuda")
+
+
+def predicted(recorded: Recording, hardware: Hardware, settings: dict[str, Any], *, ranks: int = 1) -> Prediction:
+    """The step under `settings`, events and overlap included.
+
+    Raises:
+        ValueError: They do not fit.
+    """
+    rewriter = Rewriter(translate(recorded, hardware), Target(hardware, ranks), validate=False)
+    found = rewriter.candidate(Choice.from_document(settings))
+    if isinstance(found, Reason):
+        raise ValueError(f"{settings}: {found}")
+    return simulate(found.program, hardware, level="events")
+
+
+def idle(prediction: Prediction) -> float:
+    """Part of the step in which the device computes nothing."""
+    return 1 - prediction.busy_s["compute"] / prediction.step_s
+
+
+def _execution(micro_batch: int) -> dict[str, Any]:
+    return {"execution": {"micro_batch": micro_batch, "accumulate": 1}}
+
+
+def _states(kind: str, **knobs: Any) -> dict[str, Any]:
+    return {"offload": {"states": {"kind": kind, **knobs}}}
+
+
+# -- LoHan ---------------------------------------------------------------------------------------------------------------
+
+
+def of_lohan() -> Iterator[Row]:
+    """A row per number of drives and micro-batch: ZeRO-Infinity with full recompute, updates in backward, and swaps beside them.
+
+    The baseline's weights stay on the device, as LoHan's do here, or come and go from SSD with their gradients, as the paper's.
+    """
+    recorded = recording(lohan.SHAPE, NARROW, lohan.MICRO_BATCHES)
+    infinity, states = {"kind": "zero_infinity", "update": "master"}, _states("lohan", update="master")
+    asked = {
+        "zero_infinity": {**FULL, "offload": {"states": infinity}},
+        "zero_infinity, all on SSD": {**FULL, "offload": {"states": {**infinity, "parameters": "ssd", "gradients": "ssd"}}},
+        "lohan, no swaps": {**FULL, **states},
+        "lohan": {"recompute": {"kind": "lohan"}, **states},
+    }
+    for drives, size in itertools.product(lohan.DRIVES, lohan.MICRO_BATCHES):
+        machine = lohan.machine(drives)
+        found = {name: predicted(recorded, machine, {**_execution(size), **each}) for name, each in asked.items()}
+        least = min(found["lohan"].step_s, found["lohan, no swaps"].step_s)
+        yield {
+            "drives": drives, "micro_batch": size, "step_s": {name: round(each.step_s, 2) for name, each in found.items()},
+            "ratio": {name: round(found[name].step_s / least, 3) for name in list(asked)[:2]},
+            "idle": {name: round(idle(each), 3) for name, each in found.items()},
+        }  # fmt: skip
+
+
+# -- STRONGHOLD -----------------------------------------------------------------------------------------------------------
+
+BASELINES: dict[str, dict[str, Any]] = {
+    "l2l": _states("l2l"), "zero_offload": _states("zero_offload"), "zero_infinity": _states("zero_infinity"),
+    "zero_infinity, parameters on SSD": _states("zero_infinity", parameters="ssd"),
+}  # fmt: skip
+
+
+def of_stronghold() -> Iterator[Row]:
+    """A row per micro-batch: its step, and each baseline's over it."""
+    recorded = recording(stronghold.SHAPE, WIDE, stronghold.MICRO_BATCHES)
+    for size in stronghold.MICRO_BATCHES:
+        fast = predicted(recorded, stronghold.HARDWARE, {**_execution(size), **FULL, **_states("stronghold")})
+        others = {
+            name: predicted(recorded, stronghold.HARDWARE, {**_execution(size), **FULL, **states})
+            for name, states in BASELINES.items()
+        }
+        yield {
+            "micro_batch": size, "stronghold_s": round(fast.step_s, 3), "idle": round(idle(fast), 3),
+            "ratio": {name: round(each.step_s / fast.step_s, 3) for name, each in others.items()},
+        }  # fmt: skip
+
+
+# -- Mobius ---------------------------------------------------------------------------------------------------------------
+
+
+def of_mobius() -> Iterator[Row]:
+    """A row per size and way to share roots: ZeRO-3 whose shards are on the hosts, and stages in turn."""
+    for name, shape in mobius.SHAPES.items():
+        recorded = recording(shape, WIDE, [mobius.MICRO_BATCH])
+        for root in mobius.ROOTS:
+            machine = mobius.machine(root)
+            shared = {**_execution(mobius.MICRO_BATCH), **FULL, "sharding": {"states": {"kind": "fsdp"}}}
+            slow = predicted(recorded, machine, {**shared, **_states("stronghold", window=2)}, ranks=mobius.RANKS)
+            alone = {**_execution(mobius.MICRO_BATCH), "sharding": {"states": {"kind": "none"}}}
+            fast = {
+                stages: predicted(recorded, machine, {**alone, **_states("mobius", stages=stages)}, ranks=mobius.RANKS)
+                for stages in (2 * mobius.RANKS, shape.layers)
+            }
+            best = min(fast, key=lambda stages: fast[stages].step_s)
+            yield {
+                "model": name, "gpus_per_root": root, "zero3_s": round(slow.step_s, 2), "mobius_s": round(fast[best].step_s, 2),
+                "stages": best, "ratio": round(slow.step_s / fast[best].step_s, 3),
+                "by_stages_s": {str(stages): round(each.step_s, 2) for stages, each in fast.items()},
+                "waits_s": {side: {k: round(v, 2) for k, v in each.exposed_s.items() if v > 0.005} for side, each in
+                            (("zero3", slow), ("mobius", fast[best]))},
+            }  # fmt: skip
+
+
+PAPERS: dict[str, tuple[Callable[[], Iterator[Row]], dict[str, str], dict[str, Any]]] = {
+    "lohan": (of_lohan, lohan.SOURCES, {"ratio": lohan.SPEED_UP, "idle": lohan.IDLE, "idle_lohan": lohan.IDLE_LOHAN}),
+    "stronghold": (of_stronghold, stronghold.SOURCES, {"ratio": stronghold.SPEED_UP}),
+    "mobius": (of_mobius, mobius.SOURCES, {"ratio": mobius.SPEED_UP}),
+}
+"""Rows, where constants come from, what is published."""
+WHY = {
+    "lohan": "ZeRO-Infinity's idle share is the published one where a step computes little (batch 8: 48 to 73 %), and falls with "
+    "the batch: here its drives and its host are as fast as their data sheets say. Updates inside backward leave 2 to 8 % at "
+    "batches of 16 and more with 12 drives. The ratio is up to 1.78, where the paper has 2.32 over systems that may not reach "
+    "what their hardware gives. Swaps do not gain here: `recompute: lohan` weighs them as hidden, but each tensor comes back "
+    "when backward asks for it, and where the link is as busy as this it is waited for.",
+    "stronghold": "Over L2L 1.10 to 1.17, just below the published range; over ZeRO-Infinity 2.2 to 4.9, which begins in its "
+    "upper half and ends above it. ZeRO-Offload is faster: at this size all weights fit on the device, so it moves less. Not in "
+    "memtune: updates that go on beside the next step's forward, and several streams.",
+    "mobius": "2.3 to 3.0 for 3.8 to 5.1. ZeRO-3 waits for its gathers, as published. What Mobius waits for is by more than half "
+    "the host's update and the gradients' way down, which ZeRO-3 has as well. In 32 bits, which memtune's stages have, weights "
+    "and gradients take twice the paper's bytes on both sides.",
+}
+"""What explains a ratio that is not the published one, written after the first comparison; nothing was changed since."""
+
+
+def main() -> None:
+    """Compare the papers that are asked for, print and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"{', '.join(PAPERS)}; all where none is given")
+    parser.add_argument("--json", type=Path, help="keep other papers' rows of this file, write all to it")
+    asked = parser.parse_args()
+    found: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json and asked.json.exists() else {"schema": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[offload_dir.VARIABLE] = folder  # looked at, not written to
+        for name in asked.papers or PAPERS:
+            make, sources, published = PAPERS[name]
+            began, rows = time.perf_counter(), []
+            for row in make():
+                print(name, row, flush=True)
+                rows.append(row)
+            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+            found[name] = {"published": published, "sources": sources, "why": WHY.get(name, ""), "rows": rows}
+            if asked.json:
+                asked.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Mobius: Feng et al. 2023, ASPLOS 23. Written down before anything was compared.
+
+The paper: on servers of four consumer GPUs without links of their own a step takes 3.8 to 5.1 times less than with DeepSpeed's
+heterogeneous memory (ZeRO-3, its shards in host memory), over several sizes of models and ways to share PCIe roots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from published.paper import Shape
+
+from memtune.hardware import Hardware, find
+
+RANKS = 4
+SPEED_UP = (3.8, 5.1)
+ROOTS = (4, 2)
+CHANNEL_BYTES_PER_S = 12e9
+MICRO_BATCH = 2
+SOURCES = {
+    "SPEED_UP": "abstract: 3.8 to 5.1 times less time than prior art, for several models and topologies",
+    "RANKS": "four GPUs (fm); a step has a micro-batch of each",
+    "ROOTS": "GPUs behind one root complex: all four, or two and two (fm)",
+    "CHANNEL_BYTES_PER_S": "what PCIe 3.0 x16 gives pinned copies, of 15.75 GB/s on the wire; shared behind one root",
+    "MICRO_BATCH": "(fm)",
+    "HARDWARE": "the hardware table's RTX 3090 for the paper's 3090 Ti (fm); gathers between GPUs that cannot reach each other "
+    "go through the host, so a GPU's share of its root is what its link to the others has",
+}
+SHAPES = {
+    "3B": Shape(32, 2560, 32, 512, 50304, "the paper's number of parameters; layers and width are ours"),
+    "8B": Shape(40, 4096, 32, 512, 50304, "as above (fm)"),
+}
+
+
+def machine(root: int) -> Hardware:
+    """So many of the GPUs behind one root complex."""
+    return replace(
+        find("rtx-3090"),
+        host_to_device_bytes_per_s=CHANNEL_BYTES_PER_S,
+        device_to_host_bytes_per_s=CHANNEL_BYTES_PER_S,
+        intra_link_bytes_per_s=CHANNEL_BYTES_PER_S / root,
+        gpus_per_pcie_root=root,
+        gpus_per_node=RANKS,
+    )

@@ -1,0 +1,178 @@
+"""A forward and its backward decided op by op without a dispatch mode, because they have run before (`runtime.online`).
+
+Rule 1. The first run of a new kind goes through the mode, with notes (`runtime.online_notes`). From the second one on its ops
+        (`runtime.tape`) run one after the other; between them the books are told what they were told then, and what they decide
+        is done: evictions, and runs of ops again. So decisions, and the bytes on the books, are those of the mode.
+Rule 2. Before each run all that the capture took for granted is compared (`runtime.guards`). What differs takes another path
+        that was noted, or the mode once more, with notes.
+Rule 3. The list of what is there holds every value alone, so that an eviction frees it. Where the caller holds what forward
+        returned for longer than in the noted run, it is held on the books as long.
+Rule 4. A forward that begins while another one waits for its backward goes through the mode, and its kind from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from memtune import _native
+from memtune.runtime.followed_path import path_of
+from memtune.runtime.followed_run import FollowedRun, Route
+from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.online_notes import Noted
+from memtune.runtime.random_state import RandomState
+from memtune.runtime.tape import GradientLike, Slot, Tape
+from memtune.schedule import Schedule
+
+_MOST_KINDS = 64
+_MOST_PATHS = 4
+"""Of one kind of call; what takes ever new ones goes through the mode."""
+_NOT_ALONE = "a forward begins before the backward of the one before it"
+
+
+class Opened(NamedTuple):
+    """Books for one forward and its backward."""
+
+    books: _native.Rematerializer
+    budget_bytes: int
+    """For the values alone."""
+    background_bytes: int
+
+
+class Followers:
+    """The paths that were noted, by kind of call.
+
+    Args:
+        module: Whose forward and backward it is.
+        forward: The module's own forward.
+        device: Where the module computes.
+        parts: In how many an op runs where the books say so.
+        online: Runs it through the mode: with the kind, the arguments by position and those by name.
+        opened: New books, for these arguments.
+        through: Told of each run that is through: kind, what was noted, the run.
+    """
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], device: torch.device, parts: int,
+        online: Callable[[Any, Any, Any], Any], opened: Callable[[Sequence[Any]], Opened],
+        through: Callable[[Any, Noted, FollowedRun], None],
+    ) -> None:  # fmt: skip
+        self.module, self.original, self.device, self.parts = module, forward, device, parts
+        self.opened, self.through, self._online = opened, through, online
+        self._regions: dict[Any, list[_FollowedRegion]] = {}
+        self.why_not: dict[Any, str] = {}
+        """Why a kind of call goes through the mode for good."""
+
+    def forward(self, key: Any, args: Any, kwargs: Any) -> Any:
+        """The module's forward along a path, or through the mode."""
+        regions = self._regions.get(key)
+        if not regions:
+            return self._online(key, args, kwargs)
+        if self.waiting_bytes():
+            self._never(key, _NOT_ALONE)
+            return self._online(key, args, kwargs)
+        return regions[0].forward(*args, **kwargs)
+
+    def wants(self, key: Any) -> bool:
+        """Whether a run of this kind should be noted."""
+        known = self._regions.get(key)
+        if key is None or key in self.why_not:
+            return False
+        return len(self._regions) < _MOST_KINDS if known is None else len(known) < _MOST_PATHS
+
+    def note(self, key: Any, noted: Noted | None) -> None:
+        """A run of this kind went through the mode; None: others ran in between."""
+        if noted is None or noted.notes.why_not:
+            self._never(
+                key, "a forward begins before the backward of the one before it" if noted is None else noted.notes.why_not
+            )
+            return
+        regions = self._regions.setdefault(key, [])
+        regions.append(_FollowedRegion(self, key, noted, partial(self._instead, key, len(regions))))
+
+    def waiting_bytes(self) -> int:
+        """What forwards hold that wait for their backward."""
+        return sum(each.waiting_bytes() for regions in self._regions.values() for each in regions)
+
+    def _instead(self, key: Any, at: int, *args: Any, **kwargs: Any) -> Any:
+        regions = self._regions[key]
+        if not regions[at].is_captured:
+            self._never(key, regions[at].runs.why_plain)
+        elif at + 1 < len(regions):
+            return regions[at + 1].forward(*args, **kwargs)
+        return self._online(key, args, kwargs)
+
+    def _never(self, key: Any, why: str) -> None:
+        if key is not None and len(self.why_not) < _MOST_KINDS:
+            self.why_not[key] = why
+        self._regions.pop(key, None)
+
+
+class _FollowedRegion(FrozenRegion):
+    """A region along one path."""
+
+    def __init__(self, followers: Followers, key: Any, noted: Noted, instead: Callable[..., Any]) -> None:
+        super().__init__(followers.module, Schedule("", (), ()), followers.device, instead)
+        self._original, self._followers, self._key, self._noted = followers.original, followers, key, noted
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a tape to follow."""
+        return any(not isinstance(each, str) for each in self._captured.values())
+
+    def waiting_bytes(self) -> int:
+        """What forwards hold that wait for their backward."""
+        return sum(run.saved[0][0].used_bytes() for run in self._latest if run.saved)
+
+    def _wanted(self) -> tuple[dict[int, GradientLike], ...]:
+        return (self._noted.gradients,)
+
+    def _differs(self, tape: Tape) -> str:
+        path = path_of(tape, self._noted)
+        if isinstance(path, str):
+            return path
+        outputs = (tape.outputs[at] for at in tape.asked)
+        is_loss = all(isinstance(each, Slot) and each.size == () for each in outputs)
+        if len(tape.asked) < len(tape.differentiable) and not is_loss:
+            return "no gradient flowed into one of its outputs, which may be another time"
+        return ""
+
+    def _coded(self, tape: Tape) -> Any:
+        path = path_of(tape, self._noted)
+        if isinstance(path, str):  # with gradients of other strides: those are made alike
+            return next(iter(self._captured.values())).first  # type: ignore[union-attr]
+        random_state = partial(RandomState.capture, self.module)
+        return _Followed(self, Route(tape, path, self._noted, self._followers.parts, random_state, self._device))
+
+    def begin(self, route: Route, state: Sequence[Tensor], inputs: Sequence[Any]) -> FollowedRun:
+        """A run with books of its own."""
+        return FollowedRun(route, *self._followers.opened(inputs), state, inputs)
+
+    def through(self, run: FollowedRun) -> None:
+        """Its backward has run."""
+        self._followers.through(self._key, self._noted, run)
+
+
+class _Followed:
+    """What runs forward and backward of one tape, as `frozen.FrozenRegion` asks for it."""
+
+    def __init__(self, region: _FollowedRegion, route: Route) -> None:
+        self.tape, self.lands, self._region, self._route = route.tape, route.lands, region, route
+
+    def forward(self, state: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """Its outputs, and what backward needs."""
+        run = self._region.begin(self._route, state, inputs)
+        return run.forward(), (run, *(inputs[number] for number in self._route.inputs_of_backward))
+
+    def backward(
+        self, _: Sequence[Tensor], saved: list[Any], gradients: list[Any], landed: list[Tensor]
+    ) -> Generator[int, None, list[Tensor]]:
+        """`frozen_code.Code.backward`."""
+        run: FollowedRun = saved.pop()[0]
+        found = yield from run.backward(self._route, gradients, landed)
+        self._region.through(run)
+        return found

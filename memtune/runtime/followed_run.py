@@ -1,0 +1,408 @@
+"""One forward and backward that follows a path: runs its ops, tells the books, does what they decide (`runtime.followed`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from memtune import _native
+from memtune.errors import ApplyError
+from memtune.remat import ALONG, EVICT, OVERWRITE, REPLAY
+from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
+from memtune.runtime.call_text import bases_of, slots_in
+from memtune.runtime.followed_code import FollowedCode, Run, fresh_outputs
+from memtune.runtime.followed_path import OpPath, Path
+from memtune.runtime.online_notes import Noted, script_of
+from memtune.runtime.online_table import TRIES, held_elsewhere
+from memtune.runtime.online_values import Again, Given, Ran, Read, Value, View, run_in_parts, too_small, whole_of, written_since
+from memtune.runtime.op_arguments import tensors_in
+from memtune.runtime.op_facts import Facts
+from memtune.runtime.random_state import RandomState
+from memtune.runtime.tape import BATCH_NORMS, Outside, Slot, Tape
+
+Views = Callable[[list[Any], Sequence[Any], Sequence[Any]], list[Tensor]]
+
+
+class Route:
+    """A path as code.
+
+    Args:
+        tape: The captured region.
+        path: What is told and where values are.
+        noted: The run that the path was found with.
+        parts: In how many an op runs where the books say so.
+        random_state: The state of the generators now.
+        device: Where the module computes.
+    """
+
+    def __init__(
+        self, tape: Tape, path: Path, noted: Noted, parts: int, random_state: Callable[[], RandomState], device: torch.device
+    ) -> None:
+        self.tape, self.path, self.parts = tape, path, parts
+        self.script = script_of(noted.notes, noted.ran)
+        self.code = FollowedCode(tape, path, random_state, device)
+        self.facts: list[Facts] = [noted.ran[each.ran] for each in path.ops]
+        self.op_of = {each.again: op for op, each in enumerate(path.ops) if each.again >= 0}
+        self.bases = bases_of(tape)
+        self.output_numbers = frozenset(path.outputs.values())
+        self.due: dict[int, list[tuple[int, Slot]]] = {}
+        """Parameters and their gradients that are there before this op."""
+        for parameter, after, gradient in tape.landed:
+            self.due.setdefault(after + 1, []).append((parameter, gradient))
+        self.fresh: Callable[[int], list[tuple[int, int]]] = cache(lambda op: fresh_outputs(tape, path.ops[op], op))
+        """Position among the tensors that an op returns, and number, of what it makes."""
+        self._last_read = _last_reads(tape)
+
+    @cached_property
+    def forward(self) -> list[Run]:
+        """The ops of forward."""
+        return self.code.runs(0, self.tape.graph.n_forward)
+
+    @cached_property
+    def backward(self) -> list[Run]:
+        """The ops of backward."""
+        return self.code.runs(self.tape.graph.n_forward, self.tape.graph.n_ops)
+
+    @cached_property
+    def lands(self) -> tuple[int, ...]:
+        """Parameters in the order in which backward has their gradients."""
+        return tuple(parameter for _, each in sorted(self.due.items()) for parameter, _ in each)
+
+    @cached_property
+    def outputs(self) -> Views:
+        """What forward returns."""
+        slots = [leaf for leaf in self.tape.outputs if isinstance(leaf, Slot)]
+        return self.code.views(slots, self._numbers_at(self.tape.graph.n_forward - 1))
+
+    @cached_property
+    def input_gradients(self) -> Views:
+        """What backward returns."""
+        return self.code.views([slot for _, slot in self.tape.input_gradients], self._numbers_at(self.tape.graph.n_ops - 1))
+
+    @cached_property
+    def landing(self) -> dict[int, tuple[Views, list[int]]]:
+        """The gradients that are due before an op, and the numbers that nobody reads any more when they have landed."""
+        found = {}
+        for op, due in self.due.items():
+            numbers = self._numbers_at(op - 1)
+            done = {slot.of for _, slot in due if isinstance(slot.of, int) and self._last_read.get(slot.of, -1) < op}
+            found[op] = (self.code.views([slot for _, slot in due], numbers), [numbers[each] for each in done])
+        return found
+
+    @cached_property
+    def inputs_of_backward(self) -> list[int]:
+        """Arguments that backward reads."""
+        calls = self.tape.calls[self.tape.graph.n_forward :]
+        return sorted({each.number for call in calls for each in _outside(call) if each.kind == "input"})
+
+    @cached_property
+    def outside_of(self) -> dict[int, list[Outside]]:
+        """What ops of the tape that may run again read from outside: parameters, buffers, arguments."""
+        found = {}
+        for op in self.op_of.values():
+            call = self.tape.calls[op]
+            statistics = 5 if str(call.func) in BATCH_NORMS else 0
+            read = [*call.args[:3], *call.args[5:]] if statistics else call.args
+            found[op] = [each for each in _outside((read, call.kwargs)) if each.kind in ("parameter", "buffer", "input")]
+        return found
+
+    @cached_property
+    def all_outside(self) -> frozenset[Outside]:
+        """All of these."""
+        return frozenset(each for read in self.outside_of.values() for each in read)
+
+    @cached_property
+    def returned_and_read(self) -> frozenset[int]:
+        """Numbers of what forward returns and backward reads."""
+        backward = self.path.ops[self.tape.graph.n_forward :]
+        return self.output_numbers.intersection(number for each in backward for number in each.numbers.values())
+
+    def _numbers_at(self, op: int) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for each in self.path.ops[: op + 1]:
+            found |= each.numbers
+        return found
+
+
+def _outside(values: Any) -> list[Outside]:
+    values = (values.args, values.kwargs) if hasattr(values, "kwargs") else values
+    return [slot.of for slot in slots_in(values) if isinstance(slot.of, Outside)]
+
+
+def _last_reads(tape: Tape) -> dict[int, int]:
+    """Value → the last op that reads it or hands it out."""
+    last = {value: op for op, read in enumerate(tape.graph.reads) for value in read}
+    for _, after, slot in tape.landed:
+        if isinstance(slot.of, int):
+            last[slot.of] = max(last.get(slot.of, -1), after)
+    for _, slot in tape.input_gradients:
+        if isinstance(slot.of, int):
+            last[slot.of] = len(tape.calls)
+    return last
+
+
+class FollowedRun:
+    """One forward and the backward that follows it.
+
+    Args:
+        route: What to run.
+        books: New ones.
+        budget_bytes: For the values alone.
+        background_bytes: What else there is, for messages.
+        state: Parameters and buffers.
+        inputs: Arguments of the module.
+    """
+
+    def __init__(
+        self, route: Route, books: _native.Rematerializer, budget_bytes: int, background_bytes: int,
+        state: Sequence[Tensor], inputs: Sequence[Any],
+    ) -> None:  # fmt: skip
+        self.books, self.background_bytes, self.replays = books, background_bytes, list[Again]()
+        self._route, self._budget_bytes = route, budget_bytes
+        self._state, self._inputs = state, inputs
+        self._there: list[Tensor | None] = [None] * route.path.n_numbers
+        self._random: dict[int, RandomState] = {}
+        self._versions: dict[Outside, int] = {}
+        self._output_versions: dict[int, int] = {}
+        self._longer: list[int] = []
+        """Numbers that the caller holds for longer than in the noted run."""
+
+    # -- forward and backward ------------------------------------------------------------------------------------------
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """Run forward; what it returns."""
+        route, path = self._route, self._route.path
+        there, state, inputs, random = self._there, self._state, self._inputs, self._random
+        books, play = self.books, route.script.play
+        for at, (op, run) in enumerate(zip(path.ops, route.forward, strict=False)):
+            try:
+                done = play(books, op.first, op.end)
+            except RuntimeError as error:
+                raise self._nothing_left(route.facts[at].about.name, at) from error
+            if done:
+                self._obey(done, at)
+            try:
+                run(there, state, inputs, random)
+            except torch.OutOfMemoryError:
+                self._with_more_room(at, run)
+        self._tell(path.ops[len(route.forward) - 1].end, path.forward_end, "the loss", len(route.forward))
+        self._note_versions()
+        return tuple(route.outputs(there, state, inputs))
+
+    def backward(self, route: Route, gradients: list[Any], landed: list[Tensor]) -> Generator[int, None, list[Tensor]]:
+        """Run backward along `route`, which has the same path; arguments and results as of `frozen_code.Code.backward`."""
+        self._route, first = route, len(route.forward)
+        self._check_outputs()
+        self._flow_in(gradients)
+        path, last = route.path, len(route.path.ops)
+        there, state, inputs, random = self._there, self._state, self._inputs, self._random
+        books, play, due = self.books, route.script.play, route.due
+        for at, (op, run) in enumerate(zip(path.ops[first:], route.backward, strict=True), first):
+            begin = op.first
+            if op.outputs or self._longer:
+                self._hold_longer(op)
+            if at in due:
+                found = self._landing(at)
+                self._tell(begin, op.asks, "the model", at)
+                begin = op.asks
+                yield from _landed(found, due[at], landed)
+            try:
+                done = play(books, begin, op.end)
+            except RuntimeError as error:
+                raise self._nothing_left(route.facts[at].about.name, at) from error
+            if done:
+                self._obey(done, at)
+            try:
+                run(there, state, inputs, random)
+            except torch.OutOfMemoryError:
+                self._with_more_room(at, run)
+        found = self._landing(last) if last in due else []
+        self._tell(path.ops[-1].end, len(route.script), "the model", last)
+        results = route.input_gradients(there, state, inputs)
+        there.clear()
+        yield from _landed(found, due.get(last, []), landed)
+        return results
+
+    def _flow_in(self, gradients: list[Any]) -> None:
+        for number, output in self._route.path.flowed_in:
+            self._there[number] = gradients[output]
+            try:
+                self.books.constant(gradients[output].untyped_storage().nbytes())
+            except RuntimeError as error:
+                raise self._nothing_left("the model", len(self._route.forward)) from error
+            self._obey(self.books.drain(), len(self._route.forward))
+        gradients.clear()
+
+    def _landing(self, at: int) -> list[Tensor]:
+        """The gradients that are due before an op; from here on nobody else holds them."""
+        views, done = self._route.landing[at]
+        found = views(self._there, self._state, self._inputs)
+        for number in done:
+            self._there[number] = None
+        return found
+
+    def used_bytes(self) -> int:
+        """What is on the books."""
+        return int(self.books.counted()["used_bytes"])
+
+    # -- what the books decide -----------------------------------------------------------------------------------------
+
+    def _tell(self, first: int, end: int, who: str, at: int) -> None:
+        try:
+            done = self._route.script.play(self.books, first, end)
+        except RuntimeError as error:
+            raise self._nothing_left(who, at) from error
+        self._obey(done, at)
+
+    def _nothing_left(self, who: str, at: int) -> ApplyError:
+        self._obey(self.books.drain(), at)
+        counted = self.books.counted()
+        return too_small(who, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes)
+
+    def _with_more_room(self, at: int, run: Run) -> None:
+        """The device has no room although the books have: evict more and try again; for use where that was raised."""
+        facts = self._route.facts[at]
+        needs_bytes = facts.makes_bytes + facts.about.scratch_bytes
+        for attempt in range(1, TRIES):
+            if facts.about.writes or needs_bytes << attempt > self._budget_bytes:
+                raise
+            try:
+                self.books.make_room(needs_bytes << attempt)
+            except RuntimeError as error:
+                raise self._nothing_left(facts.about.name, at) from error
+            self._obey(self.books.drain(), at)
+            try:
+                run(self._there, self._state, self._inputs, self._random)
+            except torch.OutOfMemoryError:
+                if attempt == TRIES - 1:
+                    raise
+            else:
+                return
+
+    def _obey(self, done: Sequence[tuple[int, int]], at: int) -> None:
+        over, along = False, list[int]()
+        for act, number in done:
+            if act == EVICT:
+                self._there[number] = None
+            elif act == ALONG:
+                along.append(self._route.op_of[number])
+            elif act == REPLAY:
+                if along:
+                    self._again_in_parts(self._route.op_of[number], along, at)
+                else:
+                    self._again(self._route.op_of[number], over, at)
+                along = []
+            over = act == OVERWRITE
+
+    def _again(self, op: int, over: bool, at: int) -> None:
+        """Run an op once more (`online_values.run_again`)."""
+        route, path, there = self._route, self._route.path.ops[op], self._there
+        self._note_again(op, (), 1, at)
+        if path.over is not None:
+            old, new = path.over
+            before = there[old]
+            assert before is not None
+            whole = before if over else whole_of(before).clone()
+            there[new] = whole if over else whole.as_strided(before.size(), before.stride(), before.storage_offset()).detach()
+            there[old] = None if over else before
+        random = self._random.get(op)
+        asks = route.facts[op].about.name in ASK_GRAD_MODE
+        with as_recorded() if asks else nullcontext() if random is None else random.restored():
+            made = tensors_in((route.code.again(op)(there, self._state, self._inputs),))
+        for position, number in route.fresh(op):
+            if there[number] is None:
+                there[number] = made[position]
+                self._output_versions.pop(number, None)
+
+    def _again_in_parts(self, op: int, along: list[int], at: int) -> None:
+        self._note_again(op, along, self._route.parts, at)
+        values: dict[int, Value] = {}
+        given = [self._as_ran(each, values) for each in (*along, op)]
+        made = run_in_parts(given[-1], given[:-1], self._route.parts)
+        self._there[given[-1].made[0][1].number] = made
+
+    def _as_ran(self, op: int, values: dict[int, Value]) -> Ran:
+        """The op as the table of the mode has it."""
+        path, call = self._route.path.ops[op], self._route.tape.calls[op]
+
+        def value(number: int) -> Value:
+            return values.setdefault(number, Value(number, 0, again=True, alias=self._there[number]))
+
+        def read(slot: Any) -> Any:
+            if not isinstance(slot, Slot):
+                return slot
+            if isinstance(slot.of, Outside):
+                tensor = self._outside(slot.of)
+                return Read(Given(tensor, tensor._version), View(slot.size, slot.stride, self._offset(slot), slot.dtype), 0)
+            return Read(value(path.numbers[slot.of]), View(*slot[1:]), 0)
+
+        args, kwargs = tree_map(read, (call.args, call.kwargs), is_leaf=lambda each: isinstance(each, Slot))
+        made = [(position, value(number)) for position, number in self._route.fresh(op)]
+        return Ran(self._route.facts[op], args, kwargs, path.ran, made, None, None)
+
+    def _offset(self, slot: Slot) -> int:
+        assert isinstance(slot.of, Outside)
+        return int(self._outside(slot.of).storage_offset()) + slot.offset
+
+    def _note_again(self, op: int, along: Sequence[int], parts: int, at: int) -> None:
+        ops = self._route.path.ops
+        before = ops[at].ran if at < len(ops) else ops[-1].ran + 1
+        self.replays.append(Again(before, ops[op].ran, tuple(ops[each].ran for each in along), parts))
+        if self._versions:
+            for each in (*along, op):
+                self._check(each)
+
+    # -- what others may do in between ---------------------------------------------------------------------------------
+
+    def _outside(self, outside: Outside) -> Tensor:
+        found: Tensor = (self._inputs if outside.kind == "input" else self._state)[outside.number]
+        return found
+
+    def _note_versions(self) -> None:
+        """Of all that may be read again, now that forward is through."""
+        self._versions = {each: self._outside(each)._version for each in self._route.all_outside}
+        for number in self._route.output_numbers:
+            there = self._there[number]
+            assert there is not None
+            self._output_versions[number] = there._version
+
+    def _check(self, op: int) -> None:
+        """Raise if something that the op reads has been written into since."""
+        changed = any(self._outside(each)._version != self._versions[each] for each in self._route.outside_of[op])
+        if changed or any(self._is_changed(number) for number in self._route.path.ops[op].numbers.values()):
+            raise written_since(f"a tensor that {self._route.facts[op].about.name} has read and must read again")
+
+    def _check_outputs(self) -> None:
+        if any(map(self._is_changed, self._route.returned_and_read)):
+            raise written_since("a tensor that backward needs")
+
+    def _is_changed(self, number: int) -> bool:
+        there, version = self._there[number], self._output_versions.get(number)
+        return there is not None and version is not None and there._version != version
+
+    def _hold_longer(self, op: OpPath) -> None:
+        """What the caller still holds although it did not in the noted run stays on the books as long."""
+        for number in [number for number in self._longer if not self._is_held(number)]:
+            self._longer.remove(number)
+            self.books.give_back(number)
+        for number in op.outputs:
+            if number not in self._longer and self._is_held(number):
+                self._longer.append(number)
+                self.books.take(number)
+
+    def _is_held(self, number: int) -> bool:
+        there = self._there[number]
+        return there is not None and held_elsewhere(there.untyped_storage()._cdata)
+
+
+def _landed(found: list[Tensor], due: list[tuple[int, Slot]], landed: list[Tensor]) -> Generator[int, None, None]:
+    found.reverse()
+    for parameter, _ in due:
+        landed.append(found.pop())
+        yield parameter

@@ -1,0 +1,173 @@
+"""How much of the host's memory can still be taken, and whether what a config keeps there has room, said before it is put there.
+
+The machine is one limit, the control group that a container or a batch system gives is another, and so is each group around it:
+what is over such a limit is killed without a word, so they are read before. Ranks on one host take from the same memory: they
+measure before any of them takes some, and add up what they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from memtune.errors import ApplyError, EnvironmentFault
+from memtune.runtime.context import Context
+from memtune.runtime.host_update import DTYPES, Moments, NativeUpdate
+from memtune.runtime.ranks import said_by_all
+from memtune.units import format_bytes
+
+_UNLIMITED = 1 << 60
+"""Control groups of the first version say a number near 2^63 for no limit."""
+
+
+class Limit(NamedTuple):
+    """What new memory of this process counts against: the machine, or a control group."""
+
+    n_bytes: int
+    """That can still be taken without swapping."""
+    who: str
+    """One for all processes that take from the same."""
+    text: str
+    """Of a control group: which, and what it allows; empty for the machine."""
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """What new processes can take without swapping, by every limit; None: not known.
+
+    Args:
+        root: Where `proc` and `sys` are.
+    """
+    return min((each.n_bytes for each in limits(root)), default=None)
+
+
+def limits(root: Path = Path("/")) -> list[Limit]:
+    """What the kernel says of the machine (`MemAvailable`), and what every control group of this process has left."""
+    machine = _text(root / "proc/sys/kernel/random/boot_id").strip()
+    found = list(_groups(root, machine))
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    return [*found, Limit(int(match[1]) * 1024, machine, "")] if match else found
+
+
+def _groups(root: Path, machine: str) -> Iterator[Limit]:
+    with contextlib.suppress(OSError):  # two containers may have groups of one name
+        machine += os.readlink(root / "proc/self/ns/cgroup")
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            files = _V2 if controllers == "" else _V1
+            for top, mounted in _mounted(root, files.file_system, controllers):
+                inside = Path(path)
+                if inside.is_relative_to(mounted):  # a container sees its own group as the top
+                    inside = inside.relative_to(mounted)
+                above = root / top.relative_to("/")
+                yield from (
+                    found for group in _around(above / str(inside).lstrip("/"), above) if (found := _left(group, files, machine))
+                )
+
+
+class _Files(NamedTuple):
+    file_system: str
+    limit: str
+    used: str
+    given_back: tuple[str, ...]
+    """Lines of `memory.stat` that the kernel gives back when it needs memory."""
+
+
+_V1 = _Files("cgroup", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = _Files("cgroup2", "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+
+
+def _mounted(root: Path, file_system: str, controllers: str) -> Iterator[tuple[Path, str]]:
+    """Where groups of this kind are mounted, and which of them is the top there."""
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        if kind == file_system and (not controllers or "memory" in options.split(",")):
+            top, mounted = left.split()[4], left.split()[3]
+            yield Path(top), mounted
+
+
+def _around(group: Path, top: Path) -> Iterator[Path]:
+    while group != top and group.is_relative_to(top):
+        yield group
+        group = group.parent
+    yield top
+
+
+def _left(group: Path, files: _Files, machine: str) -> Limit | None:
+    limit, used = _text(group / files.limit).strip(), _text(group / files.used).strip()
+    if not limit.isdecimal() or not used.isdecimal() or int(limit) >= _UNLIMITED:
+        return None
+    stat = dict(line.split() for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
+    taken = int(used) - sum(int(stat.get(name, 0)) for name in files.given_back)
+    left = max(int(limit) - max(taken, 0), 0)
+    return Limit(left, f"{machine} {group}", f"the control group {group} allows {format_bytes(int(limit))}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def least_state_bytes(context: Context, share: float, moments: Moments = "float32") -> int:
+    """Bytes that a `share` of the optimizer's state, whole, takes in host memory, and no less: gradients and buffers come on top.
+
+    On CPU what is on the device is in the same memory, and may leave it: moments alone are new.
+
+    Args:
+        context: Its optimizer, none of whose state has moved yet.
+        share: Of the parameters.
+        moments: How they are stored.
+    """
+    try:
+        native = NativeUpdate(context.optimizer, moments)
+    except ApplyError:  # an optimizer of one's own: nothing is known of its state
+        native = None
+    total, of_each = 0, DTYPES[moments].itemsize
+    for group in context.optimizer.param_groups:
+        n_bytes = 0 if native is None else of_each * len(native.moment_names(group))
+        trained = [each for each in group["params"] if each.requires_grad]
+        total += sum(each.numel() * (n_bytes + (each.itemsize if context.device.type == "cuda" else 0)) for each in trained)
+    return int(share * total)
+
+
+def require(context: Context, needed_bytes: int, what: str) -> None:
+    """Check that the memory of every host holds what its ranks are going to keep there.
+
+    All ranks call it, before any of them takes what it needs, and all get the same answer.
+
+    Args:
+        context: Of this rank.
+        needed_bytes: By this rank.
+        what: That is, for the message.
+
+    Raises:
+        EnvironmentFault: It does not; says how much is needed and how much there is, of the first host or control group.
+    """
+    mine = needed_bytes, limits()
+    everyone: list[tuple[int, list[Limit]]] = [mine] if context.ranks == 1 else said_by_all(mine, context.device)
+    sharing: dict[str, list[tuple[int, Limit]]] = {}
+    for needs, found in everyone:
+        for limit in found:
+            sharing.setdefault(limit.who, []).append((needs, limit))
+    for together in sharing.values():
+        _require_room([needs for needs, _ in together], min(limit for _, limit in together), what)
+
+
+def _require_room(needs: list[int], limit: Limit, what: str) -> None:
+    if sum(needs) <= limit.n_bytes:
+        return
+    several = f" for {len(needs)} ranks of up to {format_bytes(max(needs))}" if len(needs) > 1 else ""
+    raise EnvironmentFault(
+        f"The host has too little memory: at least {format_bytes(sum(needs))} are needed{several}, "
+        f"{format_bytes(limit.n_bytes)} are available.",
+        evidence=". ".join(each[:1].upper() + each[1:] for each in (what, limit.text) if each) + ".",
+        fix="offload less, or to SSD: offload: {states: {kind: zero_infinity}}; strict=False tries it all the same",
+        code="MT366",
+    )

@@ -1,0 +1,331 @@
+"""A schedule for each block, where parameters are there for a block's own calls alone.
+
+Hooks of a block's module gather its parameters before its forward and its backward and let them go after. A schedule of the
+block alone runs inside of both, so what it runs again finds the block's parameters, and nothing is gathered once more.
+
+Blocks hold bytes from their forward to their backward, so the budget is shared out as for plans by blocks: `_frontier` has
+every plan that no other beats, priced moment by moment on the step after all later passes; the rewritten step has the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from memtune.errors import ApplyError
+from memtune.hardware import Hardware
+from memtune.passes.block_regions import BlockRegions, block_regions_of, run_blocks, wrong_with_block
+from memtune.passes.by_data import depends_on_data
+from memtune.program import I32, I64, Program, Step
+from memtune.remembered import remembered
+from memtune.runtime.context import Context
+from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.ranks import require_whole_layers
+from memtune.schedule import Schedule
+from memtune.search_spaces.recompute._block_options import BlockOption, Source, options_of
+from memtune.search_spaces.recompute._budget import best_row
+from memtune.search_spaces.recompute._frontier import Frontier, Problem, solve
+from memtune.search_spaces.recompute._levels import live_bytes
+from memtune.search_spaces.recompute._place import Place, schedules_nothing
+from memtune.technique import Plan, Reason, Target
+from memtune.units import format_bytes, format_seconds
+
+_MUCH = 1 << 60
+_WIDTH = 128
+"""Plans that are kept for the blocks from each one on; more are closer to the budget."""
+
+
+@dataclass(frozen=True, eq=False)
+class FoundByBlocks:
+    """A schedule for each block, and what it comes to."""
+
+    regions: BlockRegions
+    schedules: tuple[Schedule, ...]
+    """By block in the order of `regions.blocks`."""
+    peak_bytes: int
+    """After every later pass."""
+    again_s: float
+    """Of what runs again."""
+    budget_bytes: int
+    plain_bytes: int
+    smallest_bytes: int
+    """The least peak that any of the plans gives."""
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the budget is met."""
+        return self.peak_bytes <= self.budget_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Beside:
+    """What is live besides the blocks' own values on the plain step after every later pass; (blocks, ops of its sort) each."""
+
+    while_op: tuple[I64, ...]
+    after_op: tuple[I64, ...]
+    """Until the next op of the blocks; far below 0 where that is at once."""
+    held_bytes: tuple[int, ...]
+    """By block: its own values between its forward and its backward."""
+    between_bytes: int
+    """Between the last block's forward and its backward, blocks' own values left out."""
+    rest_bytes: int
+
+
+class BlockSearch:
+    """Plans for the blocks of one step, by row of their frontier; true peaks as far as they were asked for.
+
+    Args:
+        place: The step and what comes after.
+        regions: Of its blocks.
+        sources: Who is asked for options.
+    """
+
+    def __init__(self, place: Place, regions: BlockRegions, sources: tuple[Source, ...]) -> None:
+        self._place, self._regions = place, regions
+        self.options = tuple(
+            options_of(place.step, regions, sort, place.hardware, sources) for sort in range(len(regions.graphs))
+        )
+        self._peaks: dict[int, int] = {}
+
+    @cached_property
+    def _beside(self) -> _Beside:
+        return _beside(self._place, self._regions)
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        """The peak without any schedule."""
+        return _peak(self._place.after(self._place.step), self._place.hardware)
+
+    @cached_property
+    def frontier(self) -> Frontier:
+        """Every plan worth having."""
+        regions, beside = self._regions, self._beside
+        options = [self.options[sort] for sort in regions.sort.tolist()]
+        shape = len(options), max(map(len, options))
+        held, own, seconds = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape)
+        before = 0
+        for block, mine in enumerate(options):
+            for number in range(shape[1]):
+                option = mine[min(number, len(mine) - 1)]
+                held[block, number], seconds[block, number] = option.held_bytes, option.seconds
+                own[block, number] = _own_bytes(option, beside.while_op[block], beside.after_op[block]) - before
+            before += beside.held_bytes[block]
+        problem = Problem(held, own, seconds, regions.sort, beside.between_bytes, beside.rest_bytes)
+        return solve(problem, _WIDTH)
+
+    def schedules(self, row: int) -> tuple[Schedule, ...]:
+        """By block, what plan `row` says."""
+        options = (self.options[sort] for sort in self._regions.sort.tolist())
+        pairs = zip(options, self.frontier.choice(row).tolist(), strict=True)
+        return tuple(mine[min(number, len(mine) - 1)].schedule for mine, number in pairs)
+
+    def peak_of(self, row: int) -> int:
+        """Peak of plan `row` after every pass."""
+        if row not in self._peaks:
+            step = under_blocks(self._place.step, self.schedules(row))
+            self._peaks[row] = _peak(self._place.after(step), self._place.hardware)
+        return self._peaks[row]
+
+
+def _peak(step: Step, hardware: Hardware) -> int:
+    return int(live_bytes(step, hardware).max(initial=0))
+
+
+def _own_bytes(option: BlockOption, while_op: I64, after_op: I64) -> int:
+    return int(max((while_op[option.anchor] + option.bytes).max(), (after_op[option.anchor] + option.left_bytes).max()))
+
+
+def _beside(place: Place, regions: BlockRegions) -> _Beside:
+    together = regions.together
+    marks = np.zeros(place.step.n_ops, np.int32)
+    marks[together.rows] = 1
+    after = place.after(replace(place.step, op_match=marks))
+    rows = np.flatnonzero(after.op_match).astype(np.int32)
+    live = live_bytes(after, place.hardware)
+    n_forward, own = together.graph.n_forward, together.outside_until < 0
+    gaps = np.full(len(rows), -_MUCH)
+    for op in np.flatnonzero(np.diff(rows) > 1).tolist():
+        if op != n_forward - 1:  # what comes after forward is no block's
+            gaps[op] = live[rows[op] + 1 : rows[op + 1]].max()
+    held, while_op, after_op = [], [], []
+    for ops, values in zip(regions.ops, regions.values, strict=True):
+        mine = _live_of(after, together.storages[values[own[values]]], place.hardware)
+        held.append(int(mine[rows[n_forward - 1] + 1]))
+        here = rows[ops]
+        while_op.append(live[here] - mine[here] - together.scratch_bytes[ops])
+        after_op.append(gaps[ops] - mine[np.minimum(here + 1, after.n_ops - 1)])
+    middle = slice(int(rows[n_forward - 1]) + 1, int(rows[n_forward]))
+    between = int(live[middle].max(initial=0)) - sum(held)
+    rest = max(int(live[: rows[0]].max(initial=0)), int(live[rows[-1] + 1 :].max(initial=0)))
+    return _Beside(tuple(while_op), tuple(after_op), tuple(held), between, rest)
+
+
+def _live_of(step: Step, storages: I32, hardware: Hardware) -> I64:
+    rounding = hardware.allocation_rounding_bytes
+    n_bytes = -(-step.bytes[storages] // rounding) * rounding
+    delta = np.zeros(step.n_ops + 1, np.int64)
+    np.add.at(delta, step.producer[storages], n_bytes)
+    np.add.at(delta, np.minimum(step.end[storages], step.n_ops - 1) + 1, -n_bytes)
+    return np.cumsum(delta[:-1])
+
+
+@lru_cache(maxsize=32)
+def search_blocks(place: Place, sources: tuple[Source, ...]) -> BlockSearch:
+    """The plans for the blocks of a place; `cannot_freeze` has seen to it that there are regions."""
+    regions = block_regions_of(place.step)
+    assert not isinstance(regions, str), regions
+    return BlockSearch(place, regions, sources)
+
+
+@lru_cache(maxsize=64)
+def found_by_blocks(place: Place, sources: tuple[Source, ...], budget_bytes: int | None, share: float = 0.0) -> FoundByBlocks:
+    """The fastest plan within the budget, the smallest one if none is.
+
+    Args:
+        place: The program without recompute, and what comes after it.
+        sources: Who is asked for schedules of a block.
+        budget_bytes: Peak of the whole step; None: by `share`.
+        share: Where the budget lies between the smallest peak found and the plain one.
+    """
+    search = search_blocks(place, sources)
+    smallest = search.peak_of(0)
+    if budget_bytes is None:
+        budget_bytes = smallest + round((search.plain_bytes - smallest) * share)
+    row = best_row(search.frontier, search.peak_of, budget_bytes)
+    seconds = float(search.frontier.seconds[row])
+    regions = block_regions_of(place.step)
+    assert not isinstance(regions, str)
+    return FoundByBlocks(regions, search.schedules(row), search.peak_of(row), seconds, budget_bytes, search.plain_bytes, smallest)
+
+
+def surely_slower(place: Place, sources: tuple[Source, ...], budget_bytes: int, seconds: float) -> bool:
+    """Whether no plan that is priced near the budget takes less than `seconds`; known before any is rewritten."""
+    frontier = search_blocks(place, sources).frontier
+    return float(frontier.seconds[max(frontier.at(budget_bytes + (budget_bytes >> 7)), 0)]) >= seconds
+
+
+def cannot_run_blocks(program: Program, target: Target) -> Reason | None:
+    """Why the blocks cannot each run by a schedule of their own."""
+    reason = schedules_nothing(target)
+    if reason is not None:
+        return reason
+    step, regions = program.step, block_regions_of(program.step)
+    if isinstance(regions, str):
+        return Reason(f"blocks cannot run by schedules of their own: {regions}", "recompute: {kind: planned}")
+    odd = depends_on_data(step, regions.together)
+    if odd:
+        return Reason(f"{odd} runs in the model: what follows it depends on the data", "recompute: {kind: planned}")
+    return None
+
+
+@remembered
+def under_blocks(step: Step, schedules: tuple[Schedule, ...]) -> Step:
+    """`step` with each block run by its schedule."""
+    regions = block_regions_of(step)
+    assert not isinstance(regions, str), regions
+    return run_blocks(step, regions, schedules)
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------------
+
+
+def decisions_of(found: FoundByBlocks) -> dict[str, Any]:
+    """What a plan says: the different schedules, which of them each block runs by, and what that comes to."""
+    different = list(dict.fromkeys(found.schedules))
+    of_block = dict(zip(found.regions.blocks, (different.index(each) for each in found.schedules), strict=True))
+    return {
+        "block_schedules": [each.to_plain() for each in different],
+        "blocks": [of_block[block] for block in range(len(of_block))],
+        "budget_bytes": found.budget_bytes,
+        "peak_bytes": found.peak_bytes,
+        "plain_bytes": found.plain_bytes,
+        "again_s": round(found.again_s, 9),
+    }
+
+
+def is_by_blocks(plan: Plan) -> bool:
+    """Whether `plan` has a schedule for each block."""
+    return "block_schedules" in plan.decisions
+
+
+def _schedules(plan: Plan, kind: str) -> list[Schedule]:
+    """By row of `step.blocks`."""
+    try:
+        different = [Schedule.from_plain(each, made_by=kind) for each in plan.decisions["block_schedules"]]
+        return [different[number] for number in plan.decisions["blocks"]]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ApplyError(
+            f"recompute: {{kind: {kind}}} needs its plan, a schedule for each block.",
+            evidence="The config has none, or it is damaged.",
+            fix="memtune search  or  memtune trial --config  makes one; or recompute: {kind: full}",
+            code="MT316",
+        ) from error
+
+
+def rewritten_by_blocks(plan: Plan, program: Program, kind: str) -> Program:
+    """Each block's ops in the order of its schedule."""
+    regions, schedules = block_regions_of(program.step), _schedules(plan, kind)
+    wrong = regions if isinstance(regions, str) else ""
+    if not isinstance(regions, str):
+        if len(schedules) != len(regions.blocks):
+            wrong = f"it is for {len(schedules)} blocks, here are {len(regions.blocks)}"
+        else:
+            ordered = tuple(schedules[block] for block in regions.blocks)
+            pairs = {(int(sort), each) for sort, each in zip(regions.sort, ordered, strict=True)}
+            wrong = next((why for sort, each in pairs if (why := wrong_with_block(regions.graphs[sort], each))), "")
+    if wrong:
+        raise ApplyError(
+            "the plan's schedules are for another model.", evidence=f"{wrong}.",
+            fix="memtune search  or  memtune trial --config  makes a new plan; or recompute: {kind: full}", code="MT316",
+        )  # fmt: skip
+    return program.with_step(under_blocks(program.step, ordered))
+
+
+def install_blocks(plan: Plan, context: Context, kind: str) -> None:
+    """Put the executor of each block's schedule in the place of its forward; the audit asks whether they ran."""
+    schedules = _schedules(plan, kind)
+    if len(schedules) != len(context.blocks):
+        raise ApplyError(
+            f"the plan is for {len(schedules)} blocks, the model has {len(context.blocks)}.",
+            fix="memtune search  or  memtune trial --config  makes a new plan", code="MT316",
+        )  # fmt: skip
+    context.later.append(partial(require_whole_layers, context, f"recompute: {{kind: {kind}}}"))
+    found = {}
+    for name, schedule in zip(context.blocks, schedules, strict=True):
+        found[name] = FrozenRegion(context.model.get_submodule(name), schedule, context.device)
+        found[name].install()
+    context.checks["recompute"] = lambda: _check(found)
+
+
+def _check(regions: Mapping[str, FrozenRegion]) -> dict[str, Any]:
+    """Facts for the audit: how often schedules ran, and the plain blocks in their place."""
+    for name, each in regions.items():
+        if not each.is_installed:
+            raise ApplyError(f"{name} should run by a schedule, but its forward was replaced.", code="MT313")
+        if each.runs.plain and not each.runs.frozen:
+            raise ApplyError(
+                f"{name} ran without its schedule.", evidence=f"{each.runs.why_plain[:1].upper()}{each.runs.why_plain[1:]}.",
+                fix="search again with the model as it is now, or choose recompute: {kind: planned}", code="MT313",
+            )  # fmt: skip
+    runs = [each.runs for each in regions.values()]
+    fewest: dict[str, Any] = {"frozen_runs": min(each.frozen for each in runs), "plain_runs": max(each.plain for each in runs)}
+    return fewest | {"blocks_by_schedule": len(runs), "why_plain": next((each.why_plain for each in runs if each.why_plain), "")}
+
+
+def explained_blocks(plan: Plan) -> tuple[str, ...]:
+    """What the plan comes to, then each schedule with the blocks that run by it; none for a damaged plan."""
+    try:
+        schedules = _schedules(plan, "planned")
+        peak, budget, plain = (format_bytes(plan.decisions[name]) for name in ("peak_bytes", "budget_bytes", "plain_bytes"))
+        again = format_seconds(plan.decisions["again_s"])
+    except (ApplyError, KeyError, TypeError, ValueError):
+        return ()
+    lines = [f"peak {peak} by a schedule for each block for a budget of {budget}; {plain} without; costs {again} a micro-batch"]
+    for each in dict.fromkeys(schedules):
+        computes = each.computes()
+        lines.append(f"{schedules.count(each)} blocks: {len(computes)} ops, {len(computes) - len(set(computes))} of them again")
+    return tuple(lines)
