@@ -16,12 +16,21 @@ from memtune.program import APART, Program, RankClass, Resource
 from memtune.remembered import remembered
 
 
-@remembered
 def one_part(program: Program, parts: int) -> Program:
     """`program` on the ranks that hold the same part; the groups of what the parts send are marked by their sign.
 
-    Those of what the copies send, which an earlier pass has inserted, are as that pass made them.
+    Those of what the copies send, which an earlier pass has inserted, are as that pass made them. The whole step of a pipeline's
+    rank, which nobody asks for again, is not remembered.
     """
+    return _of_one_part(program, parts) if program.unrolled > 1 else _known(program, parts)
+
+
+@remembered
+def _known(program: Program, parts: int) -> Program:
+    return _of_one_part(program, parts)
+
+
+def _of_one_part(program: Program, parts: int) -> Program:
     step = program.step
     theirs = step.op_group // APART == parts - 1
     group = np.where(theirs, step.op_group % APART, -step.op_group).astype(np.int32)

@@ -111,7 +111,9 @@ def remembered(make: Callable[P, T]) -> Remembered[P, T]:
 
 def _steps(values: Any) -> Iterator[Step]:
     for value in values:
-        if isinstance(value, Program):
+        if isinstance(value, tuple | list):
+            yield from _steps(value)
+        elif isinstance(value, Program):
             yield from (each.step for each in value.rank_classes)
         elif isinstance(value, Step):
             yield value

@@ -22,6 +22,7 @@ from memtune.passes.shares import raw_gradients
 from memtune.passes.stream import first_ops, stream_parameters
 from memtune.program import FOREVER, I32, Kind, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES
+from memtune.remembered import remembered
 from memtune.residency import Rule, window
 
 _OPS = (("write_ssd_", Resource.SSD_WRITE), ("from_ssd", Resource.SSD_READ))
@@ -68,7 +69,7 @@ _BY_CHANCE = 0.01
 """A block's idle experts are no accident if even rows dealt evenly among all would leave one out with less than this."""
 
 
-@functools.lru_cache(maxsize=8)
+@remembered
 def used_in(step: Step, experts: tuple[Expert, ...]) -> tuple[Expert, ...]:
     """Those that get rows whenever a step like this one runs: all of them where its routing does not say.
 

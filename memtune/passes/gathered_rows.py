@@ -15,6 +15,7 @@ import numpy.typing as npt
 from memtune.parameters import columns_of
 from memtune.passes.units import gathering_order
 from memtune.program import I32, I64, Phase, Step
+from memtune.remembered import remembered
 
 _GATHER, _COPY = "memtune.all_gather_into_.default", "fsdp.split_with_sizes_copy.default"
 
@@ -36,7 +37,7 @@ class Gathers:
         return np.concatenate([self.forward, self.backward[-2::-1], self.backward[:1]])
 
 
-@functools.lru_cache(maxsize=8)
+@remembered
 def gathers_of(step: Step) -> Gathers | None:
     """The gathers of `step`; None where blocks are not gathered one by one in forward and again in backward."""
     if _GATHER not in step.names or _COPY not in step.names:

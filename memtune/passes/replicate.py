@@ -15,7 +15,6 @@ each when it is copied. Where that makes them the larger ones, the sums stay her
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +23,7 @@ from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.passes.experts import experts_in
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
+from memtune.remembered import remembered
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Arrival:
     """Op after which it is in place."""
 
 
-@functools.lru_cache(maxsize=8)
+@remembered
 def replicate(step: Step, how: Replication) -> Step:
     """`step` as one rank runs it under DDP; `step` itself where nothing gets a gradient."""
     arrivals = _at_end(step) if how.at_end else _arrivals(step, how.of_blocks, how.of_experts)
@@ -91,7 +91,7 @@ def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, sums_
     return _rebound(edit, step, how, arrivals, bucket_of)
 
 
-@functools.lru_cache(maxsize=8)
+@remembered
 def _others(step: Step, of_blocks: bool, of_experts: bool) -> frozenset[int]:
     """Parameters whose gradients somebody else averages."""
     blocks = () if of_blocks else np.flatnonzero(columns_of(step.parameters).block >= 0).tolist()
@@ -99,7 +99,7 @@ def _others(step: Step, of_blocks: bool, of_experts: bool) -> frozenset[int]:
     return frozenset((*blocks, *experts))
 
 
-@functools.lru_cache(maxsize=8)
+@remembered
 def _arrivals(step: Step, of_blocks: bool, of_experts: bool) -> list[_Arrival]:
     """In the order in which they arrive; a sum over micro-batches arrives when this one has been added to it."""
     others = _others(step, of_blocks, of_experts)

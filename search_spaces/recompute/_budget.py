@@ -8,8 +8,9 @@ rewritten and run through them. Where its peak is not what was priced, the next 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -94,10 +95,20 @@ def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardwa
         return replace(reached, refused=True) if after is None else _Reached(after)
 
     done = run(
-        _Reached(program), [each for each in later if each.slot != "sharding.parallel"],
+        _Reached(_one_object(*_fields(program))), [each for each in later if each.slot != "sharding.parallel"],
         passed=passed, finished=lambda reached, _: reached, refused=lambda each: each.refused,
     )  # fmt: skip
     return done.program
+
+
+def _fields(program: Program) -> tuple[Any, ...]:
+    return tuple(getattr(program, each.name) for each in fields(Program))
+
+
+@remembered
+def _one_object(*of: Any) -> Program:
+    """The same program for equal fields: programs are known by identity, and each plan is put into a new one."""
+    return Program(*of)
 
 
 @dataclass(frozen=True, eq=False)

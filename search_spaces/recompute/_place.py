@@ -7,7 +7,7 @@ they make of it, so that a budget is that of a rank. What they put between the m
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from memtune.passes.policy import least_bytes
 from memtune.passes.region import Region, region_among, region_of
 from memtune.passes.schedule import run_schedule
 from memtune.program import Program, RankClass, Step, Tier
+from memtune.remembered import remembered
 from memtune.schedule import Schedule
 from memtune.search_spaces import NULL_KINDS
 from memtune.search_spaces.recompute._budget import after_later, later_techniques
@@ -116,7 +117,7 @@ class Place:
         return after_later(program, self.later, self.hardware).step
 
 
-@lru_cache(maxsize=4)
+@remembered
 def under_schedule(step: Step, schedule: Schedule) -> Step:
     """`step` under a schedule that is right for it; what a plan was made with is what its rewrite asks for next."""
     region = region_of(step)
@@ -132,7 +133,7 @@ def place_of(program: Program, target: Target) -> Place:
     return _place(program.step, target.hardware, program.ranks, program.micro_batch, program.accumulate, later)
 
 
-@lru_cache(maxsize=32)
+@remembered
 def _place(step: Step, hardware: Hardware, ranks: int, micro_batch: int, accumulate: int, later: tuple[Technique, ...]) -> Place:
     return Place(step, hardware, ranks, micro_batch, accumulate, later)
 

@@ -59,3 +59,23 @@ def test_what_a_list_gets_later_counts_and_a_step_of_two_programs_counts_once(me
     assert memory.n_rows == 70
     assert ways(one) == []
     assert memory.n_rows == 70
+
+
+def test_steps_in_a_tuple_or_a_list_count(memory: Memory) -> None:
+    """What is made of each rank, say."""
+
+    @remembered
+    def of_ranks(step: Step) -> tuple[Step, ...]:
+        return make_step(20, 1), make_step(30, 1)
+
+    @remembered
+    def of_steps(steps: tuple[Step, ...]) -> int:
+        return sum(each.n_ops for each in steps)
+
+    made = of_ranks(make_step(10, 1))
+    assert memory.n_rows == 60
+    assert of_steps(made) == 50
+    assert memory.n_rows == 60
+    of_ranks(make_step(11, 1))
+    assert of_ranks(make_step(10, 1)) is not made
+    assert memory.n_rows <= 100

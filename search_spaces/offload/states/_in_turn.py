@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,7 +61,7 @@ def chain_in(program: Program) -> Chain:
     return chain
 
 
-@functools.lru_cache(maxsize=32)
+@remembered
 def costs_of(step: Step, hardware: Hardware) -> TurnCosts:
     """What each block takes in one micro-batch."""
     sizes, seconds, parts = block_bytes(step), op_costs(step, hardware).op_s, parts_of(step)
@@ -84,7 +83,7 @@ def on_ranks(program: Program, layout: OnRanks, hardware: Hardware, boundaries: 
     return Program(tuple(classes), program.micro_batch, 1, program.notes, sharers=ranks, unrolled=count, idle=idle)
 
 
-@functools.lru_cache(maxsize=4)
+@remembered
 def _rank_steps(program: Program, layout: OnRanks, hardware: Hardware, boundaries: Where) -> tuple[Step, ...]:
     """By rank."""
     step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from memtune.errors import ApplyError
@@ -14,6 +12,7 @@ from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.passes.stream import moment_of_ops, not_in_layers, stream_parameters
 from memtune.program import F64, Kind, Program, Resource, Step
+from memtune.remembered import remembered
 from memtune.residency import Residency, window
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import is_gathered
@@ -107,7 +106,7 @@ def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
     return found
 
 
-@functools.lru_cache(maxsize=8)
+@remembered
 def in_layers(program: Program, residency: Residency) -> Program:
     """The program with its blocks' parameters as `residency` says, and every update on the host."""
     step = stream_parameters(program.step, residency, ranks=replicas(program))
