@@ -67,7 +67,7 @@ class OnlineSettings:
     reserve_bytes: int = 0
     """What the loss takes between forward and backward."""
     scratch: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that a kernel takes while it runs, by name of the op."""
+    """Bytes that a kernel takes while it runs, as `OpFacts` looks them up."""
     unseen_bytes: int = 0
     """Of what is there throughout, what the module is not given: labels, say."""
     freeze_after: int = 3
