@@ -151,6 +151,8 @@ class _Player:
             by.get(how, self._reads)[op].append(storage)
         ended = self._rows[self._region.graph.n_forward - 1] + 1
         self._let_go = np.maximum(step.held_until, step.producer)
+        read = step.use_op < ended  # whoever calls an op holds what it reads, if by a view
+        np.maximum.at(self._let_go, step.use_storage[read], step.use_op[read])
         for save in range(len(step.save_storage)):
             before = int(step.save_before[save])
             if before < ended or (before == ended and step.save_is_output[save]):
