@@ -108,10 +108,11 @@ class OpFacts:
     Args:
         costs: Of ops.
         scratch: Bytes that a kernel takes while it runs, by `scratch_name`; by the op's name alone the most, for other sizes.
+        makes: Bytes that an op makes, by the same name, where fake runs say less.
     """
 
-    def __init__(self, costs: Costs, scratch: Mapping[str, int]) -> None:
-        self._costs, self._scratch = costs, scratch
+    def __init__(self, costs: Costs, scratch: Mapping[str, int], makes: Mapping[str, int] | None = None) -> None:
+        self._costs, self._scratch, self._makes = costs, scratch, makes or {}
         self._about: dict[Any, About] = {}
         self._known: dict[Key, Facts] = {}
 
@@ -138,7 +139,8 @@ class OpFacts:
                 self._known.clear()
             random = about.seeded and not draws_nothing(about.func, args, kwargs)
             scratch_bytes = self._scratch.get(name, about.scratch_bytes)
-            found = self._known[known] = Facts(about, key, sum(_asked(about.func, args, kwargs)), random, scratch_bytes)
+            makes_bytes = max(sum(_asked(about.func, args, kwargs)), self._makes.get(name, 0))
+            found = self._known[known] = Facts(about, key, makes_bytes, random, scratch_bytes)
         return found
 
     def cost_s(self, facts: Facts, args: Any, kwargs: Any, out: Any, inputs: list[Tensor]) -> float:

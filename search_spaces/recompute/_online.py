@@ -13,6 +13,7 @@ from memtune.passes.region import Region, region_of
 from memtune.program import Kind, Step, Tier
 from memtune.remat import Policy
 from memtune.runtime.op_facts import Costs, scratch_name
+from memtune.runtime.workspace import RealOutputs
 from memtune.technique import Reason
 from memtune.units import format_bytes
 
@@ -23,7 +24,7 @@ def told_online(step: Step, hardware: Hardware, buffer_bytes: int = 0) -> dict[s
     return {
         "reserve_bytes": max(region.between_bytes - int(region.background_bytes[0]), 0),
         "unseen_bytes": _unseen_bytes(step, region) + buffer_bytes,
-        "scratch": _scratch(step, region), "flops_per_s": hardware.matmul_flops_per_s("float32"),
+        "scratch": _scratch(step, region), "makes": _makes(step, region), "flops_per_s": hardware.matmul_flops_per_s("float32"),
         "bytes_per_s": hardware.memory_bytes_per_s, "launch_s": hardware.launch_s,
     }  # fmt: skip
 
@@ -53,6 +54,17 @@ def _scratch(step: Step, region: Region) -> dict[str, int]:
     for name, detailed, size in zip(region.graph.names, _scratch_names(step, region), sizes, strict=True):
         if name in found:
             found[detailed] = max(found.get(detailed, 0), size)
+    return found
+
+
+def _makes(step: Step, region: Region) -> dict[str, int]:
+    """Bytes by what each op reads, of recurrent layers with scratch: what they save for backward is empty in a fake run."""
+    found: dict[str, int] = {}
+    for name, detailed, made, scratch in zip(
+        region.graph.names, _scratch_names(step, region), region.graph.makes, region.scratch_bytes.tolist(), strict=True
+    ):
+        if name in RealOutputs.OPS and scratch:
+            found[detailed] = max(found.get(detailed, 0), int(region.bytes[list(made)].sum()))
     return found
 
 
