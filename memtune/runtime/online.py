@@ -67,7 +67,9 @@ class OnlineSettings:
     reserve_bytes: int = 0
     """What the loss takes between forward and backward."""
     scratch: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that a kernel takes while it runs, by name of the op."""
+    """Bytes that a kernel takes while it runs, as `OpFacts` looks them up."""
+    makes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that an op makes where its fake implementation says less, as `OpFacts` looks them up."""
     unseen_bytes: int = 0
     """Of what is there throughout, what the module is not given: labels, say."""
     freeze_after: int = 3
@@ -89,7 +91,7 @@ class OnlineRegion(ReplacedForward):
     def __init__(self, module: nn.Module, optimizer: Optimizer, settings: OnlineSettings, device: torch.device) -> None:
         super().__init__(module)
         self.settings, self.runs, self.device = settings, OnlineRuns(), device
-        self._optimizer, self.facts = optimizer, OpFacts(settings.costs, settings.scratch)
+        self._optimizer, self.facts = optimizer, OpFacts(settings.costs, settings.scratch, settings.makes)
         self._table: OnlineTable | None = None
         self._members: tuple[list[nn.Parameter], list[Tensor]] = [], []
         """Parameters and buffers, as they were when forward was last called."""
