@@ -157,13 +157,17 @@ def least(cost: Callable[[int], float], last: int) -> int:
     return low
 
 
-def _alone_s(taken: Sequence[Part], hardware: Hardware) -> float:
-    """Seconds that copies of one block take, out after forward and back before backward, with nothing to hide behind."""
-    by_block = Counter[int]()
-    for part in taken:
+def alone_s(ranked: Sequence[Part], hardware: Hardware) -> list[float]:
+    """By how many of `ranked` are swapped, seconds of copies that have nothing to run beside.
+
+    Those are the copies of one block, out after the last forward and back before the first backward.
+    """
+    by_block, most, found = Counter[int](), 0, [0.0]
+    for part in ranked:
         by_block[part.block] += part.n_bytes
-    n_bytes = max(by_block.values(), default=0)
-    return n_bytes / hardware.device_to_host_bytes_per_s + n_bytes / hardware.host_to_device_bytes_per_s
+        most = max(most, by_block[part.block])
+        found.append(most / hardware.device_to_host_bytes_per_s + most / hardware.host_to_device_bytes_per_s)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +195,7 @@ class Choice:
     ) -> Choice:
         """The number of parts with which a step takes the least seconds, and of several such numbers the smallest.
 
-        None where a step without any is as fast: the last block's copies out, and the same back, have nothing to run beside.
+        Copies that have nothing to run beside (`alone_s`) are added to T; they only grow, so no more than T alone asks for.
 
         Args:
             parts: Of all blocks.
@@ -213,8 +217,10 @@ class Choice:
 
         room = len(ranked) if host_bytes is None or spill else int(np.searchsorted(swapped, host_bytes, side="right")) - 1
         count = least(cost, max(room, 0))
-        alone = 0.0 if waits else _alone_s(ranked[:count], hardware)
-        return cls(tuple(ranked), count if cost(count) + alone < cost(0) else 0, cost)
+        if not waits:
+            alone = alone_s(ranked[:count], hardware)
+            count = min(range(count + 1), key=lambda each: cost(each) + alone[each])
+        return cls(tuple(ranked), count, cost)
 
     def taken(self) -> Counter[int]:
         """By block, how many of its parts are swapped."""

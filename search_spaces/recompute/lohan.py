@@ -38,10 +38,10 @@ class Lohan(Technique):
     host first ("offloading benefit"). How many bytes follows from what else the step asks of each resource, copies and updates
     of `offload.states` included: where backward waits for a drive, recomputation costs nothing and little is swapped. That time
     is convex in the bytes swapped, so its minimum is found by bisection. Copies of one block run beside another's compute, both
-    ways (`window`); where they cannot, they are priced as waited for, and nothing is swapped that makes a step longer. Nothing stays on the device between a block's forward
-    and its backward but what is too small to move. The other half of LoHan is `offload.states: {kind: lohan}`. Where host
-    memory is short, `host_bytes` says so: the rest runs again or, with `spill: ssd`, what the first blocks swap goes on to SSD as
-    far as that still pays, with what else the drive has to do.
+    ways (`window`); where they cannot they are priced as waited for, and nothing is swapped that makes a step longer. Nothing
+    stays on the device between a block's forward and its backward but what is too small to move. The other half of LoHan is
+    `offload.states: {kind: lohan}`. Where host memory is short, `host_bytes` says so: the rest runs again or, with `spill: ssd`,
+    what the first blocks swap goes on to SSD as far as that still pays, with what else the drive has to do.
 
     Distinguishing test: the number of bytes is that of the least time over all numbers (brute force), it grows with the link's
     speed, and it shrinks when a drive makes backward wait; what is spilled is written once and read once; a block's tensors are
