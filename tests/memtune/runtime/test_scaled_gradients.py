@@ -58,7 +58,7 @@ def trained(technique: Technique, scaler: GradScaler | None, spoil: Callable[[nn
         handle = spoil(model) if spoil is not None and step == 1 else None
         for _ in range(2):
             loss = workload.loss(model, workload.make_batch(2))
-            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            (loss if scaler is None else scaler.scale(loss)).backward()
         if handle is not None:
             handle.remove()
         if scaler is None:
@@ -116,7 +116,7 @@ def test_what_was_updated_inside_backward_is_refused(technique: Technique) -> No
     tuned = apply(model, optimizer, config_of(ZOO["gpt"], technique), strict=False)
     scaler = scaled()
     with tuned.micro_batch(last=True):
-        scaler.scale(workload.loss(model, workload.make_batch(2))).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(workload.loss(model, workload.make_batch(2))).backward()
     with pytest.raises(ApplyError, match="updated inside backward"):
         scaler.unscale_(optimizer)
 
@@ -127,7 +127,7 @@ def test_other_optimizers_are_the_scalers_own_business() -> None:
     apply(model, tuned, config_of(ZOO["gpt"], STATES["own"]), strict=False)
     weight = nn.Parameter(torch.ones(3))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), scaled()
-    scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
     assert torch.equal(weight.detach(), torch.zeros(3))
 
