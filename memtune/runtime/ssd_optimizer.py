@@ -140,7 +140,7 @@ class SsdOptimizer:
         for ssd in [each for kept, _ in self._writing for each in kept]:
             transfer.written(ssd)
         if self._last is not None:
-            self._last.complete(pieces)
+            self._last.complete()
         self._writing.clear()
 
     def _read(self, piece: Piece) -> Tensor:
@@ -158,6 +158,12 @@ class SsdOptimizer:
         torch.ops.memtune.write_ssd_(piece.target, host)
         ssd, memory = ([], []) if new is None else ([new[0]], [new[1]])
         self._writing.append(([piece.target, *ssd], [host, *memory]))
+        self._turn(piece)
+
+    def _turn(self, piece: Piece) -> None:
+        """What is being written is the piece, once steps are kept; none is of fake tensors."""
+        if self._last is not None:
+            piece.turn(self._optimizer.state[piece.held])
 
     def _finish_oldest(self) -> None:
         for ssd in self._writing.popleft()[0]:
@@ -236,8 +242,9 @@ class SsdOptimizer:
             self._adopt(piece, self._optimizer.state[piece.held], moments)
             torch.ops.memtune.write_ssd_(piece.target, host)
             transfer.written(piece.target)
+            self._turn(piece)
         if self._last is not None:
-            self._last.complete(self._pieces, steps=0)
+            self._last.complete(steps=0)
 
     def _weight(self, piece: Piece) -> Tensor:
         """What has been loaded, on the host."""
