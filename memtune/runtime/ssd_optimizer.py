@@ -93,9 +93,10 @@ class SsdOptimizer:
         with tier(HOST):
             parts = [weight, *(state.get(each, torch.zeros_like(weight)) for each in moments)]
             together = torch.cat([part.detach().float().reshape(-1) for part in parts])
-        ssd, *spare = (self._on_ssd(together, name) for _ in range(1 + self._keep))
+        ssd = self._on_ssd(together, name)
+        spare = self._on_ssd(together, name) if self._keep else None
         held = nn.Parameter(ssd[: weight.numel()].view(weight.shape), requires_grad=parameter.requires_grad)
-        piece = Piece(name, parameter, held, ssd, group, moments, *spare)
+        piece = Piece(name, parameter, held, ssd, group, moments, spare)
         mine = self._optimizer.state[held]
         mine.update(state)
         mine.update(zip(moments, piece.parts(ssd)[1:], strict=True))

@@ -87,7 +87,7 @@ class Lohan(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, when gradients go down and when the update runs."""
-        how = {"update": self.update, "bucket_bytes": self._bucket_bytes}
+        how: dict[str, Any] = {"update": self.update, "bucket_bytes": self._bucket_bytes}
         how |= {"resume": self.resume} if self._keeps else {}
         return {"states.offload": {"optimizer": "ssd", "gradients": "as_they_land", "trigger": "per_gradient", **how}}
 
