@@ -18,6 +18,7 @@ from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
 from memtune.runtime.call_text import bases_of, slots_in
 from memtune.runtime.followed_code import FollowedCode, Run, fresh_outputs
 from memtune.runtime.followed_path import OpPath, Path
+from memtune.runtime.frozen_code import written_later
 from memtune.runtime.online_notes import Noted, script_of
 from memtune.runtime.online_table import TRIES, held_elsewhere
 from memtune.runtime.online_values import Again, Given, Ran, Read, Value, View, run_in_parts, too_small, whole_of, written_since
@@ -56,6 +57,7 @@ class Route:
         """Parameters and their gradients that are there before this op."""
         for parameter, after, gradient in tape.landed:
             self.due.setdefault(after + 1, []).append((parameter, gradient))
+        self.written_later = written_later(tape)
         self.fresh: Callable[[int], list[tuple[int, int]]] = cache(lambda op: fresh_outputs(tape, path.ops[op], op))
         """Position among the tensors that an op returns, and number, of what it makes."""
         self._last_read = _last_reads(tape)
@@ -403,8 +405,10 @@ class FollowedRun:
         ops = self._route.path.ops
         before = ops[at].ran if at < len(ops) else ops[-1].ran + 1
         self.replays.append(Again(before, ops[op].ran, tuple(ops[each].ran for each in along), parts))
-        if self._versions:
-            for each in (*along, op):
+        for each in (*along, op):
+            if self._route.written_later.get(each, at) < at:
+                raise self._written_since(each)
+            if self._versions:
                 self._check(each)
 
     # -- what others may do in between ---------------------------------------------------------------------------------
@@ -425,7 +429,10 @@ class FollowedRun:
         """Raise if something that the op reads has been written into since."""
         changed = any(self._outside(each)._version != self._versions[each] for each in self._route.outside_of[op])
         if changed or any(self._is_changed(number) for number in self._route.path.ops[op].numbers.values()):
-            raise written_since(f"a tensor that {self._route.facts[op].about.name} has read and must read again")
+            raise self._written_since(op)
+
+    def _written_since(self, op: int) -> ApplyError:
+        return written_since(f"a tensor that {self._route.facts[op].about.name} has read and must read again")
 
     def _check_outputs(self) -> None:
         if any(map(self._is_changed, self._route.returned_and_read)):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
-from memtune.runtime.frozen_code import Code, LayoutError, generate, not_by_element
+from memtune.runtime.frozen_code import Code, LayoutError, generate, not_by_element, reads_what_was_written, state_read
 from memtune.runtime.frozen_nodes import end, land, leave, whole
 from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
@@ -121,6 +121,8 @@ class _Captured:
     """Flows from one node to the other, and back."""
     codes: dict[Any, _Coded]
     """Code by what the gradients look like that flow in; the forward is the same in all."""
+    read: tuple[int, ...]
+    """Parameters and buffers that backward reads."""
 
     @property
     def first(self) -> _Coded:
@@ -198,7 +200,8 @@ class FrozenRegion(ReplacedForward):
             return why
         for tape in chain([first], self._others(call, first)):
             if not self._differs(tape):
-                return _Captured(tape, Guards(self.module), call, self._token(), {_like(tape): self._coded(tape)})
+                codes = {_like(tape): self._coded(tape)}
+                return _Captured(tape, Guards(self.module), call, self._token(), codes, state_read(tape, self.schedule))
         return self._differs(first)
 
     def _others(self, call: Callable[..., Tape], first: Tape) -> Iterator[Tape]:
@@ -220,7 +223,8 @@ class FrozenRegion(ReplacedForward):
     def _differs(self, tape: Tape) -> str:
         if tape.graph.sha256 != self.schedule.graph:
             return f"it runs other ops than the ones the schedule was made for ({tape.graph.n_ops} now)"
-        return wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
+        wrong = wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
+        return wrong or reads_what_was_written(tape, self.schedule)
 
     def _coded(self, tape: Tape) -> _Coded:
         random_state = partial(RandomState.capture, self.module)
@@ -325,7 +329,8 @@ class _Run:
 
     def _sum_of_versions(self) -> int:
         saved = sum(each._version for each in self.saved[0] if isinstance(each, Tensor))
-        return saved + sum(self._state[n]._version for n in self._numbers)
+        read = (self._state[n] for n in self._captured.read)
+        return saved + sum(each._version for each in read if not each.is_inference())  # those cannot be written into
 
     def gradient_of(self, number: int) -> Tensor:
         """The gradient of a parameter, whose turn it is; nobody else holds it."""
@@ -386,7 +391,7 @@ class _Run:
         if self._sum_of_versions() != self._versions:
             raise ApplyError(
                 "something that backward needs was written into after the model's forward.",
-                evidence="One of: the weights, an input of the model, an output of the model.",
+                evidence="One of: the weights, a buffer, an input of the model, an output of the model.",
                 fix="write x = x + y instead of x += y, and step the optimizer after backward", code="MT326",
             )  # fmt: skip
 

@@ -359,6 +359,67 @@ def _second_order(net: Net, x: Tensor) -> None:
     torch.autograd.grad(a.sum() + b.sum(), list(net.parameters()), create_graph=True)
 
 
+class Buffered(nn.Module):
+    """Reads a buffer and a weight that wants no gradient, in backward too; `counts` into another buffer, which it has read."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.counts = nn.Linear(6, 8), nn.Linear(8, 3).requires_grad_(False), counts
+        self.register_buffer("scale", torch.full((8,), 2.0))
+        self.register_buffer("bias", torch.ones(8))
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(torch.tanh(self.one(x) + self.bias + self.n) * self.scale)
+        if self.counts:
+            self.n.add_(1)
+        return y
+
+
+def frozen_buffered(again: Callable[[OpGraph], Schedule], counts: bool = False) -> tuple[Buffered, FrozenRegion]:
+    net = Buffered(counts)
+    frozen = FrozenRegion(net, again(graph_of(net, torch.ones(5, 6))), CPU)
+    frozen.install()
+    return net, frozen
+
+
+@pytest.mark.parametrize("again", [plain_schedule, everything_again])
+@pytest.mark.parametrize("name", ["scale", "two.weight", "bias"])
+def test_what_backward_reads_must_not_be_written_into(name: str, again: Callable[[OpGraph], Schedule]) -> None:
+    x, (net, _) = torch.randn(5, 6), frozen_buffered(again)
+    out = net(x).sum()
+    with torch.no_grad():
+        net.get_parameter(name).mul_(5) if name == "two.weight" else net.get_buffer(name).mul_(5)
+    if name == "bias" and again is plain_schedule:  # its backward does not read it: the plain module's neither
+        out.backward()
+        assert same([net.one.weight.grad], [_trained(Buffered(), x)])
+        return
+    with pytest.raises(ApplyError, match="written into"):
+        out.backward()
+
+
+def test_what_reads_a_buffer_before_it_is_written_does_not_run_again() -> None:
+    x, (net, frozen) = torch.randn(5, 6), frozen_buffered(everything_again, counts=True)
+    plain = Buffered(counts=True)
+    for _ in range(2):
+        assert torch.equal(_trained(net, x), _trained(plain, x))
+    assert "writes into a buffer" in frozen.runs.why_plain
+    net, frozen = frozen_buffered(plain_schedule, counts=True)
+    outs, plain = [net(x), net(x + 1)], Buffered(counts=True)
+    sum(each.sum() for each in outs).backward()
+    sum(each.sum() for each in [plain(x), plain(x + 1)]).backward()
+    assert frozen.runs.frozen == 2
+    assert torch.allclose(net.one.weight.grad, plain.one.weight.grad)
+
+
+def _trained(net: Buffered, x: Tensor) -> Tensor:
+    net.zero_grad()
+    net(x).sum().backward()
+    assert net.one.weight.grad is not None
+    return net.one.weight.grad
+
+
 class Odd(nn.Module):
     """Does what a frozen schedule could not repeat."""
 
