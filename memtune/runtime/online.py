@@ -271,6 +271,7 @@ class _Run:
         self.n_forward = len(table.ran)
         del out, given, named
         table.leave_room(self.region.settings.reserve_bytes)
+        table.note_outputs([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         if not roots:
             return tree_unflatten(leaves, spec)
         token = _apply(_Region, self, self.region.token, *flow)
@@ -347,7 +348,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        return tuple(each.view_as(each) for each in outputs)
+        return tuple(each.detach() for each in outputs)  # no views, so that they may be written into (`OnlineTable.note_outputs`)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
