@@ -307,7 +307,7 @@ class OnlineTable:
     def _remove(self, value: Value) -> None:
         """Let its storage go, if it was there."""
         if value.alias is not None:
-            value.alias = None
+            value.alias = value.version = None
             if self._values.get(value.address) is value:
                 del self._values[value.address]
 
@@ -349,6 +349,8 @@ class OnlineTable:
         value = kept.value
         if value.writes - value.unsaid != kept.writes:
             raise written_since("a tensor that backward needs")
+        if value.is_written:
+            raise written_since("a tensor that backward needs")
         self._bring(value)
         assert value.alias is not None
         if not value.outside:
@@ -377,6 +379,14 @@ class OnlineTable:
         self._make_room(n_bytes, "the loss")
         if self.notes is not None:
             self.notes.forward_end = len(self.notes.told)
+
+    def note_outputs(self, outputs: list[Tensor]) -> None:
+        """Forward returns these: who writes into them from here on is not seen, but their versions tell."""
+        for each in outputs:
+            value = self._values.get(each.untyped_storage()._cdata)
+            if value is not None and value.alias is not None:
+                value.alias = whole_of(each.detach()).detach()  # what ops made below autograd's view counts other versions
+                value.version = value.alias._version
 
     def counted(self) -> dict[str, Any]:
         """Counters of the books."""

@@ -150,6 +150,28 @@ class Writes(nn.Module):
         return z
 
 
+def test_what_forward_returned_may_be_written_into_where_backward_does_not_read_it() -> None:
+    """As without: an error where it does."""
+    x = torch.randn(8, 4)
+    for last, allowed in ((nn.Tanh(), False), (nn.Linear(4, 4), True)):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), last)
+        found = []
+        for _ in range(4):  # plain, under the mode, then without it
+            out = net(x)
+            out /= 2.0
+            if allowed:
+                out.square().sum().backward()
+                found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+            else:
+                with pytest.raises((ApplyError, RuntimeError), match="written into|modified by an inplace operation"):
+                    out.square().sum().backward()
+            net.zero_grad(set_to_none=True)
+            if len(found) < 2 and "forward" not in vars(net):
+                region = online(net, torch.optim.SGD(net.parameters()), DTR, 1 << 30)
+        assert all(same(found[0], each) for each in found)
+        assert region.runs.followed == 2 * allowed
+
+
 def test_writes_into_what_backward_needs_are_an_error() -> None:
     for spoil in (False, True):
         net: nn.Module = nn.Linear(4, 4) if spoil else Writes()
