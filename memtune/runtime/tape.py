@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ from memtune.schedule import OpGraph
 _FAKE_SHARES = frozenset({"aten.mkldnn_rnn_layer_backward.default"})  # its fake gradients of the two biases are one tensor
 BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 """They update running statistics beside what they return: a second run leaves those out."""
+
+
+_CONTAINERS = frozenset({list, dict, OrderedDict, defaultdict, set})  # of attributes: what forward puts into them is taken back
 
 
 class CaptureError(Exception):
@@ -394,14 +398,32 @@ def _faked_state(
                 twin.register_post_accumulate_grad_hook(_landing(number, recorder, landed))
         twins[id(tensor)] = twin
     held_by: list[dict[str, Any]] = [held for each in module.modules() for held in (each._parameters, each._buffers)]
-    undo = [(held, name, tensor) for held in held_by for name, tensor in held.items() if tensor is not None]
+    undo = [(held, dict(held)) for held in held_by]
+    set_inside = ""
     try:
-        for held, name, tensor in undo:
-            held[name] = twins[id(tensor)]
+        for held, before in undo:
+            held.update({name: twins[id(tensor)] for name, tensor in before.items() if tensor is not None})
         yield
+        set_inside = next((name for held, before in undo for name in _set_in(held, before, twins)), "")
     finally:
-        for held, name, tensor in undo:
-            held[name] = tensor
+        for held, before in undo:
+            _put_back(held, before)
+    if set_inside:
+        raise CaptureError(f"its forward sets the parameter or buffer {set_inside}")
+
+
+def _set_in(held: dict[str, Any], before: dict[str, Any], twins: dict[int, Tensor]) -> Iterator[str]:
+    """What a forward has put into `held`, or taken out, whose tensors were twins of those in `before`."""
+    for name in {**before, **held}:
+        tensor = before.get(name)
+        if (name in held) is not (name in before) or held[name] is not (None if tensor is None else twins[id(tensor)]):
+            yield name
+
+
+def _put_back(held: Any, before: Any) -> None:
+    """Give a list, dict or set the items that it had, in their order."""
+    held.clear()
+    (held.extend if isinstance(held, list) else held.update)(before)
 
 
 def _landing(number: int, recorder: _Recorder, landed: list[tuple[int, int, Slot]]) -> Callable[[Tensor], None]:
@@ -429,6 +451,8 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
     before = [
         (each, {k: v for k, v in vars(each).items() if k[0] != "_" or not isinstance(v, dict)}) for each in module.modules()
     ]
+    kept = [(each, name, value, _items(value), value.copy()) for each, attributes in before
+            for name, value in attributes.items() if type(value) in _CONTAINERS]  # fmt: skip
     try:
         yield
     finally:
@@ -439,10 +463,22 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
                 del vars(each)[name]
             for name, value in attributes.items():
                 if vars(each).get(name) is not value:
-                    changed = changed if isinstance(each, nn.RNNBase) and name.startswith("_flat_weight") else name
+                    changed = changed if _is_flat_weight(each, name) else name
                     vars(each)[name] = value
+        for each, name, value, items, copy in kept:
+            if len(items) != len(now := _items(value)) or any(one is not two for one, two in zip(items, now, strict=True)):
+                changed = changed if _is_flat_weight(each, name) else name
+                _put_back(value, copy)
         if changed:
             raise CaptureError(f"its forward sets the attribute {changed}")
+
+
+def _is_flat_weight(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.RNNBase) and name.startswith("_flat_weight")
+
+
+def _items(held: Any) -> list[Any]:
+    return [*held, *held.values()] if isinstance(held, dict) else list(held)
 
 
 def autocast_state() -> list[Callable[[], AbstractContextManager[Any]]]:

@@ -1,0 +1,210 @@
+"""The plain data that the code of a module can see, and whether it is as it was: attributes, class attributes, globals.
+
+Rule 1. Which names are read is taken from the code that `forward` can reach by name: other methods, functions of its file.
+        Numbers, strings and the like are compared wherever they are; all else only under names that this code reads.
+Rule 2. Lists, dicts and sets are compared by value, functions and other objects by identity, tensors not at all: those that are
+        no parameters or buffers cannot be captured.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from operator import is_, itemgetter
+from types import CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+"""Types whose values are compared with `==`."""
+_MOST_ITEMS = 256
+"""Of a list, dict or set that is compared by value at each step."""
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_ITEMS = frozenset({list, tuple, dict, OrderedDict, defaultdict, set, frozenset})  # what derives from them may compare otherwise
+_GONE = object()
+
+
+class _Copy(NamedTuple):
+    """A container as it was."""
+
+    kind: type
+    items: Any
+
+
+class _Seen:
+    """Some entries of a dictionary.
+
+    Args:
+        held: The dictionary.
+        names: The entries.
+        noticed: What must not be added to it; None where nothing that is added can be seen.
+    """
+
+    def __init__(self, held: Mapping[str, Any], names: list[str], noticed: frozenset[str] | None = None) -> None:
+        values = {name: _copied(held[name]) for name in names}
+        self._held, self._noticed, self._keys = held, noticed, tuple(held) if noticed is not None else ()
+        self._fixed = [name for name, value in values.items() if not isinstance(value, _Copy)]
+        self._values = [values[name] for name in self._fixed]
+        self._copies = [(name, value) for name, value in values.items() if isinstance(value, _Copy)]
+        self._read: Callable[[Any], tuple[Any, ...]] = itemgetter(*self._fixed, *self._fixed[:1]) if self._fixed else _nothing
+        self._again = [*self._values, *self._values[:1]]  # of one name alone `itemgetter` gives no tuple
+
+    def changed(self) -> str:
+        """What is not as it was, '' if everything is."""
+        held = self._held
+        try:
+            fixed = all(map(is_, self._read(held), self._again))
+        except KeyError:
+            fixed = False
+        if not fixed:
+            for name, value in zip(self._fixed, self._values, strict=True):
+                if not _same(held.get(name, _GONE), value):
+                    return _told(name, held.get(name, _GONE), value)
+        for name, copy in self._copies:
+            if not _same(held.get(name, _GONE), copy):
+                return f"{name} holds something else"
+        if self._noticed is not None and tuple(held) != self._keys:
+            added = self._noticed.intersection(held).difference(self._keys)
+            if added:
+                return f"{min(added)} is new"
+        return ""
+
+
+def seen_by(module: nn.Module) -> list[_Seen]:
+    """All data that the code of `module` and of the modules in it can see, as it is now."""
+    modules = list(module.modules())
+    kinds = list(dict.fromkeys(kind for each in modules for kind in type(each).__mro__ if kind not in (nn.Module, object)))
+    read, scopes = _read_names([*map(vars, kinds), *map(vars, modules)])
+    found: list[_Seen] = []
+    known: set[int] = set()
+
+    def see(held: Mapping[str, Any], left_out: frozenset[str] = frozenset()) -> None:
+        names = [name for name, value in held.items()
+                 if name not in left_out and name[:2] != "__" and (name in read or _is_plain(value))]  # fmt: skip
+        found.append(_Seen(held, names, read - left_out))
+
+    for each in modules:
+        for held in (vars(each), *_settings(each)):
+            if id(held) not in known:
+                known.add(id(held))
+                see(held, _OF_MODULES | {"forward"} if each is module else _OF_MODULES)  # its own forward is the region
+    for kind in kinds:
+        see(vars(kind))
+    return found + [_Seen(scope, names) for scope, names in scopes]
+
+
+def _read_names(places: list[Mapping[str, Any]]) -> tuple[frozenset[str], list[tuple[dict[str, Any], list[str]]]]:
+    """Names that the code reads which `forward` can reach among `places`, and the globals that it reads."""
+    read, done = {"forward"}, set[int]()
+    scopes: dict[int, tuple[dict[str, Any], list[str]]] = {}
+    methods: dict[str, list[FunctionType]] = {}
+    for held in places:
+        for name, value in held.items():
+            methods.setdefault(name, []).extend(_functions(value))
+    waiting = [each for name in ("forward", "__getattr__", "__getattribute__", "__call__") for each in methods.get(name, ())]
+    while waiting:
+        function = waiting.pop()
+        if id(function) in done:
+            continue
+        done.add(id(function))
+        scope = function.__globals__
+        for name in _names(function.__code__):
+            if name not in read:
+                read.add(name)
+                waiting += methods.get(name, ())
+        if function.__module__.startswith(("torch.", "memtune.")):
+            continue
+        _, names = scopes.setdefault(id(scope), (scope, []))
+        for name in _globals(function.__code__):
+            if name in scope and name not in names:
+                names.append(name)
+                waiting += [each for each in _functions(scope[name]) if each.__globals__ is scope]
+    return frozenset(read), list(scopes.values())
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The functions that run where `value` is called or read, those that they wrap too."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod | MethodType):
+        value = value.__func__
+    for _ in range(8):
+        if not isinstance(value, FunctionType):
+            return
+        yield value
+        value = getattr(value, "__wrapped__", None)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Attributes that `code` may read, those of `getattr` too."""
+    for each in _codes(code):
+        yield from each.co_names
+        yield from (const for const in each.co_consts if isinstance(const, str) and const.isidentifier())
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    for each in _codes(code):
+        yield from (str(step.argval) for step in dis.get_instructions(each) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+
+
+def _settings(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """The attributes of objects that a module holds: its config."""
+    for name, value in vars(module).items():
+        if name[:1] != "_" and not isinstance(value, nn.Module | Tensor | type) and hasattr(value, "__dict__"):
+            yield vars(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (isinstance(value, tuple) and len(value) < _MOST_ITEMS and all(map(_is_plain, value)))
+
+
+def _copied(value: Any) -> Any:
+    """`value`, as a copy where it can change and remain the same object."""
+    if isinstance(value, Tensor):
+        return Tensor
+    if type(value) not in _ITEMS or len(value) > _MOST_ITEMS or _is_plain(value):
+        return value
+    if isinstance(value, dict):
+        return _Copy(type(value), {key: _copied(each) for key, each in value.items()})
+    return _Copy(type(value), frozenset(value) if isinstance(value, set | frozenset) else [_copied(each) for each in value])
+
+
+def _same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if before is Tensor:
+        return isinstance(now, Tensor)
+    if not isinstance(before, _Copy):
+        return type(now) is type(before) and (_is_plain(now) and _equal(now, before))
+    if type(now) is not before.kind or len(now) != len(before.items):
+        return False
+    if isinstance(now, dict):
+        return all(_same(now.get(key, _GONE), each) for key, each in before.items.items())
+    return now == before.items if isinstance(now, set | frozenset) else all(map(_same, now, before.items))
+
+
+def _equal(now: Any, before: Any) -> bool:
+    """Of plain data of one type; 1 and True and 1.0 differ in a tuple too."""
+    if isinstance(now, tuple):
+        return len(now) == len(before) and all(map(_same, now, before))
+    return bool(now == before)
+
+
+def _nothing(_: Any) -> tuple[Any, ...]:
+    return ()
+
+
+def _told(name: str, now: Any, before: Any) -> str:
+    if not _is_plain(before) or not _is_plain(now):
+        return f"{name} is another object"
+    return f"{name} is {now!r}, was {before!r}"
