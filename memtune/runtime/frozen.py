@@ -36,7 +36,18 @@ from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
-from memtune.runtime.tape import CaptureError, GradientLike, Outside, Slot, Tape, autocast_state, capture, no_autocast, shapes_of
+from memtune.runtime.tape import (
+    CaptureError,
+    GradientLike,
+    Outside,
+    Slot,
+    Tape,
+    autocast_state,
+    capture,
+    named_state,
+    no_autocast,
+    shapes_of,
+)
 from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Action, Schedule, wrong_with
 
@@ -187,6 +198,9 @@ class FrozenRegion(ReplacedForward):
 
         First the loss if there is one among them, else all, contiguous; then guesses.
         """
+        for _, name, tensor in named_state(self.module):
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                return f"{name} wants a gradient, and is no parameter"
         call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_state())
         first: Tape | None = None
         why = ""
@@ -352,7 +366,7 @@ class _Run:
         found: dict[int, Tensor | None] = dict.fromkeys(self._numbers)
         while not isinstance(reached := self._run_on(), list):
             gradient = self._landed.pop()
-            if _is_accumulated(edge[reached]):
+            if self._state[reached].is_leaf and _is_accumulated(edge[reached]):
                 put_in_place(self._state[reached], gradient)
             else:
                 found[reached] = gradient

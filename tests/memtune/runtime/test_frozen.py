@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.func import functional_call
 from training_runs import same, trained_values
 from zoo_paths import ZOO
 
@@ -283,6 +284,23 @@ def test_hooks_are_called_one_by_one_in_the_plain_order() -> None:
         gradients(each, torch.randn(5, 6))
     assert seen[0] == seen[1]
     assert [there for _, there in seen[0]] == list(range(1, len(seen[0]) + 1))
+
+
+def test_weights_that_are_made_of_others_hand_their_gradients_on() -> None:
+    """Swapped in for a call: before the first capture they are no parameters, after it they are given to the schedule."""
+    found = []
+    for net, first in ((twin(), False), (frozen_net()[0], False), (frozen_net()[0], True)):
+        if not first:
+            gradients(net, torch.ones(5, 6))
+        net.zero_grad()
+        torch.manual_seed(1)
+        weights = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+        out = functional_call(net, {name: w * 2 for name, w in weights.items()}, (torch.ones(5, 6),))
+        (out[0].sum() + out[1].sum()).backward()
+        assert all(p.grad is None for p in net.parameters())
+        found.append([w.grad for w in weights.values()])
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
 
 
 @pytest.mark.parametrize("change", ["eval", "attribute", "global", "argument", "hook", "submodule", "frozen weight", "subclass"])
