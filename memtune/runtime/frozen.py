@@ -250,17 +250,26 @@ class FrozenRegion(ReplacedForward):
         Where that gives another program, the gradients are made to look as they did when the region was captured.
         """
         key = tuple(sorted((i, tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()))
-        if key not in captured.codes:
+        if key not in captured.codes and not captured.guards.changed():  # else it would be captured as another module
             try:
                 tape = captured.call({i: GradientLike(tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()})
             except CaptureError:
                 tape = captured.tape
-            same = tape.graph == captured.tape.graph and not not_by_element(tape, self.schedule, self._device)
+            same = _same_forward(tape, captured.tape) and tape.graph == captured.tape.graph
+            same = same and not not_by_element(tape, self.schedule, self._device)
             coded = self._coded(tape) if same else captured.first
             captured.codes[key] = coded if coded.lands == captured.first.lands else captured.first
-        coded = captured.codes[key]
+        coded = captured.codes.get(key, captured.first)
         _make_alike(coded.tape, gradients, self._device)
         return coded
+
+
+def _same_forward(one: Tape, other: Tape) -> bool:
+    """Whether forward does the same, numbers and constants included."""
+    n = one.graph.n_forward
+    if n != other.graph.n_forward or len(one.constants) != len(other.constants) or one.calls[:n] != other.calls[:n]:
+        return False
+    return all(map(torch.equal, one.constants, other.constants))
 
 
 def _is_loss(_: int, out: Tensor) -> bool:

@@ -188,6 +188,23 @@ def test_shapes_and_strides_of_gradients_may_change() -> None:
     assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (4, 0, 3)
 
 
+def test_gradients_of_new_strides_get_no_other_program() -> None:
+    """A setting that is another one when backward begins is none of what forward ran with."""
+    x, plain = torch.randn(5, 6), twin()
+    net, frozen = frozen_net()
+
+    def loss(a: Tensor, b: Tensor, each: Net) -> Tensor:
+        each.power = 3
+        return a.t().sum() + (b.t() * torch.ones(4, 5)).sum()
+
+    for _ in range(2):
+        found = [gradients(each, x, loss=partial(loss, each=each)) for each in (net, plain)]
+        assert same(*found)
+        net.power = plain.power = 2
+    assert same(*(gradients(each, x, loss=lambda a, b: a.t().sum() + (b.t() * torch.ones(4, 5)).sum()) for each in (net, plain)))
+    assert frozen.runs.frozen == 3
+
+
 class Head(nn.Module):
     """Logits, features and a number; losses use some of them, in a layout of their own."""
 
