@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -134,6 +134,8 @@ class _Captured:
     """Code by what the gradients look like that flow in; the forward is the same in all."""
     read: tuple[int, ...]
     """Parameters and buffers that backward reads."""
+    reached: dict[Any, frozenset[int]] = field(default_factory=dict)
+    """Parameters that have a gradient, by what the gradients look like that flow in; not there: all have."""
 
     @property
     def first(self) -> _Coded:
@@ -244,10 +246,11 @@ class FrozenRegion(ReplacedForward):
         random_state = partial(RandomState.capture, self.module)
         return _Coded(tape, partial(generate, schedule=self.schedule, random_state=random_state, device=self._device))
 
-    def code_for(self, captured: _Captured, gradients: dict[int, Tensor]) -> _Coded:
-        """The code whose backward takes these gradients; captures once more where they look new.
+    def code_for(self, captured: _Captured, gradients: dict[int, Tensor]) -> tuple[_Coded, frozenset[int] | None]:
+        """The code whose backward takes these gradients, and the parameters that they reach (None: all).
 
-        Where that gives another program, the gradients are made to look as they did when the region was captured.
+        Captures once more where they look new. Where that gives another program, the gradients are made to look as they did
+        when the region was captured.
         """
         key = tuple(sorted((i, tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()))
         if key not in captured.codes and not captured.guards.changed():  # else it would be captured as another module
@@ -259,9 +262,11 @@ class FrozenRegion(ReplacedForward):
             same = same and not not_by_element(tape, self.schedule, self._device)
             coded = self._coded(tape) if same else captured.first
             captured.codes[key] = coded if coded.lands == captured.first.lands else captured.first
+            if _same_forward(tape, captured.tape):
+                captured.reached[key] = frozenset(number for number, _, _ in tape.landed)
         coded = captured.codes.get(key, captured.first)
         _make_alike(coded.tape, gradients, self._device)
-        return coded
+        return coded, captured.reached.get(key)
 
 
 def _same_forward(one: Tape, other: Tape) -> bool:
@@ -318,6 +323,8 @@ class _Run:
         self._numbers = captured.first.lands
         self._backward: Generator[int, None, list[Tensor]] | None = None
         self._landed: list[Tensor] = []
+        self._reached: frozenset[int] | None = None
+        """Parameters that have a gradient; None: all."""
 
     def start(self, inputs: list[Any]) -> Any:
         """Run forward; what it returns has the chain of nodes for its history (Rule 3)."""
@@ -355,13 +362,18 @@ class _Run:
         read = (self._state[n] for n in self._captured.read)
         return saved + sum(each._version for each in read if not each.is_inference())  # those cannot be written into
 
-    def gradient_of(self, number: int) -> Tensor:
-        """The gradient of a parameter, whose turn it is; nobody else holds it."""
+    def gradient_of(self, number: int) -> Tensor | None:
+        """The gradient of a parameter, whose turn it is; nobody else holds it. None: the loss leaves it out."""
         reached = self._run_on()
         assert reached == number, (reached, number)
         if number == self._numbers[-1] and not self._captured.tape.input_gradients:
             self._run_on()  # nothing that follows is waited for
-        return self._landed.pop()
+        gradient = self._landed.pop()
+        hooked = self._state[number]._backward_hooks  # which autograd would call with None
+        return gradient if hooked or self._has_gradient(number) else None
+
+    def _has_gradient(self, number: int) -> bool:
+        return self._reached is None or number in self._reached
 
     def gradients_of_inputs(self) -> list[Tensor]:
         """Of those that want one; backward is through."""
@@ -375,7 +387,9 @@ class _Run:
         found: dict[int, Tensor | None] = dict.fromkeys(self._numbers)
         while not isinstance(reached := self._run_on(), list):
             gradient = self._landed.pop()
-            if self._state[reached].is_leaf and _is_accumulated(edge[reached]):
+            if not self._has_gradient(reached):
+                found[reached] = None  # no zeros: the loss leaves it out
+            elif self._state[reached].is_leaf and _is_accumulated(edge[reached]):
                 put_in_place(self._state[reached], gradient)
             else:
                 found[reached] = gradient
@@ -396,7 +410,7 @@ class _Run:
 
     def _begin(self) -> Generator[int, None, list[Tensor]]:
         self._check()
-        coded = self.region.code_for(self._captured, self.gradients)
+        coded, self._reached = self.region.code_for(self._captured, self.gradients)
         flowing = [self.gradients.get(i) for i in range(len(coded.tape.outputs))]
         self.gradients = {}
         return coded.backward(self._state, self.saved, flowing, self._landed)

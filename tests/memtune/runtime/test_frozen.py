@@ -205,6 +205,24 @@ def test_gradients_of_new_strides_get_no_other_program() -> None:
     assert frozen.runs.frozen == 3
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_the_loss_leaves_out_gets_no_gradient(watched: bool) -> None:
+    """No zeros either: an optimizer would let the weight decay."""
+    net, frozen = frozen_net()
+    plain = twin()
+    for each in (net, plain):
+        if watched:
+            each.one.weight.register_post_accumulate_grad_hook(lambda p: None)
+        for _ in range(2):
+            each.zero_grad()
+            torch.manual_seed(1)
+            each(torch.ones(5, 6))[1].sum().backward()
+        assert each.two.weight.grad is None
+        assert each.two.bias.grad is None
+    assert same([net.one.weight.grad, net.one.bias.grad], [plain.one.weight.grad, plain.one.bias.grad])
+    assert frozen.runs.frozen == 2
+
+
 class Head(nn.Module):
     """Logits, features and a number; losses use some of them, in a layout of their own."""
 
