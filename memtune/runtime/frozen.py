@@ -3,7 +3,8 @@
 Rule 1. The first call with arguments of new shapes captures the region on fake tensors (`runtime.tape`). If its ops are
         those that the schedule is for, code is written for it once (`runtime.frozen_code`); else the plain module runs.
 Rule 2. Before each run everything that the capture took for granted is checked (`runtime.guards`); if something differs, the
-        plain module runs. So a difference costs memory and time, never a wrong gradient.
+        region is captured once more, a few times at most; where that gives other ops, the plain module runs, and a warning
+        says so once. So a difference costs memory and time, never a wrong gradient.
 Rule 3. Autograd nodes stand for the region (`runtime.frozen_nodes`): `leave` hands out what forward made and takes the
         gradients in, so that the schedule alone holds them; `whole` runs the backward, and puts each parameter's gradient in
         place as soon as it is there. Where the caller asked for gradients instead (`autograd.grad`), they are returned.
@@ -16,6 +17,7 @@ Rule 5. What forward was given and what it returned must not be written into bef
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -143,6 +145,14 @@ class _Captured:
         return next(iter(self.codes.values()))
 
 
+@dataclass
+class _Refused:
+    """A region that could not be captured, or runs other ops than the schedule."""
+
+    why: str
+    guards: Guards
+
+
 class FrozenRegion(ReplacedForward):
     """A module under a schedule; `install` makes its forward follow it.
 
@@ -153,24 +163,28 @@ class FrozenRegion(ReplacedForward):
         instead: What runs where the schedule cannot; the module's own forward where left out.
     """
 
+    _most_alike = 4
+    """Captures for one way of calling; a module that changes ever again runs as it is from then on."""
+
     def __init__(
         self, module: nn.Module, schedule: Schedule, device: torch.device, instead: Callable[..., Any] | None = None
     ) -> None:
         super().__init__(module)
         self.schedule, self.runs = schedule, Runs()
         self._device, self._latest = device, weakref.WeakSet[_Run]()
-        self._captured: dict[Any, _Captured | str] = {}
-        self._instead = instead or self._original
+        self._captured: dict[Any, list[_Captured | _Refused]] = {}
+        """By what the module is called with: one for each state that the module was in, the latest first."""
+        self._has_said = False
+        self._instead, self._says_why = instead or self._original, instead is None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward under the schedule, or the plain one (Rules 1 and 2)."""
         if not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         captured = self._find(args, kwargs)
-        why = captured if isinstance(captured, str) else captured.guards.changed()
-        if isinstance(captured, str) or why:
+        if isinstance(captured, str):
             self.runs.plain += 1
-            self.runs.why_plain = why
+            self.runs.why_plain = captured
             return self._instead(*args, **kwargs)
         inputs = tree_leaves((args, kwargs))
         self.runs.frozen += 1
@@ -185,17 +199,39 @@ class FrozenRegion(ReplacedForward):
         return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in saved}.values())
 
     def _find(self, args: Any, kwargs: Any) -> _Captured | str:
+        """What was captured for such arguments and a module as it is now, or why the plain module runs."""
         key = call_key(args, kwargs)
         if key is None:
-            return "it is called with something that cannot be compared"
-        if key not in self._captured:
-            if self.runs.captures >= _MOST_CAPTURES:
-                return f"it was called with {_MOST_CAPTURES} different shapes already"
-            self.runs.captures += 1
-            self._captured[key] = self._capture(args, kwargs)
-        return self._captured[key]
+            return self._plainly("it is called with something that cannot be compared")
+        known = self._captured.setdefault(key, []) if len(self._captured) < _MOST_CAPTURES else self._captured.get(key, [])
+        changed = ""
+        for at, each in enumerate(known):
+            changed = each.guards.changed()
+            if not changed:
+                if at:
+                    known.insert(0, known.pop(at))  # the next call finds it at once
+                return self._plainly(each.why) if isinstance(each, _Refused) else each
+        if len(known) >= self._most_alike:
+            return self._plainly(changed)
+        if self.runs.captures >= _MOST_CAPTURES:
+            return self._plainly(changed or f"it was called with {_MOST_CAPTURES} different shapes already")
+        guards = Guards(self.module)
+        why = guards.changed()  # no module with hooks inside is as it was
+        if why:
+            return self._plainly(why)
+        self.runs.captures += 1
+        found = self._capture(args, kwargs, guards)
+        known.insert(0, _Refused(found, guards) if isinstance(found, str) else found)
+        return self._plainly(found) if isinstance(found, str) else found
 
-    def _capture(self, args: Any, kwargs: Any) -> _Captured | str:
+    def _plainly(self, why: str) -> str:
+        """Say once that a module that trains does so without its schedule."""
+        if self._says_why and self.module.training and not self._has_said:
+            self._has_said = True
+            warnings.warn(f"memtune runs the model as it is, without its schedule, which takes more memory: {why}", stacklevel=6)
+        return why
+
+    def _capture(self, args: Any, kwargs: Any, guards: Guards) -> _Captured | str:
         """Which outputs get which gradients is not known before backward: what gives the ops of the schedule.
 
         First the loss if there is one among them, else all, contiguous; then guesses.
@@ -217,7 +253,7 @@ class FrozenRegion(ReplacedForward):
         for tape in chain([first], self._others(call, first)):
             if not self._differs(tape):
                 codes = {_like(tape): self._coded(tape)}
-                return _Captured(tape, Guards(self.module), call, self._token(), codes, state_read(tape, self.schedule))
+                return _Captured(tape, guards, call, self._token(), codes, state_read(tape, self.schedule))
         return self._differs(first)
 
     def _others(self, call: Callable[..., Tape], first: Tape) -> Iterator[Tape]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,6 +66,7 @@ def test_zoo_trains_as_without(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_CAPTURED)
+@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
 def test_what_cannot_be_captured_runs_plainly_and_says_why(name: str) -> None:
     got, frozen = train(name, plain_schedule(region(name).graph), steps=1)
     assert frozen is not None
@@ -339,7 +341,8 @@ def test_weights_that_are_made_of_others_hand_their_gradients_on() -> None:
 
 
 @pytest.mark.parametrize("change", ["eval", "attribute", "global", "argument", "hook", "submodule", "frozen weight", "subclass"])
-def test_what_differs_runs_plainly(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
+def test_what_differs_is_captured_anew_or_runs_plainly(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, frozen = frozen_net()
     plain, x, kwargs = twin(), torch.randn(5, 6), {}
     assert same(gradients(net, x), gradients(plain, x))
@@ -362,9 +365,41 @@ def test_what_differs_runs_plainly(change: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(Net.forward.__globals__, "SCALE", 3.0)
     assert same(gradients(net, x, **kwargs), gradients(plain, x, **kwargs))
     assert frozen.runs.frozen + frozen.runs.plain == 2
-    if change != "argument":  # which is captured anew, and found to be the same program
-        assert frozen.runs.plain == 1
-        assert frozen.runs.why_plain
+    same_ops = change in ("argument", "attribute", "global")
+    assert frozen.runs.plain == (not same_ops)
+    assert bool(frozen.runs.why_plain) is not same_ops
+
+
+def test_a_refusal_is_for_the_module_as_it_is() -> None:
+    """Called first in evaluation, or with weights that are not trained yet: it runs its schedule when it is as planned."""
+    for first in ("eval", "frozen weight"):
+        net, frozen = frozen_net()
+        x, plain = torch.randn(5, 6), twin()
+        for each in (net, plain):
+            each.train(first != "eval")
+            each.one.weight.requires_grad_(first == "eval")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert same(*(gradients(each, x) for each in (net, plain)))
+        assert len(said) == (first != "eval")
+        for each in (net, plain):
+            each.train()
+            each.one.weight.requires_grad_(True)
+        for _ in range(2):
+            assert same(*(gradients(each, x) for each in (net, plain)))
+        assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (2, 1, 2)
+
+
+def test_a_module_that_changes_ever_again_runs_plainly_and_says_so_once() -> None:
+    (net, frozen), plain, x = frozen_net(), twin(), torch.randn(5, 6)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(7):
+            net.drop.p = plain.drop.p = 0.1 + step / 10
+            assert same(gradients(net, x), gradients(plain, x))
+    assert frozen.runs.captures == frozen.runs.frozen == 4
+    assert frozen.runs.plain == 3
+    assert [str(each.message)[:33] for each in said] == ["memtune runs the model as it is, "]
 
 
 class _Odd(Tensor):
@@ -452,6 +487,7 @@ def test_what_backward_reads_must_not_be_written_into(name: str, again: Callable
         out.backward()
 
 
+@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
 def test_what_reads_a_buffer_before_it_is_written_does_not_run_again() -> None:
     x, (net, frozen) = torch.randn(5, 6), frozen_buffered(everything_again, counts=True)
     plain = Buffered(counts=True)
@@ -502,6 +538,7 @@ class Odd(nn.Module):
         ("looks", "depends on the data"), ("tensor", "neither parameter nor buffer"), ("returns", "returns a set"),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
 def test_refusals_name_the_reason_and_leave_no_trace(what: str, why: str) -> None:
     net = Odd(what)
     frozen = FrozenRegion(net, Schedule("?", (), ()), CPU)
