@@ -31,6 +31,7 @@ from memtune.runtime.first_failure import first_failure_is_shown
 from memtune.runtime.loop import LossFunction, train_step, update
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.ranks import are_there, require_plain, require_same_config
+from memtune.runtime.scaled_gradients import unscale_everywhere
 from memtune.runtime.sharding import rebind
 from memtune.runtime.state_dict import full_state_dict
 from memtune.technique import NO_PLAN, Plan, Technique
@@ -307,6 +308,8 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     _one(context, config, "sharding.communication")
     _one(context, config, "offload.states")
     _one(context, config, "execution.order")
+    if not config.settings.chosen.keys().isdisjoint(("offload.states", "execution.order")):
+        unscale_everywhere(context)
     _one(context, config, "allocator")
 
 

@@ -199,9 +199,7 @@ class RematScript:
     def __len__(self) -> int: ...
 
     def play(self, books: Rematerializer, first: int, end: int) -> list[tuple[int, int]]:
-        """
-        Tells `books` the events from `first` to before `end`; what was done.
-        """
+        """Tells `books` the events from `first` to before `end`; what was done."""
 
 def remat_trace(columns: dict[str, NDArray[numpy.generic]], settings: dict[str, object], settle: bool, journal: bool) -> dict[str, Any]:
     """

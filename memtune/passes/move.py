@@ -41,7 +41,13 @@ class MoveClaim:
 
 
 def move_activations(
-    step: Step, claims: list[MoveClaim], ssd_ahead: int | None = None, ahead: int = 0, stages: Stages | None = None
+    step: Step,
+    claims: list[MoveClaim],
+    ssd_ahead: int | None = None,
+    ahead: int = 0,
+    stages: Stages | None = None,
+    *,
+    window: int = 0,
 ) -> Step:
     """`step` with saved activations of the claimed blocks on the host, or on SSD, between forward and backward, call by call.
 
@@ -50,14 +56,16 @@ def move_activations(
         claims: At most one per block.
         ssd_ahead: All but claims that stay on the host go on from there to SSD, and so many tensors are read before they are
             asked for; None: the host keeps them.
-        ahead: Tensors that come back from the host before backward asks for them; for blocks that do not run again.
+        ahead: Tensors that come back from the host before backward asks for them; by the rule of `runtime.come_ahead`.
         stages: Of a pipeline, whose blocks run once each.
+        window: The same, and as many are on their way to the host at once; with none of the other three.
     """
     claim_of = {claim.block: claim for claim in claims}
+    look = _Lookahead(window, window) if window else _Lookahead(ahead)
     each = [(call, claim_of[block]) for call, block in enumerate(step.call_block.tolist()) if block in claim_of]
     calls = split_calls(step)
     own = [replace(claim, block=call) for call, claim in each]
-    new = _move_calls(calls, own, ops_of_landing(step, stages), ssd_ahead, ahead, stages)
+    new = _move_calls(calls, own, ops_of_landing(step, stages), ssd_ahead, look, stages)
     return step if new is calls else join_calls(new, step)
 
 
@@ -83,7 +91,7 @@ def stage_of(step: Step, stages: Stages | None) -> I32:
 
 
 def _move_calls(
-    step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead: int | None, ahead: int, stages: Stages | None
+    step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead: int | None, look: _Lookahead, stages: Stages | None
 ) -> Step:
     """`move_activations`, with blocks that run once."""
     rows = _chosen_rows(step, claims, stages)
@@ -99,8 +107,9 @@ def _move_calls(
 
     readers, moved_save = _readers_and_saves(step, moved)
     first, asked = _before_backward(step, moved, moved_save) if in_slots else _first_asked(step, moved_save, len(storage))
-    by_next = np.append(step.save_before[rows][1:], step.n_ops) <= lands_after[block]
-    landing = _Landing(lands_after[block], by_next, int(first.min(initial=step.n_ops)))
+    last = np.full(min(look.out, len(rows)), step.n_ops, np.int32)
+    by_next = np.append(step.save_before[rows][look.out :], last) <= lands_after[block]
+    landing = _Landing(lands_after[block], by_next, int(first.min(initial=step.n_ops)), look.out)
     stay = [claim.block for claim in claims if claim.stays_on_host]
     on = ~np.isin(block, stay) if ssd_ahead is not None else np.zeros(len(rows), bool)
     leave, write = _leave(edit, step, rows, landing, on)
@@ -111,17 +120,20 @@ def _move_calls(
         _let_go_of_landed(edit, storage, leave, write, landing)
 
     if in_slots:
-        ops, read = _come_together(edit, step, storage, block, first, asked), leave[:0]
-    elif ssd_ahead is None and ahead:
-        ops, read = _come_ahead(edit, step, storage, block, first, asked, ahead)
+        ops = at = _come_together(edit, step, storage, block, first, asked)
+        read = leave[:0]
+    elif ssd_ahead is None and look.back:
+        ops, at = _come_ahead(edit, step, storage, block, first, asked, look)
+        read = leave[:0]
     else:
         ops, read = _come_back(edit, step, storage, block, first, asked, on, ssd_ahead or 0)
+        at = ops
     if on.any():
         there, place = on[asked], np.cumsum(on) - 1
         host[on] = _shelve(edit, n_bytes[on], host[on], write[on], place[asked[there]], ops[there], read[there])
     edit.add_uses(ops, host[asked])
     if not in_slots:
-        _hold_locals(edit, step, storage[asked], ops)
+        _hold_locals(edit, step, storage[asked[at >= 0]], at[at >= 0])
     back = np.full(len(storage), -1, np.int32)
     back[asked] = edit.add_storages(n_bytes[asked], producer=ops)
     edit.use_storage = np.where(readers >= 0, back[readers], edit.use_storage).astype(np.int32)
@@ -133,12 +145,24 @@ def _move_calls(
 
 
 @dataclass(frozen=True)
+class _Lookahead:
+    """Tensors that come back before they are asked for, and those that leave at once."""
+
+    back: int = 0
+    out: int = 1
+
+
+@dataclass(frozen=True)
 class _Landing:
-    """When copies land (Rule 6): op after which at the latest, whether the next copy is earlier, and what backward asks first."""
+    """When copies land (Rule 6): op after which at the latest, and whether a copy that may not be beside it starts earlier.
+
+    Also what backward asks first, and how many copies are on their way at once.
+    """
 
     after: I32  # (moved,)
     by_next: npt.NDArray[np.bool_]  # (moved,)
     first_asked: int
+    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -240,10 +264,10 @@ def _hold_sources(edit: Edit, step: Step, rows: I32, leave: I32, write: I32, mov
 
 
 def _let_go_of_landed(edit: Edit, storage: I32, leave: I32, write: I32, landing: _Landing) -> None:
-    """Rule 6: a source stays until just before the next copy, or through the op after which it lands."""
-    by_next = landing.by_next
-    landed_by = np.where(write[:-1] >= 0, write[:-1], leave[1:])
-    edit.let_go_before(storage[:-1][by_next[:-1]], landed_by[by_next[:-1]])
+    """Rule 6: a source stays until just before the next copy, or one after that, or through the op after which it lands."""
+    by_next, n = landing.by_next, landing.at_once
+    landed_by = np.where(write[:-n] >= 0, write[:-n], leave[n:])
+    edit.let_go_before(storage[:-n][by_next[:-n]], landed_by[by_next[:-n]])
     late = ~by_next
     edit.hold_through(storage[late], landing.after[late])
 
@@ -419,12 +443,14 @@ def _come_together(edit: Edit, step: Step, storage: I32, block: I32, first: I32,
     )
 
 
-def _come_ahead(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, ahead: int) -> tuple[I32, I32]:
-    """As `_come_back`, by the rule of `runtime.come_ahead`.
+def _come_ahead(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, look: _Lookahead) -> tuple[I32, I32]:
+    """As `_come_back`, by the rule of `runtime.come_ahead`; also the last copy that each one starts, as asked, -1 for none.
 
     Copies ahead of their use are on a stream of their own, after what has been computed so far.
     """
-    pairs = reads(np.sort(asked).tolist(), asked.tolist(), ahead)
+    again = np.unique(step.op_block[step.op_phase == Phase.RECOMPUTE])
+    left = asked[np.lexsort((np.where(np.isin(block[asked], again), -asked, asked), block[asked]))]
+    pairs = reads(left.tolist(), asked.tolist(), look.back)
     fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
     asking, early = step.op_block[first[fetched]], fetched != moving
     ops = edit.add_ops(
@@ -437,9 +463,9 @@ def _come_ahead(edit: Edit, step: Step, storage: I32, block: I32, first: I32, as
         stream=np.where(early, 0, 1).astype(np.uint8),
         prefetch=early.astype(np.uint8),
     )
-    came = np.full(len(storage), -1, np.int32)
-    came[moving] = ops
-    return came[asked], came[asked][:0]
+    came, at = (np.full(len(storage), -1, np.int32) for _ in range(2))
+    came[moving], at[fetched] = ops, ops  # of several copies at one place the last
+    return came[asked], at[asked]
 
 
 def _shelve(edit: Edit, n_bytes: I64, host: I32, write: I32, asked: I32, back: I32, read: I32) -> I32:

@@ -8,16 +8,16 @@ module's local variable or, under autocast, a cached cast of a weight cannot go,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
 from memtune import _native
 from memtune.edit import Edit
 from memtune.passes.in_parts import elements_of
-from memtune.passes.region import BATCH_NORMS, Region
-from memtune.program import F64, READS, WRITES, Kind, Phase, Step
+from memtune.passes.region import BATCH_NORMS, Region, added_gradients
+from memtune.program import F64, I32, I64, READS, WRITES, Kind, Phase, Step, Tier
 from memtune.remat import Policy
 
 
@@ -29,8 +29,8 @@ class Told:
     """(n,) of each op of the region."""
     reserve_bytes: int
     """Room that is left between forward and backward."""
-    scratch: Mapping[str, int]
-    """Bytes that a kernel takes while it runs, by name of the op."""
+    scratch_bytes: I64
+    """(n,) what the kernel of each op takes while it runs."""
 
 
 def online_policy(policy: Policy) -> Policy:
@@ -46,6 +46,9 @@ def stays_within(step: Step, region: Region, policy: Policy, budget_bytes: int, 
 def peak_within(step: Step, region: Region, policy: Policy, budget_bytes: int, told: Told) -> int | None:
     """The most bytes that are on the runtime's books in one forward and backward; None if a request does not fit.
 
+    In the first step there is no optimizer state, in a step's first micro-batch there are no gradients: the runtime keeps more
+    of its values then, and evicts others. Training has to get through all of these.
+
     Args:
         step: The recorded step.
         region: The model's forward and backward in it.
@@ -53,15 +56,33 @@ def peak_within(step: Step, region: Region, policy: Policy, budget_bytes: int, t
         budget_bytes: For all that is on the device while the region runs.
         told: What else the runtime is told.
     """
-    free_bytes = budget_bytes - int(region.background_bytes[0])
-    if free_bytes <= 0:
-        return None
-    player = _Player(step, region, policy.settings(free_bytes), told)
-    try:
-        player.play()
-    except RuntimeError:  # nothing is left to evict
-        return None
-    return budget_bytes - free_bytes + player.peak_bytes
+    peak_bytes = 0
+    gradients = _added_to(step)
+    sums_bytes, state_bytes = int(step.bytes[gradients].sum()), _state_bytes(step, region)
+    for first_batch, first_step in product(*((False, True) if each else (False,) for each in (sums_bytes, state_bytes))):
+        background_bytes = int(region.background_bytes[0]) - sums_bytes * first_batch - state_bytes * first_step
+        if budget_bytes <= background_bytes:
+            return None
+        player = _Player(step, region, policy.settings(budget_bytes - background_bytes), told, first_batch=first_batch)
+        try:
+            player.play()
+        except RuntimeError:  # nothing is left to evict
+            return None
+        peak_bytes = max(peak_bytes, background_bytes + player.peak_bytes)
+    return peak_bytes
+
+
+def _added_to(step: Step) -> I32:
+    """Gradients of earlier micro-batches."""
+    added = np.isin(step.use_op, np.flatnonzero(added_gradients(step))) & (step.use_mutates == 1)
+    there = step.use_storage[added & (step.tier[step.use_storage] == Tier.DEVICE)]
+    return np.unique(there[step.producer[there] < 0]).astype(np.int32)
+
+
+def _state_bytes(step: Step, region: Region) -> int:
+    """Of the optimizer, on the device while the region runs."""
+    state = (step.kind == Kind.OPTIMIZER) & (step.producer < 0) & (step.tier == Tier.DEVICE)
+    return int(step.bytes[state & (step.end >= region.rows[-1])].sum())
 
 
 def with_peak(step: Step, peak_bytes: int) -> Step:
@@ -98,7 +119,7 @@ def least_budget_bytes(step: Step, region: Region, policy: Policy, too_little_by
 class _Player:
     """Calls the books as `runtime.online_table.OnlineTable` does."""
 
-    def __init__(self, step: Step, region: Region, settings: dict[str, object], told: Told) -> None:
+    def __init__(self, step: Step, region: Region, settings: dict[str, object], told: Told, *, first_batch: bool) -> None:
         self._step, self._region, self._told = step.without_handing_over(region.rows), region, told
         self._books = _native.Rematerializer(settings)
         self._elements = elements_of(step, region)
@@ -110,6 +131,10 @@ class _Player:
         self._given: set[int] = set()  # storages from outside that ops have read
         self._kept: defaultdict[int, list[int]] = defaultdict(list)  # row after which autograd lets go → numbers
         self._settled = self._rows[0] - 1
+        self._stays = np.zeros(step.n_storages, bool)
+        """Gradients that nothing is there yet to add to: they are the sums from here on."""
+        if first_batch:
+            self._stays[step.use_storage[np.isin(step.use_op, np.flatnonzero(added_gradients(step)))]] = True
         self._read_uses_and_saves()
 
     def _read_uses_and_saves(self) -> None:
@@ -126,6 +151,8 @@ class _Player:
             by.get(how, self._reads)[op].append(storage)
         ended = self._rows[self._region.graph.n_forward - 1] + 1
         self._let_go = np.maximum(step.held_until, step.producer)
+        read = step.use_op < ended  # whoever calls an op holds what it reads, if by a view
+        np.maximum.at(self._let_go, step.use_storage[read], step.use_op[read])
         for save in range(len(step.save_storage)):
             before = int(step.save_before[save])
             if before < ended or (before == ended and step.save_is_output[save]):
@@ -150,11 +177,11 @@ class _Player:
         self._pack(row + 1)
         self._leave_room(row)
         self._flow_in(row + 1, self._rows[n_forward])
-        for row in self._rows[n_forward:]:
+        for op, row in enumerate(self._rows[n_forward:], n_forward):
             self._unpack(row)
             self._settle(row)
             fresh = self._fresh[row]
-            self._books.make_room(self._needs_bytes(row, fresh))
+            self._books.make_room(self._needs_bytes(op, fresh))
             for storage in fresh:
                 self._watch(storage)
 
@@ -163,8 +190,8 @@ class _Player:
         """The most that was on the books."""
         return int(self._books.counted()["peak_bytes"])
 
-    def _needs_bytes(self, row: int, fresh: list[int]) -> int:
-        return sum(int(self._step.bytes[each]) for each in fresh) + self._told.scratch.get(self._name(row), 0)
+    def _needs_bytes(self, op: int, fresh: list[int]) -> int:
+        return sum(int(self._step.bytes[each]) for each in fresh) + int(self._told.scratch_bytes[op])
 
     def _name(self, row: int) -> str:
         return self._step.names[int(self._step.op_name[row])]
@@ -174,7 +201,7 @@ class _Player:
     def _forward(self, op: int, row: int) -> None:
         fresh, reads, writes = self._fresh[row], self._reads[row], self._writes[row]
         again, over = self._noted(op, row, reads, writes)
-        self._books.make_room(self._needs_bytes(row, fresh))
+        self._books.make_room(self._needs_bytes(op, fresh))
         if not again or (over is not None and fresh):
             for storage in fresh:
                 number = self._books.constant(int(self._step.bytes[storage]))
@@ -183,7 +210,7 @@ class _Player:
         elif fresh or over is not None:
             numbers = [self._number[each] for each in reads if each in self._number]
             sizes = [int(self._step.bytes[each]) for each in (fresh if over is None else [over])]
-            cost_s, scratch = float(self._told.cost_s[op]), self._told.scratch.get(self._name(row), 0)
+            cost_s, scratch = float(self._told.cost_s[op]), int(self._told.scratch_bytes[op])
             old = -1 if over is None else self._number[over]
             if over is not None:
                 self._books.let_go(old)
@@ -242,7 +269,8 @@ class _Player:
     # -- what others hold ----------------------------------------------------------------------------------------------
 
     def _watch(self, storage: int) -> None:
-        self._watched[self._books.constant(int(self._step.bytes[storage]))] = int(self._step.end[storage])
+        until = self._step.n_ops if self._stays[storage] else int(self._step.end[storage])
+        self._watched[self._books.constant(int(self._step.bytes[storage]))] = until
 
     def _settle(self, row: int) -> None:
         """Before this row's op: who has let go since the last one."""

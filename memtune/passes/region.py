@@ -126,10 +126,20 @@ def region_with(step: Step, rows: I32, n_forward: int, carried: dict[int, list[i
     writes = _grouped(use_op[mine & mutates], use_value[mine & mutates], n_ops)
     abroad = {int(op) for op in use_op[mutates & (use_value < 0)] if names[op] not in BATCH_NORMS}
     random = frozenset(np.flatnonzero(step.op_rng[rows]).tolist())
-    once = frozenset(abroad | set(np.flatnonzero(step.op_group[rows] > 0).tolist()))
+    batch_norm = np.asarray([name in BATCH_NORMS for name in names] + [False])[use_op]  # in training it reads no statistics
+    looks = (use_op >= 0) & (use_value < 0) & ~by_shape & ~batch_norm
+    stale = _before_writes(step.use_storage, use_op, looks, mutates & (use_value < 0))
+    once = frozenset(abroad | stale | set(np.flatnonzero(step.op_group[rows] > 0).tolist()))
     graph = OpGraph(names, n_forward, makes, reads, writes, random, once)
     along = tuple(tuple(carried.get(op, ())) for op in range(n_ops))
     return _with_bytes(step, graph, rows, along, storages, value_of)
+
+
+def _before_writes(storage: I32, op: I32, reads: npt.NDArray[np.bool_], writes: npt.NDArray[np.bool_]) -> set[int]:
+    """Ops that read something which a later op writes: run again after that, they would read something else."""
+    last = np.full(int(storage.max(initial=-1)) + 1, -1, np.int32)
+    np.maximum.at(last, storage[writes], op[writes])
+    return set(op[reads & (op < last[storage])].tolist())
 
 
 def _with_bytes(

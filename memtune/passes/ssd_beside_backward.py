@@ -38,13 +38,14 @@ def not_beside_backward(step: Step, ranks: int = 1) -> str:
     return needed_after_landing(step, mine, int(np.searchsorted(mine, watched_row(step))), ranks)
 
 
-def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int, ranks: int = 1) -> Step:
+def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int, ranks: int = 1, slots: int = 1) -> Step:
     """`step` with weights and state on SSD and every update beside backward.
 
     Args:
         step: One that `not_beside_backward` has nothing to say about.
         bucket_bytes: Of gradients that go down together, and whose pieces are read meanwhile.
         ranks: That train, as for `optimizer_beside_backward`.
+        slots: Places on SSD for each piece, which take turns.
     """
     mine = _updated(step)
     if not len(mine) or not (step.op_phase == Phase.OPTIMIZER).any():
@@ -54,7 +55,7 @@ def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int, ranks: int =
     landings = landings_in(edit, step, mine, watched, bucket_bytes, ranks, late=False)
     first = int(without_own_update(edit, step)[0])
     turns = _turns(step, landings, watched, first)
-    pieces = Pieces.on_ssd(edit, step, mine)
+    pieces = Pieces.on_ssd(edit, step, mine, slots)
     traffic = {READ: pieces.n_bytes, UPDATE: pieces.update_bytes, WRITE: pieces.n_bytes}
     rows = insert_turns(edit, step, mine, landings, turns, watched, first, traffic)
     gradients, _ = host_gradients(edit, step, mine, landings, watched, turns, rows, False)

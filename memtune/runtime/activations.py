@@ -12,7 +12,8 @@ Rule 4. A buffer that the forward changes is put back after the second run. The 
 Rule 5. A kept tensor that is changed in place after it was kept is no longer kept: its op runs again instead.
 Rule 6. A copy to the host holds its source until the next copy is started, the forward of another call of a region ends, that
         of the last region ends, or backward fetches, whichever comes first: one tensor at most is on its way, and when it is
-        freed does not depend on timing. Calls under `no_grad`, or in a checkpoint of the model's own, do not count.
+        freed does not depend on timing. With `out_at_once` so many may be on their way, and the last copy of those that are
+        started next counts. Calls under `no_grad`, or in a checkpoint of the model's own, do not count.
 Rule 7. What goes on to SSD is written from host memory from then on; `runtime.shelf` has the rules of that.
 Rule 8. What backward asks for comes back then, or ahead of that; `runtime.come_ahead` has the rule.
 Rule 9. On a stage of a pipeline only what its own blocks have made moves, and copies may follow the schedule (`runtime.slots`).
@@ -21,6 +22,7 @@ Rule 9. On a stage of a pipeline only what its own blocks have made moves, and c
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -66,6 +68,8 @@ class ActivationTable:
         self.traffic = Traffic()
         self.shelf = Shelf(0)
         self.ahead = Ahead(0)
+        self.out_at_once = 1
+        """Copies to the host that may be on their way (Rule 6)."""
         self.slots: Slots | None = None
         self.own: OwnOutputs | None = None
         """On a stage of a pipeline: what its blocks have made."""
@@ -74,8 +78,8 @@ class ActivationTable:
         self.last = {len(regions) - 1}
         """Regions at whose own end a copy lands (Rule 6)."""
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
-        self._on_the_way: tuple[Entry, int] | None = None
-        self._call = 0  # calls of regions that began so far; what is on the way was started in one of them
+        self._on_the_way: deque[tuple[Entry, int]] = deque()  # with the number of the call that each was started in
+        self._call = 0  # calls of regions that began so far
         self._undo: list[Callable[[], None]] = []
 
     def claim_recompute(self, index: int, keep: Keep | None = None) -> None:
@@ -173,30 +177,34 @@ class ActivationTable:
             budget[1] += n_bytes
             self.traffic.moved_bytes += n_bytes
             self._entries[key] = entry
-            self._leave(entry, tensor)
+            self._leave(entry, tensor, region)
         return entry
 
-    def _leave(self, entry: Entry, tensor: Tensor) -> None:
+    def _leave(self, entry: Entry, tensor: Tensor, region: Region) -> None:
         if self.slots is not None:
             self.slots.leave(entry, tensor)
             return
-        self.land()
+        while len(self._on_the_way) >= self.out_at_once:
+            self._land_first()
         entry.leave(tensor)
-        self._on_the_way = (entry, self._call)
+        self._on_the_way.append((entry, self._call))
         if not entry.goes_on:
-            self.ahead.left(entry)
+            self.ahead.left(entry, self._call, runs_again=region.recompute)
 
     def lasts(self, tensor: Tensor) -> bool:
         """`tensor` stays on the device whatever happens here: a parameter, a buffer of any module, a part being written."""
         return isinstance(tensor, nn.Parameter) or id_of(tensor) in self._lasting or is_written_part(tensor)
 
     def land(self) -> None:
-        """Complete the copy that is on its way (Rule 6); what goes on to SSD does so now (Rule 7)."""
-        if self._on_the_way is not None:
-            (entry, _), self._on_the_way = self._on_the_way, None
-            entry.arrive()
-            if entry.goes_on:
-                self.shelf.put(entry)
+        """Complete the copies that are on their way (Rule 6); what goes on to SSD does so now (Rule 7)."""
+        while self._on_the_way:
+            self._land_first()
+
+    def _land_first(self) -> None:
+        entry, _ = self._on_the_way.popleft()
+        entry.arrive()
+        if entry.goes_on:
+            self.shelf.put(entry)
 
     def take(self, entry: Entry) -> None:
         """Rule 7: read `entry` from SSD."""
@@ -208,9 +216,8 @@ class ActivationTable:
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Rule 6 at the end of the call `number`, of `region`."""
-        started = None if self._on_the_way is None else self._on_the_way[1]
-        if started != number or region.index in self.last:
-            self.land()
+        while self._on_the_way and (self._on_the_way[0][1] != number or region.index in self.last):
+            self._land_first()
 
 
 class _Number:

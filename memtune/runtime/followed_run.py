@@ -319,7 +319,7 @@ class FollowedRun:
         facts = self._route.facts[at]
         if self._decided:
             self._back_to(self._route.path.ops[at].end, at)
-        needs_bytes = facts.makes_bytes + facts.about.scratch_bytes
+        needs_bytes = facts.makes_bytes + facts.scratch_bytes
         for attempt in range(1, TRIES):
             if facts.about.writes or needs_bytes << attempt > self._budget_bytes:
                 raise

@@ -105,7 +105,14 @@ class Entry:
         self._back = torch.ops.memtune.to_device(self._host, self.device)
         self._host = self._ssd = None
 
+    def is_there(self) -> None:
+        """Complete the copy that `come_back` started ahead of its use."""
+        assert self._back is not None
+        transfer.is_there(self._back)
+
     def __del__(self) -> None:
+        if self._back is not None and not self._asked:
+            transfer.is_there(self._back)  # came ahead and was never asked for
         if self._ssd is not None and self._host is not None:
             transfer.abandon(self._host)  # was read ahead and never asked for
 

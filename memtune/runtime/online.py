@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,7 +68,9 @@ class OnlineSettings:
     reserve_bytes: int = 0
     """What the loss takes between forward and backward."""
     scratch: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that a kernel takes while it runs, by name of the op."""
+    """Bytes that a kernel takes while it runs, as `OpFacts` looks them up."""
+    makes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that an op makes where its fake implementation says less, as `OpFacts` looks them up."""
     unseen_bytes: int = 0
     """Of what is there throughout, what the module is not given: labels, say."""
     freeze_after: int = 3
@@ -88,8 +91,13 @@ class OnlineRegion(ReplacedForward):
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, settings: OnlineSettings, device: torch.device) -> None:
         super().__init__(module)
-        self.settings, self.runs, self.device = settings, OnlineRuns(), device
-        self._optimizer, self.facts = optimizer, OpFacts(settings.costs, settings.scratch)
+        self.settings, self.device, self._optimizer = settings, device, optimizer
+        self._start()
+
+    def _start(self) -> None:
+        """Nothing has run so far."""
+        module, settings, device = self.module, self.settings, self.device
+        self.runs, self.facts = OnlineRuns(), OpFacts(settings.costs, settings.scratch, settings.makes)
         self._table: OnlineTable | None = None
         self._members: tuple[list[nn.Parameter], list[Tensor]] = [], []
         """Parameters and buffers, as they were when forward was last called."""
@@ -100,6 +108,24 @@ class OnlineRegion(ReplacedForward):
         )
         with tier(HOST):  # it is none of the model's bytes
             self.token = torch.zeros((), device=device, requires_grad=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnlineRegion:
+        """The region of a copy of the module: what was learnt from runs belongs to the module that ran.
+
+        It has the copy of the optimizer if that is made first, else the same one: whose state is on the device all along.
+        """
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        optimizer = memo.get(id(self._optimizer), self._optimizer)
+        own = {"module": deepcopy(self.module, memo), "_original": deepcopy(self._original, memo), "_optimizer": optimizer}
+        copied.__setstate__(self.__getstate__() | own)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("module", "_original", "_had_own", "settings", "device", "_optimizer")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, within the budget."""
@@ -247,6 +273,7 @@ class _Run:
         self.n_forward = len(table.ran)
         del out, given, named
         table.leave_room(self.region.settings.reserve_bytes)
+        table.note_outputs([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         if not roots:
             return tree_unflatten(leaves, spec)
         token = _apply(_Region, self, self.region.token, *flow)
@@ -323,7 +350,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        return tuple(each.view_as(each) for each in outputs)
+        return tuple(each.detach() for each in outputs)  # no views, so that they may be written into (`OnlineTable.note_outputs`)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -101,7 +101,7 @@ def script_of(notes: Notes, ran: list[Facts]) -> _native.RematScript:
     """What the books were told, for a run to come: by now it is known how much each op makes."""
     told = list(notes.told)
     for note, facts in zip(notes.ops, ran, strict=True):
-        told[note.before - 1] = ("make_room", (facts.makes_bytes + facts.about.scratch_bytes,))
+        told[note.before - 1] = ("make_room", (facts.makes_bytes + facts.scratch_bytes,))
     script = _native.RematScript()
     for name, args in told:
         getattr(script, name)(*args)

@@ -125,7 +125,7 @@ class OnlineTable:
     def _fitted(self, facts: Facts, args: Any, kwargs: Any, writes: bool) -> Any:
         """Run it; where the device has no room although the books have, evict more and try again."""
         about = facts.about
-        needs_bytes = facts.makes_bytes + about.scratch_bytes
+        needs_bytes = facts.makes_bytes + facts.scratch_bytes
         for attempt in range(TRIES):
             self._make_room(needs_bytes << attempt, about.name)
             if self.notes is not None:
@@ -215,12 +215,12 @@ class OnlineTable:
         self, noted: Ran, cost_s: float, addresses: list[int], fresh: list[tuple[int, Tensor, int, int]], elements: int
     ) -> None:
         """Put what the op made on the books."""
-        values, about = self._values, noted.facts.about
+        values = self._values
         numbers = [values[each].number for each in addresses if each in values]
         if noted.over is not None:
             self._overwrite(noted, cost_s, numbers)
             return
-        made = self._called(about, cost_s, numbers, [size for _, _, _, size in fresh], -1, elements)
+        made = self._called(noted.facts, cost_s, numbers, [size for _, _, _, size in fresh], -1, elements)
         if self.notes is not None:
             self.notes.ops[-1].again = len(self._ops)
         self._ops.append(noted)
@@ -268,12 +268,12 @@ class OnlineTable:
         return number
 
     def _called(
-        self, about: About, cost_s: float, numbers: list[int], n_bytes: list[int], takes_over: int, elements: int = 0
+        self, facts: Facts, cost_s: float, numbers: list[int], n_bytes: list[int], takes_over: int, elements: int = 0
     ) -> list[int]:
         try:
-            made: list[int] = self._books.call(cost_s, numbers, n_bytes, takes_over, about.scratch_bytes, elements)
+            made: list[int] = self._books.call(cost_s, numbers, n_bytes, takes_over, facts.scratch_bytes, elements)
         except RuntimeError as error:
-            raise self._nothing_left(about.name) from error
+            raise self._nothing_left(facts.about.name) from error
         self._obey()
         return made
 
@@ -284,7 +284,7 @@ class OnlineTable:
         alias, old.alias, old.writes = old.alias, None, old.writes + 1
         assert alias is not None
         self._books.let_go(old.number)
-        (number,) = self._called(noted.facts.about, cost_s, numbers, [old.bytes], old.number)
+        (number,) = self._called(noted.facts, cost_s, numbers, [old.bytes], old.number)
         if self.notes is not None:
             self.notes.ops[-1].again, self.notes.ops[-1].over = len(self._ops), (old.number, number)
         self._ops.append(noted)
@@ -307,7 +307,7 @@ class OnlineTable:
     def _remove(self, value: Value) -> None:
         """Let its storage go, if it was there."""
         if value.alias is not None:
-            value.alias = None
+            value.alias = value.version = None
             if self._values.get(value.address) is value:
                 del self._values[value.address]
 
@@ -349,6 +349,8 @@ class OnlineTable:
         value = kept.value
         if value.writes - value.unsaid != kept.writes:
             raise written_since("a tensor that backward needs")
+        if value.is_written:
+            raise written_since("a tensor that backward needs")
         self._bring(value)
         assert value.alias is not None
         if not value.outside:
@@ -377,6 +379,14 @@ class OnlineTable:
         self._make_room(n_bytes, "the loss")
         if self.notes is not None:
             self.notes.forward_end = len(self.notes.told)
+
+    def note_outputs(self, outputs: list[Tensor]) -> None:
+        """Forward returns these: who writes into them from here on is not seen, but their versions tell."""
+        for each in outputs:
+            value = self._values.get(each.untyped_storage()._cdata)
+            if value is not None and value.alias is not None:
+                value.alias = whole_of(each.detach()).detach()  # what ops made below autograd's view counts other versions
+                value.version = value.alias._version
 
     def counted(self) -> dict[str, Any]:
         """Counters of the books."""

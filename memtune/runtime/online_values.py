@@ -59,6 +59,13 @@ class Value:
     """How often it was written into without becoming another value."""
     unsaid: int = 0
     """How many of those writes kernels do not declare (BatchNorm's statistics): autograd does not count them either."""
+    version: int | None = None
+    """Of its storage when forward returned it, if it did and the storage is still that one."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody wrote into it since forward returned it."""
+        return self.version is not None and self.alias is not None and self.alias._version != self.version
 
 
 @dataclass(slots=True, eq=False)
@@ -210,7 +217,7 @@ def _given_again(each: Any, ran: Ran, whole: Tensor | None) -> Any:
     if ran.over is not None and each.of is ran.over[0]:
         assert whole is not None
         return each.view.on(whole)
-    if each.of.alias is None or (not each.of.again and each.of.writes != each.writes):
+    if each.of.alias is None or each.of.is_written or (not each.of.again and each.of.writes != each.writes):
         raise written_since(f"a tensor that {what} has read and must read again")
     return each.view.on(each.of.alias)
 

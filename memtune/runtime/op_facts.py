@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,16 @@ def key_of(func: Any, args: Any, kwargs: Any) -> Key:
     if kwargs:
         return (func, *map(_plain, args), *((name, _plain(value)) for name, value in kwargs.items()))
     return (func, *map(_plain, args))
+
+
+def scratch_name(name: str, read_bytes: Iterable[int]) -> str:
+    """What the scratch of an op is looked up by.
+
+    Args:
+        name: Of the op.
+        read_bytes: The size of each storage that it reads or writes and has not made.
+    """
+    return " ".join([name, *map(str, sorted(read_bytes))])
 
 
 def _plain(value: Any) -> Any:
@@ -72,6 +82,7 @@ class About:
     """It updates running statistics, which a second run leaves alone."""
     seeded: bool
     scratch_bytes: int
+    """The most that its kernel takes while it runs, whatever the shapes."""
     by_element: bool
     """It may make each element of the same one of what it reads."""
 
@@ -85,6 +96,8 @@ class Facts:
     makes_bytes: int
     """0 where that depends on the data and it has not run before; then the largest sum so far."""
     random: bool
+    scratch_bytes: int
+    """What the kernel takes while it runs."""
     cost_s: float = -1.0
     """Negative until it has run."""
 
@@ -94,11 +107,12 @@ class OpFacts:
 
     Args:
         costs: Of ops.
-        scratch: Bytes that a kernel takes while it runs, by name of the op.
+        scratch: Bytes that a kernel takes while it runs, by `scratch_name`; by the op's name alone the most, for other sizes.
+        makes: Bytes that an op makes, by the same name, where fake runs say less.
     """
 
-    def __init__(self, costs: Costs, scratch: Mapping[str, int]) -> None:
-        self._costs, self._scratch = costs, scratch
+    def __init__(self, costs: Costs, scratch: Mapping[str, int], makes: Mapping[str, int] | None = None) -> None:
+        self._costs, self._scratch, self._makes = costs, scratch, makes or {}
         self._about: dict[Any, About] = {}
         self._known: dict[Key, Facts] = {}
 
@@ -117,12 +131,16 @@ class OpFacts:
     def of(self, about: About, args: Any, kwargs: Any) -> Facts:
         """What is known of this call."""
         key = key_of(about.func, args, kwargs)
-        found = self._known.get(key)
+        name = _read_by(about, args, kwargs) if about.scratch_bytes else about.name  # views of other storages: another scratch
+        known = (key, name) if about.scratch_bytes else key
+        found = self._known.get(known)
         if found is None:
             if len(self._known) > _MOST_KEYS:
                 self._known.clear()
             random = about.seeded and not draws_nothing(about.func, args, kwargs)
-            found = self._known[key] = Facts(about, key, sum(_asked(about.func, args, kwargs)), random)
+            scratch_bytes = self._scratch.get(name, about.scratch_bytes)
+            makes_bytes = max(sum(_asked(about.func, args, kwargs)), self._makes.get(name, 0))
+            found = self._known[known] = Facts(about, key, makes_bytes, random, scratch_bytes)
         return found
 
     def cost_s(self, facts: Facts, args: Any, kwargs: Any, out: Any, inputs: list[Tensor]) -> float:
@@ -131,6 +149,11 @@ class OpFacts:
             traffic = sum(each.nbytes for each in inputs) + sum(each.nbytes for each in tensors_in([out]))
             facts.cost_s = self._costs.of(flops.count(facts.about.func, args, kwargs, out), traffic)
         return facts.cost_s
+
+
+def _read_by(about: About, args: Any, kwargs: Any) -> str:
+    storages = [each.untyped_storage() for each in tensors_in([*args, *kwargs.values()])]
+    return scratch_name(about.name, {each._cdata: each.nbytes() for each in storages}.values())
 
 
 def _asked(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Training goes on from the last complete step after a crash: what `zero_infinity: {resume: last_step}` keeps and takes up.
+"""Training goes on from the last complete step after a crash: what `resume: last_step` keeps and takes up.
 
 Rules 1 to 4 are those of `runtime.manifest`. A resumed run does what a step does: it has its own values in one slot, and the
 kept ones go into the other, from where weights go up to the device. So a failure of `apply` finds the own ones where they were.
@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -69,15 +69,13 @@ class LastStep:
         warnings.warn(f"memtune goes on after step {agreed}, the last complete one of a run that ended.", stacklevel=6)
         return agreed
 
-    def complete(self, written: Iterable[Piece], steps: int = 1) -> None:
-        """`steps` are over, all pieces of `written` are in their spare slots: when this returns, training can go on from there.
+    def complete(self, steps: int = 1) -> None:
+        """`steps` are over, all that they changed is written: when this returns, training can go on from there.
 
         Raises:
             EnvironmentFault: It cannot be kept; the step before is.
         """
         self.steps += steps
-        for piece in written:
-            piece.swap(self._state[piece.held])
         disk.current().flush()
         self._write_manifest()
         self._remove_before()  # Rule 4
@@ -96,6 +94,8 @@ class LastStep:
         run = disk.folder()
         run.kept[self._key] = [each for piece in self._pieces for each in (piece.ssd, piece.spare)]
         self._manifest().write(run.path)
+        for piece in self._pieces:
+            piece.fresh = False
 
     def _forget(self) -> None:
         run = disk.folder()
@@ -172,7 +172,7 @@ class LastStep:
         state = self._state[piece.held]
         if counter is not None:
             state["step"].fill_(counter)
-        piece.swap(state)
+        piece.turn(state)
         self._taken.append(piece)
 
     def _whole(self) -> list[nn.Parameter]:

@@ -11,7 +11,8 @@ Rule 3. Weights go up while backward goes on: no op of backward may need one who
         in the recorded step. A gradient that lands a second time in one backward (a reentrant checkpoint around parts that share
         a weight) was not complete the first time, and is refused.
 Rule 4. `optimizer.step()` completes the last bucket, and updates what backward has not: the witness of `gradients_down`, and all
-        parameters in a loop that is not `Tuned.step`'s. When it returns, everything is written.
+        parameters in a loop that is not `Tuned.step`'s. When it returns, everything is written, and kept as one step where steps
+        are: what backward has written is in other slots than the last complete step, which is there until then.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ class SsdBesideBackward(SsdOptimizer):
     Args:
         context: Its model and optimizer; the optimizer is rebound in place.
         master: bfloat16 parameters have float32 masters.
+        keep: Every complete step is kept, as `SsdOptimizer` has it.
 
     Raises:
         ApplyError: The optimizer or a parameter's type is none that the native update knows.
         EnvironmentFault: There is no room on SSD; says for which parameter.
     """
 
-    def __init__(self, context: Context, *, master: bool) -> None:
-        super().__init__(context, master=master, ahead=0)
+    def __init__(self, context: Context, *, master: bool, keep: bool = False) -> None:
+        super().__init__(context, master=master, ahead=0, keep=keep)
         self._piece_of = {piece.device: (seed, piece) for seed, piece in enumerate(self._pieces)}
         self._reading: dict[nn.Parameter, Tensor] = {}
         self._updating: list[tuple[Piece, Tensor, Tensor]] = []  # the piece, in host memory, and its gradient

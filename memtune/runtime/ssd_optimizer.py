@@ -93,9 +93,10 @@ class SsdOptimizer:
         with tier(HOST):
             parts = [weight, *(state.get(each, torch.zeros_like(weight)) for each in moments)]
             together = torch.cat([part.detach().float().reshape(-1) for part in parts])
-        ssd, *spare = (self._on_ssd(together, name) for _ in range(1 + self._keep))
+        ssd = self._on_ssd(together, name)
+        spare = self._on_ssd(together, name) if self._keep else None
         held = nn.Parameter(ssd[: weight.numel()].view(weight.shape), requires_grad=parameter.requires_grad)
-        piece = Piece(name, parameter, held, ssd, group, moments, *spare)
+        piece = Piece(name, parameter, held, ssd, group, moments, spare)
         mine = self._optimizer.state[held]
         mine.update(state)
         mine.update(zip(moments, piece.parts(ssd)[1:], strict=True))
@@ -140,7 +141,7 @@ class SsdOptimizer:
         for ssd in [each for kept, _ in self._writing for each in kept]:
             transfer.written(ssd)
         if self._last is not None:
-            self._last.complete(pieces)
+            self._last.complete()
         self._writing.clear()
 
     def _read(self, piece: Piece) -> Tensor:
@@ -158,6 +159,12 @@ class SsdOptimizer:
         torch.ops.memtune.write_ssd_(piece.target, host)
         ssd, memory = ([], []) if new is None else ([new[0]], [new[1]])
         self._writing.append(([piece.target, *ssd], [host, *memory]))
+        self._turn(piece)
+
+    def _turn(self, piece: Piece) -> None:
+        """What is being written is the piece, once steps are kept; none is of fake tensors."""
+        if self._last is not None:
+            piece.turn(self._optimizer.state[piece.held])
 
     def _finish_oldest(self) -> None:
         for ssd in self._writing.popleft()[0]:
@@ -236,8 +243,9 @@ class SsdOptimizer:
             self._adopt(piece, self._optimizer.state[piece.held], moments)
             torch.ops.memtune.write_ssd_(piece.target, host)
             transfer.written(piece.target)
+            self._turn(piece)
         if self._last is not None:
-            self._last.complete(self._pieces, steps=0)
+            self._last.complete(steps=0)
 
     def _weight(self, piece: Piece) -> Tensor:
         """What has been loaded, on the host."""

@@ -19,7 +19,9 @@ class Piece:
     group: dict[str, Any]
     moments: list[str]
     spare: Tensor | None = None
-    """The slot that the next step writes, where the last step is kept."""
+    """The other slot, where the last step is kept."""
+    fresh: bool = False
+    """Written since that step was complete: so the last one is in the other slot, and stays there."""
 
     def parts(self, of: Tensor) -> list[Tensor]:
         """Weight and moments in `of`, which is laid out as the piece."""
@@ -29,13 +31,14 @@ class Piece:
 
     @property
     def target(self) -> Tensor:
-        """What a step writes."""
-        return self.ssd if self.spare is None else self.spare
+        """What a step writes: never where the last complete one is."""
+        return self.ssd if self.spare is None or self.fresh else self.spare
 
-    def swap(self, state: dict[str, Any]) -> None:
-        """What has been written is the piece now; `state` and what the optimizer holds follow."""
-        assert self.spare is not None
-        self.ssd, self.spare = self.spare, self.ssd
+    def turn(self, state: dict[str, Any]) -> None:
+        """What is written in `target` is the piece from now on; `state` and what the optimizer holds follow."""
+        if self.spare is None or self.fresh:
+            return
+        self.ssd, self.spare, self.fresh = self.spare, self.ssd, True
         weight, *moments = self.parts(self.ssd)
         self.held.data = weight
         state.update(zip(self.moments, moments, strict=True))

@@ -97,7 +97,7 @@ class ParameterStore(HostParameters):
         block.register_forward_pre_hook(
             lambda module, args: self._begin(index) if torch.is_grad_enabled() else self._fetch_block(index), prepend=first
         )
-        block.register_forward_hook(lambda module, args, output: self._returned(index, output), prepend=first)
+        block.register_forward_hook(lambda module, args, output: self._returned(index, args, output), prepend=first)
         self._watch_block(context, index)
 
     @contextmanager
@@ -112,13 +112,14 @@ class ParameterStore(HostParameters):
 
     # -- moments ---------------------------------------------------------------------------------------------------------
 
-    def _returned(self, index: int, output: Any) -> None:
+    def _returned(self, index: int, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self._release(self._of_block[index])
             return
         moment = self._end - 1 - index
+        given = {id(each) for each in tree_leaves(args)}  # passed on as it is, its gradient says that the block before is next
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+            if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in given:
                 tensor.register_hook(lambda _: self._backward(moment))
 
     def _backward(self, moment: int) -> None:

@@ -125,6 +125,7 @@ class _Recorder(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._of: dict[int, int | Outside] = {}
+        self._readers: dict[Outside, set[int]] = {}
         self._n_values = 0
         self._known = KnownValues()
 
@@ -218,6 +219,10 @@ class _Recorder(TorchDispatchMode):
         changed = [self.slot(t).of for t in written]
         self.writes.append(sorted({of for of in changed if isinstance(of, int)}))
         self._check_outside(func, op, [of for of in changed if isinstance(of, Outside)])
+        if str(func) not in BATCH_NORMS:  # in training they read no statistics
+            for of in touched:
+                if isinstance(of, Outside):
+                    self._readers.setdefault(of, set()).add(op)
         if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(func, args, kwargs):
             self.random.add(op)
         self.calls.append(Call(func, tuple(plain[0]), plain[1], tree_map(self._out, out)))
@@ -231,6 +236,7 @@ class _Recorder(TorchDispatchMode):
                 raise CaptureError(f"it writes into an {each.kind} of the region")
             if str(func) not in BATCH_NORMS:
                 self.once.add(op)
+            self.once |= self._readers.get(each, set())  # run again after this, they would read something else
         if func.namespace in ("c10d", "_c10d_functional"):
             raise CaptureError("a collective runs inside")
 

@@ -3,7 +3,8 @@
 To and from SSD (`runtime.disk`) likewise: `to_ssd` and `from_ssd` only start; `written` and `wait` say when they are over.
 
 `to_host` and `copy_to_host` only *start* a copy; whoever reads the host tensor or frees the source calls `wait` first.
-`to_device` and `copy_to_device` wait for what they read and are complete, in stream order, when they return.
+`to_device` and `copy_to_device` wait for what they read and are complete, in stream order, when they return; but `to_device`
+inside `ahead_apart` only starts, and `is_there` says when what it returned is there.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ class ByteCounters:
 
 COUNTERS = ByteCounters()
 _pool: ThreadPoolExecutor | None = None
+_upload_pool: ThreadPoolExecutor | None = None
 _side_streams: dict[int, torch.cuda.Stream] = {}
 _upload_streams: dict[int, torch.cuda.Stream] = {}
 # What is under way, by address of the host storage: the thread's future on CPU, the stream's event on CUDA, a read from SSD.
 _pending: dict[int, Future[None] | torch.cuda.Event | Ticket] = {}
+_coming: dict[int, Future[None] | torch.cuda.Event] = {}
+"""What comes `ahead_apart`, by address of the storage on the device."""
+_is_apart = False
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -58,6 +63,13 @@ def _threads() -> ThreadPoolExecutor:
     if _pool is None:
         _pool = ThreadPoolExecutor(1, thread_name_prefix="memtune-copy")
     return _pool
+
+
+def _upload_threads() -> ThreadPoolExecutor:
+    global _upload_pool
+    if _upload_pool is None:
+        _upload_pool = ThreadPoolExecutor(1, thread_name_prefix="memtune-upload")
+    return _upload_pool
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
@@ -91,12 +103,14 @@ def _start(host: Tensor, x: Tensor) -> None:
             event.record(stream)
         _pending[key] = event
     else:
-        _pending[key] = _threads().submit(_copy, host, x)
+        _pending[key] = _threads().submit(_copy, [host, x])
 
 
-def _copy(host: Tensor, x: Tensor) -> None:
+def _copy(pair: list[Tensor]) -> None:
+    """Copy the second of `pair` into the first, and hold neither once that is known to be done."""
     with torch.no_grad():
-        host.copy_(x)
+        pair[0].copy_(pair[1], non_blocking=True)
+    pair.clear()
 
 
 def wait(host: Tensor) -> None:
@@ -130,8 +144,17 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     wait(x)
     COUNTERS.add("host_to_device", x.nbytes)
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+    key = out.untyped_storage()._cdata
+    if _is_apart and device.type != "cuda":
+        _coming[key] = _upload_threads().submit(_copy, [out, x])
+        return out
     with torch.no_grad():
-        return out.copy_(x, non_blocking=True)
+        out.copy_(x, non_blocking=True)
+    if _is_apart:
+        event = torch.cuda.Event()
+        event.record()
+        _coming[key] = event
+    return out
 
 
 @contextlib.contextmanager
@@ -153,6 +176,27 @@ def caught_up(device: torch.device) -> None:
     """The current stream goes on when all that was copied `ahead` is there."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_upload_stream(device))
+
+
+@contextlib.contextmanager
+def ahead_apart(device: torch.device) -> Iterator[None]:
+    """As `ahead`, and each tensor that `to_device` gives is waited for by itself (`is_there`); on CPU a thread copies."""
+    global _is_apart
+    _is_apart = True
+    try:
+        with ahead(device):
+            yield
+    finally:
+        _is_apart = False
+
+
+def is_there(out: Tensor) -> None:
+    """Return once `out`, which came `ahead_apart`, is there (CPU), or make the current stream wait for it (CUDA)."""
+    coming = _coming.pop(out.untyped_storage()._cdata, None)
+    if isinstance(coming, Future):
+        coming.result()
+    elif coming is not None:
+        coming.wait()
 
 
 def copy_to_host(host: Tensor, x: Tensor) -> None:

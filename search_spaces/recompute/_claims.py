@@ -10,6 +10,7 @@ from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.remembered import remembered
 from memtune.runtime import offload_dir
+from memtune.runtime.come_ahead import Ahead
 from memtune.runtime.context import Context
 from memtune.runtime.shelf import Shelf
 from memtune.search_spaces.recompute._calls import no_plan
@@ -63,18 +64,30 @@ def spilled_in(plan: Plan) -> Spilled:
         raise no_plan("the config has none, or it is damaged", _FIX) from error
 
 
+def window_in(plan: Plan) -> int:
+    """Tensors that `plan` has on their way at once; 0 where it does not say.
+
+    Raises:
+        ApplyError: What it says is malformed.
+    """
+    try:
+        return max(int(plan.decisions.get("window", 0)), 0)
+    except (TypeError, ValueError) as error:
+        raise no_plan("the config has none, or it is damaged", _FIX) from error
+
+
 def as_planned(program: Program, plan: Plan) -> Program:
     """Every block runs again in backward and gives to the host as far as `plan` says."""
-    return _with_options(program, tuple(options_in(plan, len(program.step.blocks))), spilled_in(plan))
+    return _with_options(program, tuple(options_in(plan, len(program.step.blocks))), spilled_in(plan), window_in(plan))
 
 
 @remembered
-def _with_options(program: Program, options: tuple[Option, ...], spilled: Spilled) -> Program:
+def _with_options(program: Program, options: tuple[Option, ...], spilled: Spilled, window: int) -> Program:
     """One program for all plans of the same options: plans for other later techniques often are."""
     again = [index for index, option in enumerate(options) if option.calls is not None]
     step = recompute_blocks(program.step, again, [option.calls or Calls() for option in options]) if again else program.step
     claims = move_claims(list(options), spilled.blocks)
-    return program.with_step(move_activations(step, claims, spilled.ahead if spilled.blocks else None))
+    return program.with_step(move_activations(step, claims, spilled.ahead if spilled.blocks else None, window=window))
 
 
 def claim_planned(context: Context, plan: Plan) -> None:
@@ -84,6 +97,8 @@ def claim_planned(context: Context, plan: Plan) -> None:
         offload_dir.checked()
         table.shelf = Shelf(spilled.ahead)
         context.checks["recompute"] = lambda: {"ssd_written_bytes": table.shelf.written_bytes}
+    if window := window_in(plan):
+        table.ahead, table.out_at_once = Ahead(window), window
     for region, option in zip(table.regions, options_in(plan, len(table.regions)), strict=True):
         if option.calls is not None:
             table.claim_recompute(region.index, option.calls if option.calls != Calls() else None)

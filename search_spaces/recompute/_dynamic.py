@@ -181,6 +181,7 @@ class _Dynamic(Technique):
             costs,
             plan["reserve_bytes"],
             plan["scratch"],
+            plan.get("makes", {}),
             plan.get("unseen_bytes", 0),
             self.freeze_after,
         )

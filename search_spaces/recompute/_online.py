@@ -12,7 +12,8 @@ from memtune.passes.online import Told, least_budget_bytes, online_policy, peak_
 from memtune.passes.region import Region, region_of
 from memtune.program import Kind, Step, Tier
 from memtune.remat import Policy
-from memtune.runtime.op_facts import Costs
+from memtune.runtime.op_facts import Costs, scratch_name
+from memtune.runtime.workspace import RealOutputs
 from memtune.technique import Reason
 from memtune.units import format_bytes
 
@@ -20,14 +21,10 @@ from memtune.units import format_bytes
 def told_online(step: Step, hardware: Hardware, buffer_bytes: int = 0) -> dict[str, Any]:
     """What is outside of the runtime's sight, in bytes, `buffer_bytes` among it, and the rates that make an op's cost."""
     region = _region(step)
-    scratch: dict[str, int] = {}
-    for name, size in zip(region.graph.names, region.scratch_bytes.tolist(), strict=True):
-        if size:
-            scratch[name] = max(scratch.get(name, 0), size)
     return {
         "reserve_bytes": max(region.between_bytes - int(region.background_bytes[0]), 0),
         "unseen_bytes": _unseen_bytes(step, region) + buffer_bytes,
-        "scratch": scratch, "flops_per_s": hardware.matmul_flops_per_s("float32"),
+        "scratch": _scratch(step, region), "makes": _makes(step, region), "flops_per_s": hardware.matmul_flops_per_s("float32"),
         "bytes_per_s": hardware.memory_bytes_per_s, "launch_s": hardware.launch_s,
     }  # fmt: skip
 
@@ -43,7 +40,45 @@ def _told(step: Step, hardware: Hardware) -> Told:
     costs = Costs(plain["flops_per_s"], plain["bytes_per_s"], plain["launch_s"])
     sizes = zip(step.op_flops[region.rows].tolist(), step.op_traffic_bytes[region.rows].tolist(), strict=True)
     op_s = np.asarray([costs.of(n_flops, n_bytes) for n_flops, n_bytes in sizes])
-    return Told(op_s, plain["reserve_bytes"], plain["scratch"])
+    scratch = [plain["scratch"].get(name, 0) for name in _scratch_names(step, region)]
+    return Told(op_s, plain["reserve_bytes"], np.asarray(scratch, np.int64))
+
+
+def _scratch(step: Step, region: Region) -> dict[str, int]:
+    """Bytes by what each op reads, and the most of each op for other sizes, as `OpFacts` looks them up."""
+    found: dict[str, int] = {}
+    sizes = region.scratch_bytes.tolist()
+    for name, size in zip(region.graph.names, sizes, strict=True):
+        if size:
+            found[name] = max(found.get(name, 0), size)
+    for name, detailed, size in zip(region.graph.names, _scratch_names(step, region), sizes, strict=True):
+        if name in found:
+            found[detailed] = max(found.get(detailed, 0), size)
+    return found
+
+
+def _makes(step: Step, region: Region) -> dict[str, int]:
+    """Bytes by what each op reads, of recurrent layers with scratch: what they save for backward is empty in a fake run."""
+    found: dict[str, int] = {}
+    for name, detailed, made, scratch in zip(
+        region.graph.names, _scratch_names(step, region), region.graph.makes, region.scratch_bytes.tolist(), strict=True
+    ):
+        if name in RealOutputs.OPS and scratch:
+            found[detailed] = max(found.get(detailed, 0), int(region.bytes[list(made)].sum()))
+    return found
+
+
+def _scratch_names(step: Step, region: Region) -> list[str]:
+    """(n,) of each op."""
+    op_at = np.full(step.n_ops, -1, np.int32)
+    op_at[region.rows] = np.arange(len(region.rows), dtype=np.int32)
+    uses = np.flatnonzero((op_at[step.use_op] >= 0) & (step.producer[step.use_storage] != step.use_op))
+    read: list[set[int]] = [set() for _ in region.rows]
+    for op, storage in zip(op_at[step.use_op[uses]].tolist(), step.use_storage[uses].tolist(), strict=True):
+        read[op].add(storage)
+    return [
+        scratch_name(name, step.bytes[list(storages)].tolist()) for name, storages in zip(region.graph.names, read, strict=True)
+    ]
 
 
 @lru_cache(maxsize=32)

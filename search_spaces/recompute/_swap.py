@@ -59,7 +59,9 @@ def busy_in(program: Program, hardware: Hardware) -> Busy:
     return Busy(total(Phase.FORWARD), total(Phase.BACKWARD), total(Phase.BOUNDARY), program.accumulate)
 
 
-def step_s(busy: Busy, hardware: Hardware, swapped_bytes: int, again_s: float, spilled_bytes: int = 0) -> float:
+def step_s(
+    busy: Busy, hardware: Hardware, swapped_bytes: int, again_s: float, spilled_bytes: int = 0, *, waits: bool = False
+) -> float:
     """Seconds of a step's forwards and backwards, T(A): each is as long as its busiest resource works.
 
     Args:
@@ -68,6 +70,7 @@ def step_s(busy: Busy, hardware: Hardware, swapped_bytes: int, again_s: float, s
         swapped_bytes: Of a micro-batch, to the host in forward and back in backward.
         again_s: Of recomputation in a micro-batch.
         spilled_bytes: Of what is swapped, on to SSD in forward and from there in backward.
+        waits: Compute waits for every copy over the link; else they run beside it.
     """
     out = {
         Resource.DEVICE_TO_HOST: swapped_bytes / hardware.device_to_host_bytes_per_s,
@@ -77,6 +80,9 @@ def step_s(busy: Busy, hardware: Hardware, swapped_bytes: int, again_s: float, s
         Resource.HOST_TO_DEVICE: swapped_bytes / hardware.host_to_device_bytes_per_s, Resource.COMPUTE: again_s,
         Resource.SSD_READ: spilled_bytes / hardware.ssd_read_bytes_per_s,
     }  # fmt: skip
+    if waits:
+        out[Resource.COMPUTE] = out[Resource.DEVICE_TO_HOST]
+        back[Resource.COMPUTE] += back[Resource.HOST_TO_DEVICE]
     forward = max(seconds + out.get(each, 0.0) for each, seconds in busy.forward.items())
     backward = max(seconds + back.get(each, 0.0) for each, seconds in busy.backward.items())
     last = max(seconds + busy.boundary[each] + back.get(each, 0.0) for each, seconds in busy.backward.items())
@@ -151,6 +157,19 @@ def least(cost: Callable[[int], float], last: int) -> int:
     return low
 
 
+def alone_s(ranked: Sequence[Part], hardware: Hardware) -> list[float]:
+    """By how many of `ranked` are swapped, seconds of copies that have nothing to run beside.
+
+    Those are the copies of one block, out after the last forward and back before the first backward.
+    """
+    by_block, most, found = Counter[int](), 0, [0.0]
+    for part in ranked:
+        by_block[part.block] += part.n_bytes
+        most = max(most, by_block[part.block])
+        found.append(most / hardware.device_to_host_bytes_per_s + most / hardware.host_to_device_bytes_per_s)
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Choice:
     """The parts that are swapped, and what was weighed."""
@@ -172,8 +191,11 @@ class Choice:
         host_bytes: int | None,
         *,
         spill: bool = False,
+        waits: bool = False,
     ) -> Choice:
         """The number of parts with which a step takes the least seconds, and of several such numbers the smallest.
+
+        Copies that have nothing to run beside (`alone_s`) are added to T; they only grow, so no more than T alone asks for.
 
         Args:
             parts: Of all blocks.
@@ -182,6 +204,7 @@ class Choice:
             fixed_bytes: Swapped in any case.
             host_bytes: Most that may lie on the host.
             spill: What is more than that goes on to SSD, else it is not swapped.
+            waits: Compute waits for every copy.
         """
         ranked = sorted(parts, key=lambda each: -each.benefit)
         swapped = fixed_bytes + np.concatenate([[0], np.cumsum([each.n_bytes for each in ranked])]).astype(np.int64)
@@ -190,10 +213,14 @@ class Choice:
 
         def cost(count: int) -> float:
             spilled = max(int(swapped[count]) - (host_bytes or 0), 0) if spill else 0
-            return step_s(busy, hardware, int(swapped[count]), float(again[count]), spilled)
+            return step_s(busy, hardware, int(swapped[count]), float(again[count]), spilled, waits=waits)
 
         room = len(ranked) if host_bytes is None or spill else int(np.searchsorted(swapped, host_bytes, side="right")) - 1
-        return cls(tuple(ranked), least(cost, max(room, 0)), cost)
+        count = least(cost, max(room, 0))
+        if not waits:
+            alone = alone_s(ranked[:count], hardware)
+            count = min(range(count + 1), key=lambda each: cost(each) + alone[each])
+        return cls(tuple(ranked), count, cost)
 
     def taken(self) -> Counter[int]:
         """By block, how many of its parts are swapped."""

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
+from memtune.calls import INPUTS
 from memtune.hardware import Hardware
 from memtune.passes.calls import split_calls
-from memtune.program import Program, RankClass, Step
+from memtune.passes.recompute import calls_of
+from memtune.program import Phase, Program, RankClass, Step
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
 from memtune.search_spaces.recompute._budget import after_later, later_techniques
@@ -34,13 +37,15 @@ class Lohan(Technique):
     Every block runs again in backward, but for what is swapped: tensors that save the most recomputation per byte go to the
     host first ("offloading benefit"). How many bytes follows from what else the step asks of each resource, copies and updates
     of `offload.states` included: where backward waits for a drive, recomputation costs nothing and little is swapped. That time
-    is convex in the bytes swapped, so its minimum is found by bisection. Nothing stays on the device between a block's forward
-    and its backward but what is too small to move. The other half of LoHan is `offload.states: {kind: lohan}`. Where host
-    memory is short, `host_bytes` says so: the rest runs again or, with `spill: ssd`, what the first blocks swap goes on to SSD as
-    far as that still pays, with what else the drive has to do.
+    is convex in the bytes swapped, so its minimum is found by bisection. Copies of one block run beside another's compute, both
+    ways (`window`); where they cannot they are priced as waited for, and nothing is swapped that makes a step longer. Nothing
+    stays on the device between a block's forward and its backward but what is too small to move. The other half of LoHan is
+    `offload.states: {kind: lohan}`. Where host memory is short, `host_bytes` says so: the rest runs again or, with `spill: ssd`,
+    what the first blocks swap goes on to SSD as far as that still pays, with what else the drive has to do.
 
     Distinguishing test: the number of bytes is that of the least time over all numbers (brute force), it grows with the link's
-    speed, and it shrinks when a drive makes backward wait; what is spilled is written once and read once.
+    speed, and it shrinks when a drive makes backward wait; what is spilled is written once and read once; a block's tensors are
+    on their way back before the block after it has run backward.
     """
 
     kind: Literal["lohan"] = "lohan"
@@ -59,6 +64,9 @@ class Lohan(Technique):
     """Where what `host_bytes` has no room for goes, block by block; a few tensors at a time pass through host memory on top."""
     ahead: Annotated[int, Field(ge=0, le=64)] = 3
     """Tensors read from SSD before backward asks for them; each takes its bytes of host memory."""
+    window: Annotated[int, Field(ge=0, le=64)] | None = None
+    """Tensors on their way at once, out in forward, and back ahead of backward; each takes its bytes of device memory. Left out:
+    as many as a block swaps, so that copies run beside the whole block that computes; 0 waits for each. What spills waits."""
     min_bytes: Annotated[int, Field(ge=1)] = MIN_MOVED_BYTES
     """Smaller tensors stay on the device: a copy has a fixed cost."""
 
@@ -94,6 +102,7 @@ class Lohan(Technique):
                 **(spilled if on_ssd else {}),
                 "options": [entry_of(each) for each in different],
                 "blocks": [different.index(each) for each in options],
+                "window": 0 if on_ssd else self._window(program, options),
                 "swapped_bytes": swapped,
                 "step_s": [round(choice.costs_s(count), 9) for count in (choice.count, 0, len(choice.parts))],
             }
@@ -122,12 +131,36 @@ class Lohan(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """What decides."""
         how = {"swapped": "least seconds", "host_bytes": self.host_bytes, "min_bytes": self.min_bytes}
+        how |= {"window": self.window}
         how |= {"spill": self.spill, "ahead": self.ahead} if self.spill != "none" else {}
         return {"activations.recompute": how}
 
+    def _window(self, program: Program, options: list[Option]) -> int:
+        if program.stages is not None:  # several micro-batches are in flight, and the last one out is not the next one back
+            return 0
+        return _most_moved(program.step, options) if self.window is None else self.window
+
     def _chosen(self, program: Program, target: Target) -> tuple[list[Option], Choice, dict[int, int]]:
         later, run = later_techniques(target), (program.ranks, program.micro_batch, program.accumulate)
-        return _solved(program.step, later, target.hardware, *run, self.host_bytes, self.min_bytes, self.spill == "ssd")
+        how = (program.step, later, target.hardware, *run, self.host_bytes, self.min_bytes, self.spill == "ssd")
+        if self.spill == "ssd" or program.stages is not None or self.window == 0:
+            return _solved(*how, True)
+        found = _solved(*how, False)
+        if self.window is None or self.window >= _most_moved(program.step, found[0]):
+            return found
+        return _solved(*how, True)
+
+
+def _most_moved(step: Step, options: list[Option]) -> int:
+    """Tensors that the block with the most of them swaps; one block of each option is looked at."""
+    outputs = np.bincount(step.producer[step.producer >= 0], minlength=step.n_ops)
+    forward, most = step.op_phase == Phase.FORWARD, 0
+    for option in dict.fromkeys(options):
+        block = options.index(option)
+        ops = np.flatnonzero(forward & (step.op_block == block)).astype(np.int32)
+        made = sum(int(outputs[op]) for op, _, call in calls_of(step, ops) if call in option.moved)
+        most = max(most, made + (int(np.count_nonzero(step.input_block == block)) if INPUTS in option.moved else 0))
+    return most
 
 
 @lru_cache(maxsize=256)
@@ -184,14 +217,14 @@ def _blocks(step: Step, hardware: Hardware, ranks: int, min_bytes: int) -> _Bloc
 @lru_cache(maxsize=64)
 def _solved(
     step: Step, techniques: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
-    host_bytes: int | None, min_bytes: int, spill: bool,
+    host_bytes: int | None, min_bytes: int, spill: bool, waits: bool,
 ) -> tuple[list[Option], Choice, dict[int, int]]:  # fmt: skip
     """The option of every block, the choice, and the bytes that each swaps; `fits` and `plan` both ask for it."""
     blocks = _blocks(step, hardware, ranks, min_bytes)
     full = Program((RankClass(ranks, blocks.full),), micro_batch, accumulate)
     later = after_later(full, techniques, hardware)
     fixed = sum(each[0] for each in blocks.swapped_bytes.values())
-    choice = Choice.of(blocks.parts, busy_in(later, hardware), hardware, fixed, host_bytes, spill=spill)
+    choice = Choice.of(blocks.parts, busy_in(later, hardware), hardware, fixed, host_bytes, spill=spill, waits=waits)
     taken = choice.taken()
     options = [blocks.option(step, block, taken[block]) for block in range(len(step.blocks))]
     return options, choice, {block: each[taken[block]] for block, each in blocks.swapped_bytes.items()}

@@ -49,6 +49,9 @@ class Lohan(Technique):
     bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0
     """Gradients that go down together, and whose state is read meanwhile. A larger one waits less often, a smaller one holds less
     on device and host, and leaves less to do when backward has ended."""
+    resume: Literal["checkpoint", "last_step"] = "checkpoint"
+    """After a crash training goes on from the user's own checkpoint, or from the last complete step: then each piece has two
+    slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a drive, gradients that land one by one, reduced on several ranks, and a type that the native update knows."""
@@ -64,13 +67,19 @@ class Lohan(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State and masters to SSD; copies down, reads, updates, copies up and writes inside backward."""
-        return program.with_step(optimizer_on_ssd_beside_backward(program.step, self._bucket_bytes, program.ranks))
+        return program.with_step(
+            optimizer_on_ssd_beside_backward(program.step, self._bucket_bytes, program.ranks, 2 if self._keeps else 1)
+        )
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to tensors on SSD, hooks that send gradients down."""
         offload_dir.checked()
-        optimizer = SsdBesideBackward(context, master=self.update == "master")
+        optimizer = SsdBesideBackward(context, master=self.update == "master", keep=self._keeps)
         context.checks["offload.states"] = GradientsDown(context, optimizer, self._bucket_bytes, "per_gradient").check
+
+    @property
+    def _keeps(self) -> bool:
+        return self.resume == "last_step"
 
     @property
     def _bucket_bytes(self) -> int:
@@ -78,7 +87,8 @@ class Lohan(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, when gradients go down and when the update runs."""
-        how = {"update": self.update, "bucket_bytes": self._bucket_bytes}
+        how: dict[str, Any] = {"update": self.update, "bucket_bytes": self._bucket_bytes}
+        how |= {"resume": self.resume} if self._keeps else {}
         return {"states.offload": {"optimizer": "ssd", "gradients": "as_they_land", "trigger": "per_gradient", **how}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:

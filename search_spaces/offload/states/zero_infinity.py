@@ -108,12 +108,12 @@ class ZeroInfinity(Technique):
         """Rebind the optimizer to tensors on SSD, then have the blocks' parameters come and go."""
         if self.parameters != "device" and context.compiled is not None:
             raise ApplyError(
-                f"zero_infinity with  parameters: {self.parameters}  does not work with compiled blocks.",
+                f"zero_infinity with parameters: {self.parameters} does not work with compiled blocks.",
                 evidence=f"{EAGER_ONLY[:1].upper()}{EAGER_ONLY[1:]}.",
                 fix="parameters: device, or  execution: {compile: false}", code="MT315",
             )  # fmt: skip
         if self.parameters != "device":
-            require_replicas(context, f"zero_infinity with  parameters: {self.parameters}")
+            require_replicas(context, f"zero_infinity with parameters: {self.parameters}")
         if (why := self._nonsense()) is not None:
             raise ApplyError(f"zero_infinity: {why.text}.", fix=why.fix, code="MT315")
         offload_dir.checked()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -173,6 +175,31 @@ def test_a_second_forward_before_backward_shares_the_budget_from_then_on() -> No
     assert same(twice, [each + each for each in plain(x)])
     gradients(net, x)
     assert (region.runs.steps, region.runs.followed) == (5, 2)
+
+
+@pytest.mark.parametrize("freeze_after", [0, 1])
+def test_a_copy_of_the_model_starts_anew(freeze_after: int) -> None:
+    x = torch.randn(64, 32)
+    net, region = small(freeze_after=freeze_after)
+    for _ in range(2):
+        gradients(net, x)
+    stored = io.BytesIO()
+    torch.save(net, stored)
+    stored.seek(0)
+    for copied in (deepcopy(net), torch.load(stored, weights_only=False)):
+        own = copied.forward.__self__
+        assert own is not region
+        assert own.module is copied
+        with torch.no_grad():
+            copied.last.weight.mul_(2)
+            wanted = functional.linear(net.body(x), net.last.weight * 2, net.last.bias)
+            assert torch.equal(copied(x)[1], wanted)
+            copied.last.weight.div_(2)
+        for _ in range(2):
+            assert same(gradients(copied, x), plain(x))
+        assert (own.runs.steps, own.runs.followed, own.frozen_steps) == ((2, 1, 0) if freeze_after == 0 else (1, 0, 1))
+    assert deepcopy(net).forward.__self__._optimizer is region._optimizer
+    assert region.runs.steps == (2 if freeze_after == 0 else 1)
 
 
 def test_a_forward_that_is_never_followed_by_its_backward_holds_nothing() -> None:

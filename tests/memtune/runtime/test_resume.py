@@ -27,6 +27,10 @@ from memtune.runtime.ssd_file import TENSORS
 
 FRESH = multiprocessing.get_context("forkserver")
 STEPS = 3
+OTHERS: dict[str, dict[str, Any]] = {
+    "ssd": {"parameters": "ssd", "read_ahead": 0},
+    "lohan": {"kind": "lohan", "bucket_mib": 0},
+}
 
 
 def fresh(blocks: int = 1) -> nn.Module:
@@ -36,11 +40,10 @@ def fresh(blocks: int = 1) -> nn.Module:
 
 
 def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
-    """`resume`, and after a comma where the blocks' parameters are."""
-    resume, _, parameters = resume.partition(",")
+    """`resume`, and after a comma a key of `OTHERS`."""
+    resume, _, other = resume.partition(",")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    knobs = {"resume": resume, **({"parameters": parameters, "read_ahead": 0} if parameters else {})}
-    settings = {"offload": {"states": {"kind": "zero_infinity", **knobs}}}
+    settings = {"offload": {"states": {"kind": "zero_infinity", "resume": resume, **OTHERS.get(other, {})}}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it goes on
         return memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean())
@@ -135,6 +138,17 @@ def test_killed_in_a_step_it_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_killed_with_parameters_on_ssd_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     """Weights that come and go are made from the masters that were kept."""
     assert killed_and_resumed(tmp_path, range(20, 140, 17), resume="last_step,ssd") > 5
+
+
+def test_killed_inside_backward_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """Pieces that backward wrote are not those of the last complete step."""
+    assert killed_and_resumed(tmp_path, range(56, 57), resume="last_step,lohan") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_updated_inside_backward_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    assert killed_and_resumed(tmp_path, range(20, 200, 5), resume="last_step,lohan") > 12
 
 
 @pytest.mark.slow
@@ -240,14 +254,16 @@ def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -
             assert dead_runs(tmp_path, "third" * 20) == []
 
 
-def train_on_rank(directory: str, sharding: str, kill_at: int) -> tuple[int, dict[str, torch.Tensor]]:
+def train_on_rank(
+    directory: str, sharding: str, kill_at: int, kind: str = "zero_infinity"
+) -> tuple[int, dict[str, torch.Tensor]]:
     """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`. All ranks have the same samples."""
     os.environ[offload_dir.VARIABLE] = directory
     if kill_at >= 0 and torch.distributed.get_rank() == 1:
         kill_at_durable_act(kill_at)
     model = fresh(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    states: dict[str, Any] = {"kind": "zero_infinity", "resume": "last_step"}
+    states: dict[str, Any] = {"kind": kind, "resume": "last_step"}
     settings = {"sharding": {"states": {"kind": sharding}}, "offload": {"states": states}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it goes on
@@ -262,16 +278,26 @@ def train_on_rank(directory: str, sharding: str, kill_at: int) -> tuple[int, dic
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("act", [63, 75])
+def test_a_killed_rank_that_updates_inside_backward_goes_on_with_the_others(tmp_path: Path, act: int) -> None:
+    a_killed_rank_goes_on(tmp_path, "fsdp", act, "lohan")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "zero1", "zero2"])
 @pytest.mark.parametrize("act", [52, 63, 75])
 def test_a_killed_rank_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
+    a_killed_rank_goes_on(tmp_path, sharding, act, "zero_infinity")
+
+
+def a_killed_rank_goes_on(tmp_path: Path, sharding: str, act: int, kind: str) -> None:
     plain, killed = tmp_path / "plain", tmp_path / "killed"
     plain.mkdir()
     killed.mkdir()
-    (_, wanted), _ = run_ranks(train_on_rank, 2, str(plain), sharding, -1)
-    assert None in run_ranks(train_on_rank, 2, str(killed), sharding, act, may_fail=True)
+    (_, wanted), _ = run_ranks(train_on_rank, 2, str(plain), sharding, -1, kind)
+    assert None in run_ranks(train_on_rank, 2, str(killed), sharding, act, kind, may_fail=True)
     assert any(killed.iterdir())
-    resumed = run_ranks(train_on_rank, 2, str(killed), sharding, -1)
+    resumed = run_ranks(train_on_rank, 2, str(killed), sharding, -1, kind)
     starts = {began for began, _ in resumed}
     assert len(starts) == 1
     assert 0 < starts.pop() < STEPS

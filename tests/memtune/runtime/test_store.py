@@ -17,6 +17,7 @@ from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.record import record
 from memtune.autotune.simulate import simulate
+from memtune.blocks import find_blocks
 from memtune.config import TunedConfig
 from memtune.errors import ApplyError
 from memtune.runtime import shim
@@ -179,3 +180,20 @@ def test_blocks_that_share_a_weight_are_refused_before_anything_is_changed() -> 
     with pytest.raises(ApplyError, match="shared with another module"):
         apply(model, optimizer, config_of(ZOO["tied"], ONE), strict=False)
     assert all(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+
+def test_a_block_that_returns_what_it_is_given() -> None:
+    """A layer that stochastic depth skips: its moment is passed over."""
+    runs = []
+    for technique in (ONE, NATIVE):
+        workload, model, optimizer = build(ZOO["gpt"])
+        apply(model, optimizer, config_of(ZOO["gpt"], technique), strict=False)
+        skipped = model.get_submodule(find_blocks(model)[1])
+        skipped.register_forward_hook(lambda module, args, output: args[0], prepend=True)
+        for step in range(2):
+            torch.manual_seed(SEED + step)
+            workload.loss(model, workload.make_batch(2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(runs[0][name], value) for name, value in runs[1].items())

@@ -21,12 +21,48 @@ from memtune.runtime.loop import train_step
 from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Schedule, plain_schedule
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.offload.states.zero_offload import ZeroOffload
+from memtune.search_spaces.recompute._place import place_of
 from memtune.search_spaces.recompute.checkmate import Checkmate
 from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Target
 from memtune.testing import TechniqueSuite, rewritten
 from memtune.testing.drift import drift, plain_program, recorded, target_of
 from memtune.testing.training import build, config_of, differences, one_step, plain, settings_of, train
+
+UPDATES_AFTER_READING = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        hidden = nn.functional.gelu(self.up(x) + self.scale)
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_(0.1 * hidden.abs().mean())
+        return x + self.down(hidden)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(3)], nn.Linear(16, 8))
+
+
+def batch(size):
+    return torch.randn(size, 64, 16, generator=torch.Generator().manual_seed(size))
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+global_batch = 4
+"""
 
 
 class TestCheckmate(TechniqueSuite):
@@ -53,6 +89,16 @@ class TestCheckmate(TechniqueSuite):
         assert plan.decisions["peak_bytes"] <= int(low + share * (high - low))
         assert plan.decisions["peak_bytes"] == rewritten(ZOO["gpt"], technique).peak_bytes()
         assert plan.decisions["peak_bytes"] == recorded(ZOO["gpt"], technique).peak_bytes()
+
+    def test_what_reads_a_buffer_before_it_is_updated_runs_once(self, tmp_path: Path) -> None:
+        (tmp_path / "model.py").write_text(UPDATES_AFTER_READING)
+        reference = train(tmp_path / "model.py")
+        assert differences(train(tmp_path / "model.py", Checkmate(share=0.0, nodes=16)), reference, 0.0) == []
+
+    def test_on_one_rank_too_the_peak_is_that_after_the_passes_that_follow(self) -> None:
+        target = target_of(Checkmate(share=0.5, nodes=16), ZeroOffload())
+        place, program = place_of(plain_program(ZOO["gpt"]), target), rewritten(ZOO["gpt"], ZeroOffload())
+        assert place.plain_bytes == program.peak_bytes() < plain_program(ZOO["gpt"]).step.peak_bytes()
 
     def peak(self, technique: Checkmate) -> int:
         return int(technique.plan(plain_program(ZOO["gpt"]), target_of(technique)).decisions["peak_bytes"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,14 +15,14 @@ from zoo_paths import ZOO
 
 from memtune import hardware
 from memtune._apply import apply
-from memtune.program import Program, Resource, Step, Tier
+from memtune.program import Phase, Program, Resource, Step, Tier
 from memtune.read_ahead import WRITES
-from memtune.runtime import disk, offload_dir
+from memtune.runtime import disk, offload_dir, transfer
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.lohan import Lohan as States
-from memtune.search_spaces.recompute._swap import Busy, Choice, Part, spilled_blocks, step_s
+from memtune.search_spaces.recompute._swap import Busy, Choice, Part, least, spilled_blocks, step_s
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.lohan import Lohan
 from memtune.technique import Target
@@ -51,6 +52,17 @@ def swapped_by(technique: Lohan, program: Program, target: Target | None = None)
 
 def total(step: Step, resource: Resource) -> int:
     return int(step.op_traffic_bytes[step.op_resource == resource].sum())
+
+
+def early(technique: Lohan) -> int:
+    """Copies back of the first block's tensors that start before the last block's backward is over."""
+    step = rewritten(ZOO["gpt"], technique)
+    back = np.flatnonzero((step.op_resource == Resource.HOST_TO_DEVICE) & (step.op_phase == Phase.BACKWARD))
+    last = np.flatnonzero((step.op_phase == Phase.BACKWARD) & (step.op_block == len(step.blocks) - 1))
+    first = np.flatnonzero((step.op_phase > Phase.FORWARD) & (step.op_block == 0) & (step.op_resource == Resource.COMPUTE))
+    assert last[-1] < first[0]
+    of_last = int(np.count_nonzero((step.op_resource == Resource.DEVICE_TO_HOST) & (step.op_block == len(step.blocks) - 1)))
+    return max(0, int(np.count_nonzero(back < last[-1])) - of_last)
 
 
 def random_busy(rng: np.random.Generator, micro_batches: int) -> Busy:
@@ -148,7 +160,7 @@ class TestLohan(TechniqueSuite):
         parts = [Part(i, int(rng.integers(1, 5e7)), float(rng.random() / 4)) for i in range(8)]
         found = Choice.of(parts, busy, linked(1e8).hardware, 1000, 60_000_000, spill=True)
         costs = [found.costs_s(count) for count in range(9)]
-        assert found.count == int(np.argmin(costs))
+        assert least(found.costs_s, 8) == int(np.argmin(costs)) >= found.count
         blocks = dict(enumerate(rng.integers(0, 10, 6).tolist()))
         gone = spilled_blocks(blocks, 12)
         assert sum(size for block, size in blocks.items() if block not in gone) <= 12
@@ -163,18 +175,62 @@ class TestLohan(TechniqueSuite):
         machine = replace(CPU, host_to_device_bytes_per_s=1e8, device_to_host_bytes_per_s=1e8)
         found = Choice.of(parts, busy, machine, 1000, None)
         costs = [found.costs_s(count) for count in range(9)]
-        assert found.count == int(np.argmin(costs))
+        count = least(found.costs_s, 8)
+        assert count == int(np.argmin(costs)) >= found.count
         at = np.cumsum([0, *(each.n_bytes for each in found.parts)])
         slopes = np.diff(costs) / np.diff(at)
         assert (np.diff(slopes) >= -1e-15).all()
         every = [set(chosen) for size in range(9) for chosen in combinations(parts, size)]
-        least = min(
+        best = min(
             step_s(busy, machine, 1000 + sum(p.n_bytes for p in chosen), sum(p.saved_s for p in parts if p not in chosen))
             for chosen in every
         )
-        assert costs[found.count] >= least
+        assert costs[count] >= best
         if same:
-            assert costs[found.count] == pytest.approx(least, rel=1e-12)
+            assert costs[count] == pytest.approx(best, rel=1e-12)
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_what_cannot_be_hidden_counts_too(self, seed: int) -> None:
+        """Of all numbers of parts the one with the least seconds, with the copies of the largest block alone on the link."""
+        rng = np.random.default_rng(seed)
+        busy = random_busy(rng, 2)
+        parts = [Part(i % 3, int(rng.integers(1, 5e7)), float(rng.random() / 4)) for i in range(8)]
+        machine = linked(float(rng.choice([1e8, 1e9]))).hardware
+        found = Choice.of(parts, busy, machine, 1000, None)
+        costs = [found.costs_s(count) for count in range(9)]
+        for count in range(9):
+            most = max(sum(p.n_bytes for p in found.parts[:count] if p.block == block) for block in range(3))
+            costs[count] += 2 * most / machine.host_to_device_bytes_per_s
+        assert found.count == int(np.argmin(costs))
+
+    def test_a_block_comes_back_while_another_runs_backward(self) -> None:
+        """The mechanism: all copies back of the first block are started before the last one's backward is over."""
+        assert early(SMALL) > 0
+        assert early(SMALL.model_copy(update={"window": 0})) == 0
+
+    def test_copies_that_are_waited_for_swap_no_more(self) -> None:
+        program = plain_program(ZOO["gpt"])
+        for link in (1e9, 5e9, 2e10):
+            waits = SMALL.model_copy(update={"window": 0})
+            assert swapped_by(waits, program, linked(link)) <= swapped_by(SMALL, program, linked(link))
+
+    def test_training_brings_tensors_back_on_a_thread_and_early(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The live model starts copies back ahead of use, as many as the pass says; with a window of 0 none."""
+        for window in (None, 0):
+            technique = SMALL.model_copy(update={"window": window})
+            workload, model, optimizer = build(ZOO["gpt"])
+            tuned = apply(model, optimizer, config_of(ZOO["gpt"], technique), loss=workload.loss, strict=False)
+            uploads = Mock(wraps=transfer._upload_threads().submit)
+            monkeypatch.setattr(transfer._upload_threads(), "submit", uploads)
+            with tier(HOST):
+                batch = workload.make_batch(2)
+            tuned.step([batch])
+            step = rewritten(ZOO["gpt"], technique)
+            ahead = (step.op_resource == Resource.HOST_TO_DEVICE) & (step.op_prefetch == 1)
+            assert uploads.call_count == int(np.count_nonzero(ahead))
+            assert (uploads.call_count > 0) == (window is None)
+            monkeypatch.undo()
+            assert not transfer._coming
 
     def test_what_it_cannot_do_is_refused(self) -> None:
         program = plain_program(ZOO["gpt"])

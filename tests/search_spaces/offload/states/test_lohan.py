@@ -17,7 +17,7 @@ from memtune.autotune.simulate import simulate
 from memtune.edit import Edit
 from memtune.program import Kind, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES
-from memtune.runtime import offload_dir
+from memtune.runtime import disk, offload_dir
 from memtune.runtime.tiers import DEVICE, mark
 from memtune.search_spaces.offload.states.lohan import Lohan
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
@@ -28,6 +28,7 @@ from memtune.testing.training import build, config_of
 
 BUCKET = 5242
 SMALL = Lohan(kind="lohan", bucket_mib=0.005)
+KEEPS = SMALL.model_copy(update={"resume": "last_step"})
 AFTER = ZeroInfinity(kind="zero_infinity")
 
 
@@ -75,15 +76,27 @@ class TestLohan(LayersSuite):
         assert step.peak_bytes(Tier.HOST) - counters - batch <= 12 * (2 * bucket + (WRITES + 1) * largest) + 4 * 2 * bucket
         assert not (step.kind[step.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
 
-    def test_what_is_verified_is_what_a_state_dict_reads(self) -> None:
+    def test_the_last_step_is_kept_in_twice_the_space_for_the_same_traffic(self) -> None:
+        step, kept = rewritten(ZOO["tied"], SMALL), rewritten(ZOO["tied"], KEEPS)
+        assert kept.peak_bytes(Tier.SSD) == 2 * step.peak_bytes(Tier.SSD)
+        assert total(kept, Resource.SSD_WRITE) == total(step, Resource.SSD_WRITE)
+        assert (kept.peak_bytes(), kept.peak_bytes(Tier.HOST)) == (step.peak_bytes(), step.peak_bytes(Tier.HOST))
+        self.check_drift("tied", KEEPS)
+        found, wanted = (without_gradients(train(ZOO["tied"], each)) for each in (KEEPS, NATIVE))
+        assert not differences(found, wanted)
+        disk.folder().remove()
+
+    @pytest.mark.parametrize("technique", [SMALL, KEEPS], ids=["one slot", "two slots"])
+    def test_what_is_verified_is_what_a_state_dict_reads(self, technique: Lohan) -> None:
         """What is being updated beside backward is written first."""
         workload, model, optimizer = build(ZOO["tied"])
-        tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+        tuned = apply(model, optimizer, config_of(ZOO["tied"], technique), loss=workload.loss, strict=False)
         with tuned.micro_batch(last=True):
             workload.loss(tuned.model, workload.make_batch(2)).backward()
         seen = verified_and_read(tuned.optimizer)
         assert seen
         assert all(torch.equal(then, now) for then, now in seen)
+        disk.folder().remove()
 
     def test_the_drive_is_hidden_beside_backward(self) -> None:
         """Where backward takes longer than the drive, most of the update is beside it; the embedding lands last."""

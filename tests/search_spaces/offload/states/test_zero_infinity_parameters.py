@@ -130,13 +130,13 @@ def test_gradients_away_from_parameters_on_the_device_are_refused() -> None:
 
 @pytest.mark.usefixtures("ssd")
 @pytest.mark.parametrize("parameters", ["host", "ssd"])
-def test_parameters_that_come_and_go_are_for_one_rank(parameters: str) -> None:
+def test_parameters_that_come_and_go_need_ranks_that_average_gradients(parameters: str) -> None:
     """A config may say otherwise: ranks would update weights by gradients that nobody has averaged."""
     there = ON_SSD.model_copy(update={"parameters": parameters})
     workload, model, optimizer = build(ZOO["tied"])
     before = [parameter.clone() for parameter in model.parameters()]
-    assert "for one rank" in str(there.fits(plain_program(ZOO["tied"]), replace(target_of(there), ranks=2)))
-    with fake_ranks(2), pytest.raises(ApplyError, match=f"parameters: {parameters}  is for one rank"):
+    assert "whole on each, or gathered" in str(there.fits(plain_program(ZOO["tied"]), replace(target_of(there), ranks=2)))
+    with fake_ranks(2), pytest.raises(ApplyError, match=f"parameters: {parameters} is for replicas or for fsdp"):
         apply(model, optimizer, {"settings": settings_of(there)}, loss=workload.loss, strict=False)
     assert all(map(torch.equal, model.parameters(), before))
 
