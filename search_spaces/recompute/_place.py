@@ -127,9 +127,9 @@ def under_schedule(step: Step, schedule: Schedule) -> Step:
 
 def place_of(program: Program, target: Target) -> Place:
     """Where a schedule of `program` is put: the same object for equal ones."""
-    later = later_techniques(target)
-    if program.ranks == 1 and not later:  # however the step is divided into micro-batches
+    if program.ranks == 1:
         return _place(program.step, target.hardware, 1, 1, 1, ())
+    later = later_techniques(target)
     return _place(program.step, target.hardware, program.ranks, program.micro_batch, program.accumulate, later)
 
 
