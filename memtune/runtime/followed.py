@@ -117,6 +117,8 @@ class Followers:
 class _FollowedRegion(FrozenRegion):
     """A region along one path."""
 
+    _most_alike = 1  # what differs takes another path
+
     def __init__(self, followers: Followers, key: Any, noted: Noted, instead: Callable[..., Any]) -> None:
         super().__init__(followers.module, Schedule("", (), ()), followers.device, instead)
         self._original, self._followers, self._key, self._noted = followers.original, followers, key, noted
@@ -124,7 +126,7 @@ class _FollowedRegion(FrozenRegion):
     @property
     def is_captured(self) -> bool:
         """Whether there is a tape to follow."""
-        return any(not isinstance(each, str) for each in self._captured.values())
+        return any(hasattr(each, "tape") for known in self._captured.values() for each in known)
 
     def waiting_bytes(self) -> int:
         """What forwards hold that wait for their backward."""
@@ -146,7 +148,7 @@ class _FollowedRegion(FrozenRegion):
     def _coded(self, tape: Tape) -> Any:
         path = path_of(tape, self._noted)
         if isinstance(path, str):  # with gradients of other strides: those are made alike
-            return next(iter(self._captured.values())).first  # type: ignore[union-attr]
+            return next(iter(self._captured.values()))[0].first  # type: ignore[union-attr]
         random_state = partial(RandomState.capture, self.module)
         return _Followed(self, Route(tape, path, self._noted, self._followers.parts, random_state, self._device))
 

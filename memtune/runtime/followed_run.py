@@ -18,7 +18,6 @@ from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
 from memtune.runtime.call_text import bases_of, slots_in
 from memtune.runtime.followed_code import FollowedCode, Run, fresh_outputs
 from memtune.runtime.followed_path import OpPath, Path
-from memtune.runtime.frozen_code import written_later
 from memtune.runtime.online_notes import Noted, script_of
 from memtune.runtime.online_table import TRIES, held_elsewhere
 from memtune.runtime.online_values import Again, Given, Ran, Read, Value, View, run_in_parts, too_small, whole_of, written_since
@@ -57,7 +56,6 @@ class Route:
         """Parameters and their gradients that are there before this op."""
         for parameter, after, gradient in tape.landed:
             self.due.setdefault(after + 1, []).append((parameter, gradient))
-        self.written_later = written_later(tape)
         self.fresh: Callable[[int], list[tuple[int, int]]] = cache(lambda op: fresh_outputs(tape, path.ops[op], op))
         """Position among the tensors that an op returns, and number, of what it makes."""
         self._last_read = _last_reads(tape)
@@ -128,6 +126,18 @@ class Route:
             statistics = 5 if str(call.func) in BATCH_NORMS else 0
             read = [*call.args[:3], *call.args[5:]] if statistics else call.args
             found[op] = [each for each in _outside((read, call.kwargs)) if each.kind in ("parameter", "buffer", "input")]
+        return found
+
+    @cached_property
+    def written_later(self) -> dict[int, int]:
+        """Op that may run again → the next one that writes into a buffer that it reads: from there on it must not."""
+        writers = [op for op in sorted(self.tape.graph.once) if self.facts[op].about.writes]
+        written = {op: {each for each in _outside(self.tape.calls[op]) if each.kind == "buffer"} for op in writers}
+        found = {}
+        for op, read in self.outside_of.items():
+            later = next((at for at, buffers in written.items() if at > op and buffers.intersection(read)), None)
+            if later is not None:
+                found[op] = later
         return found
 
     @cached_property

@@ -3,7 +3,8 @@
 Rule 1. The first call with arguments of new shapes captures the region on fake tensors (`runtime.tape`). If its ops are
         those that the schedule is for, code is written for it once (`runtime.frozen_code`); else the plain module runs.
 Rule 2. Before each run everything that the capture took for granted is checked (`runtime.guards`); if something differs, the
-        plain module runs. So a difference costs memory and time, never a wrong gradient.
+        region is captured once more, a few times at most; where that gives other ops, the plain module runs, and a warning
+        says so once. So a difference costs memory and time, never a wrong gradient.
 Rule 3. Autograd nodes stand for the region (`runtime.frozen_nodes`): `leave` hands out what forward made and takes the
         gradients in, so that the schedule alone holds them; `whole` runs the backward, and puts each parameter's gradient in
         place as soon as it is there. Where the caller asked for gradients instead (`autograd.grad`), they are returned.
@@ -16,10 +17,11 @@ Rule 5. What forward was given and what it returned must not be written into bef
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -30,13 +32,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
-from memtune.runtime.frozen_code import Code, LayoutError, generate, not_by_element, reads_what_was_written, state_read
+from memtune.runtime.frozen_code import Code, LayoutError, generate, not_by_element, state_read
 from memtune.runtime.frozen_nodes import end, land, leave, whole
 from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
-from memtune.runtime.tape import CaptureError, GradientLike, Outside, Slot, Tape, autocast_state, capture, no_autocast, shapes_of
+from memtune.runtime.tape import (
+    CaptureError,
+    GradientLike,
+    Outside,
+    Slot,
+    Tape,
+    autocast_state,
+    capture,
+    named_state,
+    no_autocast,
+    shapes_of,
+)
 from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Action, Schedule, wrong_with
 
@@ -123,11 +136,21 @@ class _Captured:
     """Code by what the gradients look like that flow in; the forward is the same in all."""
     read: tuple[int, ...]
     """Parameters and buffers that backward reads."""
+    reached: dict[Any, frozenset[int]] = field(default_factory=dict)
+    """Parameters that have a gradient, by what the gradients look like that flow in; not there: all have."""
 
     @property
     def first(self) -> _Coded:
         """The code that the region was captured with."""
         return next(iter(self.codes.values()))
+
+
+@dataclass
+class _Refused:
+    """A region that could not be captured, or runs other ops than the schedule."""
+
+    why: str
+    guards: Guards
 
 
 class FrozenRegion(ReplacedForward):
@@ -140,24 +163,28 @@ class FrozenRegion(ReplacedForward):
         instead: What runs where the schedule cannot; the module's own forward where left out.
     """
 
+    _most_alike = 4
+    """Captures for one way of calling; a module that changes ever again runs as it is from then on."""
+
     def __init__(
         self, module: nn.Module, schedule: Schedule, device: torch.device, instead: Callable[..., Any] | None = None
     ) -> None:
         super().__init__(module)
         self.schedule, self.runs = schedule, Runs()
         self._device, self._latest = device, weakref.WeakSet[_Run]()
-        self._captured: dict[Any, _Captured | str] = {}
-        self._instead = instead or self._original
+        self._captured: dict[Any, list[_Captured | _Refused]] = {}
+        """By what the module is called with: one for each state that the module was in, the latest first."""
+        self._has_said = False
+        self._instead, self._says_why = instead or self._original, instead is None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward under the schedule, or the plain one (Rules 1 and 2)."""
         if not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
         captured = self._find(args, kwargs)
-        why = captured if isinstance(captured, str) else captured.guards.changed()
-        if isinstance(captured, str) or why:
+        if isinstance(captured, str):
             self.runs.plain += 1
-            self.runs.why_plain = why
+            self.runs.why_plain = captured
             return self._instead(*args, **kwargs)
         inputs = tree_leaves((args, kwargs))
         self.runs.frozen += 1
@@ -172,21 +199,46 @@ class FrozenRegion(ReplacedForward):
         return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in saved}.values())
 
     def _find(self, args: Any, kwargs: Any) -> _Captured | str:
+        """What was captured for such arguments and a module as it is now, or why the plain module runs."""
         key = call_key(args, kwargs)
         if key is None:
-            return "it is called with something that cannot be compared"
-        if key not in self._captured:
-            if self.runs.captures >= _MOST_CAPTURES:
-                return f"it was called with {_MOST_CAPTURES} different shapes already"
-            self.runs.captures += 1
-            self._captured[key] = self._capture(args, kwargs)
-        return self._captured[key]
+            return self._plainly("it is called with something that cannot be compared")
+        known = self._captured.setdefault(key, []) if len(self._captured) < _MOST_CAPTURES else self._captured.get(key, [])
+        changed = ""
+        for at, each in enumerate(known):
+            changed = each.guards.changed()
+            if not changed:
+                if at:
+                    known.insert(0, known.pop(at))  # the next call finds it at once
+                return self._plainly(each.why) if isinstance(each, _Refused) else each
+        if len(known) >= self._most_alike:
+            return self._plainly(changed)
+        if self.runs.captures >= _MOST_CAPTURES:
+            return self._plainly(changed or f"it was called with {_MOST_CAPTURES} different shapes already")
+        guards = Guards(self.module)
+        why = guards.changed()  # no module with hooks inside is as it was
+        if why:
+            return self._plainly(why)
+        self.runs.captures += 1
+        found = self._capture(args, kwargs, guards)
+        known.insert(0, _Refused(found, guards) if isinstance(found, str) else found)
+        return self._plainly(found) if isinstance(found, str) else found
 
-    def _capture(self, args: Any, kwargs: Any) -> _Captured | str:
+    def _plainly(self, why: str) -> str:
+        """Say once that a module that trains does so without its schedule."""
+        if self._says_why and self.module.training and not self._has_said:
+            self._has_said = True
+            warnings.warn(f"memtune runs the model as it is, without its schedule, which takes more memory: {why}", stacklevel=6)
+        return why
+
+    def _capture(self, args: Any, kwargs: Any, guards: Guards) -> _Captured | str:
         """Which outputs get which gradients is not known before backward: what gives the ops of the schedule.
 
         First the loss if there is one among them, else all, contiguous; then guesses.
         """
+        for _, name, tensor in named_state(self.module):
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                return f"{name} wants a gradient, and is no parameter"
         call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_state())
         first: Tape | None = None
         why = ""
@@ -201,7 +253,7 @@ class FrozenRegion(ReplacedForward):
         for tape in chain([first], self._others(call, first)):
             if not self._differs(tape):
                 codes = {_like(tape): self._coded(tape)}
-                return _Captured(tape, Guards(self.module), call, self._token(), codes, state_read(tape, self.schedule))
+                return _Captured(tape, guards, call, self._token(), codes, state_read(tape, self.schedule))
         return self._differs(first)
 
     def _others(self, call: Callable[..., Tape], first: Tape) -> Iterator[Tape]:
@@ -223,30 +275,41 @@ class FrozenRegion(ReplacedForward):
     def _differs(self, tape: Tape) -> str:
         if tape.graph.sha256 != self.schedule.graph:
             return f"it runs other ops than the ones the schedule was made for ({tape.graph.n_ops} now)"
-        wrong = wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
-        return wrong or reads_what_was_written(tape, self.schedule)
+        return wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
 
     def _coded(self, tape: Tape) -> _Coded:
         random_state = partial(RandomState.capture, self.module)
         return _Coded(tape, partial(generate, schedule=self.schedule, random_state=random_state, device=self._device))
 
-    def code_for(self, captured: _Captured, gradients: dict[int, Tensor]) -> _Coded:
-        """The code whose backward takes these gradients; captures once more where they look new.
+    def code_for(self, captured: _Captured, gradients: dict[int, Tensor]) -> tuple[_Coded, frozenset[int] | None]:
+        """The code whose backward takes these gradients, and the parameters that they reach (None: all).
 
-        Where that gives another program, the gradients are made to look as they did when the region was captured.
+        Captures once more where they look new. Where that gives another program, the gradients are made to look as they did
+        when the region was captured.
         """
         key = tuple(sorted((i, tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()))
-        if key not in captured.codes:
+        if key not in captured.codes and not captured.guards.changed():  # else it would be captured as another module
             try:
                 tape = captured.call({i: GradientLike(tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()})
             except CaptureError:
                 tape = captured.tape
-            same = tape.graph == captured.tape.graph and not not_by_element(tape, self.schedule, self._device)
+            same = _same_forward(tape, captured.tape) and tape.graph == captured.tape.graph
+            same = same and not not_by_element(tape, self.schedule, self._device)
             coded = self._coded(tape) if same else captured.first
             captured.codes[key] = coded if coded.lands == captured.first.lands else captured.first
-        coded = captured.codes[key]
+            if _same_forward(tape, captured.tape):
+                captured.reached[key] = frozenset(number for number, _, _ in tape.landed)
+        coded = captured.codes.get(key, captured.first)
         _make_alike(coded.tape, gradients, self._device)
-        return coded
+        return coded, captured.reached.get(key)
+
+
+def _same_forward(one: Tape, other: Tape) -> bool:
+    """Whether forward does the same, numbers and constants included."""
+    n = one.graph.n_forward
+    if n != other.graph.n_forward or len(one.constants) != len(other.constants) or one.calls[:n] != other.calls[:n]:
+        return False
+    return all(map(torch.equal, one.constants, other.constants))
 
 
 def _is_loss(_: int, out: Tensor) -> bool:
@@ -295,6 +358,8 @@ class _Run:
         self._numbers = captured.first.lands
         self._backward: Generator[int, None, list[Tensor]] | None = None
         self._landed: list[Tensor] = []
+        self._reached: frozenset[int] | None = None
+        """Parameters that have a gradient; None: all."""
 
     def start(self, inputs: list[Any]) -> Any:
         """Run forward; what it returns has the chain of nodes for its history (Rule 3)."""
@@ -332,13 +397,18 @@ class _Run:
         read = (self._state[n] for n in self._captured.read)
         return saved + sum(each._version for each in read if not each.is_inference())  # those cannot be written into
 
-    def gradient_of(self, number: int) -> Tensor:
-        """The gradient of a parameter, whose turn it is; nobody else holds it."""
+    def gradient_of(self, number: int) -> Tensor | None:
+        """The gradient of a parameter, whose turn it is; nobody else holds it. None: the loss leaves it out."""
         reached = self._run_on()
         assert reached == number, (reached, number)
         if number == self._numbers[-1] and not self._captured.tape.input_gradients:
             self._run_on()  # nothing that follows is waited for
-        return self._landed.pop()
+        gradient = self._landed.pop()
+        hooked = self._state[number]._backward_hooks  # which autograd would call with None
+        return gradient if hooked or self._has_gradient(number) else None
+
+    def _has_gradient(self, number: int) -> bool:
+        return self._reached is None or number in self._reached
 
     def gradients_of_inputs(self) -> list[Tensor]:
         """Of those that want one; backward is through."""
@@ -352,7 +422,9 @@ class _Run:
         found: dict[int, Tensor | None] = dict.fromkeys(self._numbers)
         while not isinstance(reached := self._run_on(), list):
             gradient = self._landed.pop()
-            if _is_accumulated(edge[reached]):
+            if not self._has_gradient(reached):
+                found[reached] = None  # no zeros: the loss leaves it out
+            elif self._state[reached].is_leaf and _is_accumulated(edge[reached]):
                 put_in_place(self._state[reached], gradient)
             else:
                 found[reached] = gradient
@@ -373,7 +445,7 @@ class _Run:
 
     def _begin(self) -> Generator[int, None, list[Tensor]]:
         self._check()
-        coded = self.region.code_for(self._captured, self.gradients)
+        coded, self._reached = self.region.code_for(self._captured, self.gradients)
         flowing = [self.gradients.get(i) for i in range(len(coded.tape.outputs))]
         self.gradients = {}
         return coded.backward(self._state, self.saved, flowing, self._landed)

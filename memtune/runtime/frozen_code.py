@@ -264,28 +264,6 @@ def state_read(tape: Tape, schedule: Schedule) -> tuple[int, ...]:
     return tuple(sorted(each.number for each in read if each.kind in ("parameter", "buffer")))
 
 
-def written_later(tape: Tape) -> dict[int, int]:
-    """Op of forward → the next one that writes into a buffer that it reads: from there on it must not run again."""
-    written = [(op, frozenset(_outside(tape.calls[op]))) for op in sorted(tape.graph.once)]
-    found = {}
-    for op in range(tape.graph.n_forward if written else 0):
-        read = {each for each in _outside(tape.calls[op]) if each.kind == "buffer"}
-        later = next((at for at, buffers in written if at > op and buffers & read), None)
-        if later is not None:
-            found[op] = later
-    return found
-
-
-def reads_what_was_written(tape: Tape, schedule: Schedule) -> str:
-    """Which op the schedule runs again although forward writes into a buffer that it reads, '' if there is none."""
-    later, ran = written_later(tape), set[int]()
-    for op in (op for step in schedule.steps if step.action == Action.COMPUTE for op in (*step.along, step.of)):
-        if op in ran and op in later:
-            return f"{tape.calls[op].func} (op {op}) would run again, but forward writes into a buffer that it reads"
-        ran.add(op)
-    return ""
-
-
 def _are_filled(slots: Sequence[Slot], bases: dict[int, Slot]) -> bool:
     """Whether all look alike, at the whole of a value that has no gaps."""
     wholes = [slot if isinstance(slot.of, Outside) else bases[slot.of] for slot in slots]

@@ -136,6 +136,8 @@ class WarmUp:
 class _Warmed(FrozenRegion):
     """A region under a schedule that is made of decisions, when the ops are captured."""
 
+    _most_alike = 1  # what differs ends the schedule
+
     def __init__(self, warm_up: WarmUp, key: Any, decided: Decided) -> None:
         module, forward, device = warm_up.region
         super().__init__(module, Schedule("", (), ()), device, self._back)

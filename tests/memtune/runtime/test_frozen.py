@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.func import functional_call
 from training_runs import same, trained_values
 from zoo_paths import ZOO
 
@@ -64,6 +66,7 @@ def test_zoo_trains_as_without(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_CAPTURED)
+@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
 def test_what_cannot_be_captured_runs_plainly_and_says_why(name: str) -> None:
     got, frozen = train(name, plain_schedule(region(name).graph), steps=1)
     assert frozen is not None
@@ -187,6 +190,41 @@ def test_shapes_and_strides_of_gradients_may_change() -> None:
     assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (4, 0, 3)
 
 
+def test_gradients_of_new_strides_get_no_other_program() -> None:
+    """A setting that is another one when backward begins is none of what forward ran with."""
+    x, plain = torch.randn(5, 6), twin()
+    net, frozen = frozen_net()
+
+    def loss(a: Tensor, b: Tensor, each: Net) -> Tensor:
+        each.power = 3
+        return a.t().sum() + (b.t() * torch.ones(4, 5)).sum()
+
+    for _ in range(2):
+        found = [gradients(each, x, loss=partial(loss, each=each)) for each in (net, plain)]
+        assert same(*found)
+        net.power = plain.power = 2
+    assert same(*(gradients(each, x, loss=lambda a, b: a.t().sum() + (b.t() * torch.ones(4, 5)).sum()) for each in (net, plain)))
+    assert frozen.runs.frozen == 3
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_the_loss_leaves_out_gets_no_gradient(watched: bool) -> None:
+    """No zeros either: an optimizer would let the weight decay."""
+    net, frozen = frozen_net()
+    plain = twin()
+    for each in (net, plain):
+        if watched:
+            each.one.weight.register_post_accumulate_grad_hook(lambda p: None)
+        for _ in range(2):
+            each.zero_grad()
+            torch.manual_seed(1)
+            each(torch.ones(5, 6))[1].sum().backward()
+        assert each.two.weight.grad is None
+        assert each.two.bias.grad is None
+    assert same([net.one.weight.grad, net.one.bias.grad], [plain.one.weight.grad, plain.one.bias.grad])
+    assert frozen.runs.frozen == 2
+
+
 class Head(nn.Module):
     """Logits, features and a number; losses use some of them, in a layout of their own."""
 
@@ -285,8 +323,26 @@ def test_hooks_are_called_one_by_one_in_the_plain_order() -> None:
     assert [there for _, there in seen[0]] == list(range(1, len(seen[0]) + 1))
 
 
+def test_weights_that_are_made_of_others_hand_their_gradients_on() -> None:
+    """Swapped in for a call: before the first capture they are no parameters, after it they are given to the schedule."""
+    found = []
+    for net, first in ((twin(), False), (frozen_net()[0], False), (frozen_net()[0], True)):
+        if not first:
+            gradients(net, torch.ones(5, 6))
+        net.zero_grad()
+        torch.manual_seed(1)
+        weights = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+        out = functional_call(net, {name: w * 2 for name, w in weights.items()}, (torch.ones(5, 6),))
+        (out[0].sum() + out[1].sum()).backward()
+        assert all(p.grad is None for p in net.parameters())
+        found.append([w.grad for w in weights.values()])
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+
+
 @pytest.mark.parametrize("change", ["eval", "attribute", "global", "argument", "hook", "submodule", "frozen weight", "subclass"])
-def test_what_differs_runs_plainly(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
+def test_what_differs_is_captured_anew_or_runs_plainly(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, frozen = frozen_net()
     plain, x, kwargs = twin(), torch.randn(5, 6), {}
     assert same(gradients(net, x), gradients(plain, x))
@@ -309,9 +365,41 @@ def test_what_differs_runs_plainly(change: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(Net.forward.__globals__, "SCALE", 3.0)
     assert same(gradients(net, x, **kwargs), gradients(plain, x, **kwargs))
     assert frozen.runs.frozen + frozen.runs.plain == 2
-    if change != "argument":  # which is captured anew, and found to be the same program
-        assert frozen.runs.plain == 1
-        assert frozen.runs.why_plain
+    same_ops = change in ("argument", "attribute", "global")
+    assert frozen.runs.plain == (not same_ops)
+    assert bool(frozen.runs.why_plain) is not same_ops
+
+
+def test_a_refusal_is_for_the_module_as_it_is() -> None:
+    """Called first in evaluation, or with weights that are not trained yet: it runs its schedule when it is as planned."""
+    for first in ("eval", "frozen weight"):
+        net, frozen = frozen_net()
+        x, plain = torch.randn(5, 6), twin()
+        for each in (net, plain):
+            each.train(first != "eval")
+            each.one.weight.requires_grad_(first == "eval")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert same(*(gradients(each, x) for each in (net, plain)))
+        assert len(said) == (first != "eval")
+        for each in (net, plain):
+            each.train()
+            each.one.weight.requires_grad_(True)
+        for _ in range(2):
+            assert same(*(gradients(each, x) for each in (net, plain)))
+        assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (2, 1, 2)
+
+
+def test_a_module_that_changes_ever_again_runs_plainly_and_says_so_once() -> None:
+    (net, frozen), plain, x = frozen_net(), twin(), torch.randn(5, 6)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(7):
+            net.drop.p = plain.drop.p = 0.1 + step / 10
+            assert same(gradients(net, x), gradients(plain, x))
+    assert frozen.runs.captures == frozen.runs.frozen == 4
+    assert frozen.runs.plain == 3
+    assert [str(each.message)[:33] for each in said] == ["memtune runs the model as it is, "]
 
 
 class _Odd(Tensor):
@@ -400,17 +488,15 @@ def test_what_backward_reads_must_not_be_written_into(name: str, again: Callable
 
 
 def test_what_reads_a_buffer_before_it_is_written_does_not_run_again() -> None:
-    x, (net, frozen) = torch.randn(5, 6), frozen_buffered(everything_again, counts=True)
-    plain = Buffered(counts=True)
-    for _ in range(2):
-        assert torch.equal(_trained(net, x), _trained(plain, x))
-    assert "writes into a buffer" in frozen.runs.why_plain
-    net, frozen = frozen_buffered(plain_schedule, counts=True)
-    outs, plain = [net(x), net(x + 1)], Buffered(counts=True)
-    sum(each.sum() for each in outs).backward()
-    sum(each.sum() for each in [plain(x), plain(x + 1)]).backward()
+    (net, frozen), plain = frozen_buffered(plain_schedule, counts=True), Buffered(counts=True)
+    graph = graph_of(plain, torch.ones(5, 6))
+    adds = graph.names.index("aten.add.Tensor", graph.names.index("aten.add.Tensor") + 1)  # n
+    again = [op for op in range(graph.n_forward) if op <= adds]
+    assert wrong_with(graph, scheduled(graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)]))
+    for each in (net, plain):
+        sum(out.sum() for out in [each(torch.ones(5, 6)), each(torch.zeros(5, 6))]).backward()
     assert frozen.runs.frozen == 2
-    assert torch.allclose(net.one.weight.grad, plain.one.weight.grad)
+    assert torch.equal(net.one.weight.grad, plain.one.weight.grad)
 
 
 def _trained(net: Buffered, x: Tensor) -> Tensor:
@@ -449,6 +535,7 @@ class Odd(nn.Module):
         ("looks", "depends on the data"), ("tensor", "neither parameter nor buffer"), ("returns", "returns a set"),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
 def test_refusals_name_the_reason_and_leave_no_trace(what: str, why: str) -> None:
     net = Odd(what)
     frozen = FrozenRegion(net, Schedule("?", (), ()), CPU)
