@@ -137,7 +137,9 @@ class OnlineRegion(ReplacedForward):
 
     def online(self, key: Any, args: Any, kwargs: Any) -> Any:
         """The module's forward, decided op by op, under the mode."""
-        alone = not self._live and not self.followers.waiting_bytes()
+        alone = not self._live and not self.followers.waiting_bytes() and not self.warm_up.waiting_bytes()
+        if not alone:
+            self.followers.give_way()
         settings = self.settings
         follows = (
             settings.follow and settings.freeze_after != 1 and settings.policy.forget and alone and self.followers.wants(key)

@@ -163,7 +163,7 @@ def test_what_forward_returned_may_be_written_into_where_backward_does_not_read_
                 out.square().sum().backward()
                 found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
             else:
-                with pytest.raises((ApplyError, RuntimeError), match="written into|modified by an inplace operation"):
+                with pytest.raises((ApplyError, RuntimeError), match=r"written into|modified by an inplace operation"):
                     out.square().sum().backward()
             net.zero_grad(set_to_none=True)
             if len(found) < 2 and "forward" not in vars(net):
