@@ -96,7 +96,8 @@ class OnlineRegion(ReplacedForward):
         """Nothing has run so far."""
         module, settings, device = self.module, self.settings, self.device
         self.runs, self.facts = OnlineRuns(), OpFacts(settings.costs, settings.scratch)
-        self._table: OnlineTable | None = None
+        self._table: Callable[[], OnlineTable | None] = _no_table
+        """That of the forwards that wait for their backward, which hold it."""
         self._members: tuple[list[nn.Parameter], list[Tensor]] = [], []
         """Parameters and buffers, as they were when forward was last called."""
         self._live: weakref.WeakSet[_Run] = weakref.WeakSet()
@@ -175,11 +176,13 @@ class OnlineRegion(ReplacedForward):
 
     def _table_for(self, args: Any, kwargs: Any, notes: Notes | None) -> OnlineTable:
         """One table for all forwards that wait for their backward."""
-        if self._table is None or not self._live:
+        table = self._table()
+        if table is None or not self._live:
             policy, budget_bytes = self.settings.policy, self.settings.budget_bytes
             background = self._background_bytes(tree_leaves((args, kwargs)))
-            self._table = OnlineTable(self.module, policy, budget_bytes - background, background, self.facts, notes)
-        return self._table
+            table = OnlineTable(self.module, policy, budget_bytes - background, background, self.facts, notes)
+            self._table = weakref.ref(table)
+        return table
 
     def _opened(self, inputs: Iterable[Any]) -> Opened:
         """Books for a run without the mode."""
@@ -200,11 +203,9 @@ class OnlineRegion(ReplacedForward):
         return there + self.settings.unseen_bytes + self.warm_up.waiting_bytes() + self.followers.waiting_bytes()
 
     def finish(self, run: _Run) -> None:
-        """The backward of `run` is through; the last one takes the table with it."""
+        """The backward of `run` is through."""
         table = run.table
         self._live.discard(run)
-        if not self._live:
-            self._table = None
         if table.notes is not None:
             self.followers.note(run.key, Noted(table.notes, table.ran, run.n_forward, run.flowed_in) if run.alone else None)
         self.warm_up.note(run.key, Decided(table.ran, run.n_forward, table.replays) if run.alone else None)
@@ -307,6 +308,10 @@ class _Run:
         return [each.grad for each in inputs]
 
 
+def _no_table() -> OnlineTable | None:
+    return None
+
+
 def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
@@ -321,12 +326,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *roots: Tensor) -> Tensor:
-        ctx.run = run
+        ctx.run = weakref.ref(run)  # the run holds the inner graph: abandoned, both go without the garbage collector
         return run.region.token.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        gradients, ctx.run.gradients = ctx.run.gradients, []
+        run = ctx.run()
+        gradients, run.gradients = run.gradients, []
         return None, *gradients
 
 

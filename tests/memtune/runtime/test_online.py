@@ -172,6 +172,33 @@ def test_what_forward_returned_may_be_written_into_where_backward_does_not_read_
         assert region.runs.followed == 2 * allowed
 
 
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_forward_without_its_backward_is_freed_when_it_is_let_go_of(keeps: bool) -> None:
+    """Not when the garbage collector comes along; where another forward waits, as soon as the next op runs."""
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    region = online(net, torch.optim.SGD(net.parameters()), DTR, 1 << 30)
+    x = torch.randn(256, 64)
+    gc.collect()
+    gc.disable()
+    try:
+        with Ledger.open(CPU) as ledger:
+            kept = net(x) if keeps else None
+            before_bytes = ledger.live_bytes()
+            for _ in range(4):
+                out = net(x).sum()
+                assert 4 * x.nbytes < ledger.live_bytes() - before_bytes < 6 * x.nbytes
+                del out
+                assert len(region._live) == keeps
+                if not keeps:
+                    assert ledger.live_bytes() == before_bytes
+            if kept is not None:
+                kept.sum().backward()
+    finally:
+        gc.enable()
+    assert region.runs.steps == keeps
+
+
 def test_writes_into_what_backward_needs_are_an_error() -> None:
     for spoil in (False, True):
         net: nn.Module = nn.Linear(4, 4) if spoil else Writes()
