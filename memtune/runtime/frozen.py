@@ -279,7 +279,7 @@ def is_watched(parameters: Iterable[Tensor]) -> bool:
     """Whether somebody may wait for gradients one by one: DDP's own hooks cannot be seen (Rule 4)."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return True
-    return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)  # type: ignore[attr-defined]
+    return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
 
 
 class _Run:
