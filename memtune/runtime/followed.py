@@ -8,12 +8,14 @@ Rule 2. Before each run all that the capture took for granted is compared (`runt
         that was noted, or the mode once more, with notes.
 Rule 3. The list of what is there holds every value alone, so that an eviction frees it. Where the caller holds what forward
         returned for longer than in the noted run, it is held on the books as long.
-Rule 4. A forward that begins while another one waits for its backward goes through the mode, and its kind from then on.
+Rule 4. A forward that begins while another one waits for its backward goes through the mode, and its kind from then on. The
+        first such time the one that waits gives up to half of the budget back, and the new one has what it does not hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,6 +68,8 @@ class Followers:
         self.module, self.original, self.device, self.parts = module, forward, device, parts
         self.opened, self.through, self._online = opened, through, online
         self._regions: dict[Any, list[_FollowedRegion]] = {}
+        self._retired = weakref.WeakSet[_FollowedRegion]()
+        """Those of kinds that go through the mode now: a forward along one of them may still wait for its backward."""
         self.why_not: dict[Any, str] = {}
         """Why a kind of call goes through the mode for good."""
 
@@ -98,7 +102,17 @@ class Followers:
 
     def waiting_bytes(self) -> int:
         """What forwards hold that wait for their backward."""
-        return sum(each.waiting_bytes() for regions in self._regions.values() for each in regions)
+        return sum(each.waiting_bytes() for each in self._all())
+
+    def give_way(self) -> None:
+        """Another forward begins: those that wait for their backward let go of what may run again, down to half the budget."""
+        for each in self._all():
+            each.give_way()
+
+    def _all(self) -> Iterator[_FollowedRegion]:
+        yield from self._retired
+        for regions in self._regions.values():
+            yield from regions
 
     def _instead(self, key: Any, at: int, *args: Any, **kwargs: Any) -> Any:
         regions = self._regions[key]
@@ -111,7 +125,7 @@ class Followers:
     def _never(self, key: Any, why: str) -> None:
         if key is not None and len(self.why_not) < _MOST_KINDS:
             self.why_not[key] = why
-        self._regions.pop(key, None)
+        self._retired.update(self._regions.pop(key, ()))
 
 
 class _FollowedRegion(FrozenRegion):
@@ -130,7 +144,15 @@ class _FollowedRegion(FrozenRegion):
 
     def waiting_bytes(self) -> int:
         """What forwards hold that wait for their backward."""
-        return sum(run.saved[0][0].used_bytes() for run in self._latest if run.saved)
+        return sum(each.used_bytes() for each in self._waiting())
+
+    def give_way(self) -> None:
+        """See `Followers.give_way`."""
+        for each in self._waiting():
+            each.give_way()
+
+    def _waiting(self) -> list[FollowedRun]:
+        return [run.saved[0][0] for run in self._latest if run.saved]
 
     def _wanted(self) -> tuple[dict[int, GradientLike], ...]:
         return (self._noted.gradients,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, cached_property
 from typing import Any
 
@@ -280,6 +280,13 @@ class FollowedRun:
     def used_bytes(self) -> int:
         """What is on the books."""
         return int(self.books.counted()["used_bytes"])
+
+    def give_way(self) -> None:
+        """Evict down to half of the budget, or as far as that goes; for use between forward and backward."""
+        self._one_by_one = True  # what is evicted here is in no script: the books must not be made anew from one
+        with suppress(RuntimeError):
+            self.books.make_room(self._budget_bytes // 2)
+        self._obey(self.books.drain(), len(self._route.forward))
 
     # -- what the books decide -----------------------------------------------------------------------------------------
 

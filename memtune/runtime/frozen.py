@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -342,6 +342,13 @@ def _make_alike(tape: Tape, gradients: dict[int, Tensor], device: torch.device) 
             gradients[i] = torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device=device).copy_(gradients[i])
 
 
+def is_watched(parameters: Iterable[Tensor]) -> bool:
+    """Whether somebody may wait for gradients one by one: DDP's own hooks cannot be seen (Rule 4)."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return True
+    return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
+
+
 class _Run:
     """One forward of a region and the backward that follows it."""
 
@@ -368,7 +375,7 @@ class _Run:
         self.inputs = inputs
         with torch.no_grad():
             self.forward()
-        if self._is_watched():
+        if is_watched(self._state[number] for number in self._numbers):
             token = end(self, *flow) if flow else self.token
             for number in reversed(self._numbers):
                 token = land(self, number, token, self._state[number])
@@ -376,13 +383,6 @@ class _Run:
             token = whole(self, *(self._state[n] for n in self._numbers), *flow)
         tensors = iter(leave(self, token))
         return tree_unflatten([next(tensors) if isinstance(leaf, Slot) else leaf for leaf in tape.outputs], tape.output_spec)
-
-    def _is_watched(self) -> bool:
-        """Whether somebody may wait for gradients one by one: DDP's own hooks cannot be seen (Rule 4)."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return True
-        parameters = (self._state[number] for number in self._numbers)
-        return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
 
     def forward(self) -> None:
         """The schedule's forward."""

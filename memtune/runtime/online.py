@@ -3,7 +3,8 @@
 Rule 1. The module's forward and its backward run under a dispatch mode; each op passes through `runtime.online_table`, which
         makes room before it and keeps for autograd what autograd would have saved.
 Rule 2. The inner graph is the region's own: a node of the outer graph runs its backward, so that backward is seen as well.
-        Parameters' gradients are put in place by autograd itself, as ever.
+        Parameters' gradients are put in place by autograd itself, as ever; where the caller asks for some of them only
+        (`autograd.grad`, `backward(inputs=...)`), all are handed to the outer graph, which takes what was asked for.
 Rule 3. What runs between forward and backward is not seen: room for it is left at the end of forward.
 Rule 4. What has run once is decided without the mode the next time (`runtime.followed`), with the same result.
 Rule 5. Once the same ops have run a few times in a row, what was decided runs as a schedule, without the mode
@@ -32,6 +33,7 @@ from memtune.errors import ApplyError
 from memtune.remat import Policy
 from memtune.runtime.followed import Followers, Opened
 from memtune.runtime.followed_run import FollowedRun
+from memtune.runtime.frozen import is_watched
 from memtune.runtime.guards import call_key
 from memtune.runtime.members import members_of
 from memtune.runtime.online_notes import Noted, Notes
@@ -98,7 +100,8 @@ class OnlineRegion(ReplacedForward):
         """Nothing has run so far."""
         module, settings, device = self.module, self.settings, self.device
         self.runs, self.facts = OnlineRuns(), OpFacts(settings.costs, settings.scratch, settings.makes)
-        self._table: OnlineTable | None = None
+        self._table: Callable[[], OnlineTable | None] = _no_table
+        """That of the forwards that wait for their backward, which hold it."""
         self._members: tuple[list[nn.Parameter], list[Tensor]] = [], []
         """Parameters and buffers, as they were when forward was last called."""
         self._live: weakref.WeakSet[_Run] = weakref.WeakSet()
@@ -139,7 +142,9 @@ class OnlineRegion(ReplacedForward):
 
     def online(self, key: Any, args: Any, kwargs: Any) -> Any:
         """The module's forward, decided op by op, under the mode."""
-        alone = not self._live and not self.followers.waiting_bytes()
+        alone = not self._live and not self.followers.waiting_bytes() and not self.warm_up.waiting_bytes()
+        if not alone:
+            self.followers.give_way()
         settings = self.settings
         follows = (
             settings.follow and settings.freeze_after != 1 and settings.policy.forget and alone and self.followers.wants(key)
@@ -166,6 +171,10 @@ class OnlineRegion(ReplacedForward):
         """Why a kind of call stays under the mode, '' if none does."""
         return next(iter(self.followers.why_not.values()), "")
 
+    def trainable(self) -> list[nn.Parameter]:
+        """Parameters that want a gradient, as they were when forward was last called."""
+        return [each for each in self._members[0] if each.requires_grad]
+
     def _key(self, args: Any, kwargs: Any) -> Any:
         """What decisions are looked up by: how the module is called, and which gradients and optimizer state are there."""
         called = call_key(args, kwargs)
@@ -175,11 +184,13 @@ class OnlineRegion(ReplacedForward):
 
     def _table_for(self, args: Any, kwargs: Any, notes: Notes | None) -> OnlineTable:
         """One table for all forwards that wait for their backward."""
-        if self._table is None or not self._live:
+        table = self._table()
+        if table is None or not self._live:
             policy, budget_bytes = self.settings.policy, self.settings.budget_bytes
             background = self._background_bytes(tree_leaves((args, kwargs)))
-            self._table = OnlineTable(self.module, policy, budget_bytes - background, background, self.facts, notes)
-        return self._table
+            table = OnlineTable(self.module, policy, budget_bytes - background, background, self.facts, notes)
+            self._table = weakref.ref(table)
+        return table
 
     def _opened(self, inputs: Iterable[Any]) -> Opened:
         """Books for a run without the mode."""
@@ -200,11 +211,12 @@ class OnlineRegion(ReplacedForward):
         return there + self.settings.unseen_bytes + self.warm_up.waiting_bytes() + self.followers.waiting_bytes()
 
     def finish(self, run: _Run) -> None:
-        """The backward of `run` is through; the last one takes the table with it."""
+        """The backward of `run` is through."""
         table = run.table
         self._live.discard(run)
-        if not self._live:
-            self._table = None
+        if not run.is_whole:  # the next one may be whole again
+            self._count(table.counted(), table.background_bytes)
+            return
         if table.notes is not None:
             self.followers.note(run.key, Noted(table.notes, table.ran, run.n_forward, run.flowed_in) if run.alone else None)
         self.warm_up.note(run.key, Decided(table.ran, run.n_forward, table.replays) if run.alone else None)
@@ -254,6 +266,9 @@ class _Run:
         """Which outputs the gradients belong to."""
         self._inner: Tensor | None = None
         self._inputs: list[Tensor] = []
+        self._parameters = [each for each in region.trainable() if each.is_leaf]
+        self._hands_out = self.is_whole = True
+        """Whether gradients of parameters may go out to the outer graph; whether backward had all of them."""
 
     def start(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run forward; what it returns has `_Leave` for its history."""
@@ -276,12 +291,15 @@ class _Run:
         table.note_outputs([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         if not roots:
             return tree_unflatten(leaves, spec)
-        token = _apply(_Region, self, self.region.token, *flow)
+        self._hands_out = not is_watched(self._parameters)
+        if not self._hands_out:  # their nodes call hooks, and must run once only: in the inner graph
+            self._parameters = []
+        token = _apply(_Region, self, len(flow), self.region.token, *flow, *self._parameters)
         outer = iter(_apply(_Leave, self, token, *(root.detach() for root in roots)))
         return tree_unflatten([next(outer) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], spec)
 
-    def backward(self) -> list[Tensor | None]:
-        """Backward of the inner graph; gradients of the inputs that want one."""
+    def backward(self, *, accumulates: bool) -> list[Tensor | None]:
+        """Backward of the inner graph; gradients of the inputs that want one, then of parameters where `accumulates` is False."""
         if torch.is_grad_enabled():
             raise ApplyError(
                 "gradients of gradients do not work under an online budget.", fix="choose recompute: {kind: none}", code="MT326"
@@ -298,13 +316,23 @@ class _Run:
                 self.table.flow_in(at, each)
                 self.flowed_in[at] = GradientLike(tuple(each.shape), each.stride(), each.dtype)
         root, each = torch.zeros_like(inner), None  # what flowed in is the engine's from here on
-        with _Mode(self.table, self.region.facts):
-            _without_dynamo(torch.autograd.backward, (inner, root), {})
-        del inner
         inputs, self._inputs = self._inputs, []
+        found: list[Tensor | None] = []
+        with _Mode(self.table, self.region.facts):
+            if accumulates:
+                _without_dynamo(torch.autograd.backward, (inner, root), {})
+            else:
+                self.is_whole, asked = self._hands_out, [*inputs, *self._parameters]
+                found += _without_dynamo(torch.autograd.grad, (inner, asked, root), {"allow_unused": True})
+        del inner
+        self._parameters = []
         self.region.finish(self)
         del self.table
-        return [each.grad for each in inputs]
+        return found or [each.grad for each in inputs]
+
+
+def _no_table() -> OnlineTable | None:
+    return None
 
 
 def _apply(function: Any, *args: Any) -> Any:
@@ -321,12 +349,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *roots: Tensor) -> Tensor:
-        ctx.run = run
+        ctx.run = weakref.ref(run)  # the run holds the inner graph: abandoned, both go without the garbage collector
         return run.region.token.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        gradients, ctx.run.gradients = ctx.run.gradients, []
+        run = ctx.run()
+        gradients, run.gradients = run.gradients, []
         return None, *gradients
 
 
@@ -334,13 +363,24 @@ class _Region(torch.autograd.Function):
     """The outer node whose backward is the region's; what flows through it is a token."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, token: Tensor, *flow: Tensor) -> Tensor:
-        ctx.run = run
+    def forward(ctx: Any, run: _Run, n_inputs: int, token: Tensor, *flow: Tensor) -> Tensor:
+        ctx.run, ctx.n_inputs = run, n_inputs
         return token.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, None, *ctx.run.backward()
+        edges = [edge for edge, _ in ctx.next_functions]
+        found = ctx.run.backward(accumulates=all(map(_is_run, edges[:1] + edges[1 + ctx.n_inputs :])))
+        n_reached = len(edges) - 1
+        return None, None, None, *found[:n_reached], *[None] * (n_reached - len(found))
+
+
+def _is_run(edge: Any) -> bool:
+    """Whether the engine runs this parameter's own node: not so in `autograd.grad`, which raises if it is asked for instead."""
+    try:
+        return bool(torch._C._will_engine_execute_node(edge))
+    except RuntimeError:
+        return False
 
 
 class _Leave(torch.autograd.Function):

@@ -240,7 +240,7 @@ def too_small(who: str, wanted_bytes: int, held_bytes: int, background_bytes: in
     return ApplyError(
         f"the budget is too small for {who}: nothing is left to evict.",
         evidence=f"It asks for {format_bytes(wanted_bytes)} beside {format_bytes(held_bytes)} that must stay and "
-        f"{format_bytes(background_bytes)} of parameters, gradients, optimizer state and inputs.",
+        f"{format_bytes(background_bytes)} of parameters, gradients, optimizer state, inputs and what waits for its backward.",
         fix=f"give a budget of at least {format_bytes(background_bytes + wanted_bytes + held_bytes)}, or a smaller micro-batch",
         code="MT337",
     )

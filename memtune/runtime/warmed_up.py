@@ -12,6 +12,7 @@ Rule 4. A forward that begins while another one waits for its backward was never
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class WarmUp:
         self._module, self._forward, self._online = module, forward, online
         self._freeze_after, self._device = freeze_after, device
         self.cases: dict[Any, Case] = {}
+        self._retired = weakref.WeakSet[FrozenRegion]()
+        """Of cases that have ended: a forward under one of them may still wait for its backward."""
         self._warned, self._ended_steps = False, 0
         self.why_online = ""
         """Why it was decided online the last time that a schedule should have run."""
@@ -92,7 +95,8 @@ class WarmUp:
 
     def waiting_bytes(self) -> int:
         """What forwards under schedules hold that wait for their backward."""
-        return sum(case.frozen.waiting_bytes() for case in self.cases.values() if case.frozen is not None)
+        frozen = [case.frozen for case in self.cases.values() if case.frozen is not None]
+        return sum(each.waiting_bytes() for each in (*frozen, *self._retired))
 
     @property
     def frozen_steps(self) -> int:
@@ -115,7 +119,10 @@ class WarmUp:
     def end(self, key: Any, why: str) -> None:
         """This case is decided online from now on; says so once, if a schedule had run."""
         case = self.cases[key]
-        ran = case.frozen.runs.frozen if case.frozen is not None else 0
+        ran = 0
+        if case.frozen is not None:
+            ran = case.frozen.runs.frozen
+            self._retired.add(case.frozen)
         self._ended_steps += ran
         case.ended, case.frozen, case.decided, self.why_online = True, None, None, why
         if ran and not self._warned:

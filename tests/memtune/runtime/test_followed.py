@@ -329,6 +329,29 @@ def test_the_ledgers_peak_is_that_of_the_books() -> None:
     assert region.runs.replays - 3 * replays > replays > 0
 
 
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize(("freeze_after", "percent"), [(0, 110), (0, 80), (1, 150)])
+def test_a_second_forward_before_backward_has_what_the_first_one_leaves(freeze_after: int, percent: int) -> None:
+    """A schedule cannot give anything back, what is followed can."""
+    x = torch.randn(512, 32)
+    free, region = small()
+    gradients(free, x)
+    there_bytes = sum(p.nbytes for p in free.parameters()) + x.nbytes
+    budget_bytes = there_bytes + (region.runs.peak_bytes - there_bytes) * percent // 100
+    net, region = small(budget_bytes, freeze_after=freeze_after)
+    for _ in range(2):
+        gradients(net, x)
+    for _ in range(2):
+        net.zero_grad(set_to_none=True)
+        gc.collect()
+        with Ledger.open(CPU) as ledger:
+            before_bytes = ledger.live_bytes()
+            (net(x)[0] + net(x)[0]).backward()
+            assert ledger.peak_allocated_bytes() - before_bytes <= budget_bytes - there_bytes + 64  # autograd's own scalars
+        assert same([p.grad for p in net.parameters() if p.grad is not None], [each + each for each in plain(x)])
+    assert region.followers.waiting_bytes() == region.warm_up.waiting_bytes() == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(

@@ -172,6 +172,65 @@ def test_what_forward_returned_may_be_written_into_where_backward_does_not_read_
         assert region.runs.followed == 2 * allowed
 
 
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_forward_without_its_backward_is_freed_when_it_is_let_go_of(keeps: bool) -> None:
+    """Not when the garbage collector comes along; where another forward waits, as soon as the next op runs."""
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    region = online(net, torch.optim.SGD(net.parameters()), DTR, 1 << 30)
+    x = torch.randn(256, 64)
+    gc.collect()
+    gc.disable()
+    try:
+        with Ledger.open(CPU) as ledger:
+            kept = net(x) if keeps else None
+            before_bytes = ledger.live_bytes()
+            for _ in range(4):
+                out = net(x).sum()
+                assert 4 * x.nbytes < ledger.live_bytes() - before_bytes < 6 * x.nbytes
+                del out
+                assert len(region._live) == keeps
+                if not keeps:
+                    assert ledger.live_bytes() == before_bytes
+            if kept is not None:
+                kept.sum().backward()
+    finally:
+        gc.enable()
+    assert region.runs.steps == keeps
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_gradients_of_what_was_asked_for(is_hooked: bool) -> None:
+    """Under the mode and without it, as without either: no other gradient appears, and hooks are called as often."""
+    found = []
+    for decided in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        x, called = torch.randn(4, 8, requires_grad=True), [0]
+        first, hook = net[0].weight, lambda grad, called=called: called.__setitem__(0, called[0] + 1)
+        if is_hooked:
+            net[2].bias.register_hook(hook)
+        if decided:
+            region = online(net, torch.optim.SGD(net.parameters()), DTR, 1 << 30)
+        steps = []
+        for _ in range(3):
+            steps += [*torch.autograd.grad(net(x).square().sum(), x), *(p.grad for p in net.parameters())]
+            if not is_hooked:
+                steps += torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()])
+                net(x).square().sum().backward(inputs=[first])
+                steps += [x.grad, *(p.grad for p in net.parameters())]
+            net(x).square().sum().backward()
+            steps += [each.grad.clone() for each in (x, *net.parameters())]
+            for each in (x, *net.parameters()):
+                each.grad = None
+        found.append((steps, called))
+    assert region.runs.replays == 0
+    assert [each is None for each in found[0][0]] == [each is None for each in found[1][0]]
+    assert same(*([each for each in steps if each is not None] for steps, _ in found))
+    assert found[0][1] == found[1][1] == [3 * is_hooked]
+    assert region.runs.followed > 0
+
+
 def test_writes_into_what_backward_needs_are_an_error() -> None:
     for spoil in (False, True):
         net: nn.Module = nn.Linear(4, 4) if spoil else Writes()
