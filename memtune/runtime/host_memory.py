@@ -12,7 +12,10 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from memtune.errors import ApplyError, EnvironmentFault
 from memtune.runtime.context import Context
@@ -116,9 +119,10 @@ def _text(path: Path) -> str:
 
 
 def least_state_bytes(context: Context, share: float, moments: Moments = "float32") -> int:
-    """Bytes that a `share` of the optimizer's state, whole, takes in host memory, and no less: gradients and buffers come on top.
+    """Bytes that a `share` of the optimizer's state takes anew in host memory, and no less: gradients and buffers come on top.
 
-    On CPU what is on the device is in the same memory, and may leave it: moments alone are new.
+    State that is in host memory already, as on CPU that of an optimizer which has made steps, is not new. On CPU what is on the
+    device is in the same memory, and may leave it: weights are not new either.
 
     Args:
         context: Its optimizer, none of whose state has moved yet.
@@ -132,9 +136,32 @@ def least_state_bytes(context: Context, share: float, moments: Moments = "float3
     total, of_each = 0, DTYPES[moments].itemsize
     for group in context.optimizer.param_groups:
         n_bytes = 0 if native is None else of_each * len(native.moment_names(group))
-        trained = [each for each in group["params"] if each.requires_grad]
-        total += sum(each.numel() * (n_bytes + (each.itemsize if context.device.type == "cuda" else 0)) for each in trained)
+        for each in (parameter for parameter in group["params"] if parameter.requires_grad):
+            total += max(each.numel() * n_bytes - _state_bytes(context.optimizer, each), 0)
+            total += each.nbytes if context.device.type == "cuda" else 0
     return int(share * total)
+
+
+def leaving_bytes(context: Context, *, state: bool, weights: Literal["none", "blocks", "all"]) -> int:
+    """Of what host memory holds before a config is applied, the bytes that the config's own take the place of.
+
+    Args:
+        context: Nothing of it has moved yet.
+        state: Whether the optimizer's state leaves where it is.
+        weights: Which leave.
+    """
+    n_bytes = sum(_state_bytes(context.optimizer, each) for each in context.optimizer.state) if state else 0
+    if weights == "none":
+        return n_bytes
+    inside = context.blocks if weights == "blocks" else [""]
+    leave = {parameter for name in inside for parameter in context.model.get_submodule(name).parameters()}
+    return n_bytes + sum(each.nbytes for each in leave if each.device.type == "cpu")
+
+
+def _state_bytes(optimizer: Optimizer, parameter: Tensor) -> int:
+    """Of the moments of `parameter`, those in host memory."""
+    state = optimizer.state.get(parameter, {}).values()
+    return sum(each.nbytes for each in state if isinstance(each, Tensor) and each.ndim and each.device.type == "cpu")
 
 
 def require(context: Context, needed_bytes: int, what: str) -> None:

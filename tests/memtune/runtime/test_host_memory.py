@@ -17,7 +17,7 @@ from torch import nn
 import memtune
 from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.setup import parameter_bytes
-from memtune.errors import EnvironmentFault
+from memtune.errors import ApplyError, EnvironmentFault
 from memtune.program import Tier
 from memtune.runtime import host_memory
 from memtune.runtime.host_memory import Limit, available_bytes, least_state_bytes, limits
@@ -100,9 +100,13 @@ def test_a_real_control_group_is_seen() -> None:
         folder.rmdir()
 
 
-def tuned(kind: str, *, strict: bool = True, **more: Any) -> memtune.Tuned:
+def tuned(kind: str, *, strict: bool = True, stepped: bool = False, **more: Any) -> memtune.Tuned:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(50, 50)) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
+    if stepped:
+        model(torch.randn(2, 50)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = {"settings": {"offload": {"states": {"kind": kind}}}, **more}
@@ -133,6 +137,23 @@ def test_apply_takes_what_the_search_predicted(monkeypatch: pytest.MonkeyPatch) 
     more: dict[str, Any] = {"predicted": {"host_peak_bytes": 10 * STATE_BYTES + 1}, "made_for": {"model": ""}}
     with pytest.raises(EnvironmentFault, match="As predicted"):
         tuned("zero_offload", **more)
+
+
+def test_what_is_in_host_memory_already_is_not_taken_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU the state of an optimizer that has made a step, and, where they leave the device, the weights of blocks."""
+    room(monkeypatch, 10)
+    tuned("zero_offload", stepped=True)
+    weights = STATE_BYTES // 2
+    more: dict[str, Any] = {"predicted": {"host_peak_bytes": 10 + weights + STATE_BYTES}, "made_for": {"model": ""}}
+    with pytest.raises(ApplyError, match="clipping by norm"):  # looked for when the memory is there
+        tuned("l2l", stepped=True, **more)
+    with pytest.raises(EnvironmentFault, match=f"at least {format_bytes(10 + weights)} are needed"):  # weights stay
+        tuned("zero_offload", stepped=True, **more)
+    more["predicted"]["host_peak_bytes"] += 1
+    with pytest.raises(EnvironmentFault, match="at least 11 B are needed"):
+        tuned("l2l", stepped=True, **more)
+    with pytest.raises(EnvironmentFault, match=f"at least {format_bytes(11 + STATE_BYTES)} are needed"):  # no step was made
+        tuned("l2l", **more)
 
 
 @pytest.mark.parametrize("kind", ALL_ON_HOST)
