@@ -63,13 +63,10 @@ def _groups(root: Path, machine: str) -> Iterator[Limit]:
         if controllers == "" or "memory" in controllers.split(","):
             files = _V2 if controllers == "" else _V1
             for top, mounted in _mounted(root, files.file_system, controllers):
-                inside = Path(path)
-                if inside.is_relative_to(mounted):  # a container sees its own group as the top
-                    inside = inside.relative_to(mounted)
+                if (inside := _below(path, mounted)) is None:
+                    continue
                 above = root / top.relative_to("/")
-                yield from (
-                    found for group in _around(above / str(inside).lstrip("/"), above) if (found := _left(group, files, machine))
-                )
+                yield from (found for group in _around(above / inside, above) if (found := _left(group, files, machine)))
 
 
 class _Files(NamedTuple):
@@ -92,6 +89,16 @@ def _mounted(root: Path, file_system: str, controllers: str) -> Iterator[tuple[P
         if kind == file_system and (not controllers or "memory" in options.split(",")):
             top, mounted = left.split()[4], left.split()[3]
             yield Path(top), mounted
+
+
+def _below(path: str, mounted: str) -> Path | None:
+    """Where a mount of the group `mounted` shows the group `path`; None where it does not, so has nothing of this process.
+
+    A container sees its own group as the top. Names that go up, in a name space of groups, say no more than that.
+    """
+    if Path(path).is_relative_to(mounted) and ".." not in (inside := Path(path).relative_to(mounted)).parts:
+        return inside
+    return Path() if path.startswith("/..") or mounted.startswith("/..") else None
 
 
 def _around(group: Path, top: Path) -> Iterator[Path]:

@@ -70,6 +70,21 @@ def test_in_a_container_its_own_group_is_the_top(tmp_path: Path, mounted: str) -
     assert available_bytes(files(tmp_path, {**MACHINE, **texts})) == GIB // 2 + 8
 
 
+def test_a_group_that_the_process_is_not_in_is_no_limit(tmp_path: Path) -> None:
+    """A second mount, of another container's group."""
+    own, other = group("sys/fs/cgroup/a", f"{4 * GIB}", GIB, 1), group("mnt/cg", f"{GIB}", GIB, 1)
+    mounts = {"proc/self/mountinfo": V2 + "41 31 0:38 /b /mnt/cg rw - cgroup2 cgroup2 rw\n", "proc/self/cgroup": "0::/a\n"}
+    assert available_bytes(files(tmp_path, {**MACHINE, **own, **other, **mounts})) == 3 * GIB + 1
+
+
+@pytest.mark.parametrize(("path", "mounted"), [("/../../abc", "/"), ("/", "/..")])
+def test_in_a_name_space_of_groups_the_top_is_a_limit(tmp_path: Path, path: str, mounted: str) -> None:
+    mounts = {"proc/self/mountinfo": V2.replace(" / ", f" {mounted} ", 1), "proc/self/cgroup": f"0::{path}\n"}
+    root = files(tmp_path, {**MACHINE, **group("sys/fs/cgroup", f"{4 * GIB}", GIB, 1), **mounts})
+    (root / "sys/abc").mkdir()
+    assert [each.n_bytes for each in limits(root)] == [3 * GIB + 1, 8 * GIB]
+
+
 def test_where_nothing_is_known_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_bytes(tmp_path) is None
     monkeypatch.setattr(host_memory, "limits", lambda: limits(tmp_path))
