@@ -49,10 +49,18 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 def limits(root: Path = Path("/")) -> list[Limit]:
     """What the kernel says of the machine (`MemAvailable`), and what every control group of this process has left."""
-    machine = _text(root / "proc/sys/kernel/random/boot_id").strip()
+    machine = _machine(root)
     found = list(_groups(root, machine))
     match = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
     return [*found, Limit(int(match[1]) * 1024, machine, "")] if match else found
+
+
+def _machine(root: Path) -> str:
+    """One for all processes of a machine: what a sandbox or a clone may leave empty or equal is not all of it."""
+    kernel = root / "proc/sys/kernel"
+    named = _text(kernel / "random/boot_id").strip() or _text(kernel / "hostname").strip() or os.uname().nodename
+    total = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    return f"{named} {total[1]}" if total else named
 
 
 def _groups(root: Path, machine: str) -> Iterator[Limit]:

@@ -85,6 +85,14 @@ def test_in_a_name_space_of_groups_the_top_is_a_limit(tmp_path: Path, path: str,
     assert [each.n_bytes for each in limits(root)] == [3 * GIB + 1, 8 * GIB]
 
 
+def test_two_machines_are_told_apart(tmp_path: Path) -> None:
+    """By their names where the kernel has no number of its start, and clones that have the same by their size."""
+    name, number, memory = "proc/sys/kernel/hostname", "proc/sys/kernel/random/boot_id", "proc/meminfo"
+    machines = [{name: "a\n", number: ""}, {name: "b\n", number: ""}, {}, {memory: MACHINE[memory].replace("99", "98")}]
+    who = [limits(files(tmp_path / str(i), {**MACHINE, **each}))[0].who for i, each in enumerate(machines)]
+    assert len(set(who)) == 4
+
+
 def test_where_nothing_is_known_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_bytes(tmp_path) is None
     monkeypatch.setattr(host_memory, "limits", lambda: limits(tmp_path))
