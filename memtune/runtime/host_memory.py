@@ -206,10 +206,11 @@ def _require_room(needs: list[int], limit: Limit, what: str) -> None:
     if sum(needs) <= limit.n_bytes:
         return
     several = f" for {len(needs)} ranks of up to {format_bytes(max(needs))}" if len(needs) > 1 else ""
+    anyway = "" if "MEMTUNE_TRIAL_FILE" in os.environ else "; strict=False tries it all the same"  # which a trial has not
     raise EnvironmentFault(
         f"The host has too little memory: at least {format_bytes(sum(needs))} are needed{several}, "
         f"{format_bytes(limit.n_bytes)} are available.",
         evidence=". ".join(each[:1].upper() + each[1:] for each in (what, limit.text) if each) + ".",
-        fix="offload less, or to SSD: offload: {states: {kind: zero_infinity}}; strict=False tries it all the same",
+        fix=f"offload less, or to SSD: offload: {{states: {{kind: zero_infinity}}}}{anyway}",
         code="MT366",
     )

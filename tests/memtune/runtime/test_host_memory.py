@@ -155,6 +155,15 @@ def test_apply_says_it_before_anything_is_moved(monkeypatch: pytest.MonkeyPatch)
     tuned("zero_offload")
 
 
+def test_a_trial_is_not_told_of_what_only_apply_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    room(monkeypatch, 1)
+    for in_trial in (False, True):
+        with pytest.raises(EnvironmentFault) as caught:
+            tuned("zero_offload")
+        assert ("strict=False" in caught.value.fix) is not in_trial
+        monkeypatch.setenv("MEMTUNE_TRIAL_FILE", "trial.json")
+
+
 def test_apply_takes_what_the_search_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     room(monkeypatch, 10 * STATE_BYTES)
     more: dict[str, Any] = {"predicted": {"host_peak_bytes": 10 * STATE_BYTES + 1}, "made_for": {"model": ""}}
