@@ -62,6 +62,8 @@ class TrialResult(BaseModel):
     status: Status
     reason: str = ""
     """One line for people: what ran out, which rank failed with what, how long it hung."""
+    code: str = ""
+    """Of the error of memtune's that ended it (`MT366`), empty for all else."""
     log_tail: str = ""
     """Last lines of the failing rank's output."""
     peak_allocated_bytes: int | None = None

@@ -30,6 +30,7 @@ class RankRecord(BaseModel):
 
     status: Status
     reason: str = ""
+    code: str = ""
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     host_peak_bytes: int | None = None
@@ -134,6 +135,7 @@ def failed(trial: Trial, failure: Failure, tail: str, wall_s: float) -> TrialRes
         number=trial.number,
         status=failure.status,
         reason=(who + " ".join(failure.reason.split()))[:REASON_CHARS],
+        code=record.code,
         log_tail=shorten(tail),
         peak_allocated_bytes=record.peak_allocated_bytes,
         peak_reserved_bytes=record.peak_reserved_bytes,

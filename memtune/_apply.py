@@ -258,15 +258,21 @@ def _hardware(config: TunedConfig, device: torch.device) -> str:
 
 
 def _require_host_memory(context: Context, config: TunedConfig) -> None:
-    """Of what the search predicted for a rank and what the state takes at least, the larger one has room on every host."""
+    """Of what the search predicted for a rank and what the state takes at least, the larger one has room on every host.
+
+    What is in host memory already and makes room is not counted: on CPU that is what is on the device.
+    """
     technique, states = (config.settings.technique(f"{axis}.states") for axis in ("offload", "sharding"))
     share, predicted = technique.least_share_on_host(), config.predicted.get("host_peak_bytes")
     moments = dict(technique.knobs()).get("moments", "float32")
     divided = 1 if states.kind == "ddp" else context.ranks
     least = host_memory.least_state_bytes(context, share, moments) // divided if share else 0
     foreseen = predicted if isinstance(predicted, int) and config.made_for is not None else 0
+    if foreseen:
+        weights: Any = "all" if divided > 1 else "none" if technique.weights_stay else "blocks"
+        foreseen -= host_memory.leaving_bytes(context, state=technique.kind != "none" or divided > 1, weights=weights)
     needed, what = max((least, f"the optimizer's state under {technique.kind}"), (foreseen, "as predicted for this config"))
-    if needed:
+    if needed > 0:
         host_memory.require(context, needed, what)
 
 

@@ -155,6 +155,8 @@ class Technique(BaseModel):
     """It gathers or reduces in every micro-batch: on the stages of a pipeline as well."""
     averages: ClassVar[bool] = False
     """It averages gradients over all ranks itself, so that `sharding.states: none` is right on several."""
+    weights_stay: ClassVar[bool] = False
+    """Of `offload.states`: whether no weight leaves the device for certain; only how much host memory is refused follows."""
     averages_blocks: ClassVar[bool] = False
     """Beside `ddp` it averages gradients of the blocks itself, as they land; `ddp` has those of what is in no block."""
     averages_experts: ClassVar[bool] = False

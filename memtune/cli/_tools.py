@@ -52,7 +52,7 @@ def trial(given: dict[str, Any]) -> int:
 
     with results() as stream:
         result = run(tuned)
-        if result.status == "unfit" and not tuned.plan and not result.reason.startswith(NO_ROOM):  # a technique may need its plan
+        if result.status == "unfit" and not tuned.plan and result.code not in NO_ROOM:  # a technique may need its plan
             found = _planned(tuned, given, device, ranks)
             if isinstance(found, Reason):
                 result = result.model_copy(

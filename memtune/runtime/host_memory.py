@@ -12,7 +12,10 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from memtune.errors import ApplyError, EnvironmentFault
 from memtune.runtime.context import Context
@@ -46,10 +49,18 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 def limits(root: Path = Path("/")) -> list[Limit]:
     """What the kernel says of the machine (`MemAvailable`), and what every control group of this process has left."""
-    machine = _text(root / "proc/sys/kernel/random/boot_id").strip()
+    machine = _machine(root)
     found = list(_groups(root, machine))
     match = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
     return [*found, Limit(int(match[1]) * 1024, machine, "")] if match else found
+
+
+def _machine(root: Path) -> str:
+    """One for all processes of a machine: what a sandbox or a clone may leave empty or equal is not all of it."""
+    kernel = root / "proc/sys/kernel"
+    named = _text(kernel / "random/boot_id").strip() or _text(kernel / "hostname").strip() or os.uname().nodename
+    total = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    return f"{named} {total[1]}" if total else named
 
 
 def _groups(root: Path, machine: str) -> Iterator[Limit]:
@@ -60,13 +71,10 @@ def _groups(root: Path, machine: str) -> Iterator[Limit]:
         if controllers == "" or "memory" in controllers.split(","):
             files = _V2 if controllers == "" else _V1
             for top, mounted in _mounted(root, files.file_system, controllers):
-                inside = Path(path)
-                if inside.is_relative_to(mounted):  # a container sees its own group as the top
-                    inside = inside.relative_to(mounted)
+                if (inside := _below(path, mounted)) is None:
+                    continue
                 above = root / top.relative_to("/")
-                yield from (
-                    found for group in _around(above / str(inside).lstrip("/"), above) if (found := _left(group, files, machine))
-                )
+                yield from (found for group in _around(above / inside, above) if (found := _left(group, files, machine)))
 
 
 class _Files(NamedTuple):
@@ -89,6 +97,16 @@ def _mounted(root: Path, file_system: str, controllers: str) -> Iterator[tuple[P
         if kind == file_system and (not controllers or "memory" in options.split(",")):
             top, mounted = left.split()[4], left.split()[3]
             yield Path(top), mounted
+
+
+def _below(path: str, mounted: str) -> Path | None:
+    """Where a mount of the group `mounted` shows the group `path`; None where it does not, so has nothing of this process.
+
+    A container sees its own group as the top. Names that go up, in a name space of groups, say no more than that.
+    """
+    if Path(path).is_relative_to(mounted) and ".." not in (inside := Path(path).relative_to(mounted)).parts:
+        return inside
+    return Path() if path.startswith("/..") or mounted.startswith("/..") else None
 
 
 def _around(group: Path, top: Path) -> Iterator[Path]:
@@ -116,9 +134,10 @@ def _text(path: Path) -> str:
 
 
 def least_state_bytes(context: Context, share: float, moments: Moments = "float32") -> int:
-    """Bytes that a `share` of the optimizer's state, whole, takes in host memory, and no less: gradients and buffers come on top.
+    """Bytes that a `share` of the optimizer's state takes anew in host memory, and no less: gradients and buffers come on top.
 
-    On CPU what is on the device is in the same memory, and may leave it: moments alone are new.
+    State that is in host memory already, as on CPU that of an optimizer which has made steps, is not new. On CPU what is on the
+    device is in the same memory, and may leave it: weights are not new either.
 
     Args:
         context: Its optimizer, none of whose state has moved yet.
@@ -132,9 +151,32 @@ def least_state_bytes(context: Context, share: float, moments: Moments = "float3
     total, of_each = 0, DTYPES[moments].itemsize
     for group in context.optimizer.param_groups:
         n_bytes = 0 if native is None else of_each * len(native.moment_names(group))
-        trained = [each for each in group["params"] if each.requires_grad]
-        total += sum(each.numel() * (n_bytes + (each.itemsize if context.device.type == "cuda" else 0)) for each in trained)
+        for each in (parameter for parameter in group["params"] if parameter.requires_grad):
+            total += max(each.numel() * n_bytes - _state_bytes(context.optimizer, each), 0)
+            total += each.nbytes if context.device.type == "cuda" else 0
     return int(share * total)
+
+
+def leaving_bytes(context: Context, *, state: bool, weights: Literal["none", "blocks", "all"]) -> int:
+    """Of what host memory holds before a config is applied, the bytes that the config's own take the place of.
+
+    Args:
+        context: Nothing of it has moved yet.
+        state: Whether the optimizer's state leaves where it is.
+        weights: Which leave.
+    """
+    n_bytes = sum(_state_bytes(context.optimizer, each) for each in context.optimizer.state) if state else 0
+    if weights == "none":
+        return n_bytes
+    inside = context.blocks if weights == "blocks" else [""]
+    leave = {parameter for name in inside for parameter in context.model.get_submodule(name).parameters()}
+    return n_bytes + sum(each.nbytes for each in leave if each.device.type == "cpu")
+
+
+def _state_bytes(optimizer: Optimizer, parameter: Tensor) -> int:
+    """Of the moments of `parameter`, those in host memory."""
+    state = optimizer.state.get(parameter, {}).values()
+    return sum(each.nbytes for each in state if isinstance(each, Tensor) and each.ndim and each.device.type == "cpu")
 
 
 def require(context: Context, needed_bytes: int, what: str) -> None:
@@ -164,10 +206,11 @@ def _require_room(needs: list[int], limit: Limit, what: str) -> None:
     if sum(needs) <= limit.n_bytes:
         return
     several = f" for {len(needs)} ranks of up to {format_bytes(max(needs))}" if len(needs) > 1 else ""
+    anyway = "" if "MEMTUNE_TRIAL_FILE" in os.environ else "; strict=False tries it all the same"  # which a trial has not
     raise EnvironmentFault(
         f"The host has too little memory: at least {format_bytes(sum(needs))} are needed{several}, "
         f"{format_bytes(limit.n_bytes)} are available.",
         evidence=". ".join(each[:1].upper() + each[1:] for each in (what, limit.text) if each) + ".",
-        fix="offload less, or to SSD: offload: {states: {kind: zero_infinity}}; strict=False tries it all the same",
+        fix=f"offload less, or to SSD: offload: {{states: {{kind: zero_infinity}}}}{anyway}",
         code="MT366",
     )

@@ -160,8 +160,17 @@ def dead_runs(directory: Path, key: str) -> list[DeadRun]:
     """
     found = []
     for left in offload_dir.orphans(directory):
-        read = [Manifest.read(place) for place in _places(left.path, key)] if left.resumable else []
-        mine = sorted((each for each in read if each is not None and each.key == key), key=lambda each: -each.step)
-        if mine and (lock := offload_dir.locked(left.path, _PATIENCE_S)) is not None:
-            found.append(DeadRun(left.path, lock, tuple(mine)))
+        if not left.resumable or not _kept(left.path, key):
+            continue
+        if (lock := offload_dir.locked(left.path, _PATIENCE_S)) is None:
+            continue
+        if mine := _kept(left.path, key):  # another run may have gone on from it, and ended, before the lock was taken
+            found.append(DeadRun(left.path, lock, mine))
+        else:
+            os.close(lock)
     return sorted(found, key=lambda run: -run.manifests[0].step)
+
+
+def _kept(folder: Path, key: str) -> tuple[Manifest, ...]:
+    read = (Manifest.read(place) for place in _places(folder, key))
+    return tuple(sorted((each for each in read if each is not None and each.key == key), key=lambda each: -each.step))

@@ -38,6 +38,8 @@ _RUN, _NEW = "memtune-run-", ".memtune-new-"
 _OWNER = "owner"
 _BEING_MADE_S: Final = 60.0
 """A folder that has no lock after this long is one whose maker was killed while it made it."""
+_GLANCE_S: Final = 0.1
+"""Whoever looks whether a folder is dead has let its lock go by then."""
 MANIFEST: Final = "manifest-"
 """How the names of files begin that say what training can go on from (`runtime.manifest`); folders that have one are kept."""
 
@@ -291,7 +293,9 @@ def _lock(path: Path, how: int) -> int | None:
         return None
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except OSError:
+        if not os.path.samestat(os.fstat(lock), os.lstat(path / _OWNER)):
+            raise FileNotFoundError
+    except OSError:  # its owner lives, or it was removed before the lock was taken
         os.close(lock)
         return None
     return lock
@@ -301,9 +305,20 @@ def clean(directory: Path, *, resumable: bool = True) -> list[Left]:
     """Remove what dead runs left in `directory`, that from which training could go on only if `resumable`; says what it was."""
     removed = []
     for each in list(orphans(directory)):
-        if each.resumable and not resumable:
-            continue
-        shutil.rmtree(each.path, ignore_errors=True)
-        if not each.path.exists():
+        if (resumable or not each.resumable) and _removed(each.path, resumable):
             removed.append(each)
     return removed
+
+
+def _removed(path: Path, resumable: bool) -> bool:
+    """Whether the folder `path` is gone; it stays where a run has locked it since it was looked at, or keeps something now."""
+    lock = locked(path, _GLANCE_S)
+    if lock is None and (path / _OWNER).exists():
+        return False
+    try:
+        if resumable or not is_resumable(path):
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        if lock is not None:
+            os.close(lock)
+    return not path.exists()

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from memtune.executors.base import Trial
-from memtune.executors.outcome import Ended, Failure, RankRecord, choose, failure_of_end, merge
+from memtune.executors.base import NO_ROOM, Trial
+from memtune.executors.outcome import Ended, Failure, RankRecord, choose, failed, failure_of_end, failure_of_record, merge
 from memtune.executors.shim import free_memory, oom_kills
 
 
@@ -40,6 +40,14 @@ def test_throughput_counts_all_ranks():
     assert merge(trial, records, 1.0).samples_per_s == pytest.approx(8 / 3)
     records[0] = records[0].model_copy(update={"samples_per_step": 6})
     assert merge(trial, records, 1.0).samples_per_s == pytest.approx(2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_code_of_an_error_is_kept_however_many_ranks(ranks):
+    record = RankRecord(status="unfit", reason="MT366 The host has too little memory", code="MT366")
+    failure = failure_of_record(1, record)
+    assert failure is not None
+    assert failed(Trial(number=1, workload="m.py", config={}, ranks=ranks), failure, "", 1.0).code in NO_ROOM
 
 
 def test_memory_of_the_host_is_read():

@@ -33,6 +33,7 @@ class OptimizerCpu(Technique):
     title: ClassVar[str] = "Optimizer state and update on the host"
     source: ClassVar[str] = "Ren et al. 2021, ZeRO-Offload: Democratizing Billion-Scale Model Training, arXiv:2101.06840"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    weights_stay: ClassVar[bool] = True
 
     update: Literal["own", "native", "master"] = "own"
     """`native` moves fewer bytes than torch's own loop and has the bits of torch's fused AdamW, for float32 parameters.

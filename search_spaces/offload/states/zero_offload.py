@@ -44,6 +44,7 @@ class ZeroOffload(Technique):
         "Ren et al. 2021, ZeRO-Offload: Democratizing Billion-Scale Model Training, arXiv:2101.06840, sections 4.1 and 5.2"
     )
     exactness: ClassVar[Exactness] = Exactness.REORDERED
+    weights_stay: ClassVar[bool] = True
     eager_only: ClassVar[str] = "compiled graphs hand their gradients over at their end, not as they are made"
 
     update: Literal["native", "master"] = "native"

@@ -17,7 +17,7 @@ from torch import nn
 import memtune
 from memtune.autotune.candidates import Candidate, Choice
 from memtune.autotune.setup import parameter_bytes
-from memtune.errors import EnvironmentFault
+from memtune.errors import ApplyError, EnvironmentFault
 from memtune.program import Tier
 from memtune.runtime import host_memory
 from memtune.runtime.host_memory import Limit, available_bytes, least_state_bytes, limits
@@ -70,6 +70,29 @@ def test_in_a_container_its_own_group_is_the_top(tmp_path: Path, mounted: str) -
     assert available_bytes(files(tmp_path, {**MACHINE, **texts})) == GIB // 2 + 8
 
 
+def test_a_group_that_the_process_is_not_in_is_no_limit(tmp_path: Path) -> None:
+    """A second mount, of another container's group."""
+    own, other = group("sys/fs/cgroup/a", f"{4 * GIB}", GIB, 1), group("mnt/cg", f"{GIB}", GIB, 1)
+    mounts = {"proc/self/mountinfo": V2 + "41 31 0:38 /b /mnt/cg rw - cgroup2 cgroup2 rw\n", "proc/self/cgroup": "0::/a\n"}
+    assert available_bytes(files(tmp_path, {**MACHINE, **own, **other, **mounts})) == 3 * GIB + 1
+
+
+@pytest.mark.parametrize(("path", "mounted"), [("/../../abc", "/"), ("/", "/..")])
+def test_in_a_name_space_of_groups_the_top_is_a_limit(tmp_path: Path, path: str, mounted: str) -> None:
+    mounts = {"proc/self/mountinfo": V2.replace(" / ", f" {mounted} ", 1), "proc/self/cgroup": f"0::{path}\n"}
+    root = files(tmp_path, {**MACHINE, **group("sys/fs/cgroup", f"{4 * GIB}", GIB, 1), **mounts})
+    (root / "sys/abc").mkdir()
+    assert [each.n_bytes for each in limits(root)] == [3 * GIB + 1, 8 * GIB]
+
+
+def test_two_machines_are_told_apart(tmp_path: Path) -> None:
+    """By their names where the kernel has no number of its start, and clones that have the same by their size."""
+    name, number, memory = "proc/sys/kernel/hostname", "proc/sys/kernel/random/boot_id", "proc/meminfo"
+    machines = [{name: "a\n", number: ""}, {name: "b\n", number: ""}, {}, {memory: MACHINE[memory].replace("99", "98")}]
+    who = [limits(files(tmp_path / str(i), {**MACHINE, **each}))[0].who for i, each in enumerate(machines)]
+    assert len(set(who)) == 4
+
+
 def test_where_nothing_is_known_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_bytes(tmp_path) is None
     monkeypatch.setattr(host_memory, "limits", lambda: limits(tmp_path))
@@ -100,9 +123,13 @@ def test_a_real_control_group_is_seen() -> None:
         folder.rmdir()
 
 
-def tuned(kind: str, *, strict: bool = True, **more: Any) -> memtune.Tuned:
+def tuned(kind: str, *, strict: bool = True, stepped: bool = False, **more: Any) -> memtune.Tuned:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(50, 50)) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
+    if stepped:
+        model(torch.randn(2, 50)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = {"settings": {"offload": {"states": {"kind": kind}}}, **more}
@@ -128,11 +155,37 @@ def test_apply_says_it_before_anything_is_moved(monkeypatch: pytest.MonkeyPatch)
     tuned("zero_offload")
 
 
+def test_a_trial_is_not_told_of_what_only_apply_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    room(monkeypatch, 1)
+    for in_trial in (False, True):
+        with pytest.raises(EnvironmentFault) as caught:
+            tuned("zero_offload")
+        assert ("strict=False" in caught.value.fix) is not in_trial
+        monkeypatch.setenv("MEMTUNE_TRIAL_FILE", "trial.json")
+
+
 def test_apply_takes_what_the_search_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     room(monkeypatch, 10 * STATE_BYTES)
     more: dict[str, Any] = {"predicted": {"host_peak_bytes": 10 * STATE_BYTES + 1}, "made_for": {"model": ""}}
     with pytest.raises(EnvironmentFault, match="As predicted"):
         tuned("zero_offload", **more)
+
+
+def test_what_is_in_host_memory_already_is_not_taken_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU the state of an optimizer that has made a step, and, where they leave the device, the weights of blocks."""
+    room(monkeypatch, 10)
+    tuned("zero_offload", stepped=True)
+    weights = STATE_BYTES // 2
+    more: dict[str, Any] = {"predicted": {"host_peak_bytes": 10 + weights + STATE_BYTES}, "made_for": {"model": ""}}
+    with pytest.raises(ApplyError, match="clipping by norm"):  # looked for when the memory is there
+        tuned("l2l", stepped=True, **more)
+    with pytest.raises(EnvironmentFault, match=f"at least {format_bytes(10 + weights)} are needed"):  # weights stay
+        tuned("zero_offload", stepped=True, **more)
+    more["predicted"]["host_peak_bytes"] += 1
+    with pytest.raises(EnvironmentFault, match="at least 11 B are needed"):
+        tuned("l2l", stepped=True, **more)
+    with pytest.raises(EnvironmentFault, match=f"at least {format_bytes(11 + STATE_BYTES)} are needed"):  # no step was made
+        tuned("l2l", **more)
 
 
 @pytest.mark.parametrize("kind", ALL_ON_HOST)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +65,48 @@ def test_what_training_can_go_on_from_is_kept_until_it_is_cleaned(tmp_path: Path
     (run.path / f"{offload_dir.MANIFEST}0").touch()
     run.remove()
     assert not list(tmp_path.iterdir())
+
+
+def dead(root: Path, name: str) -> Path:
+    folder = root / f"memtune-run-999-{name}"
+    folder.mkdir()
+    (folder / "owner").touch()
+    (folder / f"{offload_dir.MANIFEST}0").touch()
+    return folder
+
+
+def test_what_a_run_has_locked_since_it_was_looked_at_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = dead(tmp_path, "a"), dead(tmp_path, "b")
+    held, remove = [], shutil.rmtree
+
+    def rmtree(path: Path, **more: bool) -> None:
+        held.append((offload_dir.locked(first), offload_dir.locked(second)))
+        remove(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    assert [left.path for left in clean(tmp_path)] == [first]
+    assert held[0][0] is None, "nobody gets the lock of what is being removed"
+    assert second.exists()
+    os.close(held[0][1] or -1)
+    assert [left.path for left in clean(tmp_path)] == [second]
+
+
+def test_what_keeps_something_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = dead(tmp_path, "a")
+    monkeypatch.setattr(offload_dir, "orphans", lambda directory: iter([offload_dir.Left(folder, 0, resumable=False)]))
+    assert clean(tmp_path, resumable=False) == []
+    assert folder.exists()
+
+
+def test_the_lock_of_a_folder_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, flock = dead(tmp_path, "a"), fcntl.flock
+
+    def removed_before(lock: int, how: int) -> None:
+        (folder / "owner").unlink()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    assert offload_dir.locked(folder) is None
 
 
 def test_the_kernel_says_which_file_system_it_is() -> None:
