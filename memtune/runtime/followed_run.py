@@ -129,18 +129,6 @@ class Route:
         return found
 
     @cached_property
-    def written_later(self) -> dict[int, int]:
-        """Op that may run again → the next one that writes into a buffer that it reads: from there on it must not."""
-        writers = [op for op in sorted(self.tape.graph.once) if self.facts[op].about.writes]
-        written = {op: {each for each in _outside(self.tape.calls[op]) if each.kind == "buffer"} for op in writers}
-        found = {}
-        for op, read in self.outside_of.items():
-            later = next((at for at, buffers in written.items() if at > op and buffers.intersection(read)), None)
-            if later is not None:
-                found[op] = later
-        return found
-
-    @cached_property
     def all_outside(self) -> frozenset[Outside]:
         """All of these."""
         return frozenset(each for read in self.outside_of.values() for each in read)
@@ -422,10 +410,8 @@ class FollowedRun:
         ops = self._route.path.ops
         before = ops[at].ran if at < len(ops) else ops[-1].ran + 1
         self.replays.append(Again(before, ops[op].ran, tuple(ops[each].ran for each in along), parts))
-        for each in (*along, op):
-            if self._route.written_later.get(each, at) < at:
-                raise self._written_since(each)
-            if self._versions:
+        if self._versions:
+            for each in (*along, op):
                 self._check(each)
 
     # -- what others may do in between ---------------------------------------------------------------------------------
@@ -446,10 +432,7 @@ class FollowedRun:
         """Raise if something that the op reads has been written into since."""
         changed = any(self._outside(each)._version != self._versions[each] for each in self._route.outside_of[op])
         if changed or any(self._is_changed(number) for number in self._route.path.ops[op].numbers.values()):
-            raise self._written_since(op)
-
-    def _written_since(self, op: int) -> ApplyError:
-        return written_since(f"a tensor that {self._route.facts[op].about.name} has read and must read again")
+            raise written_since(f"a tensor that {self._route.facts[op].about.name} has read and must read again")
 
     def _check_outputs(self) -> None:
         if any(map(self._is_changed, self._route.returned_and_read)):
