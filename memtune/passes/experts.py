@@ -45,11 +45,22 @@ def _found(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], blocks: 
 
 def experts_in(step: Step) -> tuple[Expert, ...]:
     """The experts that are trained; indices are into `step.parameters`."""
+    gradient = columns_of(step.parameters).gradient
+    return tuple(each for each in _all_in(step) if all(gradient[index] >= 0 for index in each.parameters))
+
+
+def frozen_in(step: Step) -> str:
+    """Name of a parameter of an expert that is not trained, empty where there is none."""
+    columns = columns_of(step.parameters)
+    frozen = (index for each in _all_in(step) for index in each.parameters if columns.gradient[index] < 0)
+    return next((columns.names[index] for index in frozen), "")
+
+
+def _all_in(step: Step) -> tuple[Expert, ...]:
     columns = columns_of(step.parameters)
     if not any("expert" in name for name in columns.names):
         return ()
-    found = _found(columns.names, columns.shapes, tuple(columns.block.tolist()))
-    return tuple(each for each in found if all(columns.gradient[index] >= 0 for index in each.parameters))
+    return _found(columns.names, columns.shapes, tuple(columns.block.tolist()))
 
 
 def only_experts(step: Step, experts: tuple[Expert, ...]) -> Step:

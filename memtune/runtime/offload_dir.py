@@ -73,7 +73,7 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
     _must_be_a_plain_directory(Path(text))
     kind = file_system(path)
     _must_not_be_on_network(path, kind)
-    if kind in _MEMORY and not quiet:
+    if kind in _MEMORY and not quiet and given(path) == path:  # whoever lent a folder of its own has been warned
         warnings.warn(
             f"The offload directory {path} is in memory ({kind}): what goes there takes host memory, not a drive's.", stacklevel=2
         )
@@ -83,6 +83,11 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise _fault(f"Everybody may write into the offload directory {path}.", fix=f"chmod o-w {path}")
     return path
+
+
+def given(path: Path) -> Path:
+    """Of `path`, the directory that the user gave: what is around all folders of runs, one of which may be in another's."""
+    return next((each.parent for each in reversed((path, *path.parents)) if each.name.startswith(_RUN)), path)
 
 
 def _must_not_be_on_network(path: Path, kind: str) -> None:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from memtune import _native
 from memtune.errors import EnvironmentFault
+from memtune.runtime.offload_dir import given
 from memtune.units import MIB, format_bytes
 
 ALIGN: Final[int] = _native.IO_ALIGN
@@ -185,7 +186,9 @@ class SsdFile:
         fix = "raise the limit on the size of files (ulimit -f), or move less to SSD" if error == errno.EFBIG else fix
         text = os.strerror(error) if error > 0 else "it was given up"
         free = os.statvfs(self.path.parent)
-        room = f"{format_bytes(wanted)} more wanted, {format_bytes(free.f_bavail * free.f_frsize)} free in {self.path.parent}"
+        room = (
+            f"{format_bytes(wanted)} more wanted, {format_bytes(free.f_bavail * free.f_frsize)} free in {given(self.path.parent)}"
+        )
         evidence = room if full else f"{self.path}, block {block}"
         return EnvironmentFault(what.format(name=name, text=text), evidence=evidence, fix=fix, code=code)
 

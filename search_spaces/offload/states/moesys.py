@@ -8,7 +8,7 @@ from pydantic import Field
 
 from memtune.errors import ApplyError
 from memtune.experts import Expert, experts_of
-from memtune.passes.experts import How, experts_in, experts_on_ssd, only_experts, used_in
+from memtune.passes.experts import How, experts_in, experts_on_ssd, frozen_in, only_experts, used_in
 from memtune.program import Program
 from memtune.residency import Rule, window
 from memtune.runtime import offload_dir
@@ -69,6 +69,11 @@ class Moesys(Technique):
         if target.compiled:
             return Reason(EAGER_ONLY, "execution.compile: false")
         if not (experts := experts_in(program.step)):
+            if frozen := frozen_in(program.step):
+                return Reason(
+                    f"no expert of the model is trained whole: {frozen} gets no gradient",
+                    "train all of it, or choose zero_infinity",
+                )
             return Reason("the model has no experts: modules of a block, in a list whose name says so, all with equal parameters")
         if (reason := no_directory(target)) is not None:
             return reason

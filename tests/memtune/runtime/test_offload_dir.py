@@ -54,6 +54,18 @@ def test_a_directory_in_memory_is_used_with_a_warning(tmp_path: Path, monkeypatc
         assert checked(str(tmp_path)) == tmp_path
 
 
+def test_in_a_trial_it_is_the_users_directory_that_is_named_and_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(offload_dir, "file_system", lambda path: "tmpfs")
+    lent = RunFolder(tmp_path)
+    own = RunFolder(checked(str(lent.path)))
+    assert not recwarn.list
+    assert [offload_dir.given(each) for each in (own.path, lent.path, tmp_path)] == [tmp_path] * 3
+    own.remove()
+    lent.remove()
+
+
 def test_what_training_can_go_on_from_is_kept_until_it_is_cleaned(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     (run.path / f"{offload_dir.MANIFEST}0").touch()

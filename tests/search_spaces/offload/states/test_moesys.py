@@ -20,6 +20,7 @@ from memtune import hardware
 from memtune._apply import Tuned, apply
 from memtune.autotune.simulate import simulate
 from memtune.errors import ApplyError
+from memtune.parameters import columns_of
 from memtune.passes.experts import experts_in, used_in
 from memtune.program import Kind, Resource, Step, Tier
 from memtune.runtime import offload_dir, shim
@@ -296,3 +297,15 @@ def _is_on_device(value: Any) -> bool:
     from memtune.runtime.tiers import tier_of
 
     return isinstance(value, torch.Tensor) and tier_of(value) == DEVICE
+
+
+def test_experts_with_a_frozen_parameter_are_named() -> None:
+    program = plain_program(HASHED)
+    columns = columns_of(program.step.parameters)
+    frozen = [index for each in experts_in(program.step) for index in each.parameters[-1:]]
+    gradient = columns.gradient.copy()
+    gradient[frozen] = -1
+    step = replace(program.step, parameters=replace(columns, gradient=gradient))
+    reason = str(ALL.fits(program.with_step(step), target_of()))
+    assert f"{columns.names[frozen[0]]} gets no gradient" in reason
+    assert "has no experts" not in reason
