@@ -60,7 +60,7 @@ class CallText:
         if str(call.func) in EMPTY:
             return self._allocate(call.out)
         args = [self._text(each) for each in call.args]
-        if again and str(call.func) in BATCH_NORMS:
+        if again and str(call.func) in BATCH_NORMS and call.args[5]:  # training; in eval mode they are read
             args[3:5] = ["None", "None"]  # the running statistics have had their update
         args += [f"{name}={self._text(each)}" for name, each in call.kwargs.items()]
         return f"{self._constant(call.func)}({', '.join(args)})"

@@ -123,7 +123,7 @@ class Route:
         found = {}
         for op in self.op_of.values():
             call = self.tape.calls[op]
-            statistics = 5 if str(call.func) in BATCH_NORMS else 0
+            statistics = str(call.func) in BATCH_NORMS and call.args[5]  # updated in training, read in eval mode
             read = [*call.args[:3], *call.args[5:]] if statistics else call.args
             found[op] = [each for each in _outside((read, call.kwargs)) if each.kind in ("parameter", "buffer", "input")]
         return found

@@ -152,7 +152,7 @@ def run_again(ran: Ran, over: bool) -> tuple[Any, Tensor | None]:
         whole = whole_of(old.alias) if over else whole_of(old.alias).clone()
     args, kwargs = tree_map(lambda each: _given_again(each, ran, whole), (ran.args, ran.kwargs), is_leaf=_is_read)
     about = ran.facts.about
-    if about.norm:
+    if about.norm and args[5]:  # training; in eval mode they are read
         args = (*args[:3], None, None, *args[5:])  # the running statistics have had their update
     if about.name in ASK_GRAD_MODE:
         with as_recorded():

@@ -180,11 +180,12 @@ def _copied(value: Any) -> Any:
 
 
 def _same(now: Any, before: Any) -> bool:
+    is_copy = isinstance(before, _Copy)
     if now is before:
         return True
     if before is Tensor:
         return isinstance(now, Tensor)
-    if not isinstance(before, _Copy):
+    if not is_copy:
         return type(now) is type(before) and (_is_plain(now) and _equal(now, before))
     if type(now) is not before.kind or len(now) != len(before.items):
         return False

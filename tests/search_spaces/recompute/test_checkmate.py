@@ -62,6 +62,42 @@ def loss(model, batch):
 global_batch = 4
 """
 
+FROZEN_NORMS = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[m for _ in range(3) for m in (nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())])
+
+    def train(self, mode=True):
+        super().train(mode)
+        for each in self.layers:
+            each.train(mode and not isinstance(each, nn.BatchNorm2d))
+        return self
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch(size):
+    return torch.randn(size, 4, 16, 16, generator=torch.Generator().manual_seed(size))
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+global_batch = 4
+"""
+
 
 class TestCheckmate(TechniqueSuite):
     technique = Checkmate
@@ -88,8 +124,9 @@ class TestCheckmate(TechniqueSuite):
         assert plan.decisions["peak_bytes"] == rewritten(ZOO["gpt"], technique).peak_bytes()
         assert plan.decisions["peak_bytes"] == recorded(ZOO["gpt"], technique).peak_bytes()
 
-    def test_what_reads_a_buffer_before_it_is_updated_runs_once(self, tmp_path: Path) -> None:
-        (tmp_path / "model.py").write_text(UPDATES_AFTER_READING)
+    @pytest.mark.parametrize("source", [UPDATES_AFTER_READING, FROZEN_NORMS], ids=["updates after reading", "frozen norms"])
+    def test_buffers_are_read_as_they_were_and_updated_once(self, tmp_path: Path, source: str) -> None:
+        (tmp_path / "model.py").write_text(source)
         reference = train(tmp_path / "model.py")
         assert differences(train(tmp_path / "model.py", Checkmate(share=0.0, nodes=16)), reference, 0.0) == []
 
