@@ -26,16 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, Unsupporte
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from memtune.calls import EMPTY
+from memtune.calls import BATCH_NORMS, EMPTY
 from memtune.runtime.known_values import KnownValues, unnoticed
 from memtune.runtime.op_arguments import draws_nothing, mutated, tensors_in
 from memtune.schedule import OpGraph
 
 _FAKE_SHARES = frozenset({"aten.mkldnn_rnn_layer_backward.default"})  # its fake gradients of the two biases are one tensor
-BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
-"""They update running statistics beside what they return: a second run leaves those out."""
-
-
 _CONTAINERS = frozenset({list, dict, OrderedDict, defaultdict, set})  # of attributes: what forward puts into them is taken back
 
 
