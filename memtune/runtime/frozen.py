@@ -424,7 +424,7 @@ class _Run:
             gradient = self._landed.pop()
             if not self._has_gradient(reached):
                 found[reached] = None  # no zeros: the loss leaves it out
-            elif self._state[reached].is_leaf and _is_accumulated(edge[reached]):
+            elif self._state[reached].is_leaf and is_accumulated(edge[reached]):
                 put_in_place(self._state[reached], gradient)
             else:
                 found[reached] = gradient
@@ -468,11 +468,11 @@ class _Run:
             )  # fmt: skip
 
 
-def _is_accumulated(edge: Any) -> bool:
-    """Whether the gradient goes into `parameter.grad`."""
+def is_accumulated(edge: Any) -> bool:
+    """Whether the engine runs this parameter's own node, so that the gradient goes into `parameter.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(edge))
-    except RuntimeError:  # autograd.grad: it is returned to the caller
+    except RuntimeError:  # asked for in `autograd.grad`: it is returned to the caller
         return False
 
 
