@@ -1,6 +1,6 @@
 """Runs a frozen schedule in place of a module's forward and backward: op → compute, free, move; no dispatch mode in the loop.
 
-Rule 1. The first call with arguments of new shapes captures the region on fake tensors (`runtime.tape`). If its ops are
+Rule 1. The first call with arguments of new shapes captures the region on fake tensors (`runtime.capture`). If its ops are
         those that the schedule is for, code is written for it once (`runtime.frozen_code`); else the plain module runs.
 Rule 2. Before each run everything that the capture took for granted is checked (`runtime.guards`); if something differs, the
         region is captured once more, a few times at most; where that gives other ops, the plain module runs, and a warning
@@ -32,24 +32,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
+from memtune.runtime.capture import autocast_state, capture, named_state, no_autocast, shapes_of
 from memtune.runtime.frozen_code import Code, LayoutError, generate, not_by_element, state_read
 from memtune.runtime.frozen_nodes import end, land, leave, whole
 from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
-from memtune.runtime.tape import (
-    CaptureError,
-    GradientLike,
-    Outside,
-    Slot,
-    Tape,
-    autocast_state,
-    capture,
-    named_state,
-    no_autocast,
-    shapes_of,
-)
+from memtune.runtime.tape import CaptureError, GradientLike, Outside, Slot, Tape
 from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Action, Schedule, wrong_with
 

@@ -19,8 +19,9 @@ from zoo_paths import ZOO
 
 from memtune.errors import ApplyError
 from memtune.passes.region import Region, region_of
+from memtune.runtime.capture import autocast_state, capture, shapes_of
 from memtune.runtime.frozen import FrozenRegion
-from memtune.runtime.tape import GradientLike, autocast_state, capture, shapes_of
+from memtune.runtime.tape import GradientLike
 from memtune.schedule import Action, Do, OpGraph, Schedule, plain_schedule, scheduled, wrong_with
 from memtune.testing.drift import recording_of
 from memtune.testing.training import build
