@@ -245,15 +245,22 @@ def under_blocks(step: Step, schedules: tuple[Schedule, ...]) -> Step:
 
 def decisions_of(found: FoundByBlocks) -> dict[str, Any]:
     """What a plan says: the different schedules, which of them each block runs by, and what that comes to."""
-    different = list(dict.fromkeys(found.schedules))
-    of_block = dict(zip(found.regions.blocks, (different.index(each) for each in found.schedules), strict=True))
     return {
-        "block_schedules": [each.to_plain() for each in different],
-        "blocks": [of_block[block] for block in range(len(of_block))],
+        **which_by_block(found.regions, found.schedules),
         "budget_bytes": found.budget_bytes,
         "peak_bytes": found.peak_bytes,
         "plain_bytes": found.plain_bytes,
         "again_s": round(found.again_s, 9),
+    }
+
+
+def which_by_block(regions: BlockRegions, schedules: tuple[Schedule, ...]) -> dict[str, Any]:
+    """The different ones of `schedules`, which are in the order of `regions.blocks`, and which of them each block runs by."""
+    different = list(dict.fromkeys(schedules))
+    of_block = dict(zip(regions.blocks, (different.index(each) for each in schedules), strict=True))
+    return {
+        "block_schedules": [each.to_plain() for each in different],
+        "blocks": [of_block[block] for block in range(len(of_block))],
     }
 
 
