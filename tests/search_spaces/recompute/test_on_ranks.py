@@ -235,16 +235,20 @@ WHOLE = (
 )  # fmt: skip
 
 
+def those_that_fit(techniques: tuple[Technique, ...], ranks: int, accumulate: int, states: Technique) -> list[Technique]:
+    """Of `techniques` those that fit `gpt` beside `states`; skips the test where `states` does not."""
+    if isinstance(why := candidate(ZOO["gpt"], ranks, accumulate, states), Reason):
+        pytest.skip(str(why))
+    return [each for each in techniques if isinstance(candidate(ZOO["gpt"], ranks, accumulate, states, each), Candidate)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("states", WHOLE, ids=str)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_every_schedule_beside_whole_parameters(ranks: int, states: Technique, accumulate: int) -> None:
-    path = ZOO["gpt"]
-    if isinstance(why := candidate(path, ranks, accumulate, states), Reason):
-        pytest.skip(str(why))
-    fitting = [each for each in RECOMPUTE if isinstance(candidate(path, ranks, accumulate, states, each), Candidate)]
+    path, fitting = ZOO["gpt"], those_that_fit(RECOMPUTE, ranks, accumulate, states)
     check(
         path, ranks, [case_of(path, ranks, states, one, accumulate, clip=clip) for one, clip in product(fitting, (False, True))]
     )
@@ -263,10 +267,7 @@ DIVIDED = (
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_every_schedule_of_blocks_beside_divided_parameters(ranks: int, states: Technique, accumulate: int) -> None:
     """Bytes on the link are those without a schedule: what runs again finds the parameters of the block's own backward."""
-    path = ZOO["gpt"]
-    if isinstance(why := candidate(path, ranks, accumulate, states), Reason):
-        pytest.skip(str(why))
-    fitting = [each for each in RECOMPUTE if isinstance(candidate(path, ranks, accumulate, states, each), Candidate)]
+    path, fitting = ZOO["gpt"], those_that_fit(RECOMPUTE, ranks, accumulate, states)
     check(path, ranks, [case_of(path, ranks, states, one, accumulate, clip=one is fitting[0]) for one in fitting])
 
 
