@@ -15,15 +15,10 @@ def too_little(prediction: Prediction, target: Target, there_bytes: int | None) 
         target: Says how many ranks share a host.
         there_bytes: Free on that host; None: not known.
     """
-    ranks = target.hardware.local_ranks(target.ranks)
-    needed = ranks * prediction.host_peak_bytes
-    if there_bytes is None or needed <= there_bytes:
-        return None
-    each = f" for {ranks} ranks of {format_bytes(prediction.host_peak_bytes)} each" if ranks > 1 else ""
-    return Reason(
-        f"needs {format_bytes(needed)} of host memory{each}, and {format_bytes(there_bytes)} are available",
+    return _lacks(
+        prediction.host_peak_bytes, target, there_bytes, "of host memory", "available",
         "offload less, or to SSD: offload: {states: {kind: zero_infinity}}",
-    )
+    )  # fmt: skip
 
 
 def no_room_on_ssd(prediction: Prediction, target: Target, free_bytes: int | None) -> Reason | None:
@@ -34,12 +29,17 @@ def no_room_on_ssd(prediction: Prediction, target: Target, free_bytes: int | Non
         target: Says how many ranks share the drives.
         free_bytes: On all of them together; None: not known.
     """
-    ranks = target.hardware.local_ranks(target.ranks)
-    needed = ranks * prediction.ssd_peak_bytes
-    if free_bytes is None or needed <= free_bytes:
-        return None
-    each = f" for {ranks} ranks of {format_bytes(prediction.ssd_peak_bytes)} each" if ranks > 1 else ""
-    return Reason(
-        f"needs {format_bytes(needed)} on SSD{each}, and {format_bytes(free_bytes)} are free",
+    return _lacks(
+        prediction.ssd_peak_bytes, target, free_bytes, "on SSD", "free",
         "free space in the offload directory (memtune clean), or move less to SSD",
-    )
+    )  # fmt: skip
+
+
+def _lacks(rank_bytes: int, target: Target, there_bytes: int | None, where: str, is_there: str, fix: str) -> Reason | None:
+    """Why a node does not have `rank_bytes` for each of its ranks."""
+    ranks = target.hardware.local_ranks(target.ranks)
+    needed = ranks * rank_bytes
+    if there_bytes is None or needed <= there_bytes:
+        return None
+    each = f" for {ranks} ranks of {format_bytes(rank_bytes)} each" if ranks > 1 else ""
+    return Reason(f"needs {format_bytes(needed)} {where}{each}, and {format_bytes(there_bytes)} are {is_there}", fix)

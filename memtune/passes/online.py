@@ -14,9 +14,10 @@ from itertools import product
 import numpy as np
 
 from memtune import _native
+from memtune.calls import BATCH_NORMS
 from memtune.edit import Edit
 from memtune.passes.in_parts import elements_of
-from memtune.passes.region import BATCH_NORMS, Region, added_gradients
+from memtune.passes.region import Region, added_gradients
 from memtune.program import F64, I32, I64, READS, WRITES, Kind, Phase, Step, Tier
 from memtune.remat import Policy
 

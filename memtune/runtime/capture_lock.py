@@ -1,7 +1,7 @@
 """Threads that share a module: none runs its own code while another one captures it.
 
-A capture (`runtime.tape`) puts fakes in the place of parameters and buffers for as long as it takes, so a thread that evaluates
-the module meanwhile would compute with them.
+A capture (`runtime.capture`) puts fakes in the place of parameters and buffers for as long as it takes, so a thread that
+evaluates the module meanwhile would compute with them.
 
 Rule 1. Who looks up what was captured, or captures, has the lock: `with lock`. Who runs the module's own code is counted:
         `with lock.running()`; any number of threads may at once.

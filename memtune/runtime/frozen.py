@@ -1,6 +1,6 @@
 """Runs a frozen schedule in place of a module's forward and backward: op → compute, free, move; no dispatch mode in the loop.
 
-Rule 1. The first call with arguments of new shapes captures the region on fake tensors (`runtime.tape`). If its ops are
+Rule 1. The first call with arguments of new shapes captures the region on fake tensors (`runtime.capture`). If its ops are
         those that the schedule is for, code is written for it once (`runtime.frozen_code`); else the plain module runs.
 Rule 2. Before each run everything that the capture took for granted is checked (`runtime.guards`); if something differs, the
         region is captured once more, a few times at most; where that gives other ops, the plain module runs, and a warning
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
+from memtune.runtime.capture import autocast_state, capture, named_state, no_autocast, shapes_of
 from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.checked_code import CheckedCode
 from memtune.runtime.frozen_code import generate, not_by_element, state_read
@@ -42,18 +43,7 @@ from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
-from memtune.runtime.tape import (
-    CaptureError,
-    GradientLike,
-    Outside,
-    Slot,
-    Tape,
-    autocast_state,
-    capture,
-    named_state,
-    no_autocast,
-    shapes_of,
-)
+from memtune.runtime.tape import CaptureError, GradientLike, Outside, Slot, Tape
 from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Action, Schedule, wrong_with
 
@@ -402,7 +392,7 @@ class _Run:
             gradient = self._landed.pop()
             if not self._has_gradient(reached):
                 found[reached] = None  # no zeros: the loss leaves it out
-            elif self._state[reached].is_leaf and _is_accumulated(edge[reached]):
+            elif self._state[reached].is_leaf and is_accumulated(edge[reached]):
                 put_in_place(self._state[reached], gradient)
             else:
                 found[reached] = gradient
@@ -446,11 +436,11 @@ class _Run:
             )  # fmt: skip
 
 
-def _is_accumulated(edge: Any) -> bool:
-    """Whether the gradient goes into `parameter.grad`."""
+def is_accumulated(edge: Any) -> bool:
+    """Whether the engine runs this parameter's own node, so that the gradient goes into `parameter.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(edge))
-    except RuntimeError:  # autograd.grad: it is returned to the caller
+    except RuntimeError:  # asked for in `autograd.grad`: it is returned to the caller
         return False
 
 

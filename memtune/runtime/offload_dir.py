@@ -233,6 +233,15 @@ def _remove_own(path: Path, lock: int, pid: int) -> None:
         os.close(lock)
 
 
+def flush(folder: Path) -> None:
+    """Return once the names in `folder` are on the drive."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def is_resumable(path: Path) -> bool:
     """Whether the run of the folder `path` said what training can go on from."""
     return any(path.glob(f"{MANIFEST}*"))
@@ -246,6 +255,14 @@ class Left:
     n_bytes: int
     resumable: bool = False
     """Training could go on from it."""
+
+
+def run_folders(directory: Path) -> list[Path]:
+    """Folders of this user's runs in `directory`, living or dead."""
+    with contextlib.suppress(OSError):
+        found = [each for each in os.scandir(directory) if each.name.startswith(_RUN) and each.is_dir(follow_symlinks=False)]
+        return [Path(each.path) for each in found if each.stat(follow_symlinks=False).st_uid == os.getuid()]
+    return []
 
 
 def orphans(directory: Path) -> Iterator[Left]:

@@ -37,7 +37,7 @@ from memtune.remat import Policy
 from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.followed import Followers, Opened
 from memtune.runtime.followed_run import FollowedRun
-from memtune.runtime.frozen import is_watched
+from memtune.runtime.frozen import is_accumulated, is_watched
 from memtune.runtime.guards import call_key
 from memtune.runtime.members import members_of
 from memtune.runtime.online_notes import Noted, Notes
@@ -383,17 +383,9 @@ class _Region(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         edges = [edge for edge, _ in ctx.next_functions]
         with ctx.run.region.turn:
-            found = ctx.run.backward(accumulates=all(map(_is_run, edges[:1] + edges[1 + ctx.n_inputs :])))
+            found = ctx.run.backward(accumulates=all(map(is_accumulated, edges[:1] + edges[1 + ctx.n_inputs :])))
         n_reached = len(edges) - 1
         return None, None, None, *found[:n_reached], *[None] * (n_reached - len(found))
-
-
-def _is_run(edge: Any) -> bool:
-    """Whether the engine runs this parameter's own node: not so in `autograd.grad`, which raises if it is asked for instead."""
-    try:
-        return bool(torch._C._will_engine_execute_node(edge))
-    except RuntimeError:
-        return False
 
 
 class _Leave(torch.autograd.Function):

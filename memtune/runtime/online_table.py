@@ -24,6 +24,7 @@ from memtune.errors import ApplyError
 from memtune.program import ON_GPU_ONLY
 from memtune.remat import ALONG, EVICT, OVERWRITE, REPLAY, Policy
 from memtune.runtime.by_element import element_bytes
+from memtune.runtime.capture import no_autocast
 from memtune.runtime.online_notes import NotedBooks, Notes, OpNote
 from memtune.runtime.online_values import (
     Again,
@@ -43,7 +44,6 @@ from memtune.runtime.online_values import (
 from memtune.runtime.op_arguments import mutated, tensors_in
 from memtune.runtime.op_facts import About, Facts, OpFacts
 from memtune.runtime.random_state import RandomState
-from memtune.runtime.tape import no_autocast
 
 TRIES = 4
 """Runs of an op that the device refuses, each after more was evicted."""

@@ -307,10 +307,13 @@ def check_schedule(region: FrozenRegion) -> dict[str, Any]:
     """Facts for the audit: how often the schedule ran, and the plain model in its place."""
     runs = region.runs
     if not region.is_installed:
-        raise ApplyError("the model should run a schedule, but its forward is not the executor's.", code="MT313")
+        raise ApplyError("the model should run by a schedule, but its forward was replaced.", code="MT313")
     if runs.plain and not runs.frozen:
-        raise ApplyError("the schedule never ran, the plain model did.", evidence=f"{runs.why_plain}.", code="MT313")
-    return {"frozen_runs": runs.frozen, "plain_runs": runs.plain}
+        raise ApplyError(
+            "the model ran without its schedule.", evidence=f"{runs.why_plain[:1].upper()}{runs.why_plain[1:]}.",
+            fix="search again with the model as it is now, or choose recompute: {kind: selective}", code="MT313",
+        )  # fmt: skip
+    return {"frozen_runs": runs.frozen, "plain_runs": runs.plain, "why_plain": runs.why_plain}
 
 
 def _check_online(region: OnlineRegion) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.passes.online import online_policy
 from memtune.remat import DTR
+from memtune.runtime.capture import autocast_state, capture, shapes_of
 from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
-from memtune.runtime.tape import autocast_state, capture, shapes_of
 from memtune.schedule import plain_schedule
 
 CPU = torch.device("cpu")
