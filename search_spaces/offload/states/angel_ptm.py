@@ -72,8 +72,8 @@ class AngelPtm(Technique):
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 4
     """Steps that weights may lack under `lock_free`, before training waits; the paper has no bound."""
     resume: Literal["checkpoint", "last_step"] = "checkpoint"
-    """After a crash training goes on from the user's own checkpoint, or from the last complete step, which takes `optimizer: ssd`:
-    then each piece has two slots there, twice the space for the same bytes written, and every step ends with a flush."""
+    """After a crash training goes on from the user's own checkpoint, or from the last complete step, with `optimizer: ssd` alone:
+    each piece has two slots there, which takes twice the space for the same bytes written, and every step ends with a flush."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -31,7 +31,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ssd": {"parameters": "ssd", "read_ahead": 0},
     "lohan": {"kind": "lohan", "bucket_mib": 0},
     "updaters": {"kind": "smart_infinity", "sub_group_mib": 0.0002, "buffers": 2},
+    "pages": {"kind": "angel_ptm", "optimizer": "ssd"},
 }
+PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "ahead": [0] * 4}}
 
 
 def fresh(blocks: int = 1) -> nn.Module:
@@ -47,7 +49,8 @@ def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
     settings = {"offload": {"states": {"kind": "zero_infinity", "resume": resume, **OTHERS.get(other, {})}}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it goes on
-        return memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean())
+        config = {"settings": settings, "plan": {"offload.states": PLANS[other]} if other in PLANS else {}}
+        return memtune.apply(model, optimizer, config, loss=lambda m, x: m(x).pow(2).mean())
 
 
 def train(directory: str, resume: str, kill_at: int, log: str) -> None:
@@ -147,6 +150,12 @@ def test_killed_in_a_step_it_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_killed_with_parameters_on_ssd_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     """Weights that come and go are made from the masters that were kept."""
     assert killed_and_resumed(tmp_path, range(20, 140, 17), resume="last_step,ssd") > 5
+
+
+@pytest.mark.slow
+def test_killed_with_pages_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """Pages of weights on the host are made from what was taken up."""
+    assert killed_and_resumed(tmp_path, range(20, 200, 17), resume="last_step,pages") > 4
 
 
 def test_killed_inside_backward_it_goes_on_to_the_bit(tmp_path: Path) -> None:
