@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -148,13 +149,13 @@ class DeadRun:
         os.close(self.lock)
 
 
-def dead_runs(directory: Path, key: str) -> list[DeadRun]:
-    """Folders in `directory` with steps of `key`, the one with the newest step first; all are locked until released.
+def dead_runs(directories: Iterable[Path], key: str) -> list[DeadRun]:
+    """Folders in `directories` with steps of `key`, the one with the newest step first; all are locked until released.
 
     Those of other ranks, which look at the same time, are never locked.
     """
     found = []
-    for left in offload_dir.orphans(directory):
+    for left in (each for directory in directories for each in offload_dir.orphans(directory)):
         if not left.resumable or not _kept(left.path, key):
             continue
         if (lock := offload_dir.locked(left.path, _PATIENCE_S)) is None:

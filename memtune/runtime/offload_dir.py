@@ -85,6 +85,19 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
     return path
 
 
+def all_checked() -> list[Path]:
+    """`checked` of the first directory, and all others that may be used: what was kept may lie in any.
+
+    Raises:
+        EnvironmentFault: As `checked` of the first.
+    """
+    found = [checked()]
+    for root in all_allowed()[1:]:
+        with contextlib.suppress(EnvironmentFault):  # whoever writes there says so
+            found.append(checked(root, quiet=True))
+    return found
+
+
 def given(path: Path) -> Path:
     """Of `path`, the directory that the user gave: what is around all folders of runs, one of which may be in another's."""
     return next((each.parent for each in reversed((path, *path.parents)) if each.name.startswith(_RUN)), path)

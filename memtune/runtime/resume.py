@@ -88,7 +88,7 @@ class LastStep:
             EnvironmentFault: What was kept cannot be read back as it was written; says whose bytes.
         """
         self._forget()  # of the same model, trained before in this process
-        self._before = dead_runs(offload_dir.checked(), self._key)
+        self._before = dead_runs(offload_dir.all_checked(), self._key)
         self._kept.look(self._key, [each for run in self._before for each in run.manifests])
         self._context.undo.callback(self._release)
         agreed = self._agreed(self._before[0].manifests[0].step if self._before else 0)
