@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memtune.early_updates import Trigger, Waiting, bucket_ends, room_bytes, staying, witness
+from memtune.early_updates import Trigger, Waiting, bucket_ends, staying, witness
 from memtune.edit import Edit
 from memtune.parameters import columns_of
+from memtune.passes.beside import waiting_room
 from memtune.passes.host_optimizer import Native, of_first_ops, on_host, update_by, update_bytes, without_own_update
 from memtune.passes.shares import raw_gradients
 from memtune.passes.stream import adding
@@ -466,18 +467,6 @@ def _let_go_at(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> Row
         waiting.put(mine, size)
     found[found < 0] = np.flatnonzero(what == COPY)[-1] + 1  # the witness has come down
     return found
-
-
-def waiting_room(step: Step, held: npt.NDArray[np.bool_] | None = None) -> int:
-    """Bytes of gradients that wait for updates beside backward, of float32 masters of all that is trained.
-
-    Args:
-        step: Of a rank.
-        held: (parameters,) those that the rank has; None: all.
-    """
-    columns = columns_of(step.parameters)
-    mine = columns.trainable if held is None else columns.trainable & held
-    return room_bytes((4 * columns.numel[mine]).tolist(), columns.block[mine].tolist())
 
 
 def sums_to_host(edit: Edit, step: Step, landings: Landings) -> None:
