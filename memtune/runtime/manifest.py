@@ -5,12 +5,14 @@ Rule 2. When all pieces of a step are written, the data is flushed to the drive;
         place, flushed and renamed into it. So the last two complete steps are there until the next step's first write.
 Rule 3. No rank writes a piece of a step before all ranks have ended the step before: they sum gradients in between. So ranks are
         at most one step apart, and every rank still has the newest step of the one that is behind.
-Rule 4. A dead run's folder that has a manifest stays until the run that goes on from it has ended a step of its own.
+Rule 4. A dead run's folder that has a manifest stays until the run that goes on from it has ended a step of its own; others with
+        the same steps go when all ranks have taken them up.
 """
 
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -90,12 +92,14 @@ class Manifest:
             os.replace(new, place)
             offload_dir.flush(folder)
         except OSError as error:
+            gone = error.errno == errno.ENOENT
             raise EnvironmentFault(
-                f"Step {self.step} cannot be kept for resuming: {error.strerror}.",
-                evidence=str(place),
-                fix="free space in the offload directory, or set  resume: checkpoint",
-                code="MT362",
-            ) from None
+                f"Step {self.step} cannot be kept for resuming: {'its folder was removed' if gone else error.strerror}.",
+                evidence=f"In {offload_dir.given(folder)}.",
+                fix="let nothing else write into the offload directory; go on from a checkpoint" if gone
+                else "free space in the offload directory, or set  resume: checkpoint",
+                code="MT365" if gone else "MT362",
+            ) from None  # fmt: skip
 
 
 def _places(folder: Path, key: str) -> tuple[Path, Path]:

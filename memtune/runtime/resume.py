@@ -95,8 +95,12 @@ class LastStep:
         if agreed == 0:
             self._release()
             return 0
-        self._take_up(*next((run, each) for run in self._before for each in run.manifests if each.step == agreed))
-        warnings.warn(f"memtune goes on after step {agreed}, the last complete one of a run that ended.", stacklevel=6)
+        source, manifest = next((run, each) for run in self._before for each in run.manifests if each.step == agreed)
+        self._take_up(source, manifest)
+        for each in (run for run in self._before if run is not source):  # runs that crash one after the other fill no drive
+            each.remove()
+        self._before = [source]
+        warnings.warn(f"memtune goes on after step {agreed}, the last complete one of a run that ended.", stacklevel=8)
         return agreed
 
     def complete(self, steps: int = 1) -> None:

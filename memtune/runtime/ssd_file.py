@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from memtune import _native
 from memtune.errors import EnvironmentFault
-from memtune.runtime.offload_dir import given
+from memtune.runtime.offload_dir import given, orphans
 from memtune.units import MIB, format_bytes
 
 ALIGN: Final[int] = _native.IO_ALIGN
@@ -187,12 +187,20 @@ class SsdFile:
         what, fix, code = _FULL if full else _FAILURES.get(error, _OTHER)
         fix = "raise the limit on the size of files (ulimit -f), or move less to SSD" if error == errno.EFBIG else fix
         text = os.strerror(error) if error > 0 else "it was given up"
-        free = os.statvfs(self.path.parent)
-        room = (
-            f"{format_bytes(wanted)} more wanted, {format_bytes(free.f_bavail * free.f_frsize)} free in {given(self.path.parent)}"
-        )
-        evidence = room if full else f"{self.path}, block {block}"
+        where = given(self.path.parent)
+        evidence = f"{format_bytes(wanted)} more wanted, {_room(where)}." if full else f"In {where}, block {block} of it."
         return EnvironmentFault(what.format(name=name, text=text), evidence=evidence, fix=fix, code=code)
+
+
+def _room(where: Path) -> str:
+    """What is free in the directory `where`, and what could be."""
+    try:
+        there = os.statvfs(where)
+    except OSError:  # somebody has removed it
+        return f"{where} is gone"
+    kept = sum(each.n_bytes for each in orphans(where) if each.resumable)
+    more = f"; runs that ended keep {format_bytes(kept)} to go on from, which memtune clean removes" if kept else ""
+    return f"{format_bytes(there.f_bavail * there.f_frsize)} free in {where}{more}"
 
 
 _FULL: Final = ("There is no room for {name} on SSD: {text}.", "free space, or move less to SSD", "MT362")
@@ -226,7 +234,8 @@ def _opened(path: Path) -> tuple[int, bool]:
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise EnvironmentFault(
-                    f"The file {path} cannot be made: {error.strerror}.", fix="choose another offload directory", code="MT361"
-                ) from None
+                    f"No file can be made in the offload directory {given(path.parent)}: {error.strerror}.",
+                    fix="choose another offload directory", code="MT361",
+                ) from None  # fmt: skip
             path.unlink(missing_ok=True)  # some kernels make the file before they refuse
     raise AssertionError("unreachable")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -138,6 +139,17 @@ def test_every_flipped_bit_is_found(disk: Disk) -> None:
     assert torch.equal(back, values)
 
 
+def test_messages_name_the_users_directory_and_not_what_is_made_in_it(tmp_path: Path) -> None:
+    (inside := tmp_path / "memtune-run-1-abc").mkdir()
+    disk = Disk(inside / "tensors")
+    ssd = stored(disk, torch.randn(25_000))
+    os.truncate(disk.path, 0)
+    assert failure(disk, ssd).evidence == f"In {tmp_path}, block 0 of it."
+    with pytest.raises(EnvironmentFault) as caught:
+        Disk(inside / "missing" / "tensors")
+    assert caught.value.what == f"No file can be made in the offload directory {tmp_path}: No such file or directory."
+
+
 def test_a_deleted_file_does_no_harm_and_one_cut_off_is_named(disk: Disk) -> None:
     values = torch.randn(25_000)
     ssd = stored(disk, values)
@@ -190,11 +202,20 @@ def test_a_small_drive_fills_up(tmp_path: Path) -> None:
     if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=4m none {tmp_path} 2>/dev/null") != 0:
         pytest.skip("mounting a small file system is not allowed here")
     try:
-        disk = Disk(tmp_path / "tensors")
+        (inside := tmp_path / "memtune-run-1-abc").mkdir()
+        disk = Disk(inside / "tensors")
         kept = [stored(disk, torch.full((500_000,), 3.0))]
         with pytest.raises(EnvironmentFault, match=r"no room for layer\.1 on SSD: No space left") as caught:
             disk.tensor("layer.1", torch.empty(2_000_000))
-        assert "free in" in caught.value.evidence
+        assert f"free in {tmp_path}." in caught.value.evidence
+        (inside / "manifest-0").touch()
+        with pytest.raises(EnvironmentFault) as caught:
+            disk.tensor("layer.1", torch.empty(2_000_000))
+        assert "; runs that ended keep 1.91 MiB to go on from, which memtune clean removes." in caught.value.evidence
+        shutil.rmtree(inside)
+        with pytest.raises(EnvironmentFault, match=r"no room for layer\.1 on SSD: No space left") as caught:
+            disk.tensor("layer.1", torch.empty(2_000_000))
+        assert caught.value.evidence.endswith(f"free in {tmp_path}.")
         back = torch.empty(500_000)
         disk.load(back, kept[0]).result()
         assert (back == 3.0).all()

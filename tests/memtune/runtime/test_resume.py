@@ -6,6 +6,7 @@ import fcntl
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -273,10 +274,28 @@ def test_it_goes_on_from_whichever_directory_the_step_was_kept_in(tmp_path: Path
     tuned.finish()
 
 
+def test_a_step_that_cannot_be_kept_says_where_and_why(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="Step 3 cannot be kept for resuming: its folder was removed") as caught:
+        Manifest("key" * 20, 3, [], []).write(tmp_path / "memtune-run-1-abc")
+    assert (caught.value.code, caught.value.evidence) == ("MT365", f"In {tmp_path}.")
+    assert "free space" not in caught.value.fix
+
+
 def test_another_model_does_not_go_on_from_it_and_does_not_remove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = kept(tmp_path, monkeypatch)
     assert tuned_of(nn.Linear(3, 3), "last_step").resumed_steps == 0
     assert folder.exists()
+
+
+@pytest.mark.slow
+def test_runs_that_crash_one_after_the_other_do_not_fill_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps what it went on from, until it has ended a step; none ends one."""
+    folder = kept(tmp_path, monkeypatch)
+    for n in range(3):
+        shutil.copytree(folder, folder.parent / f"memtune-run-{n}-same")
+    tuned = tuned_of(fresh(), "last_step")
+    assert tuned.resumed_steps > 0
+    assert len(list(folder.parent.iterdir())) == 2, "one of the four, and this process's own"
 
 
 def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -> None:
