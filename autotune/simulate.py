@@ -34,8 +34,7 @@ UNCALIBRATED_STEP = (0.4, 2.5)
 
 # What starts in one section may run beside the rest of that section, not beside the next.
 _SECTIONS: tuple[tuple[Phase, ...], ...] = (
-    (Phase.PROLOGUE,),
-    (Phase.FORWARD,),
+    (Phase.PROLOGUE, Phase.FORWARD),
     (Phase.RECOMPUTE, Phase.BACKWARD),
     (Phase.BOUNDARY,),
     (Phase.OPTIMIZER,),
@@ -330,8 +329,8 @@ def _coarse_time(live: _native.Live, program: Program, sharing: int) -> _Time:
     busy, exposed = [0.0] * len(RESOURCES), [0.0] * len(RESOURCES)
     used = {i: row for i, row in enumerate(live.busy_s) if i == compute or any(row)}
     for section in _SECTIONS:
-        times = program.accumulate if section[0] in _REPEATED else 1
-        sums = {i: times * sum(row[phase] for phase in section) for i, row in used.items()}
+        times = {phase: program.accumulate if phase in _REPEATED else 1 for phase in section}
+        sums = {i: sum(times[phase] * row[phase] for phase in section) for i, row in used.items()}
         for copies in {Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST} & sums.keys():
             sums[copies] *= sharing
         low += max(sums.values())
@@ -339,7 +338,7 @@ def _coarse_time(live: _native.Live, program: Program, sharing: int) -> _Time:
         for i, seconds in sums.items():
             busy[i] += seconds
             exposed[i] += seconds if i == compute else max(0.0, seconds - sums[compute])
-        waits = program.idle * sums[compute] if section[0] in _REPEATED else 0.0
+        waits = program.idle * sums[compute] if section[-1] in _REPEATED else 0.0
         low, total = low + waits, total + waits
     return _Time(low, low, total, busy, exposed)
 

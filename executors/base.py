@@ -16,6 +16,10 @@ NO_ROOM = ("MT362", "MT366")
 """Errors of the environment that are no fault of it: a config asks for more than there is on SSD or in host memory."""
 
 
+ECHO = "MT377"
+"""What a rank says whose collective failed because another one had ended."""
+
+
 class Trial(BaseModel):
     """One candidate to be built and measured for real, as plain data."""
 
@@ -64,6 +68,8 @@ class TrialResult(BaseModel):
     """One line for people: what ran out, which rank failed with what, how long it hung."""
     code: str = ""
     """Of the error of memtune's that ended it (`MT366`), empty for all else."""
+    exit_code: int = 0
+    """Of that error, where the config was not at fault but a drive or the machine; 0 for all else."""
     log_tail: str = ""
     """Last lines of the failing rank's output."""
     peak_allocated_bytes: int | None = None

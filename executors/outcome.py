@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from memtune.executors.base import Status, Trial, TrialResult
+from memtune.executors.base import ECHO, Status, Trial, TrialResult
 from memtune.executors.evidence import GradientRecord
 from memtune.runtime.op_times import OpTime
 
@@ -31,6 +31,7 @@ class RankRecord(BaseModel):
     status: Status
     reason: str = ""
     code: str = ""
+    exit_code: int = 0
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     host_peak_bytes: int | None = None
@@ -87,7 +88,8 @@ def failure_of_record(rank: int, record: RankRecord) -> Failure | None:
     """The failure a rank reports itself, None where its record is good."""
     if record.status == "ok":
         return None
-    return Failure(rank, record.status, record.reason or record.status, record, root=record.status in ("oom", "unfit"))
+    own = record.status in ("oom", "unfit") or record.code not in ("", ECHO)
+    return Failure(rank, record.status, record.reason or record.status, record, root=own)
 
 
 def failure_of_end(ended: Ended) -> Failure:
@@ -136,6 +138,7 @@ def failed(trial: Trial, failure: Failure, tail: str, wall_s: float) -> TrialRes
         status=failure.status,
         reason=(who + " ".join(failure.reason.split()))[:REASON_CHARS],
         code=record.code,
+        exit_code=record.exit_code,
         log_tail=shorten(tail),
         peak_allocated_bytes=record.peak_allocated_bytes,
         peak_reserved_bytes=record.peak_reserved_bytes,

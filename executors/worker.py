@@ -295,7 +295,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         # A technique saw on the live model what the recording does not show, or there is no room on the host or on SSD.
         refused = isinstance(error, ApplyError) or error.code in NO_ROOM
-        result = {"status": "unfit" if refused else "crash", "reason": " ".join(str(error).split()), "code": error.code}
+        fault = {} if refused else {"exit_code": error.exit_code}
+        result = {"status": "unfit" if refused else "crash", "reason": " ".join(str(error).split()), "code": error.code, **fault}
     except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
         first_line = str(error).strip().splitlines()[0] if str(error) else ""
         # memtune's allocator on a GPU knows nothing of torch and cannot raise torch's own class.

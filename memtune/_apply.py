@@ -69,7 +69,7 @@ class Tuned:
         """
         context, loss = self._context, self._loss or _models_own_loss
         sync, turns = context.sync or (lambda last: nullcontext()), context.turns
-        with first_failure_is_shown(context.ranks):
+        with first_failure_is_shown():
             if context.pipeline is not None:
                 mean = context.pipeline(self.model, loss, batches)
                 update(self.optimizer)
@@ -201,7 +201,11 @@ def apply(
         ApplyError: It cannot be put into effect here; the message says why and what to do.
         EnvironmentFault: The host, or the directory for tensors on SSD, has too little room for it; with the numbers.
     """
-    config = config if isinstance(config, TunedConfig) else load_config(config)
+    with first_failure_is_shown():
+        return _applied(model, optimizer, config if isinstance(config, TunedConfig) else load_config(config), loss, strict)
+
+
+def _applied(model: nn.Module, optimizer: Optimizer, config: TunedConfig, loss: LossFunction | None, strict: bool) -> Tuned:
     if hasattr(model, _MARK):
         raise ApplyError("this model has been tuned already.", fix="call memtune.apply once, on the fresh model", code="MT304")
     if not config.settings.chosen.keys().isdisjoint(("sharding.states", "sharding.parallel")):
@@ -218,13 +222,12 @@ def apply(
     check_environment(config.settings, device=context.device.type)
     snapshot = Snapshot(model, optimizer)
     try:
-        with first_failure_is_shown(context.ranks):
-            if are_there(model):
-                require_same_config(_what_all_must_say(config, model), context.device)
-            if strict and not any(isinstance(each, FakeTensor) for each in model.parameters()):
-                _require_host_memory(context, config)
-            _apply_axes(context, config)
-            audit(context)
+        if are_there(model):
+            require_same_config(_what_all_must_say(config, model), context.device)
+        if strict and not any(isinstance(each, FakeTensor) for each in model.parameters()):
+            _require_host_memory(context, config)
+        _apply_axes(context, config)
+        audit(context)
     except BaseException:
         context.undo.close()
         snapshot.restore()

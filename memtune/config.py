@@ -381,7 +381,7 @@ def check_machine(config: TunedConfig, device: str, hardware: str, torch_version
             fix="run  memtune search  here, or pass strict=False",
             code="MT206",
         )
-    warnings.warn(f"this config was tuned elsewhere ({difference}): its measured figures do not hold here.", stacklevel=4)
+    warnings.warn(f"this config was tuned elsewhere ({difference}): its measured figures do not hold here.", stacklevel=5)
 
 
 def _release(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,7 +123,8 @@ def offload_dir(given: dict[str, Any], *, for_trials: bool) -> None:
     if given["offload_dir"] is not None:
         os.environ[offload_dir.VARIABLE] = given["offload_dir"]
     for each in offload_dir.all_allowed() if for_trials else ():
-        offload_dir.checked(each)
+        if told := offload_dir.in_memory(offload_dir.checked(each, quiet=True)):
+            print(told, file=sys.stderr)
 
 
 def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:

@@ -23,7 +23,7 @@ SCHEMA = 1
 
 
 def trial(given: dict[str, Any]) -> int:
-    """`memtune trial`: exit 0 when it ran, 1 when it was out of memory, timed out or crashed."""
+    """`memtune trial`: exit 0 when it ran, 1 when it was out of memory, timed out or crashed, 3 when the storage was at fault."""
     from memtune.cli import _options
     from memtune.config import load_config
 
@@ -71,8 +71,17 @@ def trial(given: dict[str, Any]) -> int:
                 print(f"written to SSD: {format_bytes(written)} a step and rank", file=stream)
             print(f"loss {' '.join(f'{loss:.4f}' for loss in result.losses)}", file=stream)
     if result.status != "ok":
-        print(f"{result.status}: {result.reason}\n{result.log_tail}".rstrip(), file=sys.stderr)
-    return 0 if result.status == "ok" else 1
+        print(failure_text(result), file=sys.stderr)
+    return 0 if result.status == "ok" else result.exit_code or 1
+
+
+def failure_text(result: TrialResult) -> str:
+    """How a trial failed and the end of its output; a message that is in both stands there once, in its own lines."""
+    at, lines = result.reason.find(result.code or "\n"), result.log_tail.splitlines()
+    for i in range(len(lines) if at >= 0 else 0):
+        if " ".join(" ".join(lines[i:]).split()).startswith(result.reason[at:]):
+            return "\n".join([*lines[:i], f"{result.status}: {result.reason[:at]}{lines[i]}", *lines[i + 1 :]])
+    return f"{result.status}: {result.reason}\n{result.log_tail}".rstrip()
 
 
 def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int) -> TunedConfig | Reason:
@@ -170,7 +179,7 @@ def clean(directory: Path | None, as_json: bool) -> int:
     from memtune.runtime import offload_dir
 
     roots = [str(directory)] if directory is not None else offload_dir.all_allowed() or [None]
-    removed = [left for root in roots for left in offload_dir.clean(offload_dir.checked(root))]
+    removed = [left for root in roots for left in offload_dir.clean(offload_dir.checked(root, quiet=True))]
     if as_json:
         emit({"schema": SCHEMA, "removed": [{"path": str(each.path), "bytes": each.n_bytes} for each in removed]})
         return 0

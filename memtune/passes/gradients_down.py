@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memtune.early_updates import Trigger, Waiting, room_bytes, staying, witness
+from memtune.early_updates import Trigger, Waiting, staying, witness
 from memtune.edit import Edit
 from memtune.parameters import columns_of
+from memtune.passes.beside import waiting_room
 from memtune.passes.host_optimizer import Native, of_first_ops, on_host, update_by, update_bytes, without_own_update
 from memtune.passes.landings import Landings, Rows, end_of_backward, kept_alone, landings_in, parameter_bytes, reduced_among
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
@@ -328,18 +329,6 @@ def _let_go_at(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> Row
         waiting.put(mine, size)
     found[found < 0] = np.flatnonzero(what == COPY)[-1] + 1  # the witness has come down
     return found
-
-
-def waiting_room(step: Step, held: npt.NDArray[np.bool_] | None = None) -> int:
-    """Bytes of gradients that wait for updates beside backward, of float32 masters of all that is trained.
-
-    Args:
-        step: Of a rank.
-        held: (parameters,) those that the rank has; None: all.
-    """
-    columns = columns_of(step.parameters)
-    mine = columns.trainable if held is None else columns.trainable & held
-    return room_bytes((4 * columns.numel[mine]).tolist(), columns.block[mine].tolist())
 
 
 def sums_to_host(edit: Edit, step: Step, landings: Landings) -> None:

@@ -204,6 +204,8 @@ class _Player:
         again, over = self._noted(op, row, reads, writes)
         self._books.make_room(self._needs_bytes(op, fresh))
         if not again or (over is not None and fresh):
+            if over is not None:
+                self._spoil([over])
             for storage in fresh:
                 number = self._books.constant(int(self._step.bytes[storage]))
                 self._books.hold(number)
@@ -234,13 +236,16 @@ class _Player:
         over = self._number[mine[0]] if mine and not abroad else None
         alone = op in self._region.graph.once or (bool(abroad) and not norm) or len(mine) > 1
         if alone or (over is not None and mine[0] not in self._again):
-            for storage in mine:
-                if storage in self._again:
-                    self._again.remove(storage)
-                    self._books.hold(self._number[storage])
+            self._spoil(mine)
             return False, None
         self._given.update(each for each in reads if each not in self._number)
         return True, None if over is None else mine[0]
+
+    def _spoil(self, written: list[int]) -> None:
+        for storage in written:
+            if storage in self._again:
+                self._again.remove(storage)
+                self._books.hold(self._number[storage])
 
     def _enter(self, storage: int, number: int) -> None:
         self._number[storage], self._held[storage] = number, int(self._let_go[storage])

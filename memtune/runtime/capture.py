@@ -216,12 +216,20 @@ def _landing(number: int, recorder: Recorder, landed: list[tuple[int, int, Slot]
 
 @contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    """Refuses what draws from generators of Python or numpy, whose next numbers a frozen region would not know."""
+    """Refuses what draws from generators of Python or numpy, whose next numbers a frozen region would not know.
+
+    What was drawn is put back, whatever else the capture fails at: the run that follows draws it.
+    """
     before, numpy_before = random.getstate(), np.random.get_state()
-    yield
-    if random.getstate() != before or str(np.random.get_state()) != str(numpy_before):
-        random.setstate(before)
-        np.random.set_state(numpy_before)
+    drawn = False
+    try:
+        yield
+    finally:
+        drawn = random.getstate() != before or str(np.random.get_state()) != str(numpy_before)
+        if drawn:
+            random.setstate(before)
+            np.random.set_state(numpy_before)
+    if drawn:
         raise CaptureError("its forward draws random numbers in Python")
 
 

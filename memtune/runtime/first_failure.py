@@ -3,6 +3,9 @@
 A rank whose training step or `apply` raises leaves its message in the ranks' store before it goes on to end. Ranks that then
 fail in a collective, because their peer is gone, look there and say that instead. Where nobody has left a message (a rank was
 killed, or was the one with the store), they say as much.
+
+What all ranks refuse, they go on after: with another config, say. So each counts what it has raised, and messages are by that
+count; an old one is not taken for that of a later failure.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from memtune.errors import ApplyError, EnvironmentFault
+from memtune.errors import EnvironmentFault, MemtuneError
 
-_KEY = "memtune/first failure"
 _PATIENCE = timedelta(seconds=5)
+_raised = 0
+"""Failures of this process, this one included."""
 
 
 class RankFailed(EnvironmentFault):
@@ -24,19 +28,24 @@ class RankFailed(EnvironmentFault):
 
 
 @contextmanager
-def first_failure_is_shown(ranks: int) -> Iterator[None]:
+def first_failure_is_shown() -> Iterator[None]:
     """What fails inside is told to the other ranks; what fails because of another rank says why that one failed.
 
     Raises:
         RankFailed: A collective failed because another rank is gone.
     """
+    global _raised
     try:
         yield
     except Exception as error:
-        if ranks == 1 or not dist.is_initialized() or isinstance(error, ApplyError | RankFailed):
-            raise  # a refusal is every rank's
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            raise
+        _raised += 1
+        if isinstance(error, RankFailed):
+            raise
         if not _is_of_a_collective(error):
-            _tell(f"Rank {dist.get_rank()} failed first: {type(error).__name__}: {error}")
+            what = str(error) if isinstance(error, MemtuneError) else f"{type(error).__name__}: {error}"
+            _tell(f"Rank {dist.get_rank()} failed first: {what}")
             raise
         raise RankFailed(
             "Another rank ended in the middle of a collective.",
@@ -54,9 +63,13 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
     return False
 
 
+def _key() -> str:
+    return f"memtune/first failure/{_raised}"
+
+
 def _tell(message: str) -> None:
     try:
-        dist.distributed_c10d._get_default_store().compare_set(_KEY, "", message)
+        dist.distributed_c10d._get_default_store().compare_set(_key(), "", message)
     except (RuntimeError, ValueError):  # the store is gone with its rank: nobody is left to be told
         return
 
@@ -64,7 +77,7 @@ def _tell(message: str) -> None:
 def _told() -> str:
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.wait([_KEY], _PATIENCE)
-        return store.get(_KEY).decode()
+        store.wait([_key()], _PATIENCE)
+        return store.get(_key()).decode()
     except (RuntimeError, ValueError):
         return ""

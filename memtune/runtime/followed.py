@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from memtune import _native
+from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.followed_path import path_of
 from memtune.runtime.followed_run import FollowedRun, Route
 from memtune.runtime.frozen import FrozenRegion
@@ -58,15 +60,17 @@ class Followers:
         online: Runs it through the mode: with the kind, the arguments by position and those by name.
         opened: New books, for these arguments.
         through: Told of each run that is through: kind, what was noted, the run.
+        locks: Held while a forward runs; and that of all that captures the module.
     """
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], device: torch.device, parts: int,
         online: Callable[[Any, Any, Any], Any], opened: Callable[[Sequence[Any]], Opened],
-        through: Callable[[Any, Noted, FollowedRun], None],
+        through: Callable[[Any, Noted, FollowedRun], None], locks: tuple[AbstractContextManager[Any], CaptureLock],
     ) -> None:  # fmt: skip
         self.module, self.original, self.device, self.parts = module, forward, device, parts
         self.opened, self.through, self._online = opened, through, online
+        self.turn, self.lock = locks
         self._regions: dict[Any, list[_FollowedRegion]] = {}
         self._retired = weakref.WeakSet[_FollowedRegion]()
         """Those of kinds that go through the mode now: a forward along one of them may still wait for its backward."""
@@ -134,7 +138,7 @@ class _FollowedRegion(FrozenRegion):
     _most_alike = 1  # what differs takes another path
 
     def __init__(self, followers: Followers, key: Any, noted: Noted, instead: Callable[..., Any]) -> None:
-        super().__init__(followers.module, Schedule("", (), ()), followers.device, instead)
+        super().__init__(followers.module, Schedule("", (), ()), followers.device, instead, followers.lock)
         self._original, self._followers, self._key, self._noted = followers.original, followers, key, noted
 
     @property
@@ -152,7 +156,7 @@ class _FollowedRegion(FrozenRegion):
             each.give_way()
 
     def _waiting(self) -> list[FollowedRun]:
-        return [run.saved[0][0] for run in self._latest if run.saved]
+        return [run.saved[0][0] for run in self._runs() if run.saved]
 
     def _wanted(self) -> tuple[dict[int, GradientLike], ...]:
         return (self._noted.gradients,)
@@ -178,6 +182,12 @@ class _FollowedRegion(FrozenRegion):
         """A run with books of its own."""
         return FollowedRun(route, *self._followers.opened(inputs), state, inputs)
 
+    def taken(self, saved: list[Any]) -> FollowedRun:
+        """The run whose backward begins: a forward in another thread cannot ask it to give way any more."""
+        with self._followers.turn:
+            run: FollowedRun = saved.pop()[0]
+        return run
+
     def through(self, run: FollowedRun) -> None:
         """Its backward has run."""
         self._followers.through(self._key, self._noted, run)
@@ -198,7 +208,7 @@ class _Followed:
         self, _: Sequence[Tensor], saved: list[Any], gradients: list[Any], landed: list[Tensor]
     ) -> Generator[int, None, list[Tensor]]:
         """`frozen_code.Code.backward`."""
-        run: FollowedRun = saved.pop()[0]
+        run = self._region.taken(saved)
         found = yield from run.backward(self._route, gradients, landed)
         self._region.through(run)
         return found

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import EnvironmentFault
-from memtune.runtime import disk, transfer
+from memtune.runtime import disk, offload_dir, transfer
 from memtune.runtime.manifest import DeadRun, Manifest
 from memtune.runtime.ssd_file import TENSORS, Extent
 from memtune.runtime.ssd_piece import Piece
@@ -65,7 +65,7 @@ class KeptPieces:
         except OSError as error:
             raise EnvironmentFault(
                 f"What the run kept of step {manifest.step} cannot be read: {error.strerror}.",
-                evidence=str(run.path / TENSORS), fix="memtune clean, and go on from a checkpoint", code="MT365",
+                evidence=f"In {offload_dir.given(run.path)}.", fix="memtune clean, and go on from a checkpoint", code="MT365",
             ) from None  # fmt: skip
         try:
             for piece, extent, counter in zip(self._pieces, manifest.pieces, manifest.counters, strict=True):

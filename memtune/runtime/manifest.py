@@ -5,16 +5,19 @@ Rule 2. When all pieces of a step are written, the data is flushed to the drive;
         place, flushed and renamed into it. So the last two complete steps are there until the next step's first write.
 Rule 3. No rank writes a piece of a step before all ranks have ended the step before: they sum gradients in between. So ranks are
         at most one step apart, and every rank still has the newest step of the one that is behind.
-Rule 4. A dead run's folder that has a manifest stays until the run that goes on from it has ended a step of its own.
+Rule 4. A dead run's folder that has a manifest stays until the run that goes on from it has ended a step of its own; others with
+        the same steps go when all ranks have taken them up.
 """
 
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -89,12 +92,14 @@ class Manifest:
             os.replace(new, place)
             offload_dir.flush(folder)
         except OSError as error:
+            gone = error.errno == errno.ENOENT
             raise EnvironmentFault(
-                f"Step {self.step} cannot be kept for resuming: {error.strerror}.",
-                evidence=str(place),
-                fix="free space in the offload directory, or set  resume: checkpoint",
-                code="MT362",
-            ) from None
+                f"Step {self.step} cannot be kept for resuming: {'its folder was removed' if gone else error.strerror}.",
+                evidence=f"In {offload_dir.given(folder)}.",
+                fix="let nothing else write into the offload directory; go on from a checkpoint" if gone
+                else "free space in the offload directory, or set  resume: checkpoint",
+                code="MT365" if gone else "MT362",
+            ) from None  # fmt: skip
 
 
 def _places(folder: Path, key: str) -> tuple[Path, Path]:
@@ -148,13 +153,13 @@ class DeadRun:
         os.close(self.lock)
 
 
-def dead_runs(directory: Path, key: str) -> list[DeadRun]:
-    """Folders in `directory` with steps of `key`, the one with the newest step first; all are locked until released.
+def dead_runs(directories: Iterable[Path], key: str) -> list[DeadRun]:
+    """Folders in `directories` with steps of `key`, the one with the newest step first; all are locked until released.
 
     Those of other ranks, which look at the same time, are never locked.
     """
     found = []
-    for left in offload_dir.orphans(directory):
+    for left in (each for directory in directories for each in offload_dir.orphans(directory)):
         if not left.resumable or not _kept(left.path, key):
             continue
         if (lock := offload_dir.locked(left.path, _PATIENCE_S)) is None:

@@ -4,6 +4,9 @@ The directory is given by `MEMTUNE_OFFLOAD_DIR` (`--offload-dir` sets it), never
 key of a config names a path, so none leads out of it. Several, on drives of their own, are given as a list (`/one:/two`). A
 folder's owner holds a lock that the kernel lets go when the process ends, however it ends, so what a dead run left is known for
 certain and removed by `clean` or by the next run in the same place.
+
+The directory itself must not be a link: who may write beside it could turn it elsewhere. Links above it are followed, since
+machines have them (`/scratch`, homes); what they lead to is what is looked at.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ _NETWORK: Final = (
     "fuse.alluxio-fuse", "fuse.seaweedfs", "fuse.lustre", "fuse.vmhgfs-fuse",
 )  # fmt: skip
 _MEMORY: Final = ("tmpfs", "ramfs")
+_MAX_LINKS: Final = 40
+"""As many as Linux follows in a path."""
+_WARNED: Final[set[Path]] = set()
+"""Directories in memory that this process has been told of."""
 _RUN, _NEW = "memtune-run-", ".memtune-new-"
 _OWNER = "owner"
 _BEING_MADE_S: Final = 60.0
@@ -69,20 +76,40 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
     if not text:
         raise _fault("No directory for tensors on SSD was given.", fix=f"export {VARIABLE}=/path/on/your/drive, or --offload-dir")
     path = Path(text).absolute()  # the process may go elsewhere
-    _must_not_be_on_network(path, _mounted_at(path))
+    for each in _asked(path):
+        _must_not_be_on_network(path, _mounted_at(each))
     _must_be_a_plain_directory(Path(text))
-    kind = file_system(path)
-    _must_not_be_on_network(path, kind)
-    if kind in _MEMORY and not quiet and given(path) == path:  # whoever lent a folder of its own has been warned
-        warnings.warn(
-            f"The offload directory {path} is in memory ({kind}): what goes there takes host memory, not a drive's.", stacklevel=2
-        )
+    _must_not_be_on_network(path, file_system(path))
+    if not quiet and given(path) == path and path not in _WARNED:  # whoever lent a folder of its own has been warned
+        if told := in_memory(path):
+            warnings.warn(told, stacklevel=2)
+        _WARNED.add(path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise _fault(f"The offload directory {path} is not writable.", fix=f"chmod u+w {path}, or choose another")
     mode = path.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise _fault(f"Everybody may write into the offload directory {path}.", fix=f"chmod o-w {path}")
     return path
+
+
+def all_checked() -> list[Path]:
+    """`checked` of the first directory, and all others that may be used: what was kept may lie in any.
+
+    Raises:
+        EnvironmentFault: As `checked` of the first.
+    """
+    found = [checked()]
+    for root in all_allowed()[1:]:
+        with contextlib.suppress(EnvironmentFault):  # whoever writes there says so
+            found.append(checked(root, quiet=True))
+    return found
+
+
+def in_memory(path: Path) -> str:
+    """What to tell of a directory that is on no drive; empty of any other."""
+    if (kind := file_system(path)) not in _MEMORY:
+        return ""
+    return f"The offload directory {path} is in memory ({kind}): what goes there takes host memory, not a drive's."
 
 
 def given(path: Path) -> Path:
@@ -137,6 +164,25 @@ def _mounts() -> Iterator[_Mount]:
         fields = left.split()
         at = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields[4])  # a blank is written as \040
         yield _Mount(fields[2], Path(at), right.split()[0])
+
+
+def _asked(path: Path) -> Iterator[Path]:
+    """Places that are asked on the way to `path`, links above it followed; each only when the next one is wanted."""
+    left, here, links = [*reversed(path.parts[1:])], Path("/"), 0
+    while left and links < _MAX_LINKS:
+        here = here.parent if (name := left.pop()) == ".." else here / name
+        yield here
+        if left and (to := _link(here)):
+            here, links = here.parent, links + 1
+            left += reversed(Path(to).parts)
+
+
+def _link(path: Path) -> str:
+    """What the link `path` says; empty where it is none."""
+    try:
+        return os.readlink(path)
+    except (OSError, ValueError):  # ValueError: a null byte
+        return ""
 
 
 def _mounted_at(path: Path) -> str:

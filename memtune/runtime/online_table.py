@@ -41,7 +41,7 @@ from memtune.runtime.online_values import (
     whole_of,
     written_since,
 )
-from memtune.runtime.op_arguments import mutated, tensors_in
+from memtune.runtime.op_arguments import is_uncounted, mutated, tensors_in
 from memtune.runtime.op_facts import About, Facts, OpFacts
 from memtune.runtime.random_state import RandomState
 
@@ -110,6 +110,8 @@ class OnlineTable:
         if made_bytes > facts.makes_bytes:
             facts.makes_bytes = made_bytes
         if noted is None or (noted.over is not None and fresh):
+            if noted is not None:
+                self._spoil(about.func, args, written)  # no op makes both again: without it the value would be as before
             for _, each, _, size in fresh:
                 self._enter_constant(each, size)
         elif fresh or noted.over is not None:
@@ -156,7 +158,7 @@ class OnlineTable:
             over = None if abroad or not written else self._values[written[0].untyped_storage()._cdata]
             spoils = odd or about.once or (abroad and not about.norm) or len(owners) > 1
             if spoils or (over is not None and not over.again):
-                self._spoil(written, unsaid=about.norm)
+                self._spoil(about.func, args, written)
                 return None
         random = RandomState.capture(self._module) if facts.random else None
         read = [self._read(each) for each in args]
@@ -187,14 +189,14 @@ class OnlineTable:
             given.tensor, given.version = whole, whole._version
             self.watch(whole)
 
-    def _spoil(self, written: list[Tensor], *, unsaid: bool) -> None:
+    def _spoil(self, func: Any, args: Any, written: list[Tensor]) -> None:
         """Values that an op wrote into which cannot be repeated: they stay, and who read them before cannot run again."""
         for each in written:
             value = self._values.get(each.untyped_storage()._cdata)
             if value is not None:
                 self._cannot_follow("a value is changed by what must not run again")
                 value.writes += 1
-                value.unsaid += unsaid
+                value.unsaid += is_uncounted(func, args, each)
                 if value.again:
                     value.again = False
                     self._books.hold(value.number)

@@ -88,15 +88,19 @@ class LastStep:
             EnvironmentFault: What was kept cannot be read back as it was written; says whose bytes.
         """
         self._forget()  # of the same model, trained before in this process
-        self._before = dead_runs(offload_dir.checked(), self._key)
+        self._before = dead_runs(offload_dir.all_checked(), self._key)
         self._kept.look(self._key, [each for run in self._before for each in run.manifests])
         self._context.undo.callback(self._release)
         agreed = self._agreed(self._before[0].manifests[0].step if self._before else 0)
         if agreed == 0:
             self._release()
             return 0
-        self._take_up(*next((run, each) for run in self._before for each in run.manifests if each.step == agreed))
-        warnings.warn(f"memtune goes on after step {agreed}, the last complete one of a run that ended.", stacklevel=6)
+        source, manifest = next((run, each) for run in self._before for each in run.manifests if each.step == agreed)
+        self._take_up(source, manifest)
+        for each in (run for run in self._before if run is not source):  # runs that crash one after the other fill no drive
+            each.remove()
+        self._before = [source]
+        warnings.warn(f"memtune goes on after step {agreed}, the last complete one of a run that ended.", stacklevel=8)
         return agreed
 
     def complete(self, steps: int = 1) -> None:

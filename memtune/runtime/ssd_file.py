@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from memtune import _native
 from memtune.errors import EnvironmentFault
-from memtune.runtime.offload_dir import given
+from memtune.runtime.offload_dir import given, orphans
 from memtune.units import MIB, format_bytes
 
 ALIGN: Final[int] = _native.IO_ALIGN
@@ -117,7 +117,8 @@ class SsdFile:
         self._fd, self.direct = _opened(path)
         self._bytes = self.used_bytes = 0
         self._free, self._lock = _Free(), threading.RLock()  # a tensor may be let go while another is made
-        weakref.finalize(self, _close, self.engine, self._fd)
+        self._under_way: dict[int, tuple[Bytes, Extent]] = {}  # by the engine's ticket
+        weakref.finalize(self, _close, self.engine, self._fd, self._under_way)
 
     # -- space -------------------------------------------------------------------------------------------------------------
 
@@ -167,14 +168,15 @@ class SsdFile:
     def move(self, write: bool, extent: Extent, flat: Bytes, priority: int, file: int | None = None) -> Ticket:
         """Begin to write `flat`, as long as the extent, or to read into it (from `file` where it is not this one).
 
-        It is kept until that is over; smaller priorities come first.
+        `flat` and the extent are kept until that is over, or where nobody asks for the result until the file is closed; smaller
+        priorities come first.
         """
         ticket = self.engine.start(write, self._fd if file is None else file, extent.offset, flat, extent.sums, priority)
+        self._under_way[ticket] = flat, extent
 
         def finish() -> None:
             error, block = self.engine.wait(ticket)
-            del_after = flat, self  # both were needed until now
-            assert del_after
+            self._under_way.pop(ticket, None)
             if error:
                 raise self._error(extent.name, error, block)
 
@@ -185,12 +187,20 @@ class SsdFile:
         what, fix, code = _FULL if full else _FAILURES.get(error, _OTHER)
         fix = "raise the limit on the size of files (ulimit -f), or move less to SSD" if error == errno.EFBIG else fix
         text = os.strerror(error) if error > 0 else "it was given up"
-        free = os.statvfs(self.path.parent)
-        room = (
-            f"{format_bytes(wanted)} more wanted, {format_bytes(free.f_bavail * free.f_frsize)} free in {given(self.path.parent)}"
-        )
-        evidence = room if full else f"{self.path}, block {block}"
+        where = given(self.path.parent)
+        evidence = f"{format_bytes(wanted)} more wanted, {_room(where)}." if full else f"In {where}, block {block} of it."
         return EnvironmentFault(what.format(name=name, text=text), evidence=evidence, fix=fix, code=code)
+
+
+def _room(where: Path) -> str:
+    """What is free in the directory `where`, and what could be."""
+    try:
+        there = os.statvfs(where)
+    except OSError:  # somebody has removed it
+        return f"{where} is gone"
+    kept = sum(each.n_bytes for each in orphans(where) if each.resumable)
+    more = f"; runs that ended keep {format_bytes(kept)} to go on from, which memtune clean removes" if kept else ""
+    return f"{format_bytes(there.f_bavail * there.f_frsize)} free in {where}{more}"
 
 
 _FULL: Final = ("There is no room for {name} on SSD: {text}.", "free space, or move less to SSD", "MT362")
@@ -209,8 +219,9 @@ _FAILURES: Final[dict[int, tuple[str, str, str]]] = {
 }
 
 
-def _close(engine: _native.IoEngine, file: int) -> None:
+def _close(engine: _native.IoEngine, file: int, under_way: dict[int, tuple[Bytes, Extent]]) -> None:
     engine.close()
+    under_way.clear()  # not before: its thread writes checksums, and what it reads, into this memory
     os.close(file)
 
 
@@ -223,7 +234,8 @@ def _opened(path: Path) -> tuple[int, bool]:
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise EnvironmentFault(
-                    f"The file {path} cannot be made: {error.strerror}.", fix="choose another offload directory", code="MT361"
-                ) from None
+                    f"No file can be made in the offload directory {given(path.parent)}: {error.strerror}.",
+                    fix="choose another offload directory", code="MT361",
+                ) from None  # fmt: skip
             path.unlink(missing_ok=True)  # some kernels make the file before they refuse
     raise AssertionError("unreachable")

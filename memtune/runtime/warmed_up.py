@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online_values import Again
 from memtune.runtime.op_facts import Facts
@@ -68,14 +69,15 @@ class WarmUp:
         online: Runs it under the policy: with the case, the arguments by position and those by name.
         freeze_after: Runs of the same ops until a schedule takes over; 0: never.
         device: Where the module computes.
+        lock: Of all that captures the module.
     """
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], online: Callable[[Any, Any, Any], Any], freeze_after: int,
-        device: torch.device,
+        device: torch.device, lock: CaptureLock,
     ) -> None:  # fmt: skip
         self._module, self._forward, self._online = module, forward, online
-        self._freeze_after, self._device = freeze_after, device
+        self._freeze_after, self._device, self._lock = freeze_after, device, lock
         self.cases: dict[Any, Case] = {}
         self._retired = weakref.WeakSet[FrozenRegion]()
         """Of cases that have ended: a forward under one of them may still wait for its backward."""
@@ -135,9 +137,9 @@ class WarmUp:
         return self._online(key, args, kwargs)
 
     @property
-    def region(self) -> tuple[nn.Module, Callable[..., Any], torch.device]:
-        """Module, its own forward, and its device."""
-        return self._module, self._forward, self._device
+    def region(self) -> tuple[nn.Module, Callable[..., Any], torch.device, CaptureLock]:
+        """Module, its own forward, its device, and the lock of all that captures it."""
+        return self._module, self._forward, self._device, self._lock
 
 
 class _Warmed(FrozenRegion):
@@ -146,8 +148,8 @@ class _Warmed(FrozenRegion):
     _most_alike = 1  # what differs ends the schedule
 
     def __init__(self, warm_up: WarmUp, key: Any, decided: Decided) -> None:
-        module, forward, device = warm_up.region
-        super().__init__(module, Schedule("", (), ()), device, self._back)
+        module, forward, device, lock = warm_up.region
+        super().__init__(module, Schedule("", (), ()), device, self._back, lock)
         self._original, self._warm_up, self._key, self._decided = forward, warm_up, key, decided
 
     def _back(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,9 @@ import pytest
 from zoo_paths import ZOO
 
 from memtune import cli
+from memtune.cli._tools import failure_text
 from memtune.config import load_config
+from memtune.executors.base import TrialResult
 
 ROOT = Path(__file__).parents[2]
 TINY = """\
@@ -274,6 +276,26 @@ def test_clean_removes_what_dead_runs_left(tmp_path: Path, capsys: pytest.Captur
     assert cli.run(["clean", str(tmp_path / "missing")]) == 3
 
 
+def test_what_a_trial_says_is_said_once():
+    said = "MT366 The host has too little memory: 9 GiB are needed.\n      As predicted.\n      Fix: offload less"
+    reason = "rank 1: " + " ".join(said.split())
+    result = TrialResult(number=0, status="unfit", code="MT366", reason=reason, log_tail=f"loading\n{said}")
+    assert failure_text(result) == f"loading\nunfit: rank 1: {said}"
+    assert failure_text(result.model_copy(update={"reason": reason[:40]})) == f"loading\nunfit: rank 1: {said}"
+    assert failure_text(result.model_copy(update={"log_tail": "loading"})) == f"unfit: {reason}\nloading"
+    crash = TrialResult(number=0, status="crash", reason="ValueError: x", log_tail="Traceback\nValueError: x")
+    assert failure_text(crash) == "crash: ValueError: x\nTraceback\nValueError: x"
+
+
+@pytest.mark.slow
+def test_a_trial_without_a_directory_says_so_and_that_the_storage_is_at_fault(tmp_path: Path, monkeypatch, capfd):
+    monkeypatch.delenv("MEMTUNE_OFFLOAD_DIR", raising=False)
+    config = tmp_path / "c.yaml"
+    config.write_text("memtune: 1\nsettings: {execution: {micro_batch: 4}, offload: {states: {kind: zero_infinity}}}\n")
+    assert cli.run(["trial", str(ZOO["gpt"]), "--config", str(config), "--device", "cpu", "--workers", "1"]) == 3
+    assert capfd.readouterr().err.count("MT361 No directory for tensors on SSD was given.") == 1
+
+
 @pytest.mark.slow
 def test_a_trial_that_has_no_room_is_unfit_once_and_leaves_nothing(tmp_path: Path):
     """A file may not grow beyond 1 MiB; no plan is made for what no plan would help."""
@@ -288,6 +310,7 @@ def test_a_trial_that_has_no_room_is_unfit_once_and_leaves_nothing(tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", limit, *command], capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "unfit: MT362 There is no room for the optimizer state of" in done.stderr
+    assert done.stderr.count("MT362") == 1
     assert "ulimit -f" in done.stderr
     assert "recording" not in done.stderr
     assert not list(drive.iterdir())

@@ -14,6 +14,7 @@ from memtune.passes.stream import moment_of_ops, not_in_layers, stream_parameter
 from memtune.program import F64, Kind, Program, Resource, Step
 from memtune.remembered import remembered
 from memtune.residency import Residency, window
+from memtune.runtime.beside_store import BesideStore
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import is_gathered
 from memtune.runtime.host_optimizer import HostOptimizer
@@ -107,9 +108,15 @@ def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
 
 
 @remembered
-def in_layers(program: Program, residency: Residency) -> Program:
-    """The program with its blocks' parameters as `residency` says, and every update on the host."""
-    step = stream_parameters(program.step, residency, ranks=replicas(program))
+def in_layers(program: Program, residency: Residency, late: frozenset[int] | None = None) -> Program:
+    """The program with its blocks' parameters as `residency` says, and every update on the host.
+
+    Args:
+        program: Any.
+        residency: Which block is there when.
+        late: As in `stream_parameters`.
+    """
+    step = stream_parameters(program.step, residency, ranks=replicas(program), late=late)
     return program.with_step(optimizer_on_host(step, Native()))
 
 
@@ -123,15 +130,22 @@ def window_of(program: Program, slots: int) -> Residency:
     return window(len(program.step.blocks), slots, gathered=gathers_of(program.step) is not None)
 
 
-def apply_layers(context: Context, kind: str, slots: int) -> None:
+def apply_layers(context: Context, kind: str, slots: int, late: frozenset[int] | None = None) -> None:
     """Move the optimizer to the host, then the blocks' parameters, `slots` blocks of which are on the device at once.
+
+    Args:
+        context: Of the model.
+        kind: For messages.
+        slots: The window.
+        late: As in `runtime.beside_store`; None: each block is updated before the next one computes.
 
     Raises:
         ApplyError: Ranks share a copy of the model in another way than FSDP2 by default.
     """
     require_replicas(context, kind)
     residency = window(len(context.blocks), slots, gathered=is_gathered(context.model))
-    store = ParameterStore(context, residency, HostOptimizer(context, "native"))
+    optimizer = HostOptimizer(context, "native")
+    store = ParameterStore(context, residency, optimizer) if late is None else BesideStore(context, residency, optimizer, late)
     context.checks["offload.states"] = store.check
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime.disk import Disk
-from memtune.runtime.ssd_file import ALIGN, _Free
+from memtune.runtime.ssd_file import ALIGN, LATE, _Free
 from memtune.runtime.tiers import tier_of
 
 
@@ -75,6 +78,23 @@ def test_a_write_under_way_is_waited_for_before_its_tensor_is_read_or_let_go(dis
     assert disk.used_bytes == 0
 
 
+def test_memory_of_a_transfer_nobody_waits_for_lives_until_the_file_is_closed(tmp_path: Path) -> None:
+    """The engine's thread writes checksums, and what it reads, into it: it wrote into what came to lie there."""
+    disk = Disk(tmp_path / "tensors")
+    extent, memory = disk.reserve("a", 1 << 20), np.zeros(1 << 20, np.uint8)
+    of_read, of_write = weakref.ref(memory), weakref.ref(extent)
+    disk.move(True, extent, memory, LATE)
+    disk.move(False, extent, memory, 0)
+    del extent, memory
+    assert of_read() is not None
+    assert of_write() is not None
+    stored(disk, torch.ones(9))
+    assert len(disk._under_way) == 2  # what was waited for is not kept
+    del disk
+    gc.collect()
+    assert of_read() is of_write() is None
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=60))
 def test_free_ranges_never_overlap_what_is_taken(steps: list[tuple[int, int]]) -> None:
@@ -117,6 +137,17 @@ def test_every_flipped_bit_is_found(disk: Disk) -> None:
     back = torch.empty_like(values)
     disk.load(back, ssd).result()
     assert torch.equal(back, values)
+
+
+def test_messages_name_the_users_directory_and_not_what_is_made_in_it(tmp_path: Path) -> None:
+    (inside := tmp_path / "memtune-run-1-abc").mkdir()
+    disk = Disk(inside / "tensors")
+    ssd = stored(disk, torch.randn(25_000))
+    os.truncate(disk.path, 0)
+    assert failure(disk, ssd).evidence == f"In {tmp_path}, block 0 of it."
+    with pytest.raises(EnvironmentFault) as caught:
+        Disk(inside / "missing" / "tensors")
+    assert caught.value.what == f"No file can be made in the offload directory {tmp_path}: No such file or directory."
 
 
 def test_a_deleted_file_does_no_harm_and_one_cut_off_is_named(disk: Disk) -> None:
@@ -171,11 +202,20 @@ def test_a_small_drive_fills_up(tmp_path: Path) -> None:
     if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=4m none {tmp_path} 2>/dev/null") != 0:
         pytest.skip("mounting a small file system is not allowed here")
     try:
-        disk = Disk(tmp_path / "tensors")
+        (inside := tmp_path / "memtune-run-1-abc").mkdir()
+        disk = Disk(inside / "tensors")
         kept = [stored(disk, torch.full((500_000,), 3.0))]
         with pytest.raises(EnvironmentFault, match=r"no room for layer\.1 on SSD: No space left") as caught:
             disk.tensor("layer.1", torch.empty(2_000_000))
-        assert "free in" in caught.value.evidence
+        assert f"free in {tmp_path}." in caught.value.evidence
+        (inside / "manifest-0").touch()
+        with pytest.raises(EnvironmentFault) as caught:
+            disk.tensor("layer.1", torch.empty(2_000_000))
+        assert "; runs that ended keep 1.91 MiB to go on from, which memtune clean removes." in caught.value.evidence
+        shutil.rmtree(inside)
+        with pytest.raises(EnvironmentFault, match=r"no room for layer\.1 on SSD: No space left") as caught:
+            disk.tensor("layer.1", torch.empty(2_000_000))
+        assert caught.value.evidence.endswith(f"free in {tmp_path}.")
         back = torch.empty(500_000)
         disk.load(back, kept[0]).result()
         assert (back == 3.0).all()

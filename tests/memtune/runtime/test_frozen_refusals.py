@@ -203,6 +203,8 @@ class Odd(nn.Module):
             y = y * 2 if y.sum() > 0 else y
         elif self.what == "tensor":
             y = y * self.cache
+        elif self.what == "noise":
+            y = y * (random.random() * self.cache)
         return {1, 2} if self.what == "returns" else y
 
 
@@ -211,6 +213,7 @@ class Odd(nn.Module):
     [
         ("counts", "sets the attribute count"), ("draws", "random numbers in Python"), ("writes", "writes into an input"),
         ("looks", "depends on the data"), ("tensor", "neither parameter nor buffer"), ("returns", "returns a set"),
+        ("noise", "neither parameter nor buffer"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
@@ -218,8 +221,14 @@ def test_refusals_name_the_reason_and_leave_no_trace(what: str, why: str) -> Non
     net = Odd(what)
     frozen = FrozenRegion(net, Schedule("?", (), ()), CPU)
     frozen.install()
+    random.seed(0)
     net(torch.ones(2, 4))
     assert why in frozen.runs.why_plain
+    drawn = random.getstate()
+    random.seed(0)
+    if what in ("draws", "noise"):
+        random.random()
+    assert drawn == random.getstate()  # by the plain run alone
     assert net.count == (what == "counts")  # the plain run's own
     assert net.cache.device == CPU
     assert all(type(p) is nn.Parameter and type(p.data) is Tensor for p in net.parameters())

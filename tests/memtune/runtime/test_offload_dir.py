@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def test_a_directory_in_memory_is_used_with_a_warning(tmp_path: Path, monkeypatc
     monkeypatch.setattr(offload_dir, "file_system", lambda path: "tmpfs")
     with pytest.warns(UserWarning, match=r"is in memory \(tmpfs\)"):
         assert checked(str(tmp_path)) == tmp_path
+    with warnings.catch_warnings(action="error"):
+        assert checked(str(tmp_path)) == tmp_path, "once is enough, whoever asks"
+
+
+def test_links_above_the_directory_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "drive" / "mine").mkdir(parents=True)
+    (tmp_path / "scratch").symlink_to("drive")
+    assert checked(str(tmp_path / "scratch" / "mine")) == tmp_path / "scratch" / "mine"
+    (tmp_path / "circle").symlink_to("circle")
+    assert "cannot be used: Too many levels" in refusal(str(tmp_path / "circle" / "mine"))
 
 
 def test_in_a_trial_it_is_the_users_directory_that_is_named_and_warned_of(
@@ -246,18 +257,21 @@ if libc.unshare(0x20000) or libc.mount(None, b"/", None, 0x44000, None):  # own 
     sys.exit(print("not allowed"))
 where = Path({str(tmp_path)!r}) / "far away"
 where.mkdir()
+(where.parent / "home").symlink_to("far away")
 server = os.open("/dev/fuse", os.O_RDWR) if os.path.exists("/dev/fuse") else -1
 options = f"fd={{server}},rootmode=40000,user_id=0,group_id=0".encode()
 if libc.mount(b"server:/home", bytes(where), b"fuse.sshfs", 0, options):
     sys.exit(print("not allowed"))
 from memtune.errors import EnvironmentFault
 from memtune.runtime.offload_dir import checked
-try:
-    checked(str(where / "offload"))
-except EnvironmentFault as fault:
-    print(fault)
+for each in (where, where.parent / "home"):
+    try:
+        checked(str(each / "offload"))
+    except EnvironmentFault as fault:
+        print(fault)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     if done.stdout == "not allowed\n":
         pytest.skip("mounting is not allowed here")
     assert "far away/offload is on a network mount (fuse.sshfs)" in done.stdout
+    assert "home/offload is on a network mount (fuse.sshfs)" in done.stdout, "what a link leads to is not asked either"

@@ -76,6 +76,21 @@ def one_fails(states: str, how: str) -> str:
     return "no error"
 
 
+def one_refuses() -> str:
+    """What this rank says when rank 1 alone refuses, after all of them have refused something else."""
+    everyone = refused(TiedNet(), {**FSDP, "recompute": {"kind": "full"}} if dist.get_rank() else FSDP)
+    assert "MT379" in everyone
+    torch.manual_seed(0)
+    model = TiedNet()
+    optimizer = torch.optim.RMSprop(model.parameters()) if dist.get_rank() else torch.optim.AdamW(model.parameters())
+    settings = {"sharding": {"states": {"kind": "ddp"}}, "offload": {"states": {"kind": "optimizer_cpu", "update": "native"}}}
+    try:
+        apply(model, optimizer, {"settings": settings}, loss=loss, strict=False).step([TOKENS])
+    except (ApplyError, RankFailed) as error:
+        return str(error)
+    return "no error"
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, str]]:
     return run_ranks(everything, 2, deadline_s=300)
@@ -112,6 +127,13 @@ def test_all_ranks_end_when_one_fails_and_say_what_failed_first(states: str, how
     for rank in (first, third):
         assert "MT377" in rank
         assert said in rank
+
+
+def test_what_one_rank_alone_refuses_the_others_say() -> None:
+    other, refusal = run_ranks(one_refuses, 2, deadline_s=60, may_fail=True)
+    assert "RMSprop" in refusal
+    assert other.startswith("MT377")
+    assert f"Rank 1 failed first: {refusal}" in other
 
 
 def test_a_process_group_for_another_device_is_refused() -> None:

@@ -6,6 +6,7 @@ import fcntl
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -31,7 +32,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ssd": {"parameters": "ssd", "read_ahead": 0},
     "lohan": {"kind": "lohan", "bucket_mib": 0},
     "updaters": {"kind": "smart_infinity", "sub_group_mib": 0.0002, "buffers": 2},
+    "pages": {"kind": "angel_ptm", "optimizer": "ssd"},
 }
+PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "ahead": [0] * 4}}
 
 
 def fresh(blocks: int = 1) -> nn.Module:
@@ -47,7 +50,8 @@ def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
     settings = {"offload": {"states": {"kind": "zero_infinity", "resume": resume, **OTHERS.get(other, {})}}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it goes on
-        return memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean())
+        config = {"settings": settings, "plan": {"offload.states": PLANS[other]} if other in PLANS else {}}
+        return memtune.apply(model, optimizer, config, loss=lambda m, x: m(x).pow(2).mean())
 
 
 def train(directory: str, resume: str, kill_at: int, log: str) -> None:
@@ -147,6 +151,12 @@ def test_killed_in_a_step_it_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_killed_with_parameters_on_ssd_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     """Weights that come and go are made from the masters that were kept."""
     assert killed_and_resumed(tmp_path, range(20, 140, 17), resume="last_step,ssd") > 5
+
+
+@pytest.mark.slow
+def test_killed_with_pages_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """Pages of weights on the host are made from what was taken up."""
+    assert killed_and_resumed(tmp_path, range(20, 200, 17), resume="last_step,pages") > 4
 
 
 def test_killed_inside_backward_it_goes_on_to_the_bit(tmp_path: Path) -> None:
@@ -252,10 +262,40 @@ def test_a_manifest_that_is_cut_off_or_changed_is_none(tmp_path: Path, monkeypat
             assert Manifest.read(place) is None
 
 
+def test_it_goes_on_from_whichever_directory_the_step_was_kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that was added since comes first in the list; one that is gone is no matter."""
+    folder = kept(tmp_path, monkeypatch)
+    roots = [tmp_path_of(tmp_path, "new"), tmp_path / "gone", folder.parent]
+    monkeypatch.setenv(offload_dir.VARIABLE, os.pathsep.join(map(str, roots)))
+    tuned = tuned_of(fresh(), "last_step")
+    assert tuned.resumed_steps == 1
+    tuned.step([torch.randn(4, 6)])
+    assert not folder.exists()  # the step after it is kept in the first one
+    tuned.finish()
+
+
+def test_a_step_that_cannot_be_kept_says_where_and_why(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="Step 3 cannot be kept for resuming: its folder was removed") as caught:
+        Manifest("key" * 20, 3, [], []).write(tmp_path / "memtune-run-1-abc")
+    assert (caught.value.code, caught.value.evidence) == ("MT365", f"In {tmp_path}.")
+    assert "free space" not in caught.value.fix
+
+
 def test_another_model_does_not_go_on_from_it_and_does_not_remove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = kept(tmp_path, monkeypatch)
     assert tuned_of(nn.Linear(3, 3), "last_step").resumed_steps == 0
     assert folder.exists()
+
+
+@pytest.mark.slow
+def test_runs_that_crash_one_after_the_other_do_not_fill_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps what it went on from, until it has ended a step; none ends one."""
+    folder = kept(tmp_path, monkeypatch)
+    for n in range(3):
+        shutil.copytree(folder, folder.parent / f"memtune-run-{n}-same")
+    tuned = tuned_of(fresh(), "last_step")
+    assert tuned.resumed_steps > 0
+    assert len(list(folder.parent.iterdir())) == 2, "one of the four, and this process's own"
 
 
 def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -> None:
@@ -267,14 +307,14 @@ def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -
         fcntl.flock(owner, fcntl.LOCK_SH)
         assert [left.path for left in offload_dir.orphans(tmp_path)] == [folder]
         threading.Timer(0.1, fcntl.flock, (owner, fcntl.LOCK_UN)).start()
-        (run,) = dead_runs(tmp_path, "key" * 20)
+        (run,) = dead_runs([tmp_path], "key" * 20)
         assert run.manifests[0].step == 3
-        assert dead_runs(tmp_path, "other" * 20) == []
+        assert dead_runs([tmp_path], "other" * 20) == []
         run.release()
         others = Manifest("other" * 20, 4, [], [])
         others.write(folder)
         with patch.object(offload_dir, "locked", side_effect=AssertionError("it is another rank's")):
-            assert dead_runs(tmp_path, "third" * 20) == []
+            assert dead_runs([tmp_path], "third" * 20) == []
 
 
 def train_on_rank(
