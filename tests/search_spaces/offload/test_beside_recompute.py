@@ -77,7 +77,6 @@ STORES = ("l2l", "stronghold", "elixir", "patrickstar", "zero_infinity, weights 
 AS_THEY_LAND = ("per_layer", "zero_offload", "zero_offload, a part", "lohan")
 PACKS = ("mobius", "harmony", "harmony, a pipeline")
 ACTIVATIONS = ("copy_out", "pipelined", "tsplit")
-NOT_CHECKMATE = ("full", "selective", "planned", "every_nth")
 RANKS = ("ddp", "zero2", "fsdp", "zero3")
 REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     ("another technique moves what the plan keeps", ACTIVATIONS, DIVISIONS, ("planned",)),
