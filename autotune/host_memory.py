@@ -26,19 +26,27 @@ def too_little(prediction: Prediction, target: Target, there_bytes: int | None) 
     )
 
 
-def no_room_on_ssd(prediction: Prediction, target: Target, free_bytes: int | None) -> Reason | None:
+def no_room_on_ssd(prediction: Prediction, target: Target, free_bytes: int | None, *, keeps_steps: bool = False) -> Reason | None:
     """Why the drives of a node have no room for what its ranks put there; None where they have, or nothing is known.
 
     Args:
         prediction: Of one rank.
         target: Says how many ranks share the drives.
         free_bytes: On all of them together; None: not known.
+        keeps_steps: A run that goes on from one that ended has its bytes there beside that one's, until its first step is kept.
     """
     ranks = target.hardware.local_ranks(target.ranks)
-    needed = ranks * prediction.ssd_peak_bytes
+    of_rank = prediction.ssd_peak_bytes * (1 + keeps_steps)
+    needed = ranks * of_rank
     if free_bytes is None or needed <= free_bytes:
         return None
-    each = f" for {ranks} ranks of {format_bytes(prediction.ssd_peak_bytes)} each" if ranks > 1 else ""
+    each = f" for {ranks} ranks of {format_bytes(of_rank)} each" if ranks > 1 else ""
+    if keeps_steps:
+        return Reason(
+            f"needs {format_bytes(needed)} on SSD{each}, half of it to go on from a run that ended, and "
+            f"{format_bytes(free_bytes)} are free",
+            "free space in the offload directory (memtune clean), or resume: checkpoint",
+        )
     return Reason(
         f"needs {format_bytes(needed)} on SSD{each}, and {format_bytes(free_bytes)} are free",
         "free space in the offload directory (memtune clean), or move less to SSD",
