@@ -30,4 +30,5 @@ def _reads_sums(step: Step) -> npt.NDArray[np.bool_]:
     found = np.zeros(step.n_ops, bool)
     sums = (step.kind == Kind.GRADIENT) & (step.tier == Tier.SSD) & (step.producer < 0)
     found[step.use_op[sums[step.use_storage] & (step.use_mutates == READS)]] = True
-    return found & (step.op_resource == Resource.SSD_READ)
+    found &= step.op_resource == Resource.SSD_READ
+    return found
