@@ -130,8 +130,9 @@ class Scorer:
         prediction = (
             self._coarse(candidate.program) if level == "coarse" else self._events(choice, candidate.program, self._hardware)
         )
-        target = self.rewriter.target
-        reason = too_little(prediction, target, self._host_bytes) or no_room_on_ssd(prediction, target, self._ssd_bytes)
+        target, keeps = self.rewriter.target, any(each.keeps_steps() for each in choice.chosen.values())
+        reason = too_little(prediction, target, self._host_bytes)
+        reason = reason or no_room_on_ssd(prediction, target, self._ssd_bytes, keeps_steps=keeps)
         return Scored(choice, candidate.key, prediction) if reason is None else reason
 
     def _coarse(self, program: Program) -> Prediction:
