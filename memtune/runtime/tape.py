@@ -29,6 +29,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from memtune.calls import EMPTY
 from memtune.runtime.known_values import KnownValues, unnoticed
 from memtune.runtime.op_arguments import draws_nothing, mutated, tensors_in
+from memtune.runtime.set_elsewhere import nothing_set_elsewhere
 from memtune.schedule import OpGraph
 
 _FAKE_SHARES = frozenset({"aten.mkldnn_rnn_layer_backward.default"})  # its fake gradients of the two biases are one tensor
@@ -300,7 +301,8 @@ def capture(
         CaptureError: It cannot be captured: the op, and why.
     """
     with (
-        _disable_current_modes(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(), _unchanged(module), unnoticed()
+        _disable_current_modes(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(), _unchanged(module),
+        nothing_set_elsewhere(module, CaptureError), unnoticed(),
     ):  # fmt: skip
         recorder = _Recorder()
         landed: list[tuple[int, int, Slot]] = []
