@@ -42,7 +42,7 @@ from memtune.runtime.exchanges import refused_in
 from memtune.runtime.inputs_again import as_input, once_each
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
-from memtune.runtime.look import Compared, Look, Trail, difference, magnitude
+from memtune.runtime.look import Compared, Look, Trail, difference, first_op, magnitude
 from memtune.runtime.moved import Entry, Moved, View, id_of, is_written_part
 from memtune.runtime.own_checkpoint import autograd_sees
 from memtune.runtime.own_outputs import OwnOutputs
@@ -394,7 +394,8 @@ class _Frame:
                 pass
         if replay.count < replay.enough:
             raise ApplyError(
-                f"{self.region.name} saved {self.count} tensors in forward but {replay.count} when it was run again.",
+                f"{self.region.name} saved {self.count} tensors in forward but {replay.count} when it was run again, "
+                f"without {first_op(self.looks[replay.count :])}.",
                 fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
                 code="MT307",
             )
