@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from memtune.runtime.known_values import unnoticed
+from memtune.runtime.set_elsewhere import nothing_set_elsewhere
 from memtune.runtime.tape import CaptureError, GradientLike, Outside, Recorder, Slot, Tape
 from memtune.schedule import OpGraph
 
@@ -80,7 +81,8 @@ def capture(
         CaptureError: It cannot be captured: the op, and why.
     """
     with (
-        _disable_current_modes(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(), _unchanged(module), unnoticed()
+        _disable_current_modes(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(), _unchanged(module),
+        nothing_set_elsewhere(module, CaptureError), unnoticed(),
     ):  # fmt: skip
         recorder = Recorder()
         landed: list[tuple[int, int, Slot]] = []

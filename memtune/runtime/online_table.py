@@ -43,7 +43,7 @@ from memtune.runtime.online_values import (
 )
 from memtune.runtime.op_arguments import is_uncounted, mutated, tensors_in
 from memtune.runtime.op_facts import About, Facts, OpFacts
-from memtune.runtime.random_state import RandomState
+from memtune.runtime.random_state import RandomState, generator_of
 
 TRIES = 4
 """Runs of an op that the device refuses, each after more was evicted."""
@@ -160,7 +160,7 @@ class OnlineTable:
             if spoils or (over is not None and not over.again):
                 self._spoil(about.func, args, written)
                 return None
-        random = RandomState.capture(self._module) if facts.random else None
+        random = RandomState.capture(self._module, filter(None, (generator_of(kwargs),))) if facts.random else None
         read = [self._read(each) for each in args]
         named = {name: self._read(value) for name, value in kwargs.items()} if kwargs else {}
         return Ran(facts, read, named, len(self.ran) - 1, [], None if over is None else (over, over), random)

@@ -184,8 +184,13 @@ def _trained(net: Buffered, x: Tensor) -> Tensor:
     return net.one.weight.grad
 
 
+CALLS = [0]
+
+
 class Odd(nn.Module):
     """Does what a frozen schedule could not repeat."""
+
+    calls = 0
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -197,6 +202,11 @@ class Odd(nn.Module):
             self.count += 1
         elif self.what == "draws":
             y = y * random.random()
+        elif self.what == "counts in a global":
+            CALLS[0] += 1
+            y = y * CALLS[0]
+        elif self.what == "counts in its class":
+            Odd.calls += 1
         elif self.what == "writes":
             x.mul_(2)
         elif self.what == "looks":
@@ -213,7 +223,8 @@ class Odd(nn.Module):
     [
         ("counts", "sets the attribute count"), ("draws", "random numbers in Python"), ("writes", "writes into an input"),
         ("looks", "depends on the data"), ("tensor", "neither parameter nor buffer"), ("returns", "returns a set"),
-        ("noise", "neither parameter nor buffer"),
+        ("noise", "neither parameter nor buffer"), ("counts in a global", "changes CALLS"),
+        ("counts in its class", "changes calls"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:memtune runs the model as it is")
@@ -222,7 +233,9 @@ def test_refusals_name_the_reason_and_leave_no_trace(what: str, why: str) -> Non
     frozen = FrozenRegion(net, Schedule("?", (), ()), CPU)
     frozen.install()
     random.seed(0)
+    counted = [*CALLS, Odd.calls]
     net(torch.ones(2, 4))
+    assert sum([*CALLS, Odd.calls]) - sum(counted) == what.startswith("counts in")
     assert why in frozen.runs.why_plain
     drawn = random.getstate()
     random.seed(0)
