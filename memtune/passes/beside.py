@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,12 @@ def of_a_block_at_once(moment: I32, n_bytes: I64, end: int) -> Gone:
         n_bytes: (landings,)
         end: The moment in which backward ends.
     """
+    return _of_a_block_at_once(moment.tobytes(), n_bytes.tobytes(), end)  # equal for most candidates of a search
+
+
+@functools.lru_cache(maxsize=32)
+def _of_a_block_at_once(moments: bytes, sizes_bytes: bytes, end: int) -> Gone:
+    moment, n_bytes = np.frombuffer(moments, np.int32), np.frombuffer(sizes_bytes, np.int64)
     row, gone = (np.full(len(moment), -1, np.int32) for _ in range(2))
     if not len(moment):
         return Gone(row, gone)
