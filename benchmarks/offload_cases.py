@@ -142,6 +142,8 @@ def _weights() -> list[Case]:
         _states("l2l", "3 micro-batches", _window(1), case=in_parts),
         _states("stronghold", "solved"),
         _states("stronghold", "window 2", _window(2), window=2),
+        _states("stronghold", "3 micro-batches, late", _window(2), case=in_parts, window=2, late=[0, 2]),
+        _states("stronghold", "at the end of the step", _window(2), window=2, trigger="end_of_step"),
         _states("patrickstar", "no budget"),
         _states("patrickstar", "0.8 of the plain peak", case={"share": 0.8}),
         _states("elixir", "no budget"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,12 @@ def of_a_block_at_once(moment: I32, n_bytes: I64, end: int) -> Gone:
         n_bytes: (landings,)
         end: The moment in which backward ends.
     """
+    return _of_a_block_at_once(moment.tobytes(), n_bytes.tobytes(), end)  # equal for most candidates of a search
+
+
+@functools.lru_cache(maxsize=32)
+def _of_a_block_at_once(moments: bytes, sizes_bytes: bytes, end: int) -> Gone:
+    moment, n_bytes = np.frombuffer(moments, np.int32), np.frombuffer(sizes_bytes, np.int64)
     row, gone = (np.full(len(moment), -1, np.int32) for _ in range(2))
     if not len(moment):
         return Gone(row, gone)
@@ -65,20 +72,29 @@ def of_a_block_at_once(moment: I32, n_bytes: I64, end: int) -> Gone:
     return Gone(row, gone)
 
 
-def blocks_in_turn(blocks: int, late: frozenset[int] | None) -> tuple[Units, ...]:
+class Beside(NamedTuple):
+    """When blocks are updated whose gradients leave beside other blocks' compute."""
+
+    late: frozenset[int] = frozenset()
+    """Beside the next step's forward; the others beside backward."""
+    at_end: bool = False
+    """All in the optimizer's step."""
+
+
+def blocks_in_turn(blocks: int, beside: Beside | None) -> tuple[Units, ...]:
     """(2 · blocks + 1,) the blocks that are updated when each moment begins.
 
     Args:
         blocks: How many there are.
-        late: Those of them that are not, where updates are beside compute; None: each is updated when the next moment begins.
+        beside: Says when; None: each is updated when the next moment begins.
     """
-    end, lag = 2 * blocks, 1 if late is None else 2
+    end, lag = 2 * blocks, 1 if beside is None else 2
     found: list[Units] = [()] * (end + 1)
     for moment in range(blocks + lag, end + 1):
         found[moment] = (end - 1 - (moment - lag),)
-    if late is not None:
+    if beside is not None:
         found[end] += (0,)
-        found = [tuple(block for block in each if block not in late) for each in found]
+        found = [tuple(each for each in now if each not in beside.late and not beside.at_end) for now in found]
     return tuple(found)
 
 
@@ -121,30 +137,36 @@ def hold_for_updates(edit: Edit, step: Step, gradients: I32, n_bytes: I64, block
     edit.hold_through(stays, np.full(len(stays), optimizer, np.int32))  # whose ops another pass takes away
 
 
-def update_before_the_step(edit: Edit, step: Step, mine: I32, hosts: I32, old: I32, state: I32, traffic_bytes: I64) -> None:
-    """Rule 3: what the last step has left is updated when this one begins, beside its forward.
+def update_outside_of_backward(
+    edit: Edit, step: Step, mine: I32, hosts: I32, gradients: I32, state: I32, traffic_bytes: I64, *, at_end: bool
+) -> None:
+    """Rule 3: what the last step has left is updated when this one begins, beside its forward; or `at_end` all in this one's end.
 
     Args:
         edit: Of `step`.
         step: Before the edit.
-        mine: Parameters of the late blocks, in the order of use.
+        mine: Parameters of blocks, in the order of use.
         hosts: (mine,) their weights on the host.
-        old: (mine,) the gradients that the last step has left there.
+        gradients: (mine,) there, the last step's or `at_end` this one's.
         state: Moments of any parameters.
         traffic_bytes: (parameters,) of an update.
+        at_end: In the optimizer's step.
     """
     block, count = columns_of(step.parameters).block[mine], len(mine)
+    place = int(np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[-1]) if at_end else 0  # an op that another pass takes away
     ops = edit.add_ops(
-        "memtune.host_update_.default", before=np.zeros(count, np.int32), phase=Phase.PROLOGUE, resource=Resource.HOST_THREADS,
-        traffic_bytes=traffic_bytes[mine],
+        "memtune.host_update_.default", before=np.full(count, place, np.int32),
+        phase=Phase.OPTIMIZER if at_end else Phase.PROLOGUE, resource=Resource.HOST_THREADS, traffic_bytes=traffic_bytes[mine],
     )  # fmt: skip
     edit.add_uses(ops, hosts, mutates=True)
     op_of = np.full(len(step.parameters), -1, np.int32)
     op_of[mine] = ops
     state = state[op_of[step.owner[state]] >= 0]
     edit.add_uses(op_of[step.owner[state]], state, mutates=True)
+    edit.add_uses(ops, gradients)
+    if at_end:
+        edit.hold_through(gradients, np.full(count, place, np.int32))
+        return
     last = np.append(block[1:] != block[:-1], True)[:count]
-    of_block = ops[np.flatnonzero(last)][np.cumsum(last) - last]
-    edit.add_uses(
-        np.append(ops[~last], of_block).astype(np.int32), np.append(old[~last], old)
-    )  # to the end of the block's update
+    of_block = ops[np.flatnonzero(last)][np.cumsum(last) - last]  # uses them to its end
+    edit.add_uses(of_block[~last], gradients[~last])

@@ -18,12 +18,13 @@ from memtune.edit import Edit
 from memtune.pages import Pages
 from memtune.parameters import columns_of
 from memtune.passes.beside import (
+    Beside,
     Gone,
     blocks_in_turn,
     hold_for_updates,
     of_a_block_at_once,
     one_at_a_time,
-    update_before_the_step,
+    update_outside_of_backward,
 )
 from memtune.passes.gathered_rows import gathers_of, rows_of_gradients
 from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
@@ -164,7 +165,7 @@ def bytes_beside_chunks(step: Step) -> Units:
 
 def stream_parameters(
     step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True, read_ahead: int | None = None,
-    ranks: int = 1, late: frozenset[int] | None = None,
+    ranks: int = 1, beside: Beside | None = None,
 ) -> Step:  # fmt: skip
     """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
@@ -175,8 +176,7 @@ def stream_parameters(
         early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
         read_ahead: The parameters are on SSD, and are read so many moments before they come in; None: they are on the host.
         ranks: That have all weights, and average each gradient before it leaves.
-        late: Blocks whose updates go on beside the next step's forward, those of others beside backward (`passes.beside`). None:
-            each block is updated before the next one computes.
+        beside: Gradients leave a block at a time, and blocks are updated as it says; None: each is before the next one computes.
     """
     frames: Frames | None = None
     if isinstance(chunks, Pages):
@@ -190,9 +190,9 @@ def stream_parameters(
     hosts = host_memory(edit, pieces, frames, Tier.HOST if read_ahead is None else Tier.SSD)
     edit.bytes[columns.storage[mine]] = 0
     moment, summed = landings.moment, landings.sums >= 0
-    gone = one_at_a_time(moment) if late is None else of_a_block_at_once(moment, landings.n_bytes, len(begins) - 1)
-    down = _gradients_down(edit, step, landings, gone, ranks, late or frozenset())
-    updated = blocks_in_turn(len(step.blocks), late) if early else ()
+    gone = one_at_a_time(moment) if beside is None else of_a_block_at_once(moment, landings.n_bytes, len(begins) - 1)
+    down = _gradients_down(edit, step, landings, gone, ranks, beside.late if beside is not None else frozenset())
+    updated = blocks_in_turn(len(step.blocks), beside) if early else ()
     turns = turns_of(
         step, pieces, residency, gone.added_in(summed, len(begins)), allocates=frames is None, updated=updated,
         read_ahead=read_ahead,
@@ -204,7 +204,7 @@ def stream_parameters(
     _use_hosts(edit, down, hosts, turns, rows, pieces)
     host_of = hosts[pieces.of_parameter[:-1]]
     if early:
-        _update(edit, step, landings, down, host_of, turns, rows, late, updated)
+        _update(edit, step, landings, down, host_of, turns, rows, beside, updated)
     else:
         _left_to_the_optimizer(edit, step, landings, down, host_of)
     hung = [int(down.copies[-1])] if len(landings.after) and landings.after[-1] == end else []
@@ -432,7 +432,7 @@ def _left_to_the_optimizer(edit: Edit, step: Step, landings: Landings, down: _Do
 
 
 def _update(
-    edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32, late: frozenset[int] | None,
+    edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32, beside: Beside | None,
     updated: tuple[Units, ...],
 ) -> None:  # fmt: skip
     """Each block's update reads its gradients and holds them all until its last one, or as `passes.beside` has it."""
@@ -445,7 +445,7 @@ def _update(
     state = whole_state(step)
     of_state = update_of[step.owner[state]]
     edit.add_uses(of_state[of_state >= 0], state[of_state >= 0], mutates=True)
-    if late is None:
+    if beside is None:
         last = np.full(int(moment.max()) + 1, -1, np.int32)
         last[moment[updates]] = rows[updates]
         edit.hold_through(down.gradients, last[landings.moment + 1])
@@ -455,14 +455,16 @@ def _update(
     first[block[row[updates]][::-1]] = rows[updates][::-1]  # the first one is written last
     of_landing = block[landings.parameter]
     hold_for_updates(edit, step, down.gradients, landings.n_bytes, of_landing, first, order)
-    behind = np.flatnonzero(np.isin(of_landing, list(late)))
-    if len(behind):
-        behind = behind[np.lexsort((landings.parameter[behind], of_landing[behind]))]
-        mine, old = landings.parameter[behind], landings.sums[behind]  # there, until this step's first micro-batch has others
-        single = old < 0
-        old = np.where(single, 0, down.sums[behind]).astype(np.int32)
-        old[single] = edit.add_storages(
+    behind = np.flatnonzero(np.isin(of_landing, list(beside.late)) | beside.at_end)
+    if not len(behind):
+        return
+    behind = behind[np.lexsort((landings.parameter[behind], of_landing[behind]))]
+    mine, used = landings.parameter[behind], down.gradients[behind]
+    if not beside.at_end:  # there, until this step's first micro-batch has others
+        single = landings.sums[behind] < 0
+        used[single] = edit.add_storages(
             landings.n_bytes[behind][single], producer=np.full(int(single.sum()), -1, np.int32), tier=Tier.HOST,
             kind=Kind.GRADIENT, owner=mine[single],
         )  # fmt: skip
-        update_before_the_step(edit, step, mine, hosts[mine], old, state, native_update_bytes(step))
+    traffic_bytes = native_update_bytes(step)
+    update_outside_of_backward(edit, step, mine, hosts[mine], used, state, traffic_bytes, at_end=beside.at_end)

@@ -35,10 +35,13 @@ class BesideStore(ParameterStore):
         residency: Which block is there when.
         optimizer: Holds the host copies, and updates them.
         late: Blocks whose updates go on beside the next step's forward.
+        at_end: All blocks are updated in `optimizer.step()`, and the host's cores are left to backward.
     """
 
-    def __init__(self, context: Context, residency: Residency, optimizer: HostOptimizer, late: frozenset[int]) -> None:
-        self._late_blocks, self._beside = late, optimizer
+    def __init__(
+        self, context: Context, residency: Residency, optimizer: HostOptimizer, late: frozenset[int], *, at_end: bool = False
+    ) -> None:
+        self._late_blocks, self._beside, self._at_end = late, optimizer, at_end
         self._fresh = 0  # gradients that have landed in this moment
         self._leaving: int | None = None  # the block whose last gradients are on their way
         self._owed: set[int] = set()  # blocks that have memory, and no values yet
@@ -66,7 +69,7 @@ class BesideStore(ParameterStore):
             if each is None:
                 continue
             self._show(self._blocks[each])
-            if each not in self._late_blocks:
+            if each not in self._late_blocks and not self._at_end:
                 self._beside.update(self._blocks[each], at_once=False)
 
     # -- weights ---------------------------------------------------------------------------------------------------------

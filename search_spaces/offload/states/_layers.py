@@ -8,6 +8,7 @@ from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.parameters import columns_of
+from memtune.passes.beside import Beside
 from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.passes.stream import moment_of_ops, not_in_layers, stream_parameters
@@ -108,15 +109,15 @@ def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
 
 
 @remembered
-def in_layers(program: Program, residency: Residency, late: frozenset[int] | None = None) -> Program:
+def in_layers(program: Program, residency: Residency, beside: Beside | None = None) -> Program:
     """The program with its blocks' parameters as `residency` says, and every update on the host.
 
     Args:
         program: Any.
         residency: Which block is there when.
-        late: As in `stream_parameters`.
+        beside: As in `stream_parameters`.
     """
-    step = stream_parameters(program.step, residency, ranks=replicas(program), late=late)
+    step = stream_parameters(program.step, residency, ranks=replicas(program), beside=beside)
     return program.with_step(optimizer_on_host(step, Native()))
 
 
@@ -130,14 +131,14 @@ def window_of(program: Program, slots: int) -> Residency:
     return window(len(program.step.blocks), slots, gathered=gathers_of(program.step) is not None)
 
 
-def apply_layers(context: Context, kind: str, slots: int, late: frozenset[int] | None = None) -> None:
+def apply_layers(context: Context, kind: str, slots: int, beside: Beside | None = None) -> None:
     """Move the optimizer to the host, then the blocks' parameters, `slots` blocks of which are on the device at once.
 
     Args:
         context: Of the model.
         kind: For messages.
         slots: The window.
-        late: As in `runtime.beside_store`; None: each block is updated before the next one computes.
+        beside: As in `stream_parameters`.
 
     Raises:
         ApplyError: Ranks share a copy of the model in another way than FSDP2 by default.
@@ -145,7 +146,10 @@ def apply_layers(context: Context, kind: str, slots: int, late: frozenset[int] |
     require_replicas(context, kind)
     residency = window(len(context.blocks), slots, gathered=is_gathered(context.model))
     optimizer = HostOptimizer(context, "native")
-    store = ParameterStore(context, residency, optimizer) if late is None else BesideStore(context, residency, optimizer, late)
+    if beside is None:
+        store = ParameterStore(context, residency, optimizer)
+    else:
+        store = BesideStore(context, residency, optimizer, beside.late, at_end=beside.at_end)
     context.checks["offload.states"] = store.check
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.late_updates import BlockTimes, late_blocks
 from memtune.parameters import columns_of
+from memtune.passes.beside import Beside
 from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.stream import native_update_bytes, not_in_layers
 from memtune.program import Program, Step
@@ -54,8 +56,16 @@ class Stronghold(Technique):
 
     window: Annotated[int, Field(ge=1)] | None = None
     """Blocks on the device at once, the one that comes in counted; none given: solved for."""
+    trigger: Literal["beside_backward", "end_of_step"] = "beside_backward"
+    """When the host updates; at the end its cores are left to data loading and to issuing kernels until then."""
     late: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Blocks whose updates go on beside the next step's forward; none given: solved for; []: all end within the step."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.late and self.trigger == "end_of_step":
+            raise ValueError("updates at the end of the step are none beside the next one's forward: leave out trigger, or late")
+        return self
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that run one after the other and share nothing, in float32; several ranks: replicas, or `fsdp`."""
@@ -69,13 +79,21 @@ class Stronghold(Technique):
 
     def plan(self, program: Program, target: Target) -> Plan:
         """The width of the window, and the blocks that are updated late."""
-        late = frozenset(self.late) if self.late is not None else _late(program, target.hardware)
-        slots = self.window if self.window is not None else _solved(program, target.hardware, target.budget_bytes, late)
+        if self.late is not None or self.trigger == "end_of_step":
+            late = frozenset(self.late or ())
+        else:
+            late = _late(program, target.hardware)
+        beside = self._beside(late)
+        slots = self.window if self.window is not None else _solved(program, target.hardware, target.budget_bytes, beside)
         return Plan(decisions={"slots": slots, "late": sorted(late)})
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Every block in a window as wide as planned."""
-        return in_layers(program, window_of(program, int(plan.decisions["slots"])), frozenset(plan.decisions["late"]))
+        beside = self._beside(plan.decisions["late"])
+        return in_layers(program, window_of(program, int(plan.decisions["slots"])), beside)
+
+    def _beside(self, late: Iterable[int]) -> Beside:
+        return Beside(frozenset(late), self.trigger == "end_of_step")
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights to the host, hooks that bring them in ahead of their use."""
@@ -96,7 +114,7 @@ class Stronghold(Technique):
                 evidence=f"The plan says {late}.", fix="offload: {states: {kind: stronghold, late: []}}, or plan it again",
                 code="MT364",
             )  # fmt: skip
-        apply_layers(context, self.kind, slots, frozenset(late))
+        apply_layers(context, self.kind, slots, self._beside(late))
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """The width of the window, and how many blocks are updated late."""
@@ -113,12 +131,12 @@ class Stronghold(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, when each block is updated, and the window."""
         slots = self.window if self.window is not None else "solved"
-        how = {"parameters": "host", "optimizer": "host", "trigger": "beside_backward", "slots": slots}
+        how = {"parameters": "host", "optimizer": "host", "trigger": self.trigger, "slots": slots}
         return {"states.offload": {**how, "late": "solved" if self.late is None else list(self.late)}}
 
 
 @functools.lru_cache(maxsize=64)
-def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, late: frozenset[int]) -> int:
+def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, beside: Beside) -> int:
     """The smallest window that waits for nothing, or the largest below it that the budget holds."""
     step = program.step
     if not_in_layers(step):
@@ -127,7 +145,7 @@ def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, late
         compute_s_of_moments(step, hardware).tolist(), _load_s(step, hardware), gathered=gathers_of(step) is not None
     )
     while budget_bytes is not None and slots > 1:
-        if in_layers(program, window_of(program, slots), late).step.peak_bytes() <= budget_bytes:
+        if in_layers(program, window_of(program, slots), beside).step.peak_bytes() <= budget_bytes:
             break
         slots -= 1
     return slots

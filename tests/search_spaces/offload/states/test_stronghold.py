@@ -24,13 +24,14 @@ from memtune.testing.drift import plain_program, target_of
 from memtune.testing.training import SEED, build, config_of, one_step, settings_of
 
 DEFAULT = Stronghold(kind="stronghold")
+AT_THE_END = Stronghold(kind="stronghold", window=2, trigger="end_of_step")
 THREE = Stronghold(kind="stronghold", window=3)
 
 
 class TestStronghold(LayersSuite):
     technique = Stronghold
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
-    variants = (Stronghold(kind="stronghold", window=2, late=(0, 2)), Stronghold(kind="stronghold", window=2, late=()), DEFAULT)
+    variants = (Stronghold(kind="stronghold", window=2, late=(0, 2)), AT_THE_END, DEFAULT)
     quick = ("gpt",)
 
     def test_bytes_and_residency_of_a_window(self) -> None:
