@@ -275,8 +275,11 @@ def _require_host_memory(context: Context, config: TunedConfig) -> None:
         weights: Any = "all" if divided > 1 else "none" if technique.weights_stay else "blocks"
         foreseen -= host_memory.leaving_bytes(context, state=technique.kind != "none" or divided > 1, weights=weights)
     needed, what = max((least, f"the optimizer's state under {technique.kind}"), (foreseen, "as predicted for this config"))
-    if needed > 0:
-        host_memory.require(context, needed, what)
+    made = host_memory.made_bytes(context, context.ranks if begins_with_shards(config, context.ranks) else 1)
+    counted = {"the weights of a deferred model": made, what: needed}
+    total = sum(max(each, 0) for each in counted.values())
+    if total > 0:
+        host_memory.require(context, total, ", ".join(text for text, each in counted.items() if each > 0))
 
 
 def _what_all_must_say(config: TunedConfig, model: nn.Module) -> str:

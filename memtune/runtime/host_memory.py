@@ -170,7 +170,19 @@ def leaving_bytes(context: Context, *, state: bool, weights: Literal["none", "bl
         return n_bytes
     inside = context.blocks if weights == "blocks" else [""]
     leave = {parameter for name in inside for parameter in context.model.get_submodule(name).parameters()}
-    return n_bytes + sum(each.nbytes for each in leave if each.device.type == "cpu")
+    return n_bytes + sum(each.nbytes for each in leave if "cpu" in (each.device.type, context.device.type))
+
+
+def made_bytes(context: Context, ranks: int) -> int:
+    """Bytes that the weights and buffers of a deferred model take in host memory while `apply` makes them, and no less.
+
+    Args:
+        context: Of a model that is on the meta device; of any other there is nothing to make.
+        ranks: Each of which keeps a part of what is on the CPU. What is on a GPU is made on the host, tensor by tensor.
+    """
+    sizes = [each.nbytes for each in (*context.model.parameters(), *context.model.buffers()) if each.is_meta]
+    largest = max(sizes, default=0)
+    return max(sum(sizes) // ranks, largest) if context.device.type == "cpu" else largest
 
 
 def _state_bytes(optimizer: Optimizer, parameter: Tensor) -> int:

@@ -123,8 +123,12 @@ def test_a_real_control_group_is_seen() -> None:
         folder.rmdir()
 
 
-def tuned(kind: str, *, strict: bool = True, stepped: bool = False, **more: Any) -> memtune.Tuned:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(50, 50)) for _ in range(4)))
+def four_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(50, 50)) for _ in range(4)))
+
+
+def tuned(kind: str, *, strict: bool = True, stepped: bool = False, late: bool = False, **more: Any) -> memtune.Tuned:
+    model = memtune.deferred(four_layers) if late else four_layers()
     optimizer = torch.optim.AdamW(model.parameters())
     if stepped:
         model(torch.randn(2, 50)).sum().backward()
@@ -199,6 +203,22 @@ def test_what_is_said_to_be_needed_is_no_more_than_a_step_takes(kind: str) -> No
     parameters = parameter_bytes(made.recording)
     assert find("offload.states", kind).model_validate({"kind": kind}).least_share_on_host() == 1.0
     assert 3 * parameters <= peak
+
+
+def test_the_weights_of_a_deferred_model_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made by `apply`; blocks whose weights go to the host's copies are what these take the place of."""
+    weights = STATE_BYTES // 2
+    for kind, needed in (("none", weights), ("zero_offload", weights + STATE_BYTES)):
+        room(monkeypatch, needed - 1)
+        with pytest.raises(EnvironmentFault, match=f"at least {format_bytes(needed)} are needed") as caught:
+            tuned(kind, late=True)
+        assert "The weights of a deferred model" in caught.value.evidence
+        room(monkeypatch, needed)
+        tuned(kind, late=True)
+    more: dict[str, Any] = {"predicted": {"host_peak_bytes": STATE_BYTES + weights + 5}, "made_for": {"model": ""}}
+    room(monkeypatch, weights + STATE_BYTES + 4)
+    with pytest.raises(EnvironmentFault, match="as predicted for this config"):
+        tuned("l2l", late=True, **more)
 
 
 def on_rank(limits: list[int]) -> list[str]:
