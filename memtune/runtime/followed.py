@@ -9,7 +9,8 @@ Rule 2. Before each run all that the capture took for granted is compared (`runt
 Rule 3. The list of what is there holds every value alone, so that an eviction frees it. Where the caller holds what forward
         returned for longer than in the noted run, it is held on the books as long.
 Rule 4. A forward that begins while another one waits for its backward goes through the mode, and its kind from then on. The
-        first such time the one that waits gives up to half of the budget back, and the new one has what it does not hold.
+        first such time the one that waits gives back all that it holds (`runtime.gives_way`); where it cannot, up to half of the
+        budget, and the new one has what it does not hold.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from memtune import _native
 from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.followed_path import path_of
 from memtune.runtime.followed_run import FollowedRun, Route
-from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.frozen import FrozenRegion, FrozenRun, held_bytes
+from memtune.runtime.gives_way import GivingRun
 from memtune.runtime.online_notes import Noted
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.tape import GradientLike, Slot, Tape
@@ -109,9 +111,13 @@ class Followers:
         return sum(each.waiting_bytes() for each in self._all())
 
     def give_way(self) -> None:
-        """Another forward begins: those that wait for their backward let go of what may run again, down to half the budget."""
+        """Another forward begins: those that wait for their backward let go of what may run again."""
         for each in self._all():
             each.give_way()
+
+    def again(self, args: Any, kwargs: Any) -> Any:
+        """Run a forward that gave way once more."""
+        return self._online(None, args, kwargs)
 
     def _all(self) -> Iterator[_FollowedRegion]:
         yield from self._retired
@@ -148,12 +154,21 @@ class _FollowedRegion(FrozenRegion):
 
     def waiting_bytes(self) -> int:
         """What forwards hold that wait for their backward."""
-        return sum(each.used_bytes() for each in self._waiting())
+        called = [each for run in self._runs() if isinstance(run, GivingRun) for each in run.called()]
+        return sum(each.used_bytes() for each in self._waiting()) + held_bytes(called)
 
     def give_way(self) -> None:
         """See `Followers.give_way`."""
+        for run in self._runs():
+            if isinstance(run, GivingRun):
+                run.give_way()
         for each in self._waiting():
             each.give_way()
+
+    def _run(self, captured: Any, args: Any, kwargs: Any) -> FrozenRun:
+        run = GivingRun(self, captured)
+        run.called_with(args, kwargs, self._followers.again)
+        return run
 
     def _waiting(self) -> list[FollowedRun]:
         return [run.saved[0][0] for run in self._runs() if run.saved]

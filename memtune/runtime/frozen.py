@@ -118,7 +118,7 @@ class FrozenRegion(ReplacedForward):
         super().__init__(module)
         self._lock = lock or CaptureLock()
         self.schedule, self.runs = schedule, Runs()
-        self._device, self._latest = device, weakref.WeakSet[_Run]()
+        self._device, self._latest = device, weakref.WeakSet[FrozenRun]()
         self._captured: dict[Any, list[_Captured | _Refused]] = {}
         """By what the module is called with: one for each state that the module was in, the latest first."""
         self._has_said = False
@@ -130,18 +130,21 @@ class FrozenRegion(ReplacedForward):
             return self._plain(*args, **kwargs)
         with self._lock:
             captured = self._find(args, kwargs)
-            run = captured if isinstance(captured, str) else self._begun(captured)
+            run = captured if isinstance(captured, str) else self._begun(captured, args, kwargs)
         if isinstance(run, str):
             return self._instead(*args, **kwargs)
         inputs = tree_leaves((args, kwargs))
         del args, kwargs
         return run.start(inputs)
 
-    def _begun(self, captured: _Captured) -> _Run:
+    def _begun(self, captured: _Captured, args: Any, kwargs: Any) -> FrozenRun:
         self.runs.frozen += 1
-        run = _Run(self, captured)
+        run = self._run(captured, args, kwargs)
         self._latest.add(run)
         return run
+
+    def _run(self, captured: _Captured, args: Any, kwargs: Any) -> FrozenRun:
+        return FrozenRun(self, captured)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock.running():
@@ -149,10 +152,9 @@ class FrozenRegion(ReplacedForward):
 
     def waiting_bytes(self) -> int:
         """What forwards hold that wait for their backward."""
-        saved = [each for run in self._runs() for held in run.saved for each in held if isinstance(each, Tensor)]
-        return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in saved}.values())
+        return held_bytes([each for run in self._runs() for each in run.waiting()])
 
-    def _runs(self) -> list[_Run]:
+    def _runs(self) -> list[FrozenRun]:
         with self._lock:
             return list(self._latest)
 
@@ -310,6 +312,12 @@ def _make_alike(tape: Tape, gradients: dict[int, Tensor], device: torch.device) 
             gradients[i] = torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device=device).copy_(gradients[i])
 
 
+def held_bytes(values: Iterable[Any]) -> int:
+    """Of the tensors among `values`, each storage once."""
+    storages = (each.untyped_storage() for each in values if isinstance(each, Tensor))
+    return sum({each._cdata: each.nbytes() for each in storages}.values())
+
+
 def is_watched(parameters: Iterable[Tensor]) -> bool:
     """Whether somebody may wait for gradients one by one: DDP's own hooks cannot be seen (Rule 4)."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -317,7 +325,7 @@ def is_watched(parameters: Iterable[Tensor]) -> bool:
     return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
 
 
-class _Run:
+class FrozenRun:
     """One forward of a region and the backward that follows it."""
 
     def __init__(self, region: FrozenRegion, captured: _Captured) -> None:
@@ -359,6 +367,14 @@ class _Run:
         self.inputs = []
         self.saved = [saved]
         self._versions = self._sum_of_versions()
+
+    def waiting(self) -> list[Any]:
+        """What it holds for its backward."""
+        return [each for held in self.saved for each in held]
+
+    def is_written(self) -> bool:
+        """Whether something that backward needs was written into since forward."""
+        return self._sum_of_versions() != self._versions
 
     def _sum_of_versions(self) -> int:
         saved = sum(each._version for each in self.saved[0] if isinstance(each, Tensor))
@@ -419,21 +435,24 @@ class _Run:
         return coded.backward(self._state, self.saved, flowing, self._landed)
 
     def _check(self) -> None:
-        if torch.is_grad_enabled():
-            raise ApplyError(
-                "gradients of gradients do not work under a frozen schedule.", fix="choose recompute: {kind: none}", code="MT326"
-            )
+        self._require_first_order()
         if not self.saved:
             raise ApplyError(
                 "backward runs a second time, but the schedule has let go of what it needs.",
                 fix="add the losses up before one backward(), or choose recompute: {kind: none}", code="MT326",
             )  # fmt: skip
-        if self._sum_of_versions() != self._versions:
+        if self.is_written():
             raise ApplyError(
                 "something that backward needs was written into after the model's forward.",
                 evidence="One of: the weights, a buffer, an input of the model, an output of the model.",
                 fix="write x = x + y instead of x += y, and step the optimizer after backward", code="MT326",
             )  # fmt: skip
+
+    def _require_first_order(self) -> None:
+        if torch.is_grad_enabled():
+            raise ApplyError(
+                "gradients of gradients do not work under a frozen schedule.", fix="choose recompute: {kind: none}", code="MT326"
+            )
 
 
 def is_accumulated(edge: Any) -> bool:

@@ -153,9 +153,14 @@ class OnlineRegion(ReplacedForward):
 
     def online(self, key: Any, args: Any, kwargs: Any) -> Any:
         """The module's forward, decided op by op, under the mode."""
+        with self.turn:  # one that gave way runs again in its backward
+            return self._online(key, args, kwargs)
+
+    def _online(self, key: Any, args: Any, kwargs: Any) -> Any:
         alone = not self._live and not self.followers.waiting_bytes() and not self.warm_up.waiting_bytes()
         if not alone:
             self.followers.give_way()
+            self.warm_up.give_way()
         settings = self.settings
         follows = (
             settings.follow and settings.freeze_after != 1 and settings.policy.forget and alone and self.followers.wants(key)
@@ -163,7 +168,7 @@ class OnlineRegion(ReplacedForward):
         run = _Run(self, self._table_for(args, kwargs, Notes() if follows else None), key)
         for each in self._live:
             each.alone = alone
-        run.alone = alone
+        run.alone, run.table.waits = alone, not alone
         self._live.add(run)
         return run.start(self._original, args, kwargs)
 

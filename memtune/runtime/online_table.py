@@ -66,7 +66,7 @@ class OnlineTable:
         notes: Notes | None = None,
     ) -> None:  # fmt: skip
         self.budget_bytes, self.background_bytes, self.notes = budget_bytes, background_bytes, notes
-        self.backward, self.paused = False, False
+        self.backward, self.paused, self.waits = False, False, False
         self.ran: list[Facts] = []
         """Every op that ran, once for each first run."""
         self.replays: list[Again] = []
@@ -405,7 +405,7 @@ class OnlineTable:
     def _nothing_left(self, who: str) -> ApplyError:
         self._obey()
         counted = self._books.counted()
-        return too_small(who, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes)
+        return too_small(who, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes, waits=self.waits)
 
     def _obey(self) -> None:
         if not self._books.pending():

@@ -34,7 +34,6 @@ from memtune.search_spaces.recompute._by_blocks import (
     install_blocks,
     is_by_blocks,
     rewritten_by_blocks,
-    search_blocks,
 )
 from memtune.search_spaces.recompute._online import peak_online, told_online, too_little_online
 from memtune.search_spaces.recompute._place import Place, cannot_freeze, comes_and_goes, place_of, under_schedule
@@ -106,7 +105,7 @@ class _Dynamic(Technique):
         if reason is not None:
             return reason
         place, budget = place_of(program, target), self._budget_of(target)
-        if budget is not None and search_blocks(place, (self.policy(),)).plain_bytes <= budget:
+        if budget is not None and place.plain_live_bytes <= budget:
             return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
         found = self._found_by_blocks(program, target)
         if not found.is_within:

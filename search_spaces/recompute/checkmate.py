@@ -18,7 +18,6 @@ from memtune.search_spaces.recompute._by_blocks import (
     install_blocks,
     is_by_blocks,
     rewritten_by_blocks,
-    search_blocks,
 )
 from memtune.search_spaces.recompute._checkmate import Found, schedule_for
 from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, place_of
@@ -66,8 +65,7 @@ class Checkmate(Technique):
             return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}")
         if self.share is None and budget is not None:
             place = place_of(program, target)
-            plain_bytes = search_blocks(place, self._sources()).plain_bytes if by_blocks else place.plain_bytes
-            if plain_bytes <= budget:
+            if (place.plain_live_bytes if by_blocks else place.plain_bytes) <= budget:
                 return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
             if program.ranks > 1 and not by_blocks and (reason := place.below(budget)) is not None:
                 return reason

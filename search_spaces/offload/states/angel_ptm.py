@@ -79,7 +79,7 @@ class AngelPtm(Technique):
     def _is_possible(self) -> Self:
         if self.lock_free and self.optimizer == "ssd":
             raise ValueError("lock-free updates are made in host memory: set optimizer: host, or lock_free: false")
-        if self.resume == "last_step" and self.optimizer == "host":
+        if self.keeps_steps() and self.optimizer == "host":
             raise ValueError("the last step is kept on SSD, where the state must be: set optimizer: ssd, or resume: checkpoint")
         return self
 
@@ -123,13 +123,17 @@ class AngelPtm(Technique):
         """All of it, but where it is on SSD or some stays on the device."""
         return 0.0 if self._caches or self.optimizer == "ssd" else 1.0
 
+    def keeps_steps(self) -> bool:
+        """With `resume: last_step`."""
+        return self.resume == "last_step"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, and when."""
         page = "solved" if self.page_mib is None else _bytes_of(self.page_mib)
         how: dict[str, Any] = {"unit": "page", "page_bytes": page, "moves": self.moves, "cache": self._caches}
         how |= {"max_staleness": self.max_staleness} if self.lock_free else {}
         how |= {"ahead": self.ahead} if self._on_ssd is not None else {}
-        how |= {"resume": self.resume} if self.resume == "last_step" else {}
+        how |= {"resume": self.resume} if self.keeps_steps() else {}
         trigger = "lock_free" if self.lock_free else "end_of_step"
         return {"states.offload": {"parameters": "host", "optimizer": self.optimizer, "trigger": trigger, **how}}
 
@@ -139,7 +143,7 @@ class AngelPtm(Technique):
 
     @property
     def _on_ssd(self) -> OnSsd | None:
-        return OnSsd(self.ahead, self.resume == "last_step") if self.optimizer == "ssd" else None
+        return OnSsd(self.ahead, self.keeps_steps()) if self.optimizer == "ssd" else None
 
     @property
     def _caches(self) -> bool:

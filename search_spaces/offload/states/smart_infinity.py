@@ -69,17 +69,17 @@ class SmartInfinity(Technique):
         return no_native_update(step, self.update)
 
     def _nonsense(self) -> Reason | None:
-        if self._keeps and self.share:
+        if self.keeps_steps() and self.share:
             return Reason("with a share of the gradients, those that wait are on the device alone", "resume: checkpoint")
         return None
 
-    @property
-    def _keeps(self) -> bool:
+    def keeps_steps(self) -> bool:
+        """With `resume: last_step`."""
         return self.resume == "last_step"
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State to SSD; reads, updates and writes of updaters in place of the optimizer's ops, gradients and weights between."""
-        how = How(self.domains, self._sub_group_numel, self.buffers, self.share, 2 if self._keeps else 1)
+        how = How(self.domains, self._sub_group_numel, self.buffers, self.share, 2 if self.keeps_steps() else 1)
         return program.with_step(optimizer_with_updaters(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -95,7 +95,7 @@ class SmartInfinity(Technique):
             sub_group_numel=self._sub_group_numel,
             buffers=self.buffers,
             share=self.share,
-            keep=self._keeps,
+            keep=self.keeps_steps(),
         )
         context.checks["offload.states"] = moved.check
 
@@ -106,7 +106,7 @@ class SmartInfinity(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """Where the state is, in how many parts, and how it is updated."""
         how = {"optimizer": "updaters", "trigger": "end_of_step", "update": self.update, "domains": self.domains}
-        kept = {"resume": self.resume} if self._keeps else {}
+        kept = {"resume": self.resume} if self.keeps_steps() else {}
         size = {"sub_group_numel": self._sub_group_numel, "buffers": self.buffers}
         return {"states.offload": {**how, **size, **({"share": self.share} if self.share else {}), **kept}}
 
