@@ -71,27 +71,36 @@ class TestStronghold(LayersSuite):
         with pytest.raises(ApplyError, match="no window"):
             apply(model, optimizer, {"settings": settings_of(wide)}, strict=False)
 
-    def test_late_updates_are_under_way_when_the_step_returns_and_are_waited_for(self) -> None:
-        """The mechanism: all blocks' updates wait for a thread that is kept busy; the step does not, and a state dict does."""
+    @pytest.mark.parametrize("reads", ["state dict", "evaluation"])
+    def test_late_updates_are_under_way_when_the_step_returns_and_are_waited_for(self, reads: str) -> None:
+        """The mechanism: all blocks' updates wait for a thread that is kept busy; the step does not, and whoever reads does."""
         late = Stronghold(kind="stronghold", window=2, late=(0, 1, 2, 3))
         workload, model, optimizer = build(ZOO["gpt"])
         tuned = apply(model, optimizer, config_of(ZOO["gpt"], late), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED + 1)
         goes_on = Event()
+
+        def read() -> None:
+            if reads == "state dict":
+                model.state_dict()
+            else:
+                with torch.no_grad():
+                    workload.loss(model, workload.make_batch(2))
+
+        tuned.state_dict()  # nothing is under way
         busy = host_update._threads().submit(goes_on.wait, 60)
         try:
-            one_step(workload, model, optimizer, tuned, seed=SEED + 2)  # its forward waits for the first step's alone
+            one_step(workload, model, optimizer, tuned, seed=SEED + 2)
             assert not busy.done()
             with ThreadPoolExecutor(1) as reader:
-                reading = reader.submit(lambda: {name: value.clone() for name, value in model.state_dict().items()})
+                reading = reader.submit(read)
                 assert wait([reading], timeout=0.2).not_done
                 goes_on.set()
-                found = reading.result(60)
+                reading.result(60)
         finally:
             goes_on.set()
         assert tuned.audit()
-        same = Stronghold(kind="stronghold", window=2, late=())
-        other = train(ZOO["gpt"], same, steps=2)
+        found, other = model.state_dict(), train(ZOO["gpt"], Stronghold(kind="stronghold", window=2, late=()), steps=2)
         assert all(torch.equal(found[name], value) for name, value in other.weights.items())
 
     def test_a_slow_host_updates_beside_the_next_forward(self) -> None:
