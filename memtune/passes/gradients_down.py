@@ -25,6 +25,8 @@ class Early:
     trigger: Trigger = "end_of_step"
     late: bool = False
     """Each update runs beside the next step."""
+    replicas: int = 1
+    """Ranks that have all weights, and average each gradient as it lands."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +112,7 @@ def optimizer_beside_backward(
         step: One whose smallest parameter has a gradient.
         native: The update.
         early: When gradients go down and the host updates.
-        ranks: That train; of several each has its rows of the gradients, reduced in groups.
+        ranks: That train; of several each has its rows of the gradients, reduced in groups, unless they are replicas.
         stays: (parameters,) those that the optimizer's first `ops` ops go on updating on the device; None: none.
         ops: As `passes.stays.updated_first` found.
     """
@@ -119,8 +121,9 @@ def optimizer_beside_backward(
     if not len(mine) or not (step.op_phase == Phase.OPTIMIZER).any():
         return step
     watched = int(np.searchsorted(mine, watched_row(step, stays)))
-    edit = Edit(step)
+    edit, ranks = Edit(step), ranks if early.replicas == 1 else 1
     landings = landings_in(edit, step, mine, watched, early.bucket_bytes, ranks, late=early.late)
+    average_landed(edit, step, mine[landings.index], early.replicas)
     if ranks > 1 and stays is not None and ops:
         _alone_on_device(edit, step, np.flatnonzero(updated & stays), ops)
     first = int(without_own_update(edit, step, ops)[0])
@@ -185,6 +188,31 @@ def landings_of(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> Land
     bucket, adds = (np.cumsum(full) - full).astype(np.int32), after[sums >= 0]
     stays = int(columns.gradient[mine][watched]) if len(mine) else -1
     return Landings(index, raw[index], sums, after, bucket, full.astype(bool), stays, adds)
+
+
+def average_landed(edit: Edit, step: Step, leaving: Rows, ranks: int) -> None:
+    """Each gradient is averaged over `ranks` replicas as it lands, by the rules of `runtime.average_landed`.
+
+    Args:
+        edit: Of `step`.
+        step: Of a replica.
+        leaving: Parameters whose gradients go down, micro-batch by micro-batch; all others are averaged in their sums.
+        ranks: 1: there is nothing to do.
+    """
+    if ranks == 1:
+        return
+    gradient, raw = columns_of(step.parameters).gradient, raw_gradients(step)
+    rows = np.flatnonzero(gradient >= 0)
+    summed = step.producer[gradient[rows]] < 0
+    after = np.where(summed, adding(step)[gradient[rows]], step.ready_after[raw[rows]]).astype(np.int32)
+    what = np.where(np.isin(rows, leaving), raw[rows], gradient[rows]).astype(np.int32)
+    order = np.argsort(after, kind="stable")
+    after, what = after[order], what[order]
+    average = edit.add_ops(
+        "memtune.all_reduce_.default", after=after, phase=Phase.BACKWARD, resource=Resource.INTRA_LINK,
+        traffic_bytes=step.bytes[what], call=step.op_call[after], group=ranks,
+    )  # fmt: skip
+    edit.add_uses(average, what, mutates=True)
 
 
 def landings_in(edit: Edit, step: Step, mine: Rows, watched: int, bucket_bytes: int, ranks: int, *, late: bool) -> Landings:
