@@ -161,6 +161,8 @@ class Technique(BaseModel):
     """Beside `ddp` it averages gradients of the blocks itself, as they land; `ddp` has those of what is in no block."""
     averages_experts: ClassVar[bool] = False
     """The same of experts alone."""
+    averages_landed: ClassVar[bool] = False
+    """Beside `ddp` each gradient is averaged as it lands, since this technique takes it away then; its pass writes that down."""
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Of `ranks`, the consecutive ones that hold one copy of the model together, each a part of it."""

@@ -13,7 +13,16 @@ from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.passes.beside import waiting_room
 from memtune.passes.host_optimizer import Native, of_first_ops, on_host, update_by, update_bytes, without_own_update
-from memtune.passes.landings import Landings, Rows, end_of_backward, kept_alone, landings_in, parameter_bytes, reduced_among
+from memtune.passes.landings import (
+    Landings,
+    Rows,
+    average_landed,
+    end_of_backward,
+    kept_alone,
+    landings_in,
+    parameter_bytes,
+    reduced_among,
+)
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
@@ -25,6 +34,8 @@ class Early:
     trigger: Trigger = "end_of_step"
     late: bool = False
     """Each update runs beside the next step."""
+    replicas: int = 1
+    """Ranks that have all weights, and average each gradient as it lands."""
 
 
 _BEGIN, WITNESS = -1, -1
@@ -90,7 +101,7 @@ def optimizer_beside_backward(
         step: One whose smallest parameter has a gradient.
         native: The update.
         early: When gradients go down and the host updates.
-        ranks: That train; of several each has its rows of the gradients, reduced in groups.
+        ranks: That train; of several each has its rows of the gradients, reduced in groups, unless they are replicas.
         stays: (parameters,) those that the optimizer's first `ops` ops go on updating on the device; None: none.
         ops: As `passes.stays.updated_first` found.
     """
@@ -99,8 +110,9 @@ def optimizer_beside_backward(
     if not len(mine) or not (step.op_phase == Phase.OPTIMIZER).any():
         return step
     watched = int(np.searchsorted(mine, watched_row(step, stays)))
-    edit = Edit(step)
+    edit, ranks = Edit(step), ranks if early.replicas == 1 else 1
     landings = landings_in(edit, step, mine, watched, early.bucket_bytes, ranks, late=early.late)
+    average_landed(edit, step, mine[landings.index], early.replicas)
     if ranks > 1 and stays is not None and ops:
         _alone_on_device(edit, step, np.flatnonzero(updated & stays), ops)
     first = int(without_own_update(edit, step, ops)[0])

@@ -12,7 +12,7 @@ from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.passes.shares import raw_gradients
 from memtune.passes.stream import adding
-from memtune.program import FOREVER, I32, I64, Kind, Phase, Step, Tier
+from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +60,31 @@ def landings_of(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> Land
     bucket, adds = (np.cumsum(full) - full).astype(np.int32), after[sums >= 0]
     stays = int(columns.gradient[mine][watched]) if len(mine) else -1
     return Landings(index, raw[index], sums, after, bucket, full.astype(bool), stays, adds)
+
+
+def average_landed(edit: Edit, step: Step, leaving: Rows, ranks: int) -> None:
+    """Each gradient is averaged over `ranks` replicas as it lands, by the rules of `runtime.average_landed`.
+
+    Args:
+        edit: Of `step`.
+        step: Of a replica.
+        leaving: Parameters whose gradients go down, micro-batch by micro-batch; all others are averaged in their sums.
+        ranks: 1: there is nothing to do.
+    """
+    if ranks == 1:
+        return
+    gradient, raw = columns_of(step.parameters).gradient, raw_gradients(step)
+    rows = np.flatnonzero(gradient >= 0)
+    summed = step.producer[gradient[rows]] < 0
+    after = np.where(summed, adding(step)[gradient[rows]], step.ready_after[raw[rows]]).astype(np.int32)
+    what = np.where(np.isin(rows, leaving), raw[rows], gradient[rows]).astype(np.int32)
+    order = np.argsort(after, kind="stable")
+    after, what = after[order], what[order]
+    average = edit.add_ops(
+        "memtune.all_reduce_.default", after=after, phase=Phase.BACKWARD, resource=Resource.INTRA_LINK,
+        traffic_bytes=step.bytes[what], call=step.op_call[after], group=ranks,
+    )  # fmt: skip
+    edit.add_uses(average, what, mutates=True)
 
 
 def landings_in(edit: Edit, step: Step, mine: Rows, watched: int, bucket_bytes: int, ranks: int, *, late: bool) -> Landings:

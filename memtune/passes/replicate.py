@@ -41,6 +41,8 @@ class Replication:
     """The same of the blocks' experts."""
     at_end: bool = False
     """Whether buckets are filled when the last backward of a pipeline's step has ended, and not as gradients arrive."""
+    landed: bool = False
+    """Whether there are no buckets: each gradient is averaged as it lands, and whose pass takes it away writes that down."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class _Arrival:
 @remembered
 def replicate(step: Step, how: Replication) -> Step:
     """`step` as one rank runs it under DDP; `step` itself where nothing gets a gradient."""
+    if how.landed:
+        edit = Edit(step)
+        return edit.done() if _broadcast_buffers(edit, step, how) else step
     arrivals = _at_end(step) if how.at_end else _arrivals(step, how.of_blocks, how.of_experts)
     if not arrivals:
         return step
@@ -171,12 +176,12 @@ def _average(edit: Edit, how: Replication, buckets: list[list[_Arrival]], rows: 
     edit.add_uses(reduce, rows, mutates=True)
 
 
-def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> None:
-    """Buffers follow the first rank's before the first forward: flattened into one message."""
+def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> bool:
+    """Buffers follow the first rank's before the first forward: flattened into one message. False: there are none."""
     buffers = np.flatnonzero((step.kind == Kind.BUFFER) & (step.producer < 0) & (step.tier == Tier.DEVICE)).astype(np.int32)
     total = int(step.bytes[buffers].sum())
     if not total:
-        return
+        return False
     at = step.enter[-1:].astype(np.int32)
     flat = edit.add_ops("aten.cat.default", before=at, phase=Phase.PROLOGUE, traffic_bytes=2 * total)
     message = edit.add_storages(np.asarray([total]), producer=flat, kind=Kind.COMMUNICATION)
@@ -193,6 +198,7 @@ def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> None:
     back = edit.add_ops("aten.copy_.default", before=at, phase=Phase.PROLOGUE, traffic_bytes=2 * total)
     edit.add_uses(back, message)
     edit.add_uses(np.full(len(buffers), back[0], np.int32), buffers, mutates=True)
+    return True
 
 
 def _rebound(edit: Edit, step: Step, how: Replication, arrivals: list[_Arrival], bucket_of: dict[int, int]) -> Step:

@@ -23,7 +23,7 @@ from memtune.passes.gradients_down import (
     watched_row,
 )
 from memtune.passes.host_optimizer import without_own_update
-from memtune.passes.landings import Landings, Rows, end_of_backward, landings_in
+from memtune.passes.landings import Landings, Rows, average_landed, end_of_backward, landings_in
 from memtune.passes.ssd_optimizer import Pieces
 from memtune.passes.update_at_gradient import needed_after_landing
 from memtune.program import Phase, Step
@@ -35,7 +35,7 @@ def not_beside_backward(step: Step, ranks: int = 1) -> str:
     return needed_after_landing(step, mine, int(np.searchsorted(mine, watched_row(step))), ranks)
 
 
-def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int, ranks: int = 1, slots: int = 1) -> Step:
+def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int, ranks: int = 1, slots: int = 1, replicas: int = 1) -> Step:
     """`step` with weights and state on SSD and every update beside backward.
 
     Args:
@@ -43,6 +43,7 @@ def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int, ranks: int =
         bucket_bytes: Of gradients that go down together, and whose pieces are read meanwhile.
         ranks: That train, as for `optimizer_beside_backward`.
         slots: Places on SSD for each piece, which take turns.
+        replicas: Ranks that have all weights, and average each gradient as it lands; `ranks` is 1 then.
     """
     mine = _updated(step)
     if not len(mine) or not (step.op_phase == Phase.OPTIMIZER).any():
@@ -50,6 +51,7 @@ def optimizer_on_ssd_beside_backward(step: Step, bucket_bytes: int, ranks: int =
     columns, watched = columns_of(step.parameters), int(np.searchsorted(mine, watched_row(step)))
     edit = Edit(step)
     landings = landings_in(edit, step, mine, watched, bucket_bytes, ranks, late=False)
+    average_landed(edit, step, mine[landings.index], replicas)
     first = int(without_own_update(edit, step)[0])
     turns = _turns(step, landings, watched, first)
     pieces = Pieces.on_ssd(edit, step, mine, slots)

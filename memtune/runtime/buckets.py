@@ -11,7 +11,7 @@ rules, which `passes.replicate` has as well, hold here too:
    gradient is an error, or, where it is said that there are such ones, counts as zeros if another rank has one, else as nothing.
 4. Where a rank runs stages of a pipeline, no micro-batch is the last one of all of them: buckets are filled, in reverse order of
    registration, and averaged when the last backward has ended.
-5. Buffers follow those of the first copy before the first forward of a step.
+5. Buffers follow those of the first copy before the first forward of a step (`runtime.follow_first`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.follow_first import FollowFirst
 from memtune.runtime.nodes import count_collective
 from memtune.runtime.parts import same_part
 from memtune.runtime.ranks import require_ranks
@@ -70,14 +71,14 @@ class Buckets:
         self._arrival: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        self._last, self._queued, self._next, self._fresh = True, False, 0, True
+        self._last, self._queued, self._next = True, False, 0
         self._averaged_bytes = 0
         pipeline: Any = context.pipeline
         if pipeline is not None:  # rule 4
             pipeline.reduce = self._finish
         for parameter in self._parameters if pipeline is None else ():
             context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
-        context.undo.callback(context.model.register_forward_pre_hook(self._send_buffers).remove)
+        self._buffers = FollowFirst(context, self._group)
         context.sync, context.averaged = self._sync, True
         context.checks["sharding.states"] = self._check
 
@@ -142,7 +143,7 @@ class Buckets:
     def _finish(self) -> None:
         """Backward has ended."""
         self._queued = False
-        self._fresh = True
+        self._buffers.step_ends()
         if not self._buckets:
             self._fill()
         if not self._finds_unused:
@@ -204,24 +205,6 @@ class Buckets:
             numbers = torch.tensor([number[parameter] for parameter in order], device=order[0].device)
             dist.broadcast(numbers, group=self._group, group_src=0)
             return [self._parameters[index] for index in numbers.tolist()]
-
-    # -- buffers -------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _send_buffers(self, model: nn.Module, args: Any) -> None:
-        """Rule 5: one message; an evaluation sends nothing, as some ranks alone may do one."""
-        if not model.training:
-            return
-        buffers = [buffer for buffer in model.buffers() if buffer.numel()] if self._fresh else []
-        self._fresh = False
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in buffers:
-            by_type.setdefault(buffer.dtype, []).append(buffer)
-        for same in by_type.values():
-            message = torch.cat([buffer.reshape(-1) for buffer in same])
-            dist.broadcast(message, group=self._group, group_src=0)
-            for buffer, sent in zip(same, message.split([b.numel() for b in same]), strict=True):
-                buffer.copy_(sent.view_as(buffer))
 
     def _check(self) -> dict[str, Any]:
         mine = set(self._trained())

@@ -38,6 +38,7 @@ class Context:
         averaged: Whether what divides or replicates states averages gradients between the copies.
         averages_blocks: Whether what moves the blocks' parameters averages their gradients as they land; DDP leaves them out.
         averages_experts: The same of what moves experts, before it updates them.
+        averages_landed: Whether replicas average each gradient as it lands, since what comes next takes it away.
         later: Run when states have been divided, by techniques whose work depends on how.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
@@ -67,6 +68,7 @@ class Context:
     averaged: bool = False
     averages_blocks: bool = False
     averages_experts: bool = False
+    averages_landed: bool = False
     later: list[Callable[[], None]] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None

@@ -106,7 +106,7 @@ class GradientsDown:
         elif context.ranks > 1:
             raise ApplyError(
                 "Gradients cannot go down as they land here: between backward and the step ranks still change them.",
-                fix="sharding: {states: {kind: fsdp}}, zero1 or zero2, with nothing under sharding.parallel", code="MT315",
+                fix="sharding: {states: {kind: fsdp}}, ddp, zero1 or zero2, with nothing under sharding.parallel", code="MT315",
             )  # fmt: skip
         else:
             for parameter in self._held:

@@ -14,9 +14,15 @@ from memtune.search_spaces.offload.states._layers import runs_past_blocks
 from memtune.technique import Reason, Target
 
 _OTHER = "offload: {states: {kind: optimizer_cpu}} with trigger: end_of_step"
-_REDUCED = ("fsdp", "zero3", "zero1", "zero2")
-"""What reduces a gradient to its final value, and has no other one, as soon as its bucket or unit is complete."""
-_REDUCING = "fsdp, zero3, zero1 or zero2"
+_REDUCED = ("ddp", "fsdp", "zero3", "zero1", "zero2")
+"""What reduces a gradient to its final value, and has no other one, as soon as it lands or its bucket or unit is complete."""
+_REDUCING = "ddp, fsdp, zero3, zero1 or zero2"
+
+
+def replicas_of(program: Program, target: Target) -> int:
+    """Ranks that have all weights of `program`, and average each gradient as it lands."""
+    states = target.chosen.get("sharding.states")
+    return program.ranks if states is not None and states.kind == "ddp" else 1
 
 
 def native_of(moments: Moments) -> Native:
@@ -45,6 +51,9 @@ def _not_reduced(target: Target) -> Reason | None:
     if states is None or states.kind not in _REDUCED:
         kind = "none" if states is None else states.kind
         return Reason(f"under {kind} gradients are on the device until backward has ended", f"sharding.states: {_REDUCING}")
+    if ("find_unused_parameters", True) in states.knobs():
+        why = "ranks average gradients one by one as they land, so every rank must have each of them"
+        return Reason(why, "find_unused_parameters: false")
     return None
 
 

@@ -12,7 +12,7 @@ from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.gradients_down import GradientsDown
 from memtune.runtime.ssd_beside_backward import SsdBesideBackward
-from memtune.search_spaces.offload.states._as_they_land import not_as_they_land
+from memtune.search_spaces.offload.states._as_they_land import not_as_they_land, replicas_of
 from memtune.search_spaces.offload.states._native_update import no_native_update
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB
@@ -41,6 +41,7 @@ class Lohan(Technique):
         "arXiv:2403.06504, active gradient offloading"
     )
     exactness: ClassVar[Exactness] = Exactness.REORDERED
+    averages_landed: ClassVar[bool] = True
     eager_only: ClassVar[str] = "compiled graphs hand their gradients over at their end, not as they are made"
 
     update: Literal["native", "master"] = "native"
@@ -62,13 +63,19 @@ class Lohan(Technique):
             return Reason("the optimizer has no state to move")
         if (reason := no_native_update(step, self.update)) is not None:
             return reason
-        why_not = not_beside_backward(step, target.ranks)
+        why_not = not_beside_backward(step, _reducing_ranks(program, target))
         return Reason(why_not, "offload: {states: {kind: zero_infinity}}") if why_not else None
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State and masters to SSD; copies down, reads, updates, copies up and writes inside backward."""
         return program.with_step(
-            optimizer_on_ssd_beside_backward(program.step, self._bucket_bytes, program.ranks, 2 if self.keeps_steps() else 1)
+            optimizer_on_ssd_beside_backward(
+                program.step,
+                self._bucket_bytes,
+                _reducing_ranks(program, target),
+                2 if self.keeps_steps() else 1,
+                replicas_of(program, target),
+            )
         )
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -98,3 +105,8 @@ class Lohan(Technique):
     def exactly(self) -> Exactness:
         """Lossy with masters: it trains as bfloat16 with float32 masters does, not as the user's optimizer."""
         return Exactness.LOSSY if self.update == "master" else Exactness.REORDERED
+
+
+def _reducing_ranks(program: Program, target: Target) -> int:
+    """Ranks among which a gradient is reduced in groups; replicas average each by itself."""
+    return program.ranks if replicas_of(program, target) == 1 else 1

@@ -13,7 +13,7 @@ from memtune.program import Kind, Program
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.host_update import Moments
-from memtune.search_spaces.offload.states._as_they_land import apply_as_they_land, native_of, not_as_they_land
+from memtune.search_spaces.offload.states._as_they_land import apply_as_they_land, native_of, not_as_they_land, replicas_of
 from memtune.search_spaces.offload.states._native_update import no_native_update
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -76,7 +76,8 @@ class OptimizerCpu(Technique):
         native = native_of(self.moments)
         if self.trigger == "end_of_step":
             return program.with_step(optimizer_on_host(program.step, native))
-        return program.with_step(optimizer_beside_backward(program.step, native, Early(0, self.trigger), program.ranks))
+        early = Early(0, self.trigger, replicas=replicas_of(program, target))
+        return program.with_step(optimizer_beside_backward(program.step, native, early, program.ranks))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to host copies of its parameters."""
@@ -84,6 +85,11 @@ class OptimizerCpu(Technique):
             context.checks["offload.states"] = HostOptimizer(context, self.update, self.moments).check
         else:
             apply_as_they_land(context, self.update, self.moments, 0, self.trigger)
+
+    @property
+    def averages_landed(self) -> bool:  # type: ignore[override]
+        """Gradients leave as they land, but with the trigger `end_of_step`."""
+        return self.trigger != "end_of_step"
 
     def least_share_on_host(self) -> float:
         """All of it."""

@@ -13,7 +13,7 @@ from memtune.passes.stays import cannot_part
 from memtune.program import Kind, Program
 from memtune.runtime.context import Context
 from memtune.runtime.host_update import Moments
-from memtune.search_spaces.offload.states._as_they_land import apply_as_they_land, native_of, not_as_they_land
+from memtune.search_spaces.offload.states._as_they_land import apply_as_they_land, native_of, not_as_they_land, replicas_of
 from memtune.search_spaces.offload.states._native_update import no_native_update
 from memtune.search_spaces.offload.states._ratio import Found, smallest_ratio
 from memtune.technique import NO_PLAN, Exactness, Plan, Reason, Target, Technique
@@ -44,6 +44,7 @@ class ZeroOffload(Technique):
         "Ren et al. 2021, ZeRO-Offload: Democratizing Billion-Scale Model Training, arXiv:2101.06840, sections 4.1 and 5.2"
     )
     exactness: ClassVar[Exactness] = Exactness.REORDERED
+    averages_landed: ClassVar[bool] = True
     weights_stay: ClassVar[bool] = True
     eager_only: ClassVar[str] = "compiled graphs hand their gradients over at their end, not as they are made"
 
@@ -90,7 +91,7 @@ class ZeroOffload(Technique):
                 return Reason(f"{other.kind} plans for the same budget, and what it leaves is not known before", "ratio: 1.0")
         if program.step.peak_bytes() <= target.budget_bytes:
             return Reason("everything fits into the budget as it is", "offload: {states: {kind: none}}")
-        found = self._solved(program, target.budget_bytes)
+        found = self._solved(program, target.budget_bytes, replicas_of(program, target))
         if found.least_bytes > target.budget_bytes:
             least = format_bytes(found.least_bytes)
             return Reason(f"nothing of the state has room on the device: without it the step needs {least}", "ratio: 1.0")
@@ -98,14 +99,17 @@ class ZeroOffload(Technique):
             return Reason("no parameter's state has room on the device", "ratio: 1.0")
         return not_as_they_land(program, target, found.ratio)
 
-    def _solved(self, program: Program, budget_bytes: int) -> Found:
-        return smallest_ratio(program, native_of(self.moments), Early(self._bucket_bytes, late=self.delayed), budget_bytes)
+    def _solved(self, program: Program, budget_bytes: int, replicas: int) -> Found:
+        return smallest_ratio(program, native_of(self.moments), self._early(replicas), budget_bytes)
+
+    def _early(self, replicas: int) -> Early:
+        return Early(self._bucket_bytes, late=self.delayed, replicas=replicas)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """The ratio, where none is given."""
         if self.ratio is not None or target.budget_bytes is None:
             return NO_PLAN
-        found = self._solved(program, target.budget_bytes)
+        found = self._solved(program, target.budget_bytes, replicas_of(program, target))
         return Plan(decisions={"ratio": found.ratio, "staying": found.staying, "trained": found.trained})
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
@@ -137,7 +141,7 @@ class ZeroOffload(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Copies down in backward, state and update to the host, weights up in the step; where delayed, a later step."""
-        early, ratio = Early(self._bucket_bytes, late=self.delayed), self._ratio(plan)
+        early, ratio = self._early(replicas_of(program, target)), self._ratio(plan)
         if ratio < 1.0:
             return program.with_step(partly_beside_backward(program.step, native_of(self.moments), early, program.ranks, ratio))
         return program.with_step(optimizer_beside_backward(program.step, native_of(self.moments), early, program.ranks))

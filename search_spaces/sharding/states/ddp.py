@@ -8,6 +8,7 @@ from pydantic import Field
 
 from memtune.passes.replicate import Replication, replicate
 from memtune.program import Program
+from memtune.runtime.average_landed import AverageLanded
 from memtune.runtime.buckets import Buckets
 from memtune.runtime.context import Context
 from memtune.runtime.replicate import Replicas
@@ -58,13 +59,20 @@ class Ddp(Technique):
         of_blocks = offload is None or not offload.averages_blocks
         of_experts = offload is None or not offload.averages_experts
         bucket_bytes, at_end = self.bucket_cap_mb << 20, program.unrolled > 1
+        landed = offload is not None and offload.averages_landed
         how = Replication(
-            program.ranks, bucket_bytes, program.accumulate, self.find_unused_parameters, of_blocks, of_experts, at_end
+            program.ranks, bucket_bytes, program.accumulate, self.find_unused_parameters, of_blocks, of_experts, at_end, landed
         )
         return program.with_step(replicate(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Wrap the model; the wrapper is what trains. Where ranks have parts of a model, the copies of each part are averaged."""
+        """Wrap the model; the wrapper is what trains. Where ranks have parts of a model, the copies of each part are averaged.
+
+        Where gradients leave as they land, each is averaged by itself, without a wrapper and buckets.
+        """
+        if context.averages_landed:
+            AverageLanded(context, find_unused_parameters=self.find_unused_parameters)
+            return
         kind = Replicas if context.parts == 1 else Buckets
         kind(context, bucket_cap_mb=self.bucket_cap_mb, find_unused_parameters=self.find_unused_parameters)
 

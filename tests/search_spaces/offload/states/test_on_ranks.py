@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gloo import run_ranks
@@ -43,6 +44,7 @@ AS_THEY_LAND = [
     OptimizerCpu(kind="optimizer_cpu", update="native", trigger="per_layer"),
     Lohan(kind="lohan", bucket_mib=0.005),
 ]
+DDP = Ddp(kind="ddp")
 REDUCING = [(Zero1(kind="zero1"), 1), (Zero1(kind="zero1", bucket_cap_mb=1), 3), (Zero2(kind="zero2"), 3), (FSDP, 1), (FSDP, 3)]
 
 
@@ -75,7 +77,56 @@ def test_gradients_that_leave(tmp_path: Path, technique: Technique, sharding: Te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sharding", "parts"), REDUCING, ids=str)
+@pytest.mark.usefixtures("ssd")
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("technique", AS_THEY_LAND, ids=named)
+def test_replicas_average_each_gradient_as_it_lands(tmp_path: Path, technique: Technique, parts: int) -> None:
+    """The bits of DDP's buckets in one micro-batch; of several, a sum of averages and not an average of sums."""
+    host_rel = None if isinstance(technique, OptimizerCpu) else 0.02
+    tolerance = 1e-5 if parts > 1 else 0.0
+    check_on_ranks(tmp_path, technique, DDP, NATIVE, model="tied", host_rel=host_rel, parts=parts, tolerance=tolerance)
+
+
+def on_own_samples(path: str, settings: list[dict[str, Any]], micro_batches: int) -> list[dict[str, torch.Tensor]]:
+    """Under each of `settings`, the weights after three steps with samples of this rank's own."""
+    found = []
+    for each in settings:
+        workload, model, optimizer = build(Path(path))
+        tuned = apply(model, optimizer, {"settings": each}, loss=workload.loss, strict=False)
+        for step in range(3):
+            torch.manual_seed(100 * step + torch.distributed.get_rank())
+            tuned.step([workload.make_batch(2) for _ in range(micro_batches)])
+        found.append({name: value.clone() for name, value in tuned.state_dict()["model"].items()})
+    return found
+
+
+@pytest.mark.slow
+def test_replicas_with_other_samples_train_as_ddp_does() -> None:
+    """Equal weights on all ranks, and those of DDP up to the order of the sum over micro-batches."""
+    settings = [settings_of(DDP, each) for each in (NATIVE, *AS_THEY_LAND[:3])]
+    first, second = run_ranks(on_own_samples, 2, str(ZOO["tied"]), settings, 3)
+    for mine, theirs in zip(first, second, strict=True):
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+        assert max(float((value - first[0][name]).abs().max()) for name, value in mine.items()) < 1e-5
+
+
+def test_a_replica_s_link_carries_each_gradient_once_a_micro_batch() -> None:
+    """The mechanism: one message for each gradient beside backward, in the place of DDP's buckets, before it goes down."""
+    for technique in AS_THEY_LAND[:3]:
+        step = predicted(DDP, technique, 2)
+        averages = np.flatnonzero(step.op_name == step.names.index("memtune.all_reduce_.default"))
+        trained = [p for p in step.parameters if p.trainable]
+        assert len(averages) == len(trained)
+        assert step.op_traffic_bytes[averages].sum() == sum(p.itemsize * int(np.prod(p.shape)) for p in trained)
+        assert "c10d.allreduce_.default" not in step.names
+        downs = np.flatnonzero(step.op_name == step.names.index("memtune.to_host.default"))
+        sent = {int(step.use_storage[row]): int(step.use_op[row]) for row in np.flatnonzero(np.isin(step.use_op, downs))}
+        averaged = {int(step.use_storage[row]): int(step.use_op[row]) for row in np.flatnonzero(np.isin(step.use_op, averages))}
+        assert all(averaged[storage] < op for storage, op in sent.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharding", "parts"), [*REDUCING, (DDP, 1), (DDP, 3)], ids=str)
 def test_a_part_that_stays(tmp_path: Path, sharding: Technique, parts: int) -> None:
     """Each rank keeps the state of its rows of what comes first: the user's own update there, the native one for the rest."""
     partly = BUCKETS.model_copy(update={"ratio": 0.4})
@@ -84,7 +135,7 @@ def test_a_part_that_stays(tmp_path: Path, sharding: Technique, parts: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sharding", "parts"), REDUCING[1::2], ids=str)
+@pytest.mark.parametrize(("sharding", "parts"), [*REDUCING[1::2], (DDP, 3)], ids=str)
 def test_as_much_stays_as_the_budget_holds(tmp_path: Path, sharding: Technique, parts: int) -> None:
     """Half way between the peaks with all and with nothing on the host; of each rank's rows as many parameters stay."""
     peaks = [predicted(sharding, BUCKETS.model_copy(update={"ratio": ratio}), parts).peak_bytes() for ratio in (1.0, 0.0)]
@@ -112,7 +163,7 @@ def five_steps(path: str, settings: dict[str, Any] | None, micro_batches: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sharding", "parts"), REDUCING, ids=str)
+@pytest.mark.parametrize(("sharding", "parts"), [*REDUCING, (DDP, 3)], ids=str)
 def test_five_steps_are_those_of_one_rank(sharding: Technique, parts: int) -> None:
     """All ranks train on the same samples, so their mean gradient is one rank's up to the order of the sum."""
     path = str(ZOO["gpt"])
@@ -142,7 +193,7 @@ def after_clipping(path: str, settings: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", [FSDP, Zero2(kind="zero2")], ids=named)
+@pytest.mark.parametrize("sharding", [FSDP, Zero2(kind="zero2"), DDP], ids=named)
 def test_clipping_by_norm_is_noticed_on_every_rank(sharding: Technique) -> None:
     for technique in (BUCKETS, AS_THEY_LAND[2]):
         said = run_ranks(after_clipping, 2, str(ZOO["tied"]), settings_of(sharding, technique))
@@ -151,10 +202,11 @@ def test_clipping_by_norm_is_noticed_on_every_rank(sharding: Technique) -> None:
 
 def test_gradients_that_change_until_the_step_stay() -> None:
     program = plain_program(ZOO["gpt"])
-    for other in (Ddp(kind="ddp"), Mics(kind="mics", group=2)):
-        target = replace(target_of(other), ranks=4)
-        assert f"under {other.kind} gradients are on the device" in str(BUCKETS.fits(program, target))
-        assert "zero2" in str(BUCKETS.fits(program, target))
+    target = replace(target_of(Mics(kind="mics", group=2)), ranks=4)
+    assert "under mics gradients are on the device" in str(BUCKETS.fits(program, target))
+    assert "zero2" in str(BUCKETS.fits(program, target))
+    unused = Ddp(kind="ddp", find_unused_parameters=True)
+    assert "one by one as they land" in str(BUCKETS.fits(program, replace(target_of(unused), ranks=4)))
     cut = replace(target_of(FSDP, TensorParallel(kind="tensor", degree=2)), ranks=4)
     assert "not for tensor" in str(BUCKETS.fits(program, cut))
     late = BUCKETS.model_copy(update={"delayed": True})
@@ -176,8 +228,11 @@ def refused(path: str, settings: dict[str, Any]) -> str:
 def test_apply_refuses_what_does_not_fit() -> None:
     late = BUCKETS.model_copy(update={"delayed": True})
     for sharding, technique, why in (
-        (Ddp(kind="ddp"), BUCKETS, "ranks still change them"),
+        (Mics(kind="mics", group=2), BUCKETS, "ranks still change them"),
+        (Ddp(kind="ddp", find_unused_parameters=True), BUCKETS, "find_unused_parameters"),
         (Zero1(kind="zero1"), late, "one step late"),
     ):
-        said = run_ranks(refused, 2, str(ZOO["tied"]), settings_of(sharding, technique), may_fail=True)
+        said = run_ranks(
+            refused, 4 if sharding.kind == "mics" else 2, str(ZOO["tied"]), settings_of(sharding, technique), may_fail=True
+        )
         assert all(why in each for each in said), said
