@@ -21,7 +21,7 @@ from memtune.program import Program, Resource, Step
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
-from memtune.search_spaces.recompute._budget import Solution, within
+from memtune.search_spaces.recompute._budget import Solution, _within, within
 from memtune.search_spaces.recompute._levels import levels
 from memtune.search_spaces.recompute._levels import rewritten as measured_rewrite
 from memtune.search_spaces.recompute.attention_output import AttentionOutput
@@ -181,6 +181,18 @@ class TestPlanned(TechniqueSuite):
         assert lines[0].startswith("peak 3.8")
         assert any(re.search(r"moves .*\bgelu to the host", line) for line in lines)
         assert Planned(share=0.3).explain(NO_PLAN) == ()
+
+    @pytest.mark.parametrize("by_schedule", [False, True])
+    def test_what_fits_as_it_is_is_not_solved_for(self, by_schedule: bool) -> None:
+        program = plain_program(ZOO["gpt"])
+        plain = self.solved(program, Planned(share=0.0)).plain_bytes
+        solved = _within.cache_info().misses
+        exactly = Planned(budget_bytes=plain, spare=0.0, by_schedule=by_schedule)
+        assert "everything fits" in str(exactly.fits(program, target_of()))
+        assert _within.cache_info().misses == solved
+        less = Planned(budget_bytes=plain - 1, spare=0.0)
+        assert less.fits(program, target_of()) is None
+        assert _within.cache_info().misses == solved + 1
 
     def test_reasons(self) -> None:
         program = plain_program(ZOO["gpt"])
