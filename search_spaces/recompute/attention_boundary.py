@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -22,7 +23,7 @@ from memtune.search_spaces.recompute._by_blocks import (
     which_by_block,
 )
 from memtune.search_spaces.recompute._fits import no_attention
-from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, place_of
+from memtune.search_spaces.recompute._place import Place, cannot_freeze, comes_and_goes, place_of
 from memtune.search_spaces.recompute._schedules import install_schedule, rewritten_by
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -67,7 +68,7 @@ class AttentionBoundary(Technique):
     def plan(self, program: Program, target: Target) -> Plan:
         """The schedule, or that of each block, with what it comes to."""
         if comes_and_goes(program, target):
-            return self._plan_by_blocks(program, target)
+            return Plan(decisions={**_by_blocks(place_of(program, target), self.residual_every)})
         step, found, region = program.step, boundaries_of(program.step, self.residual_every), region_of(program.step)
         if not isinstance(found, Boundaries) or isinstance(region, str):
             raise _uncut(found)
@@ -79,26 +80,6 @@ class AttentionBoundary(Technique):
                 "kept_bytes": int(region.bytes[list(found.kept)].sum()),
                 "peak_bytes": place_of(program, target).peak_bytes(found.schedule),
                 "again_s": round(float(op_s[found.schedule.computes()].sum() - op_s.sum()), 9),
-            }
-        )
-
-    def _plan_by_blocks(self, program: Program, target: Target) -> Plan:
-        step, found, regions = (
-            program.step,
-            boundaries_in_blocks(program.step, self.residual_every),
-            block_regions_of(program.step),
-        )
-        if not isinstance(found, BlockBoundaries) or isinstance(regions, str):
-            raise _uncut(found)
-        place, op_s = place_of(program, target), op_costs(step, target.hardware).op_s[regions.together.rows]
-        pairs = zip(regions.ops, found.schedules, strict=True)
-        again_s = sum(float(op_s[ops[each.computes()]].sum() - op_s[ops].sum()) for ops, each in pairs)
-        return Plan(
-            decisions={
-                **which_by_block(regions, found.schedules),
-                "kept_bytes": found.kept_bytes,
-                "peak_bytes": place.after(under_blocks(step, found.schedules)).peak_bytes(),
-                "again_s": round(again_s, 9),
             }
         )
 
@@ -123,3 +104,20 @@ def _uncut(why: object) -> ApplyError:
         "recompute: {kind: attention_boundary} cannot cut this model.", evidence=f"{why}.",
         fix="recompute: {kind: attention_output}", code="MT316",
     )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _by_blocks(place: Place, every: int | None) -> dict[str, Any]:
+    """What a plan says where each block has a schedule: the same for all candidates of one place."""
+    step, found, regions = place.step, boundaries_in_blocks(place.step, every), block_regions_of(place.step)
+    if not isinstance(found, BlockBoundaries) or isinstance(regions, str):
+        raise _uncut(found)
+    op_s = op_costs(step, place.hardware).op_s[regions.together.rows]
+    pairs = zip(regions.ops, found.schedules, strict=True)
+    again_s = sum(float(op_s[ops[each.computes()]].sum() - op_s[ops].sum()) for ops, each in pairs)
+    return {
+        **which_by_block(regions, found.schedules),
+        "kept_bytes": found.kept_bytes,
+        "peak_bytes": place.after(under_blocks(step, found.schedules)).peak_bytes(),
+        "again_s": round(again_s, 9),
+    }
