@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from memtune.passes.online import Told, least_budget_bytes, online_policy, peak_
 from memtune.passes.region import Region, region_of
 from memtune.program import Kind, Step, Tier
 from memtune.remat import Policy
+from memtune.runtime.online import OnlineSettings
 from memtune.runtime.op_facts import Costs, scratch_name
 from memtune.runtime.workspace import RealOutputs
 from memtune.technique import Reason
@@ -116,3 +118,19 @@ def _unseen_bytes(step: Step, region: Region) -> int:
     seen = np.isin(step.kind, kinds)
     seen[step.use_storage[np.isin(step.use_op, region.rows)]] = True
     return int(step.bytes[there & ~seen & (step.tier == Tier.DEVICE)].sum())
+
+
+def settings_online(plan: Mapping[str, Any], policy: Policy, freeze_after: int) -> OnlineSettings:
+    """What the runtime is told by a plan, which may be damaged.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: It says too little, or something else.
+    """
+    costs = Costs(*(float(plan[name]) for name in ("flops_per_s", "bytes_per_s", "launch_s")))
+    if costs.flops_per_s <= 0 or costs.bytes_per_s <= 0:
+        raise ValueError("a rate of nothing")
+    scratch, makes = ({str(op): int(size) for op, size in plan.get(name, {}).items()} for name in ("scratch", "makes"))
+    budget_bytes, reserve_bytes, unseen_bytes = (
+        int(size) for size in (plan["budget_bytes"], plan["reserve_bytes"], plan.get("unseen_bytes", 0))
+    )
+    return OnlineSettings(policy, budget_bytes, costs, reserve_bytes, scratch, makes, unseen_bytes, freeze_after)
