@@ -35,11 +35,13 @@ from memtune.search_spaces.recompute._by_blocks import (
     rewritten_by_blocks,
     search_blocks,
 )
-from memtune.search_spaces.recompute._online import peak_online, settings_online, told_online, too_little_online
+from memtune.search_spaces.recompute._online import enough_online, peak_online, settings_online, told_online, too_little_online
 from memtune.search_spaces.recompute._place import Place, cannot_freeze, comes_and_goes, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
+_LOOKS = 4
+"""For a budget that both a policy and the online runtime meet, each from where the other has got to."""
 NOT_THE_POLICYS = ("budget_bytes", "ratio", "online", "freeze_after")
 """Knobs that say for which budget and when to decide, not how."""
 
@@ -234,10 +236,22 @@ class _Dynamic(Technique):
         rest = "a smaller micro-batch, or recompute: {kind: planned}"
         enough = None
         if self.budget_bytes is not None:
-            enough = _enough_bytes(place, self.policy(), budget_bytes, self._is_online(place.step))
+            enough = self._enough_bytes(place, budget_bytes)
         if enough is None:
             return Reason(f"{why}; no recompute gets below {format_bytes(place.least_bytes)}", f"a larger budget, {rest}")
         return Reason(f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {enough}, {rest}")
+
+    def _enough_bytes(self, place: Place, too_little_bytes: int) -> int | None:
+        """A budget that the policy meets, and the online runtime as well where that decides; None where none is found."""
+        online, found = self._is_online(place.step), too_little_bytes
+        for _ in range(_LOOKS):
+            by_policy = _enough_bytes(place, self.policy(), found, online)
+            if by_policy is None or not online:
+                return by_policy
+            found = enough_online(place.step, self.policy(), by_policy, place.hardware, place.more_bytes) or 0
+            if not found or solved(place, self.policy(), found, online) is not None:
+                return found or None
+        return None
 
     def _schedule(self, plan: Plan) -> Schedule:
         try:

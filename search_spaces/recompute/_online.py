@@ -94,15 +94,22 @@ def too_little_online(step: Step, policy: Policy, budget_bytes: int, hardware: H
         hardware: Whose rates make costs.
         more_bytes: What these passes add to what is besides the model's values.
     """
-    if peak_online(step, policy, budget_bytes - more_bytes, hardware) is not None:
+    least = enough_online(step, policy, budget_bytes, hardware, more_bytes)
+    if least == budget_bytes:
         return None
-    region, told, policy = _region(step), _told(step, hardware), online_policy(policy)
-    least = least_budget_bytes(step, region, policy, budget_bytes - more_bytes, told)
-    least = None if least is None else least + more_bytes
     given = format_bytes(budget_bytes)
     why = f"deciding while the model runs does not stay within {given}: the model itself holds too much meanwhile"
     fix = "recompute: {kind: planned}" if least is None else f"budget_bytes: {least}, or recompute: {{kind: planned}}"
     return Reason(why if least is None else f"{why}; {format_bytes(least)} are enough", fix)
+
+
+def enough_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, more_bytes: int = 0) -> int | None:
+    """`budget_bytes` if deciding while the model runs stays within it, else a larger one; None: not even the plain peak."""
+    if peak_online(step, policy, budget_bytes - more_bytes, hardware) is not None:
+        return budget_bytes
+    told = _told(step, hardware)
+    least = least_budget_bytes(step, _region(step), online_policy(policy), budget_bytes - more_bytes, told)
+    return None if least is None else least + more_bytes
 
 
 def _region(step: Step) -> Region:
