@@ -21,8 +21,7 @@ from memtune.program import Program, Step
 from memtune.remat import Policy, Trace
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
-from memtune.runtime.online import OnlineRegion, OnlineSettings
-from memtune.runtime.op_facts import Costs
+from memtune.runtime.online import OnlineRegion
 from memtune.runtime.ranks import require_whole_parameters
 from memtune.schedule import Schedule
 from memtune.search_spaces.recompute._block_options import is_cheap
@@ -35,11 +34,13 @@ from memtune.search_spaces.recompute._by_blocks import (
     is_by_blocks,
     rewritten_by_blocks,
 )
-from memtune.search_spaces.recompute._online import peak_online, told_online, too_little_online
+from memtune.search_spaces.recompute._online import enough_online, peak_online, settings_online, told_online, too_little_online
 from memtune.search_spaces.recompute._place import Place, cannot_freeze, comes_and_goes, place_of, under_schedule
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
+_LOOKS = 4
+"""For a budget that both a policy and the online runtime meet, each from where the other has got to."""
 NOT_THE_POLICYS = ("budget_bytes", "ratio", "online", "freeze_after")
 """Knobs that say for which budget and when to decide, not how."""
 
@@ -172,18 +173,10 @@ class _Dynamic(Technique):
 
     def _apply_online(self, context: Context, plan: dict[str, Any]) -> None:
         """Put the online runtime in the place of the model's forward."""
-        policy = online_policy(self.policy())
-        costs = Costs(plan["flops_per_s"], plan["bytes_per_s"], plan["launch_s"])
-        settings = OnlineSettings(
-            policy,
-            plan["budget_bytes"],
-            costs,
-            plan["reserve_bytes"],
-            plan["scratch"],
-            plan.get("makes", {}),
-            plan.get("unseen_bytes", 0),
-            self.freeze_after,
-        )
+        try:
+            settings = settings_online(plan, online_policy(self.policy()), self.freeze_after)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._no_plan() from error
         region = OnlineRegion(context.model, context.optimizer, settings, context.device)
         region.install()
         context.later.append(partial(require_whole_parameters, context, f"recompute: {{kind: {self.kind}}}", ahead=True))
@@ -242,21 +235,36 @@ class _Dynamic(Technique):
         rest = "a smaller micro-batch, or recompute: {kind: planned}"
         enough = None
         if self.budget_bytes is not None:
-            enough = _enough_bytes(place, self.policy(), budget_bytes, self._is_online(place.step))
+            enough = self._enough_bytes(place, budget_bytes)
         if enough is None:
             return Reason(f"{why}; no recompute gets below {format_bytes(place.least_bytes)}", f"a larger budget, {rest}")
         return Reason(f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {enough}, {rest}")
+
+    def _enough_bytes(self, place: Place, too_little_bytes: int) -> int | None:
+        """A budget that the policy meets, and the online runtime as well where that decides; None where none is found."""
+        online, found = self._is_online(place.step), too_little_bytes
+        for _ in range(_LOOKS):
+            by_policy = _enough_bytes(place, self.policy(), found, online)
+            if by_policy is None or not online:
+                return by_policy
+            found = enough_online(place.step, self.policy(), by_policy, place.hardware, place.more_bytes) or 0
+            if not found or solved(place, self.policy(), found, online) is not None:
+                return found or None
+        return None
 
     def _schedule(self, plan: Plan) -> Schedule:
         try:
             return Schedule.from_plain(plan.decisions["schedule"], made_by=self.kind)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ApplyError(
-                f"recompute: {{kind: {self.kind}}} needs its plan, a schedule.",
-                evidence="The config has none, or it is damaged.",
-                fix="memtune search  or  memtune trial --config  makes it and says the least budget; or choose kind: selective",
-                code="MT317",
-            ) from error
+            raise self._no_plan() from error
+
+    def _no_plan(self) -> ApplyError:
+        return ApplyError(
+            f"recompute: {{kind: {self.kind}}} needs its plan, a schedule.",
+            evidence="The config has none, or it is damaged.",
+            fix="memtune search  or  memtune trial --config  makes it and says the least budget; or choose kind: selective",
+            code="MT317",
+        )
 
 
 @lru_cache(maxsize=32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from memtune.passes.online import Told, least_budget_bytes, online_policy, peak_
 from memtune.passes.region import Region, region_of
 from memtune.program import Kind, Step, Tier
 from memtune.remat import Policy
+from memtune.runtime.online import OnlineSettings
 from memtune.runtime.op_facts import Costs, scratch_name
 from memtune.runtime.workspace import RealOutputs
 from memtune.technique import Reason
@@ -92,15 +94,22 @@ def too_little_online(step: Step, policy: Policy, budget_bytes: int, hardware: H
         hardware: Whose rates make costs.
         more_bytes: What these passes add to what is besides the model's values.
     """
-    if peak_online(step, policy, budget_bytes - more_bytes, hardware) is not None:
+    least = enough_online(step, policy, budget_bytes, hardware, more_bytes)
+    if least == budget_bytes:
         return None
-    region, told, policy = _region(step), _told(step, hardware), online_policy(policy)
-    least = least_budget_bytes(step, region, policy, budget_bytes - more_bytes, told)
-    least = None if least is None else least + more_bytes
     given = format_bytes(budget_bytes)
     why = f"deciding while the model runs does not stay within {given}: the model itself holds too much meanwhile"
     fix = "recompute: {kind: planned}" if least is None else f"budget_bytes: {least}, or recompute: {{kind: planned}}"
     return Reason(why if least is None else f"{why}; {format_bytes(least)} are enough", fix)
+
+
+def enough_online(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, more_bytes: int = 0) -> int | None:
+    """`budget_bytes` if deciding while the model runs stays within it, else a larger one; None: not even the plain peak."""
+    if peak_online(step, policy, budget_bytes - more_bytes, hardware) is not None:
+        return budget_bytes
+    told = _told(step, hardware)
+    least = least_budget_bytes(step, _region(step), online_policy(policy), budget_bytes - more_bytes, told)
+    return None if least is None else least + more_bytes
 
 
 def _region(step: Step) -> Region:
@@ -116,3 +125,19 @@ def _unseen_bytes(step: Step, region: Region) -> int:
     seen = np.isin(step.kind, kinds)
     seen[step.use_storage[np.isin(step.use_op, region.rows)]] = True
     return int(step.bytes[there & ~seen & (step.tier == Tier.DEVICE)].sum())
+
+
+def settings_online(plan: Mapping[str, Any], policy: Policy, freeze_after: int) -> OnlineSettings:
+    """What the runtime is told by a plan, which may be damaged.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: It says too little, or something else.
+    """
+    costs = Costs(*(float(plan[name]) for name in ("flops_per_s", "bytes_per_s", "launch_s")))
+    if costs.flops_per_s <= 0 or costs.bytes_per_s <= 0:
+        raise ValueError("a rate of nothing")
+    scratch, makes = ({str(op): int(size) for op, size in plan.get(name, {}).items()} for name in ("scratch", "makes"))
+    budget_bytes, reserve_bytes, unseen_bytes = (
+        int(size) for size in (plan["budget_bytes"], plan["reserve_bytes"], plan.get("unseen_bytes", 0))
+    )
+    return OnlineSettings(policy, budget_bytes, costs, reserve_bytes, scratch, makes, unseen_bytes, freeze_after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -413,6 +414,18 @@ def test_a_budget_that_only_a_schedule_meets_is_refused_with_one_that_is_enough(
     assert "are enough" in str(reason)
     made_before = Dtr(ratio=0.05, online=False)
     assert made_before.fits(program, target_of(made_before)) is None
+
+
+def test_the_budget_that_a_refusal_says_is_enough_is_enough_online() -> None:
+    """It is one that the policy's schedule meets, but the runtime as well."""
+    step = accumulate_gradients(recording_of(ZOO["autocast"]).at(4))
+    program = Program((RankClass(1, step),), 4, accumulate=2)
+    technique = Dtr(budget_bytes=step.peak_bytes() // 4, online=True)
+    reason = str(technique.fits(program, target_of(technique)))
+    enough = re.search(r"budget_bytes: (\d+)", reason)
+    assert enough is not None, reason
+    technique = Dtr(budget_bytes=int(enough[1]), online=True)
+    assert technique.fits(program, target_of(technique)) is None
 
 
 RATIOS = (0.05, 0.07, 0.1, 0.125, 0.15, 0.2)

@@ -94,3 +94,12 @@ class TestDtr(TechniqueSuite):
         with pytest.raises(ApplyError, match="needs its plan"):
             apply(model, optimizer, {"settings": settings_of(Dtr(ratio=0.5))}, strict=False)
         assert "forward" not in vars(model)
+
+    @pytest.mark.parametrize("online", [1, {"budget_bytes": 5}, {"flops_per_s": "fast"}])
+    def test_what_is_to_be_decided_online_may_be_damaged(self, online: object) -> None:
+        _, model, optimizer = build(ZOO["cnn_bn"])
+        decisions = {"schedule": {"graph": "", "forward": [], "backward": []}, "online": online}
+        config = {"settings": settings_of(Dtr(ratio=0.5)), "plan": {"recompute": decisions}}
+        with pytest.raises(ApplyError, match=r"MT317 .* needs its plan"):
+            apply(model, optimizer, config, strict=False)
+        assert "forward" not in vars(model)
