@@ -2,8 +2,8 @@
 
 Three things make what is written down equal to a whole recording:
 
-1. Left out are blocks in the middle of a run whose modules are *alike*: same classes, sizes and settings, no hooks (`_unlike`). A
-   left-out block returns what it was given, in the form in which the block before it returned it.
+1. Left out are blocks in the middle of a run whose modules are *alike*: same classes, sizes and settings, no hooks (`_counting`).
+   A left-out block returns what it was given, in the form in which the block before it returned it.
 2. One recording of the session is whole. What is written down at its micro-batch must be equal to it, column by column: ops,
    shapes, saved tensors, lifetimes. Otherwise all recordings are whole, and `whole` says why.
 3. At every other micro-batch, two blocks that are recorded must say the same of themselves and their neighbours

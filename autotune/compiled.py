@@ -2,7 +2,7 @@
 
 Nothing is modelled here: Dynamo, AOTAutograd and its partitioner run on the fake model as they do in training, and the recorder
 watches the graphs run op by op. So what is recorded for `aot_eager` is what happens. For `inductor` the graphs are those that it
-would be given, with its decompositions and its way to partition; its kernels then fuse ops, which is a pass (`passes.fuse`).
+would be given, with its decompositions and its way to partition; that its kernels fuse ops is not modelled.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import json
 import math
 import sqlite3
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -222,10 +221,3 @@ class _StorageErrors:
                 fix="free space in that folder and go on with --resume, or start anew with --study",
                 code="MT402",
             ) from error
-
-
-def choices_of(trials: list[StoredTrial], keep: Callable[[StoredTrial], bool]) -> Iterator[tuple[StoredTrial, Choice]]:
-    """The choices of the stored trials that `keep` admits, where their settings can be read."""
-    for each in trials:
-        if each.settings is not None and keep(each):
-            yield each, Choice.from_document(each.settings)

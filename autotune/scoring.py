@@ -37,6 +37,8 @@ _MUCH = 0.01
 """The best with a kind is looked around again when it has become so much better."""
 _PROCESSES = 4
 """At most so many score side by side: each remembers programs of its own."""
+_COLLECT_AFTER = 50_000
+"""While candidates are made, garbage is looked for each time there are so many objects more."""
 _KEPT = 64
 """Programs whose prediction is remembered; in pass order what becomes the same program is close together."""
 
@@ -128,8 +130,9 @@ class Scorer:
         prediction = (
             self._coarse(candidate.program) if level == "coarse" else self._events(choice, candidate.program, self._hardware)
         )
-        target = self.rewriter.target
-        reason = too_little(prediction, target, self._host_bytes) or no_room_on_ssd(prediction, target, self._ssd_bytes)
+        target, keeps = self.rewriter.target, any(each.keeps_steps() for each in choice.chosen.values())
+        reason = too_little(prediction, target, self._host_bytes)
+        reason = reason or no_room_on_ssd(prediction, target, self._ssd_bytes, keeps_steps=keeps)
         return Scored(choice, candidate.key, prediction) if reason is None else reason
 
     def _coarse(self, program: Program) -> Prediction:
@@ -166,15 +169,19 @@ class Scorer:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """What is there now (torch, the recording) is left out of garbage collections while many candidates are made.
+    """While many candidates are made, garbage collections are few and leave out what is there now (torch, the recording).
 
-    Each of them would look through all of it again, for a tenth of a second. What somebody has frozen before stays frozen.
+    Each would look through all of it again, for a tenth of a second, and through all remembered programs; candidates leave hardly
+    any cycles to be found. What somebody has frozen before stays frozen.
     """
-    is_ours = gc.get_freeze_count() == 0
+    is_ours, thresholds = gc.get_freeze_count() == 0, gc.get_threshold()
     gc.freeze()
+    if thresholds[0]:  # else somebody has turned them off
+        gc.set_threshold(max(thresholds[0], _COLLECT_AFTER), *thresholds[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         if is_ours:
             gc.unfreeze()
 

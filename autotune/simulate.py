@@ -16,6 +16,7 @@ from memtune.autotune.exposure import RESOURCES, OpTime, critical_path, exposed_
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.program import Kind, Phase, Program, Resource, Step, Tier
+from memtune.traffic import REPEATED, traffic_bytes
 from memtune.units import MIB, format_bytes, format_seconds
 
 Level = Literal["coarse", "events"]
@@ -34,13 +35,11 @@ UNCALIBRATED_STEP = (0.4, 2.5)
 
 # What starts in one section may run beside the rest of that section, not beside the next.
 _SECTIONS: tuple[tuple[Phase, ...], ...] = (
-    (Phase.PROLOGUE,),
-    (Phase.FORWARD,),
+    (Phase.PROLOGUE, Phase.FORWARD),
     (Phase.RECOMPUTE, Phase.BACKWARD),
     (Phase.BOUNDARY,),
     (Phase.OPTIMIZER,),
 )
-_REPEATED = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
 
 # PyTorch's caching allocator: requests up to 1 MiB come from segments of 2 MiB, larger ones from a pool of their own.
 _SMALL_BYTES = MIB
@@ -225,8 +224,7 @@ def _ssd_written_bytes(step: Step, accumulate: int) -> int:
     writes = step.op_resource == Resource.SSD_WRITE
     if not writes.any():
         return 0
-    times = np.where(np.isin(step.op_phase[writes], _REPEATED), accumulate, 1)
-    return int((step.op_traffic_bytes[writes] * times).sum())
+    return int(traffic_bytes(step, accumulate)[writes].sum())
 
 
 class _Time(NamedTuple):
@@ -291,7 +289,7 @@ def _waits(program: Program, step: Step, hardware: Hardware) -> float:
     """Seconds that a rank of a pipeline waits for its neighbours in one optimizer step."""
     if not program.idle:
         return 0.0
-    body = np.isin(step.op_phase, _REPEATED) & (step.op_resource == Resource.COMPUTE)
+    body = np.isin(step.op_phase, REPEATED) & (step.op_resource == Resource.COMPUTE)
     return program.accumulate * program.idle * float(op_costs(step, hardware, ranks=program.ranks).op_s[body].sum())
 
 
@@ -330,8 +328,8 @@ def _coarse_time(live: _native.Live, program: Program, sharing: int) -> _Time:
     busy, exposed = [0.0] * len(RESOURCES), [0.0] * len(RESOURCES)
     used = {i: row for i, row in enumerate(live.busy_s) if i == compute or any(row)}
     for section in _SECTIONS:
-        times = program.accumulate if section[0] in _REPEATED else 1
-        sums = {i: times * sum(row[phase] for phase in section) for i, row in used.items()}
+        times = {phase: program.accumulate if phase in REPEATED else 1 for phase in section}
+        sums = {i: sum(times[phase] * row[phase] for phase in section) for i, row in used.items()}
         for copies in {Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST} & sums.keys():
             sums[copies] *= sharing
         low += max(sums.values())
@@ -339,7 +337,7 @@ def _coarse_time(live: _native.Live, program: Program, sharing: int) -> _Time:
         for i, seconds in sums.items():
             busy[i] += seconds
             exposed[i] += seconds if i == compute else max(0.0, seconds - sums[compute])
-        waits = program.idle * sums[compute] if section[0] in _REPEATED else 0.0
+        waits = program.idle * sums[compute] if section[-1] in REPEATED else 0.0
         low, total = low + waits, total + waits
     return _Time(low, low, total, busy, exposed)
 

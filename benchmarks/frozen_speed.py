@@ -36,10 +36,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtune.cores import cpu_threads
 from memtune.remat import DTR
+from memtune.runtime.capture import autocast_state, capture, shapes_of
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
-from memtune.runtime.tape import autocast_state, capture, shapes_of
 from memtune.schedule import plain_schedule
 
 CPU = torch.device("cpu")

@@ -105,10 +105,13 @@ def _activations(technique: str, option: str, *, case: Mapping[str, Any] | None 
 
 def cases() -> list[Case]:
     """All of them."""
-    native, narrow = {"update": "native"}, {"model": "tobf16"}
-    in_parts, chain = {"parts": 3}, {"model": "chain", "parts": 3, "ranks": ALONE}
+    return [Case("none", "", {}), *_optimizers(), *_weights(), *_others()]
+
+
+def _optimizers() -> list[Case]:
+    """The optimizer's state alone leaves."""
+    native, narrow, in_parts = {"update": "native"}, {"model": "tobf16"}, {"parts": 3}
     return [
-        Case("none", "", {}),
         _states("optimizer_cpu", "own", _at_end),
         _states("optimizer_cpu", "native", _at_end, **native),
         _states("optimizer_cpu", "native, 3 micro-batches", _at_end, case=in_parts, **native),
@@ -128,10 +131,19 @@ def cases() -> list[Case]:
         _states("zero_offload", "buckets of 5 KiB", _as_they_land, case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
         _states("zero_offload", "ratio 0.5", case={"ranks": DIVIDED}, ratio=0.5, bucket_mib=0.005),
         _states("zero_offload", "delayed", _as_they_land, case={"ranks": ALONE}, delayed=True, delay_after=0, bucket_mib=0.005),
+    ]  # fmt: skip
+
+
+def _weights() -> list[Case]:
+    """Weights leave too, or all of it goes to SSD."""
+    in_parts, chain = {"parts": 3}, {"model": "chain", "parts": 3, "ranks": ALONE}
+    return [
         _states("l2l", "defaults", _window(1)),
         _states("l2l", "3 micro-batches", _window(1), case=in_parts),
         _states("stronghold", "solved"),
         _states("stronghold", "window 2", _window(2), window=2),
+        _states("stronghold", "3 micro-batches, late", _window(2), case=in_parts, window=2, late=[0, 2]),
+        _states("stronghold", "at the end of the step", _window(2), window=2, trigger="end_of_step"),
         _states("patrickstar", "no budget"),
         _states("patrickstar", "0.8 of the plain peak", case={"share": 0.8}),
         _states("elixir", "no budget"),
@@ -156,6 +168,12 @@ def cases() -> list[Case]:
         _states("harmony", "boundaries on the host", case=chain, backward=2, boundaries="host"),
         _states("harmony", "prefetch", _packs(1), case=chain, backward=1, prefetch=True),
         _states("mobius", "3 stages", case=chain, stages=3),
+    ]  # fmt: skip
+
+
+def _others() -> list[Case]:
+    """Activations leave, alone or beside states."""
+    return [
         _activations("copy_out", "all", min_bytes=0),
         _activations("copy_out", "half", min_bytes=0, ratio=0.5),
         _activations("copy_out", "all to SSD", min_bytes=0, target="ssd"),

@@ -27,7 +27,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import numpy as np
 import torch
 from gloo import run_ranks
 from offload_cases import EVERYWHERE, Case, Sizes, cases
@@ -39,7 +38,7 @@ from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.record import record
 from memtune.autotune.simulate import simulate
 from memtune.parameters import columns_of
-from memtune.program import Kind, Phase, Program, Recording, Resource, Step
+from memtune.program import Kind, Program, Recording, Resource, Step
 from memtune.runtime import offload_dir
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.ssd_file import Extent, SsdFile
@@ -48,6 +47,7 @@ from memtune.runtime.transfer import COUNTERS
 from memtune.runtime.workspace import WorkspaceTable
 from memtune.technique import Reason, Target
 from memtune.testing.training import build
+from memtune.traffic import traffic_bytes
 from memtune.workload import Workload
 
 MODELS = {**ZOO, "chain": Path(__file__).parents[1] / "tests" / "chain_model.py"}
@@ -146,7 +146,7 @@ def _candidate(case: Case, ranks: int, states: str) -> Candidate | Reason:
 
 
 def _bytes_on_links(step: Step, parts: int) -> dict[str, int]:
-    traffic = step.op_traffic_bytes * np.where(step.op_phase < Phase.BOUNDARY, parts, 1)
+    traffic = traffic_bytes(step, parts)
     return {link: int(traffic[step.op_resource == each].sum()) for link, each in LINKS.items()}
 
 

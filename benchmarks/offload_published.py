@@ -127,13 +127,17 @@ def of_stronghold() -> Iterator[Row]:
 
 
 def of_mobius() -> Iterator[Row]:
-    """A row per size and way to share roots: ZeRO-3 whose shards are on the hosts, and stages in turn."""
+    """A row per size and way to share roots: ZeRO-3 whose shards are on the hosts, and stages in turn.
+
+    The baseline fetches ahead, gathers, sends gradients down beside backward and updates after it, as DeepSpeed's does.
+    """
+    ahead = _states("stronghold", window=2, trigger="end_of_step")
     for name, shape in mobius.SHAPES.items():
         recorded = recording(shape, WIDE, [mobius.MICRO_BATCH])
         for root in mobius.ROOTS:
             machine = mobius.machine(root)
             shared = {**_execution(mobius.MICRO_BATCH), **FULL, "sharding": {"states": {"kind": "fsdp"}}}
-            slow = predicted(recorded, machine, {**shared, **_states("stronghold", window=2)}, ranks=mobius.RANKS)
+            slow = predicted(recorded, machine, {**shared, **ahead}, ranks=mobius.RANKS)
             alone = {**_execution(mobius.MICRO_BATCH), "sharding": {"states": {"kind": "none"}}}
             fast = {
                 stages: predicted(recorded, machine, {**alone, **_states("mobius", stages=stages)}, ranks=mobius.RANKS)
@@ -162,12 +166,18 @@ WHY = {
     "what their hardware gives. Swaps take up to 17 % off a step, and lengthen none: copies of one block run beside "
     "another's compute. What is left of the way is the baseline: where its update after backward weighs most, with few drives "
     "and small batches, LoHan waits for the drives as well.",
-    "stronghold": "Over L2L 1.10 to 1.17, just below the published range; over ZeRO-Infinity 2.2 to 4.9, which begins in its "
-    "upper half and ends above it. ZeRO-Offload is faster: at this size all weights fit on the device, so it moves less. Not in "
-    "memtune: updates that go on beside the next step's forward, and several streams.",
-    "mobius": "2.3 to 3.0 for 3.8 to 5.1. ZeRO-3 waits for its gathers, as published. What Mobius waits for is by more than half "
-    "the host's update and the gradients' way down, which ZeRO-3 has as well. In 32 bits, which memtune's stages have, weights "
-    "and gradients take twice the paper's bytes on both sides.",
+    "stronghold": "Over L2L 1.51 to 2.00 and over ZeRO-Offload 1.10 to 1.23, in or just below the published range; over "
+    "ZeRO-Infinity 2.9 to 5.5 and with parameters on SSD up to 7.7, above it at small batches: its optimizer's state is on "
+    "a drive here. A step is as long as its longest link until compute is (batch 16: 4 % idle). Before gradients left a "
+    "block at a time and updates ran beside backward the ratio over L2L was 1.10 to 1.17. This host's updates fit beside "
+    "backward, so none is left to the next step's forward; with a host half as fast they are at batch 4, which takes a "
+    "fifth off the step. Not in memtune: several streams.",
+    "mobius": "2.2 to 2.8 for 3.8 to 5.1. ZeRO-3 waits for its gathers, as published; it fetches ahead and updates after "
+    "backward, as DeepSpeed's does (rows before this had it update between blocks: 2.3 to 3.0). What Mobius waits for is by"
+    " more than half the host's update and the gradients' way down, which ZeRO-3 has as well: its updates end within the "
+    "step, and those of the first stages come last. In 32 bits, which memtune's stages have, weights and gradients take "
+    "twice the paper's bytes on both sides. Not modelled: gathers that go through the host take time from the copies behind"
+    " the same root, of which ZeRO-3 has more.",
 }
 """What explains a ratio that is not the published one, written after the first comparison; no constant was changed since."""
 

@@ -35,6 +35,7 @@ from memtune import hardware
 from memtune.autotune.record import record
 from memtune.op_costs import op_costs
 from memtune.program import Program, RankClass
+from memtune.search_spaces.recompute import _frontier
 from memtune.search_spaces.recompute._calls import blocks_of
 from memtune.search_spaces.recompute._frontier import Problem, solve
 from memtune.search_spaces.recompute._levels import LIMIT, levels, made_in
@@ -67,7 +68,7 @@ def timed() -> list[dict[str, Any]]:
         problem = _repeated(found, blocks)
         row = {"blocks": blocks, "options": found.seconds.shape[1], "limit_s": limit_s}
         row |= {"plan_s": round(plan_s, 4), "ops": step.n_ops} if blocks == RECORDED else {}
-        rows.append(row | {"frontier_s": round(_cpu_s(partial(solve, problem), REPEATS), 4)})
+        rows.append(row | {"frontier_s": round(_cpu_s(partial(_solve_anew, problem), REPEATS), 4)})
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
@@ -77,6 +78,13 @@ def _repeated(problem: Problem, blocks: int) -> Problem:
     which = np.arange(blocks) % len(problem.class_of)
     columns = (getattr(problem, name)[which] for name in ("held_bytes", "own_bytes", "seconds", "class_of"))
     return Problem(*columns, problem.after_bytes, problem.rest_bytes)
+
+
+def _solve_anew(problem: Problem) -> None:
+    """`solve` without the layers that it remembers of problems before."""
+    for function in (_frontier._after_the_last, _frontier._step_back, _frontier._different):
+        function.cache_clear()
+    solve(problem)
 
 
 def _cpu_s(work: Callable[[], object], repeats: int) -> float:

@@ -23,6 +23,9 @@ EMPTY = frozenset(f"aten.{name}.default" for name in ("empty_like", "new_empty",
 ALLOCATES = "aten.empty_strided.default"
 """What it runs for them."""
 
+BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
+"""They update running statistics beside what they return: a second run leaves those out."""
+
 
 @dataclass(frozen=True)
 class Calls:

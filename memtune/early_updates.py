@@ -79,7 +79,7 @@ class Waiting(Generic[T]):
         """A turn begins, with gradients that nobody else needs."""
         self._turns.append((turn, n_bytes))
 
-    def rest(self) -> Iterator[T]:
-        """All turns; each is forgotten."""
-        while self._turns:
+    def rest(self, keep: int = 0) -> Iterator[T]:
+        """All turns but the newest `keep`; each is forgotten."""
+        while len(self._turns) > keep:
             yield self._turns.pop(0)[0]

@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,12 @@ from memtune.program import Resource
 from memtune.program import Tier as TierId
 from memtune.runtime import host_update, largest, nodes, quantised, transfer, updater_link
 from memtune.runtime.nodes import count_collective
+
+_SPIN_S: Final = 2e-4
+_NAP_S: Final = 2e-4
+_LITTLE_PATIENCE_S: Final = 0.01
+_patience_s = 10.0
+"""How long `_let_go` waits."""
 
 
 @dataclass(frozen=True)
@@ -171,12 +178,19 @@ def _reduce_scatter_on_gloo(out: Tensor, x: Tensor, group: dist.ProcessGroup, op
 def _let_go(sent: list[Tensor]) -> None:
     """Wait until gloo's thread holds none of these tensors, which nobody but the caller and it has.
 
-    It wakes the waiting rank first and drops the tensors when it is scheduled next, ops later on a busy machine: what is freed
-    in between would stay, and the peak would vary from step to step. Gives up after a tenth of a second: only bytes are late.
+    It wakes the waiting rank first and drops the tensors when it is scheduled next, ops or a step later on a busy machine: what
+    is freed in between would stay, and the peak would vary from step to step. So the wait sleeps, which leaves that thread a
+    core, and is as long as a busy machine may keep a thread from running. Who holds tensors longer than that holds them for
+    good: from then on there is little waiting, since only bytes are late.
     """
-    stop_s = time.monotonic() + 0.1
-    while any(_use_count(each) > 1 for each in sent) and time.monotonic() < stop_s:
-        time.sleep(0)
+    global _patience_s
+    start_s = time.monotonic()
+    while any(_use_count(each) > 1 for each in sent):
+        waited_s = time.monotonic() - start_s
+        if waited_s > _patience_s:
+            _patience_s = _LITTLE_PATIENCE_S
+            return
+        time.sleep(0 if waited_s < _SPIN_S else _NAP_S)
 
 
 def _use_count(tensor: Tensor) -> int:

@@ -122,7 +122,7 @@ class Schedule:
         """What `to_plain` gave.
 
         Raises:
-            KeyError, TypeError, ValueError: It is not what `to_plain` gives.
+            IndexError, KeyError, TypeError, ValueError: It is not what `to_plain` gives.
         """
         forward, backward = (tuple(_step(each) for each in plain[key]) for key in ("forward", "backward"))
         return cls(str(plain["graph"]), forward, backward, made_by)

@@ -221,6 +221,10 @@ class Technique(BaseModel):
         """Of the optimizer's state, what is in host memory whatever the plan says; `apply` sees beforehand that it has room."""
         return 0.0
 
+    def keeps_steps(self) -> bool:
+        """Whether a run that ended is taken up from SSD, where its bytes are beside those of the run that goes on."""
+        return False
+
     def knobs(self) -> Iterator[tuple[str, Any]]:
         """Name and value of every field but `kind`."""
         for name in type(self).model_fields:

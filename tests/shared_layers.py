@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.cut import CutRecordings
 from memtune.autotune.record import record
+from memtune.runtime import nodes, shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.loop import train_step, upload
 from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.transfer import COUNTERS
 from memtune.technique import Reason, Target
 from memtune.testing.training import build
 from memtune.workload import Workload
@@ -145,3 +149,24 @@ def peak(document: dict[str, Any]) -> int:
         tuned.step(batches)
         peaks.append(ledger.peak_allocated_bytes() - empty)
     return max(peaks[2:])
+
+
+Measured = dict[str, tuple[int, int, int]]
+
+
+def measured(documents: dict[str, dict[str, Any]], node: int = 8) -> Measured:
+    """Per config: the ledger's peak, and the bytes that a step has received inside a node and between nodes."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(node)
+    found = {}
+    for name, document in documents.items():
+        gc.collect()  # the model before is in cycles
+        highest = peak(document) if shim.available() is None else 0
+        workload, model, optimizer = build(SEPARATE)
+        tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
+        batches = [workload.make_batch(SIZE) for _ in range(document["settings"]["execution"]["accumulate"])]
+        COUNTERS.take()
+        tuned.step(batches)
+        counted = COUNTERS.take()
+        found[name] = (highest, counted.get("intra_link", 0), counted.get("inter_link", 0))
+        nodes.declare(None)
+    return found

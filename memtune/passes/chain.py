@@ -29,7 +29,7 @@ def _module(step: Step, op: int) -> str:
 
 
 def _own_checkpoint(step: Step) -> str:
-    again = np.flatnonzero(step.op_phase == Phase.RECOMPUTE)
+    again = np.flatnonzero((step.op_phase == Phase.RECOMPUTE) & (step.op_copy_of < 0))
     return f"{_module(step, int(again[0]))} is run again by a checkpoint of the model's own" if len(again) else ""
 
 

@@ -140,7 +140,7 @@ class _Writer:
         self._turn_ends = [(0, 0)] * micro_batches
         region = np.append(self._parts.region, np.int32(len(step.blocks)))
         self._made_in = region[step.producer]  # its last entry serves -1
-        self._saved_in = region[step.save_before - step.save_is_output]
+        self._saved_in = np.where(step.save_block >= 0, step.save_block, region[step.save_before - step.save_is_output])
         self._nothing: Mask = np.zeros(step.n_storages, bool)
         self._ignore = self._gradients.storages.copy()
         self._total = -1

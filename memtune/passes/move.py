@@ -20,11 +20,11 @@ import numpy.typing as npt
 from memtune.calls import INPUTS, Call
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
+from memtune.passes.come_back import Lookahead, come_ahead, come_back, come_together, hold_locals, shelve
 from memtune.passes.recompute import calls_of
 from memtune.passes.second_order import read_by_second_order, saved_in_backward
 from memtune.pipeline_order import Stages
-from memtune.program import FOREVER, I32, I64, Phase, Resource, Step, Tier
-from memtune.read_ahead import WRITES, reads
+from memtune.program import FOREVER, I32, Phase, Resource, Step, Tier
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def move_activations(
         window: The same, and as many are on their way to the host at once; with none of the other three.
     """
     claim_of = {claim.block: claim for claim in claims}
-    look = _Lookahead(window, window) if window else _Lookahead(ahead)
+    look = Lookahead(window, window) if window else Lookahead(ahead)
     each = [(call, claim_of[block]) for call, block in enumerate(step.call_block.tolist()) if block in claim_of]
     calls = split_calls(step)
     own = [replace(claim, block=call) for call, claim in each]
@@ -91,7 +91,7 @@ def stage_of(step: Step, stages: Stages | None) -> I32:
 
 
 def _move_calls(
-    step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead: int | None, look: _Lookahead, stages: Stages | None
+    step: Step, claims: list[MoveClaim], lands_after: I32, ssd_ahead: int | None, look: Lookahead, stages: Stages | None
 ) -> Step:
     """`move_activations`, with blocks that run once."""
     rows = _chosen_rows(step, claims, stages)
@@ -120,20 +120,20 @@ def _move_calls(
         _let_go_of_landed(edit, storage, leave, write, landing)
 
     if in_slots:
-        ops = at = _come_together(edit, step, storage, block, first, asked)
+        ops = at = come_together(edit, step, storage, block, first, asked)
         read = leave[:0]
     elif ssd_ahead is None and look.back:
-        ops, at = _come_ahead(edit, step, storage, block, first, asked, look)
+        ops, at = come_ahead(edit, step, storage, block, first, asked, look)
         read = leave[:0]
     else:
-        ops, read = _come_back(edit, step, storage, block, first, asked, on, ssd_ahead or 0)
+        ops, read = come_back(edit, step, storage, block, first, asked, on, ssd_ahead or 0)
         at = ops
     if on.any():
         there, place = on[asked], np.cumsum(on) - 1
-        host[on] = _shelve(edit, n_bytes[on], host[on], write[on], place[asked[there]], ops[there], read[there])
+        host[on] = shelve(edit, n_bytes[on], host[on], write[on], place[asked[there]], ops[there], read[there])
     edit.add_uses(ops, host[asked])
     if not in_slots:
-        _hold_locals(edit, step, storage[asked[at >= 0]], at[at >= 0])
+        hold_locals(edit, step, storage[asked[at >= 0]], at[at >= 0])
     back = np.full(len(storage), -1, np.int32)
     back[asked] = edit.add_storages(n_bytes[asked], producer=ops)
     edit.use_storage = np.where(readers >= 0, back[readers], edit.use_storage).astype(np.int32)
@@ -142,14 +142,6 @@ def _move_calls(
     returned = (moved_save >= 0) & (back[moved_save] >= 0)
     edit.save_storage = np.where(returned, back[moved_save], edit.save_storage).astype(np.int32)
     return edit.done()
-
-
-@dataclass(frozen=True)
-class _Lookahead:
-    """Tensors that come back before they are asked for, and those that leave at once."""
-
-    back: int = 0
-    out: int = 1
 
 
 @dataclass(frozen=True)
@@ -392,130 +384,3 @@ def _leave(edit: Edit, step: Step, rows: I32, landing: _Landing, on: npt.NDArray
 
 def _in_turn(one: I32, other: npt.NDArray[np.integer]) -> I32:
     return np.stack([one, other], axis=1).ravel().astype(np.int32)
-
-
-def _come_back(
-    edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, on: npt.NDArray[np.bool_], ssd_ahead: int
-) -> tuple[I32, I32]:
-    """Insert the copies back, each just before it is asked for and after the reads that it starts; returns both, as asked.
-
-    A copy belongs to the block whose backward asks for it: what several blocks saved comes back with the last of them.
-    """
-    fetched, is_read = asked, np.zeros(len(asked), bool)
-    moving = asked
-    if on.any():
-        shelved = asked[on[asked]]
-        pairs: list[tuple[int, int, bool]] = []
-        starts: dict[int, list[int]] = {}
-        for fetch, tensor in reads(np.sort(shelved).tolist(), shelved.tolist(), ssd_ahead):
-            starts.setdefault(fetch, []).append(tensor)
-        for each in asked.tolist():
-            pairs += [(each, tensor, True) for tensor in starts.get(each, [])] + [(each, each, False)]
-        fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
-        is_read = np.asarray([pair[2] for pair in pairs], bool)
-    asking = step.op_block[first[fetched]]
-    names = [edit.name_id(f"memtune.{name}.default") for name in ("to_device", "from_ssd")[: 1 + int(on.any())]]
-    ops = edit.add_ops(
-        np.asarray(names, np.int32)[is_read.astype(np.int32)],
-        before=first[fetched],
-        phase=Phase.BACKWARD,
-        resource=np.where(is_read, np.uint8(Resource.SSD_READ), np.uint8(Resource.HOST_TO_DEVICE)),
-        traffic_bytes=step.bytes[storage[moving]],
-        call=np.where(asking >= 0, asking, block[fetched]),
-        stream=np.where(is_read, 0, 1).astype(np.uint8),  # a copy back is complete in stream order
-        prefetch=is_read.astype(np.uint8),
-    )
-    read = np.full(len(storage), -1, np.int32)
-    read[moving[is_read]] = ops[is_read]
-    return ops[~is_read], read[asked]
-
-
-def _come_together(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32) -> I32:
-    """Insert the copies back of each stage before its backward, on a stream of their own."""
-    return edit.add_ops(
-        "memtune.to_device.default",
-        before=first[asked],
-        phase=Phase.BACKWARD,
-        resource=Resource.HOST_TO_DEVICE,
-        traffic_bytes=step.bytes[storage[asked]],
-        call=block[asked],
-        prefetch=1,
-    )
-
-
-def _come_ahead(edit: Edit, step: Step, storage: I32, block: I32, first: I32, asked: I32, look: _Lookahead) -> tuple[I32, I32]:
-    """As `_come_back`, by the rule of `runtime.come_ahead`; also the last copy that each one starts, as asked, -1 for none.
-
-    Copies ahead of their use are on a stream of their own, after what has been computed so far.
-    """
-    again = np.unique(step.op_block[step.op_phase == Phase.RECOMPUTE])
-    left = asked[np.lexsort((np.where(np.isin(block[asked], again), -asked, asked), block[asked]))]
-    pairs = reads(left.tolist(), asked.tolist(), look.back)
-    fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
-    asking, early = step.op_block[first[fetched]], fetched != moving
-    ops = edit.add_ops(
-        "memtune.to_device.default",
-        before=first[fetched],
-        phase=Phase.BACKWARD,
-        resource=Resource.HOST_TO_DEVICE,
-        traffic_bytes=step.bytes[storage[moving]],
-        call=np.where(asking >= 0, asking, block[fetched]),
-        stream=np.where(early, 0, 1).astype(np.uint8),
-        prefetch=early.astype(np.uint8),
-    )
-    came, at = (np.full(len(storage), -1, np.int32) for _ in range(2))
-    came[moving], at[fetched] = ops, ops  # of several copies at one place the last
-    return came[asked], at[asked]
-
-
-def _shelve(edit: Edit, n_bytes: I64, host: I32, write: I32, asked: I32, back: I32, read: I32) -> I32:
-    """Host memory until the write is over, SSD until the copy back, host memory again from the read on; returns the last."""
-    shelved = edit.add_storages(n_bytes, producer=write, tier=Tier.SSD)
-    edit.add_uses(write, host)
-    edit.let_go_before(host[:-WRITES], write[WRITES:])
-    last = host[-WRITES:]
-    if not len(asked):
-        return host
-    edit.let_go_before(last, np.full(len(last), read[0], np.int32))
-    edit.add_uses(read, shelved[asked])
-    edit.hold_through(shelved[asked], back)
-    again = host.copy()
-    again[asked] = edit.add_storages(n_bytes[asked], producer=read, tier=Tier.HOST)
-    return again
-
-
-def _hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
-    """While outputs that were kept come back in place of an op, the second run holds what the first one held there."""
-    if not (step.op_copy_of >= 0).any():
-        return
-    twin, held = _twins(step), step.held_until.copy()
-    forward = step.use_phase == Phase.FORWARD
-    np.maximum.at(held, step.use_storage[forward], step.use_op[forward])
-    # Pairs of a storage that comes back and one that its block's first run held over the op that made it.
-    originals = np.flatnonzero(twin >= 0)
-    originals = originals[np.argsort(step.op_block[step.producer[originals]], kind="stable")]
-    made_in = step.op_block[step.producer[originals]]
-    ops, kept_op = ops[step.producer[storage] >= 0], step.producer[storage]
-    kept_op = kept_op[kept_op >= 0]
-    first, stop = (np.searchsorted(made_in, step.op_block[kept_op], side) for side in ("left", "right"))
-    number = np.repeat(np.arange(len(ops)), stop - first)
-    mine = originals[np.arange(len(number)) + np.repeat(first - np.cumsum(stop - first) + (stop - first), stop - first)]
-    inside = (step.producer[mine] < kept_op[number]) & (held[mine] >= kept_op[number])
-    edit.hold_through(twin[mine[inside]], ops[number[inside]])
-
-
-def _twins(step: Step) -> I32:
-    """(m,) what the second run made in place of each storage, -1 for none; what a third one makes is not looked at."""
-    twin = np.full(step.n_storages, -1, np.int32)
-    copies = np.flatnonzero((step.producer >= 0) & (step.op_copy_of[step.producer] >= 0))
-    copied = np.zeros(step.n_ops, bool)
-    copied[step.op_copy_of[step.op_copy_of >= 0]] = True
-    originals = np.flatnonzero((step.producer >= 0) & copied[step.producer])
-    copies = copies[np.lexsort((copies, step.op_copy_of[step.producer[copies]]))]
-    originals = originals[np.lexsort((originals, step.producer[originals]))]
-    if len(copies) > len(originals):
-        of = step.op_copy_of[step.producer[copies]]
-        n_made = np.bincount(step.producer[originals], minlength=step.n_ops)
-        copies = copies[np.arange(len(of)) - np.searchsorted(of, of) < n_made[of]]
-    twin[originals] = copies
-    return twin

@@ -14,9 +14,10 @@ from itertools import product
 import numpy as np
 
 from memtune import _native
+from memtune.calls import BATCH_NORMS
 from memtune.edit import Edit
 from memtune.passes.in_parts import elements_of
-from memtune.passes.region import BATCH_NORMS, Region, added_gradients
+from memtune.passes.region import Region, added_gradients
 from memtune.program import F64, I32, I64, READS, WRITES, Kind, Phase, Step, Tier
 from memtune.remat import Policy
 
@@ -203,6 +204,8 @@ class _Player:
         again, over = self._noted(op, row, reads, writes)
         self._books.make_room(self._needs_bytes(op, fresh))
         if not again or (over is not None and fresh):
+            if over is not None:
+                self._spoil([over])
             for storage in fresh:
                 number = self._books.constant(int(self._step.bytes[storage]))
                 self._books.hold(number)
@@ -233,13 +236,16 @@ class _Player:
         over = self._number[mine[0]] if mine and not abroad else None
         alone = op in self._region.graph.once or (bool(abroad) and not norm) or len(mine) > 1
         if alone or (over is not None and mine[0] not in self._again):
-            for storage in mine:
-                if storage in self._again:
-                    self._again.remove(storage)
-                    self._books.hold(self._number[storage])
+            self._spoil(mine)
             return False, None
         self._given.update(each for each in reads if each not in self._number)
         return True, None if over is None else mine[0]
+
+    def _spoil(self, written: list[int]) -> None:
+        for storage in written:
+            if storage in self._again:
+                self._again.remove(storage)
+                self._books.hold(self._number[storage])
 
     def _enter(self, storage: int, number: int) -> None:
         self._number[storage], self._held[storage] = number, int(self._let_go[storage])

@@ -10,7 +10,7 @@ import numpy as np
 from memtune.early_updates import Waiting
 from memtune.packs import Span
 from memtune.parameters import columns_of
-from memtune.passes.gradients_down import waiting_room
+from memtune.passes.beside import waiting_room
 from memtune.passes.replay import Mask, NewOp, Replay, Rows
 from memtune.passes.shares import raw_gradients
 from memtune.passes.stream import adding, native_update_bytes, whole_state

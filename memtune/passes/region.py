@@ -8,12 +8,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from memtune.calls import EMPTY
+from memtune.calls import BATCH_NORMS, EMPTY
 from memtune.program import I32, I64, Kind, Phase, Step
 from memtune.schedule import OpGraph
-
-BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
-"""They update running statistics, which a second run leaves alone: so it may happen."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,6 +54,7 @@ class Replay:
 
     def __init__(self, step: Step) -> None:
         self.step, self.n_ops = step, 0
+        self._columns = step.columns("op_")
         self._names = {name: number for number, name in enumerate(step.names)}
         self._by_producer = np.argsort(step.producer, kind="stable")
         self._made = np.searchsorted(step.producer[self._by_producer], np.arange(step.n_ops + 1))
@@ -120,7 +121,7 @@ class Replay:
         step = self.step
         positions = np.arange(self.n_ops, self.n_ops + len(rows), dtype=np.int32)
         self.n_ops += len(rows)
-        columns = {name: column[rows] for name, column in step.columns("op_").items()}
+        columns = {name: column[rows] for name, column in self._columns.items()}
         columns["op_node"] = columns["op_copy_of"] = np.full(len(rows), -1, np.int32)
         if again is not None:
             repeated = (columns["op_phase"] == Phase.FORWARD) & (again[rows] >= 0)
@@ -166,7 +167,7 @@ class Replay:
         if not self._pending:
             return
         values = dict(zip(_OF_NEW, zip(*self._pending, strict=True), strict=True))
-        count, columns = len(self._pending), self.step.columns("op_")
+        count, columns = len(self._pending), self._columns
         neutral = {name: [_NEUTRAL.get(name, 0)] * count for name in columns}
         self._ops.append({name: np.asarray(column).astype(columns[name].dtype) for name, column in (neutral | values).items()})
         self._pending = []
@@ -187,7 +188,7 @@ class Replay:
         self._flush_storages()
         step = self.step
         ops: dict[str, Any] = {name: np.concatenate([part[name] for part in self._ops]).astype(column.dtype)
-               for name, column in step.columns("op_").items()}  # fmt: skip
+               for name, column in self._columns.items()}  # fmt: skip
         names = ("bytes", "tier", "kind", "producer", "owner", "held_until")
         columns: dict[str, Any] = {name: np.concatenate(parts).astype(getattr(step, name).dtype)
                    for name, parts in zip(names, zip(*self._storages, strict=True), strict=True)}  # fmt: skip

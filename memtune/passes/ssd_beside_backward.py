@@ -14,19 +14,16 @@ from memtune.passes.gradients_down import (
     UPDATE,
     WITNESS,
     WRITE,
-    Landings,
-    Rows,
     Turn,
     Turns,
-    end_of_backward,
     host_gradients,
     insert_turns,
-    landings_in,
     let_go_buckets,
     sums_to_host,
     watched_row,
 )
 from memtune.passes.host_optimizer import without_own_update
+from memtune.passes.landings import Landings, Rows, end_of_backward, landings_in
 from memtune.passes.ssd_optimizer import Pieces
 from memtune.passes.update_at_gradient import needed_after_landing
 from memtune.program import Phase, Step

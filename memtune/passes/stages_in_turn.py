@@ -16,7 +16,7 @@ import torch
 from memtune.early_updates import Waiting
 from memtune.packs import OnRanks, Use
 from memtune.parameters import columns_of
-from memtune.passes.gradients_down import waiting_room
+from memtune.passes.beside import waiting_room
 from memtune.passes.layer_major import Where
 from memtune.passes.pipeline import Parts, Piped, declare, upload
 from memtune.passes.stages import batch_on_host, chain_of

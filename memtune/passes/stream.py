@@ -11,11 +11,21 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.chunks import Chunks, aligned
 from memtune.edit import Edit
 from memtune.pages import Pages
 from memtune.parameters import columns_of
+from memtune.passes.beside import (
+    Beside,
+    Gone,
+    blocks_in_turn,
+    hold_for_updates,
+    of_a_block_at_once,
+    one_at_a_time,
+    update_outside_of_backward,
+)
 from memtune.passes.gathered_rows import gathers_of, rows_of_gradients
 from memtune.passes.pieces import Frames, Pieces, copies_of_pages, host_memory, in_blocks
 from memtune.passes.shares import raw_gradients
@@ -119,12 +129,6 @@ class Landings:
         parameter, made, sums, after, moment = (column[order] for column in parts)
         return cls(parameter, made, sums, after, moment, step.bytes[made])
 
-    def added_later(self, moments: int) -> Units:
-        """(moments,) the row that is added to its sum when the moment begins: the last one before it; -1 for no sum."""
-        found = np.full(moments, -1, np.int32)
-        found[self.moment + 1] = np.where(self.sums >= 0, np.arange(len(self.sums)), -1)  # ascending: the last one stays
-        return tuple(found.tolist())
-
 
 def adding(step: Step) -> I32:
     """(m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
@@ -161,7 +165,7 @@ def bytes_beside_chunks(step: Step) -> Units:
 
 def stream_parameters(
     step: Step, residency: Residency, chunks: Chunks | Pages | None = None, *, early: bool = True, read_ahead: int | None = None,
-    ranks: int = 1,
+    ranks: int = 1, beside: Beside | None = None,
 ) -> Step:  # fmt: skip
     """`step` with the parameters of its blocks on the host, there while `residency` says so.
 
@@ -172,6 +176,7 @@ def stream_parameters(
         early: Each block is updated natively when it is done with, else all are by the optimizer's own ops.
         read_ahead: The parameters are on SSD, and are read so many moments before they come in; None: they are on the host.
         ranks: That have all weights, and average each gradient before it leaves.
+        beside: Gradients leave a block at a time, and blocks are updated as it says; None: each is before the next one computes.
     """
     frames: Frames | None = None
     if isinstance(chunks, Pages):
@@ -184,18 +189,22 @@ def stream_parameters(
     mine = in_blocks(step)
     hosts = host_memory(edit, pieces, frames, Tier.HOST if read_ahead is None else Tier.SSD)
     edit.bytes[columns.storage[mine]] = 0
-    down = _gradients_down(edit, step, landings, ranks)
+    moment, summed = landings.moment, landings.sums >= 0
+    gone = one_at_a_time(moment) if beside is None else of_a_block_at_once(moment, landings.n_bytes, len(begins) - 1)
+    down = _gradients_down(edit, step, landings, gone, ranks, beside.late if beside is not None else frozenset())
+    updated = blocks_in_turn(len(step.blocks), beside) if early else ()
     turns = turns_of(
-        step, pieces, residency, landings.added_later(len(begins)), allocates=frames is None, early=early, read_ahead=read_ahead
-    )
+        step, pieces, residency, gone.added_in(summed, len(begins)), allocates=frames is None, updated=updated,
+        read_ahead=read_ahead,
+    )  # fmt: skip
     rows = insert(edit, step, pieces, turns, begins)
     starts = turns.starts(rows, begins)
-    _let_go(edit, landings, down, starts)
+    _let_go(edit, landings, gone, down, starts)
     stay(edit, step, pieces, residency, turns, rows, starts[_DROP], frames)
     _use_hosts(edit, down, hosts, turns, rows, pieces)
     host_of = hosts[pieces.of_parameter[:-1]]
     if early:
-        _update(edit, step, landings, down, host_of, turns, rows)
+        _update(edit, step, landings, down, host_of, turns, rows, beside, updated)
     else:
         _left_to_the_optimizer(edit, step, landings, down, host_of)
     hung = [int(down.copies[-1])] if len(landings.after) and landings.after[-1] == end else []
@@ -217,24 +226,24 @@ class _Down(NamedTuple):
     """To the host."""
     hosts: I32
     """What they make there."""
-    adds: I32
-    """The addition before it that it waits for, -1 for none."""
+    first: I32
+    """The first addition before it, itself where there is none."""
     sums: I32
     """What it is added to on the host, -1 for none."""
     gradients: I32
     """What the update reads."""
 
 
-def _gradients_down(edit: Edit, step: Step, landings: Landings, ranks: int) -> _Down:
-    """Each gradient's copy starts as it lands, after the one before it has been added to the sums of earlier micro-batches."""
+def _gradients_down(edit: Edit, step: Step, landings: Landings, gone: Gone, ranks: int, late: frozenset[int]) -> _Down:
+    """Each gradient's copy starts as it lands, after those that are let go have been added to sums of earlier micro-batches."""
     count = len(landings.after)
     if ranks > 1:
         _average(edit, step, landings, ranks)
-    with_add = np.zeros(count, bool)
-    with_add[1:] = (landings.sums[:-1] >= 0) & (landings.moment[1:] == landings.moment[:-1])
-    row = np.repeat(np.arange(count), 1 + with_add)
-    is_copy = np.append(row[1:] != row[:-1], True)[: len(row)]
-    source = np.where(is_copy, row, row - 1)
+    added = np.flatnonzero((landings.sums >= 0) & (gone.row >= 0)).astype(np.int32)
+    row, source = np.append(gone.row[added], np.arange(count)), np.append(added, np.arange(count))
+    is_copy = np.arange(len(row)) >= len(added)
+    order = np.lexsort((source, is_copy, row))
+    row, source, is_copy = row[order], source[order], is_copy[order]
     n_bytes = landings.n_bytes
     names = np.asarray([edit.name_id("aten.add_.Tensor"), edit.name_id("memtune.to_host.default")], np.int32)
     ops = edit.add_ops(
@@ -247,22 +256,23 @@ def _gradients_down(edit: Edit, step: Step, landings: Landings, ranks: int) -> _
         prefetch=is_copy.astype(np.uint8),  # the side stream waits for the compute stream
     )
     copies = ops[is_copy]
-    owner = landings.parameter
-    hosts = edit.add_storages(n_bytes, producer=copies, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
-    adds = np.full(count, -1, np.int32)
-    adds[source[~is_copy]] = ops[~is_copy]
+    owner, summed = landings.parameter, landings.sums >= 0
+    is_late = np.isin(columns_of(step.parameters).block[owner], list(late))
+    held = np.where(is_late & ~summed, FOREVER, -1).astype(np.int32)
+    hosts = edit.add_storages(n_bytes, producer=copies, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner, held_until=held)
+    first = copies.copy()
+    first[row[~is_copy][::-1]] = ops[~is_copy][::-1]  # the first one is written last
     edit.add_uses(copies, landings.raw)
-    summed, sums = landings.sums >= 0, _sums_on_host(edit, step, landings)
+    sums = _sums_on_host(edit, step, landings, is_late)
     dropped = np.zeros(step.n_ops, bool)
     dropped[landings.after[summed]] = True
     edit.drop_ops(dropped)
-    done = np.flatnonzero(adds >= 0)
-    edit.add_uses(adds[done], hosts[done])
-    edit.add_uses(adds[done], sums[done], mutates=True)
-    return _Down(copies, hosts, adds, sums, np.where(summed, sums, hosts).astype(np.int32))
+    edit.add_uses(ops[~is_copy], hosts[source[~is_copy]])
+    edit.add_uses(ops[~is_copy], sums[source[~is_copy]], mutates=True)
+    return _Down(copies, hosts, first, sums, np.where(summed, sums, hosts).astype(np.int32))
 
 
-def _sums_on_host(edit: Edit, step: Step, landings: Landings) -> I32:
+def _sums_on_host(edit: Edit, step: Step, landings: Landings, late: npt.NDArray[np.bool_]) -> I32:
     """Those of earlier micro-batches; what FSDP2 has of a block in one storage is one for each parameter there."""
     summed, columns = landings.sums >= 0, columns_of(step.parameters)
     own, gathered = np.unique(landings.sums[summed]), gathers_of(step) is not None
@@ -271,12 +281,16 @@ def _sums_on_host(edit: Edit, step: Step, landings: Landings) -> I32:
     edit.tier = step.tier.copy()
     edit.tier[own] = Tier.HOST
     edit.held_until[own] = -1
+    edit.held_until[np.intersect1d(own, landings.sums[summed & late])] = FOREVER
     if not gathered or not summed.any():
         return landings.sums
     edit.bytes[own] = 0
     sums, owner = landings.sums.copy(), landings.parameter[summed]
     nowhere = np.full(len(owner), -1, np.int32)
-    sums[summed] = edit.add_storages(landings.n_bytes[summed], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
+    held = np.where(late[summed], FOREVER, -1).astype(np.int32)
+    sums[summed] = edit.add_storages(
+        landings.n_bytes[summed], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner, held_until=held
+    )
     return sums
 
 
@@ -334,15 +348,12 @@ def whole_state(step: Step) -> I32:
     return whole
 
 
-def _let_go(edit: Edit, landings: Landings, down: _Down, starts: tuple[I32, I32]) -> None:
-    """A gradient on its way is let go when the next one lands, or when the next moment begins."""
-    gone = starts[_LAND][landings.moment + 1]
-    same = landings.moment[1:] == landings.moment[:-1]
-    following = np.where(down.adds[:-1] >= 0, down.adds[:-1], down.copies[1:])
-    gone[:-1] = np.where(same, following, gone[:-1])
+def _let_go(edit: Edit, landings: Landings, gone: Gone, down: _Down, starts: tuple[I32, I32]) -> None:
+    """A gradient on its way is let go when another one lands, or when a moment begins."""
+    at = np.where(gone.row >= 0, down.first[gone.row], starts[_LAND][gone.moment]) if len(landings.raw) else gone.row
     edit.held_until[landings.raw] = -1
     edit.kind[landings.raw] = Kind.TEMPORARY
-    edit.let_go_before(landings.raw, gone)
+    edit.let_go_before(landings.raw, at)
 
 
 def stay(
@@ -420,16 +431,40 @@ def _left_to_the_optimizer(edit: Edit, step: Step, landings: Landings, down: _Do
         edit.add_uses(step.use_op[weights], columns.gradient[step.parameter_of[step.use_storage[weights]]])
 
 
-def _update(edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32) -> None:
-    """Each block's update reads its gradients and holds them all until its last one."""
+def _update(
+    edit: Edit, step: Step, landings: Landings, down: _Down, hosts: I32, turns: Turns, rows: I32, beside: Beside | None,
+    updated: tuple[Units, ...],
+) -> None:  # fmt: skip
+    """Each block's update reads its gradients and holds them all until its last one, or as `passes.beside` has it."""
     row, moment, updates = turns.row, turns.moment, turns.what == UPDATE
     update_of = np.full(len(hosts), -1, np.int32)
     update_of[row[updates]] = rows[updates]
     edit.add_uses(rows[updates], hosts[row[updates]], mutates=True)
-    edit.add_uses(update_of[landings.parameter], down.gradients)
-    last = np.full(int(moment.max()) + 1, -1, np.int32)
-    last[moment[updates]] = rows[updates]
-    edit.hold_through(down.gradients, last[landings.moment + 1])
+    there = update_of[landings.parameter] >= 0
+    edit.add_uses(update_of[landings.parameter[there]], down.gradients[there])
     state = whole_state(step)
-    state = state[update_of[step.owner[state]] >= 0]
-    edit.add_uses(update_of[step.owner[state]], state, mutates=True)
+    of_state = update_of[step.owner[state]]
+    edit.add_uses(of_state[of_state >= 0], state[of_state >= 0], mutates=True)
+    if beside is None:
+        last = np.full(int(moment.max()) + 1, -1, np.int32)
+        last[moment[updates]] = rows[updates]
+        edit.hold_through(down.gradients, last[landings.moment + 1])
+        return
+    block, order = columns_of(step.parameters).block, [each for blocks in updated for each in blocks]
+    first = np.full(len(step.blocks), -1, np.int32)
+    first[block[row[updates]][::-1]] = rows[updates][::-1]  # the first one is written last
+    of_landing = block[landings.parameter]
+    hold_for_updates(edit, step, down.gradients, landings.n_bytes, of_landing, first, order)
+    behind = np.flatnonzero(np.isin(of_landing, list(beside.late)) | beside.at_end)
+    if not len(behind):
+        return
+    behind = behind[np.lexsort((landings.parameter[behind], of_landing[behind]))]
+    mine, used = landings.parameter[behind], down.gradients[behind]
+    if not beside.at_end:  # there, until this step's first micro-batch has others
+        single = landings.sums[behind] < 0
+        used[single] = edit.add_storages(
+            landings.n_bytes[behind][single], producer=np.full(int(single.sum()), -1, np.int32), tier=Tier.HOST,
+            kind=Kind.GRADIENT, owner=mine[single],
+        )  # fmt: skip
+    traffic_bytes = native_update_bytes(step)
+    update_outside_of_backward(edit, step, mine, hosts[mine], used, state, traffic_bytes, at_end=beside.at_end)

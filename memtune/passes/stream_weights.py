@@ -44,7 +44,7 @@ def stream_weights(step: Step, residency: Residency, blocks: Container[int]) -> 
         (columns.numel * columns.itemsize)[frozen], producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever,
         owner=frozen,
     )  # fmt: skip
-    turns = turns_of(step, pieces, residency, (-1,) * len(begins))
+    turns = turns_of(step, pieces, residency, ((),) * len(begins))
     rows = insert(edit, step, pieces, turns, begins)
     _, drop = turns.starts(rows, begins)
     stay(edit, step, pieces, residency, turns, rows, drop)

@@ -66,8 +66,8 @@ class Turns:
 
 
 def turns_of(
-    step: Step, pieces: Pieces, residency: Residency, adds: Units, *, allocates: bool = True, early: bool = False,
-    read_ahead: int | None = None,
+    step: Step, pieces: Pieces, residency: Residency, adds: tuple[Units, ...], *, allocates: bool = True,
+    updated: tuple[Units, ...] = (), read_ahead: int | None = None,
 ) -> Turns:  # fmt: skip
     """What runs when each moment begins, in the order of the rules of `runtime.store`.
 
@@ -75,25 +75,25 @@ def turns_of(
         step: Whose blocks come and go.
         pieces: What comes and goes of them.
         residency: When.
-        adds: (moments,) the landing whose gradient is added when the moment begins, -1 for none.
+        adds: (moments,) the landings whose gradients are added when the moment begins.
         allocates: Whether what comes in is allocated then.
-        early: Whether each block is updated when it is done with.
+        updated: (moments,) blocks that are updated when the moment begins; none given: no block is.
         read_ahead: Moments by which what comes in is read from SSD before that; None where it is on the host.
     """
-    updates = _trained_by_block(step) if early else ()
+    trained = _trained_by_block(step) if updated else ()
+    updates = tuple(tuple(row for block in blocks for row in trained[block]) for blocks in updated)
     reads = () if read_ahead is None else reads_ahead(residency, read_ahead)
     return _turns(pieces.of_unit, pieces.used, residency.loads, adds, updates, allocates, reads)
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
 def _turns(
-    of_unit: tuple[Units, ...], used: tuple[Units, ...], loads: tuple[Units, ...], adds: Units, updates: tuple[Units, ...],
-    allocates: bool, reads: tuple[tuple[Units, Units], ...],
+    of_unit: tuple[Units, ...], used: tuple[Units, ...], loads: tuple[Units, ...], adds: tuple[Units, ...],
+    updates: tuple[Units, ...], allocates: bool, reads: tuple[tuple[Units, Units], ...],
 ) -> Turns:  # fmt: skip
     found: list[tuple[int, int, int]] = []
     for moment, units in enumerate(loads):
-        if adds[moment] >= 0:
-            found.append((ADD, adds[moment], moment))
+        found += [(ADD, row, moment) for row in adds[moment]]
         now, later = reads[moment] if reads else ((), ())
         for unit in units:
             what = COPY if unit in used[moment] else AHEAD
@@ -101,8 +101,7 @@ def _turns(
             for row in of_unit[unit]:
                 found += [(ALLOCATE, row, moment), (what, row, moment)] if allocates else [(what, row, moment)]
         found += [(READ, row, moment) for unit in later for row in of_unit[unit]]
-        if updates and moment > len(updates):  # the block of the moment before: backward has them in reverse
-            found += [(UPDATE, row, moment) for row in updates[2 * len(updates) - moment]]
+        found += [(UPDATE, row, moment) for row in updates[moment]] if updates else []
     what_of, row_of, moment_of = np.asarray(found, np.int32).reshape(-1, 3).T
     return Turns(np.ascontiguousarray(what_of), np.ascontiguousarray(row_of), np.ascontiguousarray(moment_of))
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
-from memtune.passes.gradients_down import Landings, landed, landings_of, watched_row
+from memtune.passes.gradients_down import watched_row
+from memtune.passes.landings import Landings, landed, landings_of
 from memtune.program import F64, FOREVER, I32, WRITES, Kind, Phase, Step
 
 _MOST_SHARED = 64

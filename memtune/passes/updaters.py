@@ -37,6 +37,8 @@ class How:
     sub_group_numel: int
     buffers: int
     share: float | None = None
+    slots: int = 1
+    """Places on SSD for each sub-group, which take turns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +164,8 @@ def _uses_of_groups(edit: Edit, made: _Rows, layout: Layout, how: How) -> None:
     buffers = _there(edit, [4 * layout.buffer_numel] * int(n_buffers.sum()), Tier.HOST, Kind.BUFFER)
     weights = _there(edit, [4 * each.numel for each in groups], Tier.SSD, Kind.PARAMETER)
     moments = _there(edit, [4 * each.moments for each in groups], Tier.SSD, Kind.OPTIMIZER)
+    for _ in range(1, how.slots):
+        _there(edit, [4 * (each.numel + each.moments) for each in groups], Tier.SSD, Kind.OPTIMIZER)
     slot = slots[(np.cumsum(n_slots) - n_slots)[made.domain] + made.index % SLOTS]
     buffer = buffers[(np.cumsum(n_buffers) - n_buffers)[made.domain] + made.index % how.buffers]
     firsts = np.cumsum([0, *(len(mine) for mine in layout.domains)])

@@ -42,11 +42,11 @@ from memtune.runtime.exchanges import refused_in
 from memtune.runtime.inputs_again import as_input, once_each
 from memtune.runtime.kept import Keep, KeepMode, Kept, NamedMode, ReplayMode
 from memtune.runtime.left_out import LeftOut
-from memtune.runtime.look import Compared, Look, Trail, difference, magnitude
+from memtune.runtime.look import Compared, Look, Trail, difference, first_op, magnitude
 from memtune.runtime.moved import Entry, Moved, View, id_of, is_written_part
 from memtune.runtime.own_checkpoint import autograd_sees
 from memtune.runtime.own_outputs import OwnOutputs
-from memtune.runtime.random_state import RandomState
+from memtune.runtime.random_state import NoteGenerators, RandomState, generators_of
 from memtune.runtime.region import Region as Region
 from memtune.runtime.region import Traffic
 from memtune.runtime.shelf import Shelf
@@ -256,8 +256,11 @@ class _Frame:
         """Of the same in the region's first run, else of the one that it looks at; by number."""
         self.wanted: set[int] = set()
         """Numbers that autograd still holds."""
-        self._random = RandomState.capture(region.module) if region.recompute else None
+        if region.recompute and not region.watched:
+            region.generators = generators_of(region.module)
+        self._random = RandomState.capture(region.module, region.generators) if region.recompute else None
         self._autocast = autocast_now() if region.recompute else []
+        self._noted: NoteGenerators | None = None
         self._back: dict[int, Tensor] = {}
         self._changed_buffers: list[str] = []
         self._before: dict[str, Tensor] = {}
@@ -275,12 +278,15 @@ class _Frame:
         buffers = {name: buffer._version for name, buffer in self.region.module.named_buffers()} if recompute else {}
         self._before = copied_buffers(self.region.module, self.region.reads_back) if recompute else {}
         keep = self.region.keep if recompute else None
-        random = partial(RandomState.capture, self.region.module)
+        random = partial(RandomState.capture, self.region.module, self.region.generators)
         mode = nullcontext() if keep is None else KeepMode(keep, self.kept, self.left_out, lambda: self.count, random)
         packer = _Packer(self)
         watch = refused_in(self.region.name, first=not self.region.watched) if recompute else nullcontext()
-        with saved_tensors_hooks(packer, _unpack), self._named or nullcontext(), mode, watch:
+        self._noted = noted = NoteGenerators(self.region.generators) if recompute and not self.region.watched else None
+        with saved_tensors_hooks(packer, _unpack), self._named or nullcontext(), mode, watch, noted or nullcontext():
             out = self._forward(*args, **kwargs)
+        if noted is not None and noted.found and self._random is not None:
+            self._random = self._random.beside(noted.found)
         self.region.watched = True
         packer.frame = None
         if recompute:
@@ -295,7 +301,7 @@ class _Frame:
             changed = frozenset(self._changed_buffers) - only_written(self.region.module)
             self.region.reads_back = changed | (self.region.reads_back or frozenset())
         self.inputs = {}
-        del args, kwargs, inputs, mode, watch  # the mode names all that was kept, needed or not
+        del args, kwargs, inputs, mode, watch, noted  # the mode names all that was kept, needed or not
         if recompute:
             self._settle()
         else:
@@ -381,13 +387,15 @@ class _Frame:
             stack.enter_context(saved_tensors_hooks(replay.pack, _never))
             stack.enter_context(refused_in(self.region.name, first=False))
             stack.enter_context(mode)
+            stack.enter_context(self._noted or nullcontext())  # torch's composites may do otherwise under a mode: reshape
             try:
                 self._forward(*args, **kwargs)
             except _Enough:
                 pass
         if replay.count < replay.enough:
             raise ApplyError(
-                f"{self.region.name} saved {self.count} tensors in forward but {replay.count} when it was run again.",
+                f"{self.region.name} saved {self.count} tensors in forward but {replay.count} when it was run again, "
+                f"without {first_op(self.looks[replay.count :])}.",
                 fix="its forward must do the same each time it runs; choose recompute: {kind: none} if it cannot",
                 code="MT307",
             )

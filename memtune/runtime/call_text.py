@@ -14,9 +14,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
-from memtune.calls import EMPTY
+from memtune.calls import BATCH_NORMS, EMPTY
 from memtune.runtime.by_element import part_of
-from memtune.runtime.tape import BATCH_NORMS, Call, Outside, Slot, Tape
+from memtune.runtime.tape import Call, Outside, Slot, Tape
 
 _LETTER = {"parameter": "p", "buffer": "p", "input": "x", "gradient": "g", "constant": "k"}
 

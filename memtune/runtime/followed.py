@@ -9,13 +9,15 @@ Rule 2. Before each run all that the capture took for granted is compared (`runt
 Rule 3. The list of what is there holds every value alone, so that an eviction frees it. Where the caller holds what forward
         returned for longer than in the noted run, it is held on the books as long.
 Rule 4. A forward that begins while another one waits for its backward goes through the mode, and its kind from then on. The
-        first such time the one that waits gives up to half of the budget back, and the new one has what it does not hold.
+        first such time the one that waits gives back all that it holds (`runtime.gives_way`); where it cannot, up to half of the
+        budget, and the new one has what it does not hold.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from memtune import _native
+from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.followed_path import path_of
 from memtune.runtime.followed_run import FollowedRun, Route
-from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.frozen import FrozenRegion, FrozenRun, held_bytes
+from memtune.runtime.gives_way import GivingRun
 from memtune.runtime.online_notes import Noted
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.tape import GradientLike, Slot, Tape
@@ -58,15 +62,17 @@ class Followers:
         online: Runs it through the mode: with the kind, the arguments by position and those by name.
         opened: New books, for these arguments.
         through: Told of each run that is through: kind, what was noted, the run.
+        locks: Held while a forward runs; and that of all that captures the module.
     """
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], device: torch.device, parts: int,
         online: Callable[[Any, Any, Any], Any], opened: Callable[[Sequence[Any]], Opened],
-        through: Callable[[Any, Noted, FollowedRun], None],
+        through: Callable[[Any, Noted, FollowedRun], None], locks: tuple[AbstractContextManager[Any], CaptureLock],
     ) -> None:  # fmt: skip
         self.module, self.original, self.device, self.parts = module, forward, device, parts
         self.opened, self.through, self._online = opened, through, online
+        self.turn, self.lock = locks
         self._regions: dict[Any, list[_FollowedRegion]] = {}
         self._retired = weakref.WeakSet[_FollowedRegion]()
         """Those of kinds that go through the mode now: a forward along one of them may still wait for its backward."""
@@ -105,9 +111,13 @@ class Followers:
         return sum(each.waiting_bytes() for each in self._all())
 
     def give_way(self) -> None:
-        """Another forward begins: those that wait for their backward let go of what may run again, down to half the budget."""
+        """Another forward begins: those that wait for their backward let go of what may run again."""
         for each in self._all():
             each.give_way()
+
+    def again(self, args: Any, kwargs: Any) -> Any:
+        """Run a forward that gave way once more."""
+        return self._online(None, args, kwargs)
 
     def _all(self) -> Iterator[_FollowedRegion]:
         yield from self._retired
@@ -134,7 +144,7 @@ class _FollowedRegion(FrozenRegion):
     _most_alike = 1  # what differs takes another path
 
     def __init__(self, followers: Followers, key: Any, noted: Noted, instead: Callable[..., Any]) -> None:
-        super().__init__(followers.module, Schedule("", (), ()), followers.device, instead)
+        super().__init__(followers.module, Schedule("", (), ()), followers.device, instead, followers.lock)
         self._original, self._followers, self._key, self._noted = followers.original, followers, key, noted
 
     @property
@@ -144,15 +154,24 @@ class _FollowedRegion(FrozenRegion):
 
     def waiting_bytes(self) -> int:
         """What forwards hold that wait for their backward."""
-        return sum(each.used_bytes() for each in self._waiting())
+        called = [each for run in self._runs() if isinstance(run, GivingRun) for each in run.called()]
+        return sum(each.used_bytes() for each in self._waiting()) + held_bytes(called)
 
     def give_way(self) -> None:
         """See `Followers.give_way`."""
+        for run in self._runs():
+            if isinstance(run, GivingRun):
+                run.give_way()
         for each in self._waiting():
             each.give_way()
 
+    def _run(self, captured: Any, args: Any, kwargs: Any) -> FrozenRun:
+        run = GivingRun(self, captured)
+        run.called_with(args, kwargs, self._followers.again)
+        return run
+
     def _waiting(self) -> list[FollowedRun]:
-        return [run.saved[0][0] for run in self._latest if run.saved]
+        return [run.saved[0][0] for run in self._runs() if run.saved]
 
     def _wanted(self) -> tuple[dict[int, GradientLike], ...]:
         return (self._noted.gradients,)
@@ -178,6 +197,12 @@ class _FollowedRegion(FrozenRegion):
         """A run with books of its own."""
         return FollowedRun(route, *self._followers.opened(inputs), state, inputs)
 
+    def taken(self, saved: list[Any]) -> FollowedRun:
+        """The run whose backward begins: a forward in another thread cannot ask it to give way any more."""
+        with self._followers.turn:
+            run: FollowedRun = saved.pop()[0]
+        return run
+
     def through(self, run: FollowedRun) -> None:
         """Its backward has run."""
         self._followers.through(self._key, self._noted, run)
@@ -198,7 +223,7 @@ class _Followed:
         self, _: Sequence[Tensor], saved: list[Any], gradients: list[Any], landed: list[Tensor]
     ) -> Generator[int, None, list[Tensor]]:
         """`frozen_code.Code.backward`."""
-        run: FollowedRun = saved.pop()[0]
+        run = self._region.taken(saved)
         found = yield from run.backward(self._route, gradients, landed)
         self._region.through(run)
         return found

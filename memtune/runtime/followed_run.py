@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memtune import _native
+from memtune.calls import BATCH_NORMS
 from memtune.errors import ApplyError
 from memtune.remat import ALONG, EVICT, OVERWRITE, REPLAY
 from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
@@ -24,7 +25,7 @@ from memtune.runtime.online_values import Again, Given, Ran, Read, Value, View, 
 from memtune.runtime.op_arguments import tensors_in
 from memtune.runtime.op_facts import Facts
 from memtune.runtime.random_state import RandomState
-from memtune.runtime.tape import BATCH_NORMS, Outside, Slot, Tape
+from memtune.runtime.tape import Outside, Slot, Tape
 
 Acts = list[tuple[int, int]]
 Views = Callable[[list[Any], Sequence[Any], Sequence[Any]], list[Tensor]]

@@ -1,6 +1,6 @@
 """Runs a frozen schedule in place of a module's forward and backward: op → compute, free, move; no dispatch mode in the loop.
 
-Rule 1. The first call with arguments of new shapes captures the region on fake tensors (`runtime.tape`). If its ops are
+Rule 1. The first call with arguments of new shapes captures the region on fake tensors (`runtime.capture`). If its ops are
         those that the schedule is for, code is written for it once (`runtime.frozen_code`); else the plain module runs.
 Rule 2. Before each run everything that the capture took for granted is checked (`runtime.guards`); if something differs, the
         region is captured once more, a few times at most; where that gives other ops, the plain module runs, and a warning
@@ -13,6 +13,8 @@ Rule 4. On several ranks, and where a parameter has hooks, a chain of nodes runs
         when it is there, and calls all hooks, those in C++ too, in the order of the plain backward: what averages or divides
         gradients works as beside the plain model, and ranks may differ in whether the schedule ran.
 Rule 5. What forward was given and what it returned must not be written into before backward has read it.
+Rule 6. Several threads may call the module: who looks up or captures does so alone, and none captures while another one is in
+        the module's own code (`runtime.capture_lock`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -32,24 +34,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
-from memtune.runtime.frozen_code import Code, LayoutError, generate, not_by_element, state_read
+from memtune.runtime.capture import autocast_state, capture, named_state, no_autocast, shapes_of
+from memtune.runtime.capture_lock import CaptureLock
+from memtune.runtime.checked_code import CheckedCode
+from memtune.runtime.frozen_code import generate, not_by_element, state_read
 from memtune.runtime.frozen_nodes import end, land, leave, whole
 from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
-from memtune.runtime.tape import (
-    CaptureError,
-    GradientLike,
-    Outside,
-    Slot,
-    Tape,
-    autocast_state,
-    capture,
-    named_state,
-    no_autocast,
-    shapes_of,
-)
+from memtune.runtime.tape import CaptureError, GradientLike, Outside, Slot, Tape
 from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Action, Schedule, wrong_with
 
@@ -68,60 +62,6 @@ class Runs:
     """Why the plain module ran in place of the schedule, the last time."""
 
 
-class _Coded:
-    """Code for one tape; the first forward and the first backward are run with what ops return being checked."""
-
-    def __init__(self, tape: Tape, generated: Callable[..., Code]) -> None:
-        self.tape, self._generated = tape, generated
-        self._checked: Code | None = generated(tape, checked=True)
-        self._code = generated(tape)
-        self._ran = [False, False]
-
-    @property
-    def lands(self) -> tuple[int, ...]:
-        """`Code.lands`."""
-        return self._code.lands
-
-    def forward(self, *args: Any) -> Any:
-        """`Code.forward`."""
-        checked = self._checked
-        if checked is None or self._ran[0]:
-            return self._code.forward(*args)
-        with _layouts_as_captured():
-            out = checked.forward(*args)
-        self._has_run(0)
-        return out
-
-    def backward(self, *args: Any) -> Generator[int, None, list[Tensor]]:
-        """`Code.backward`."""
-        checked = self._checked
-        if checked is None or self._ran[1]:
-            return self._code.backward(*args)
-        return self._first_backward(checked.backward(*args))
-
-    def _first_backward(self, running: Generator[int, None, list[Tensor]]) -> Generator[int, None, list[Tensor]]:
-        with _layouts_as_captured():
-            gradients = yield from running
-        self._has_run(1)
-        return gradients
-
-    def _has_run(self, which: int) -> None:
-        self._ran[which] = True
-        if all(self._ran):
-            self._checked = None
-
-
-@contextmanager
-def _layouts_as_captured() -> Iterator[None]:
-    try:
-        yield
-    except LayoutError as error:
-        raise ApplyError(
-            "a frozen schedule cannot run this model.",
-            evidence=f"{error}.", fix="choose recompute: {kind: full}", code="MT327",
-        ) from error  # fmt: skip
-
-
 @dataclass
 class _Captured:
     """A region as captured for arguments of certain shapes."""
@@ -132,7 +72,7 @@ class _Captured:
     """Captures it once more, for other gradients."""
     token: Tensor
     """Flows from one node to the other, and back."""
-    codes: dict[Any, _Coded]
+    codes: dict[Any, CheckedCode]
     """Code by what the gradients look like that flow in; the forward is the same in all."""
     read: tuple[int, ...]
     """Parameters and buffers that backward reads."""
@@ -140,7 +80,7 @@ class _Captured:
     """Parameters that have a gradient, by what the gradients look like that flow in; not there: all have."""
 
     @property
-    def first(self) -> _Coded:
+    def first(self) -> CheckedCode:
         """The code that the region was captured with."""
         return next(iter(self.codes.values()))
 
@@ -161,42 +101,62 @@ class FrozenRegion(ReplacedForward):
         schedule: What to do in their place.
         device: Where the module computes.
         instead: What runs where the schedule cannot; the module's own forward where left out.
+        lock: Of all that captures the module, where there is more.
     """
 
     _most_alike = 4
     """Captures for one way of calling; a module that changes ever again runs as it is from then on."""
 
     def __init__(
-        self, module: nn.Module, schedule: Schedule, device: torch.device, instead: Callable[..., Any] | None = None
+        self,
+        module: nn.Module,
+        schedule: Schedule,
+        device: torch.device,
+        instead: Callable[..., Any] | None = None,
+        lock: CaptureLock | None = None,
     ) -> None:
         super().__init__(module)
+        self._lock = lock or CaptureLock()
         self.schedule, self.runs = schedule, Runs()
-        self._device, self._latest = device, weakref.WeakSet[_Run]()
+        self._device, self._latest = device, weakref.WeakSet[FrozenRun]()
         self._captured: dict[Any, list[_Captured | _Refused]] = {}
         """By what the module is called with: one for each state that the module was in, the latest first."""
         self._has_said = False
-        self._instead, self._says_why = instead or self._original, instead is None
+        self._instead, self._says_why = instead or self._plain, instead is None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward under the schedule, or the plain one (Rules 1 and 2)."""
         if not torch.is_grad_enabled():
-            return self._original(*args, **kwargs)
-        captured = self._find(args, kwargs)
-        if isinstance(captured, str):
-            self.runs.plain += 1
-            self.runs.why_plain = captured
+            return self._plain(*args, **kwargs)
+        with self._lock:
+            captured = self._find(args, kwargs)
+            run = captured if isinstance(captured, str) else self._begun(captured, args, kwargs)
+        if isinstance(run, str):
             return self._instead(*args, **kwargs)
         inputs = tree_leaves((args, kwargs))
-        self.runs.frozen += 1
         del args, kwargs
-        run = _Run(self, captured)
-        self._latest.add(run)
         return run.start(inputs)
+
+    def _begun(self, captured: _Captured, args: Any, kwargs: Any) -> FrozenRun:
+        self.runs.frozen += 1
+        run = self._run(captured, args, kwargs)
+        self._latest.add(run)
+        return run
+
+    def _run(self, captured: _Captured, args: Any, kwargs: Any) -> FrozenRun:
+        return FrozenRun(self, captured)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock.running():
+            return self._original(*args, **kwargs)
 
     def waiting_bytes(self) -> int:
         """What forwards hold that wait for their backward."""
-        saved = [each for run in self._latest for held in run.saved for each in held if isinstance(each, Tensor)]
-        return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in saved}.values())
+        return held_bytes([each for run in self._runs() for each in run.waiting()])
+
+    def _runs(self) -> list[FrozenRun]:
+        with self._lock:
+            return list(self._latest)
 
     def _find(self, args: Any, kwargs: Any) -> _Captured | str:
         """What was captured for such arguments and a module as it is now, or why the plain module runs."""
@@ -215,6 +175,9 @@ class FrozenRegion(ReplacedForward):
             return self._plainly(changed)
         if self.runs.captures >= _MOST_CAPTURES:
             return self._plainly(changed or f"it was called with {_MOST_CAPTURES} different shapes already")
+        if not self._lock.is_alone():
+            waited = self._lock.wait_alone()  # another one may have captured it meanwhile
+            return self._find(args, kwargs) if waited else self._plainly("other threads run it all the time")
         guards = Guards(self.module)
         why = guards.changed()  # no module with hooks inside is as it was
         if why:
@@ -226,6 +189,8 @@ class FrozenRegion(ReplacedForward):
 
     def _plainly(self, why: str) -> str:
         """Say once that a module that trains does so without its schedule."""
+        self.runs.plain += 1
+        self.runs.why_plain = why
         if self._says_why and self.module.training and not self._has_said:
             self._has_said = True
             warnings.warn(f"memtune runs the model as it is, without its schedule, which takes more memory: {why}", stacklevel=6)
@@ -277,31 +242,36 @@ class FrozenRegion(ReplacedForward):
             return f"it runs other ops than the ones the schedule was made for ({tape.graph.n_ops} now)"
         return wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
 
-    def _coded(self, tape: Tape) -> _Coded:
+    def _coded(self, tape: Tape) -> CheckedCode:
         random_state = partial(RandomState.capture, self.module)
-        return _Coded(tape, partial(generate, schedule=self.schedule, random_state=random_state, device=self._device))
+        return CheckedCode(tape, partial(generate, schedule=self.schedule, random_state=random_state, device=self._device))
 
-    def code_for(self, captured: _Captured, gradients: dict[int, Tensor]) -> tuple[_Coded, frozenset[int] | None]:
+    def code_for(self, captured: _Captured, gradients: dict[int, Tensor]) -> tuple[CheckedCode, frozenset[int] | None]:
         """The code whose backward takes these gradients, and the parameters that they reach (None: all).
 
         Captures once more where they look new. Where that gives another program, the gradients are made to look as they did
         when the region was captured.
         """
         key = tuple(sorted((i, tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()))
-        if key not in captured.codes and not captured.guards.changed():  # else it would be captured as another module
-            try:
-                tape = captured.call({i: GradientLike(tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()})
-            except CaptureError:
-                tape = captured.tape
-            same = _same_forward(tape, captured.tape) and tape.graph == captured.tape.graph
-            same = same and not not_by_element(tape, self.schedule, self._device)
-            coded = self._coded(tape) if same else captured.first
-            captured.codes[key] = coded if coded.lands == captured.first.lands else captured.first
-            if _same_forward(tape, captured.tape):
-                captured.reached[key] = frozenset(number for number, _, _ in tape.landed)
+        with self._lock:
+            self._capture_with(captured, key, gradients)
         coded = captured.codes.get(key, captured.first)
         _make_alike(coded.tape, gradients, self._device)
         return coded, captured.reached.get(key)
+
+    def _capture_with(self, captured: _Captured, key: Any, gradients: dict[int, Tensor]) -> None:
+        if key in captured.codes or not self._lock.wait_alone() or captured.guards.changed():  # else as another module
+            return
+        try:
+            tape = captured.call({i: GradientLike(tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()})
+        except CaptureError:
+            tape = captured.tape
+        same = _same_forward(tape, captured.tape) and tape.graph == captured.tape.graph
+        same = same and not not_by_element(tape, self.schedule, self._device)
+        coded = self._coded(tape) if same else captured.first
+        captured.codes[key] = coded if coded.lands == captured.first.lands else captured.first
+        if _same_forward(tape, captured.tape):
+            captured.reached[key] = frozenset(number for number, _, _ in tape.landed)
 
 
 def _same_forward(one: Tape, other: Tape) -> bool:
@@ -342,6 +312,12 @@ def _make_alike(tape: Tape, gradients: dict[int, Tensor], device: torch.device) 
             gradients[i] = torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device=device).copy_(gradients[i])
 
 
+def held_bytes(values: Iterable[Any]) -> int:
+    """Of the tensors among `values`, each storage once."""
+    storages = (each.untyped_storage() for each in values if isinstance(each, Tensor))
+    return sum({each._cdata: each.nbytes() for each in storages}.values())
+
+
 def is_watched(parameters: Iterable[Tensor]) -> bool:
     """Whether somebody may wait for gradients one by one: DDP's own hooks cannot be seen (Rule 4)."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -349,7 +325,7 @@ def is_watched(parameters: Iterable[Tensor]) -> bool:
     return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
 
 
-class _Run:
+class FrozenRun:
     """One forward of a region and the backward that follows it."""
 
     def __init__(self, region: FrozenRegion, captured: _Captured) -> None:
@@ -392,6 +368,14 @@ class _Run:
         self.saved = [saved]
         self._versions = self._sum_of_versions()
 
+    def waiting(self) -> list[Any]:
+        """What it holds for its backward."""
+        return [each for held in self.saved for each in held]
+
+    def is_written(self) -> bool:
+        """Whether something that backward needs was written into since forward."""
+        return self._sum_of_versions() != self._versions
+
     def _sum_of_versions(self) -> int:
         saved = sum(each._version for each in self.saved[0] if isinstance(each, Tensor))
         read = (self._state[n] for n in self._captured.read)
@@ -424,7 +408,7 @@ class _Run:
             gradient = self._landed.pop()
             if not self._has_gradient(reached):
                 found[reached] = None  # no zeros: the loss leaves it out
-            elif self._state[reached].is_leaf and _is_accumulated(edge[reached]):
+            elif self._state[reached].is_leaf and is_accumulated(edge[reached]):
                 put_in_place(self._state[reached], gradient)
             else:
                 found[reached] = gradient
@@ -451,28 +435,31 @@ class _Run:
         return coded.backward(self._state, self.saved, flowing, self._landed)
 
     def _check(self) -> None:
-        if torch.is_grad_enabled():
-            raise ApplyError(
-                "gradients of gradients do not work under a frozen schedule.", fix="choose recompute: {kind: none}", code="MT326"
-            )
+        self._require_first_order()
         if not self.saved:
             raise ApplyError(
                 "backward runs a second time, but the schedule has let go of what it needs.",
                 fix="add the losses up before one backward(), or choose recompute: {kind: none}", code="MT326",
             )  # fmt: skip
-        if self._sum_of_versions() != self._versions:
+        if self.is_written():
             raise ApplyError(
                 "something that backward needs was written into after the model's forward.",
                 evidence="One of: the weights, a buffer, an input of the model, an output of the model.",
                 fix="write x = x + y instead of x += y, and step the optimizer after backward", code="MT326",
             )  # fmt: skip
 
+    def _require_first_order(self) -> None:
+        if torch.is_grad_enabled():
+            raise ApplyError(
+                "gradients of gradients do not work under a frozen schedule.", fix="choose recompute: {kind: none}", code="MT326"
+            )
 
-def _is_accumulated(edge: Any) -> bool:
-    """Whether the gradient goes into `parameter.grad`."""
+
+def is_accumulated(edge: Any) -> bool:
+    """Whether the engine runs this parameter's own node, so that the gradient goes into `parameter.grad`."""
     try:
         return bool(torch._C._will_engine_execute_node(edge))
-    except RuntimeError:  # autograd.grad: it is returned to the caller
+    except RuntimeError:  # asked for in `autograd.grad`: it is returned to the caller
         return False
 
 

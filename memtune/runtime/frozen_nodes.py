@@ -55,13 +55,8 @@ class _Whole(torch.autograd.Function):
         return None, *ctx.run.all_gradients(ctx)
 
 
-class _End(torch.autograd.Function):
-    """The last node: its backward runs what is left of the region's."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, *flow: Tensor) -> Tensor:
-        ctx.run = run
-        return _token(run)
+class _End(_Whole):
+    """The last node of a chain: its backward runs what is left of the region's."""
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

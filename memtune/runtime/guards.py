@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils._pytree import tree_flatten
 
+from memtune.runtime.capture import is_plain, named_state
 from memtune.runtime.seen_data import PLAIN, seen_by
-from memtune.runtime.tape import is_plain, named_state
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
@@ -28,6 +29,7 @@ from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_update import Moments, NativeUpdate, beside
+from memtune.runtime.late_updates import LateUpdates
 from memtune.runtime.own_step import replace_step, with_hooks
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -81,6 +83,7 @@ class HostOptimizer:
             )  # fmt: skip
         self._late: dict[nn.Parameter, Tensor] | None = None  # gradients of the step before, whose update is late
         self._late_began = False
+        self._leaves: LateUpdates | None = None
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         context.represented.update(self._pairs)
         context.reloaded.append(self._reload)
@@ -133,7 +136,11 @@ class HostOptimizer:
             native.make_state(optimizer, self._late.get)
         else:
             self._join()
+            left = {} if self._leaves is None else self._leaves.take(self._gradients)
             native.step(optimizer, lambda host: None if host in self._updated else self._gradients.get(host))
+            native.make_state(optimizer, left.get)
+            if self._leaves is not None and not self._leaves.is_fake:
+                self._leaves.start(self._run)
         self._steps += 1
 
     def _host_copy(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -233,8 +240,26 @@ class HostOptimizer:
         with tier(HOST), torch.no_grad(), nullcontext() if under_way is None else beside(under_way):
             self._native.step(self._optimizer, gradients.get)
 
+    def leave_late(self, context: Context, blocks: dict[int, list[nn.Parameter]]) -> LateUpdates:
+        """Updates of these blocks of the model begin when `step` ends and go on after it, those of the first block first.
+
+        Whoever reads their weights waits for them; a state dict, and loading one, does.
+
+        Args:
+            context: Of the model.
+            blocks: Their parameters.
+        """
+        held = dict(self._pairs)
+        fake = any(isinstance(host.data, FakeTensor) for host in held.values())
+        hosts = {block: [held[each] for each in mine if each in held] for block, mine in sorted(blocks.items())}
+        self._leaves = LateUpdates(hosts, is_fake=fake)
+        self._settle_before_checkpoints(context)
+        return self._leaves
+
     def start_late(self) -> None:
         """Begin the update that the last step left, if it did, beside what comes next."""
+        if self._leaves is not None:
+            self._leaves.start(self._run)
         if self._late and not self._late_began:
             self._late_began = True
             self._run(self._late, self._under_way)
@@ -247,6 +272,9 @@ class HostOptimizer:
 
     def _settle(self) -> None:
         """No update is late any more, and the device has the weights."""
+        if self._leaves is not None:
+            self._leaves.start(self._run)
+            self._leaves.finish_all()
         if self._late:
             self.start_late()
             self._join()

@@ -5,7 +5,7 @@ Memory is given back and taken anew in place, see Rule 3 of `runtime.store`. A u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.chunks import Chunks
+from memtune.early_updates import Waiting
 from memtune.errors import ApplyError
 from memtune.pages import Pages
 from memtune.runtime import transfer
@@ -54,6 +55,7 @@ class HostParameters:
         copy: How a parameter's values come in from the host.
         members: Of each block, what comes and goes; none: all its parameters.
         averages: Ranks that have all weights average each gradient before it leaves.
+        room_bytes: Of gradients on their way at once; 0: one.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or gradients leave and nothing outside of the blocks is trained.
@@ -70,6 +72,7 @@ class HostParameters:
         copy: Callable[[Tensor, Tensor], None] | None = None,
         members: list[list[nn.Parameter]] | None = None,
         averages: bool = False,
+        room_bytes: int = 0,
     ) -> None:
         self._group = dist.group.WORLD if averages and context.ranks > 1 else None
         self._optimizer, self._device = optimizer, context.device
@@ -92,7 +95,7 @@ class HostParameters:
         else:
             self._units, self._of_block = self._put_into(context, mine, chunks), chunks.of_block
         self._there: set[int] = set(range(len(self._units)))
-        self._on_the_way: tuple[nn.Parameter, Tensor, Tensor] | None = None
+        self._on_the_way: Waiting[tuple[nn.Parameter, Tensor, Tensor]] = Waiting(room_bytes)
         self._versions: dict[nn.Parameter, int] = {}
         self._averaged: set[nn.Parameter] = set()
         self.loaded_bytes = 0
@@ -179,11 +182,12 @@ class HostParameters:
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         self._average(parameter)
-        self._arrive()
         source, parameter.grad = parameter.grad, None
+        n_bytes = local(source).nbytes
+        self._arrive_all(self._on_the_way.let_go(n_bytes))
         host = torch.ops.memtune.to_host(local(source))
         mark(host, HOST)
-        self._on_the_way = parameter, source, host
+        self._on_the_way.put((parameter, source, host), n_bytes)
 
     @torch.no_grad()
     def _average(self, parameter: nn.Parameter) -> None:
@@ -200,13 +204,16 @@ class HostParameters:
                     look(parameter, gradient)
 
     @torch.no_grad()
-    def _arrive(self) -> None:
-        if self._on_the_way is None:
-            return
-        (parameter, source, host), self._on_the_way = self._on_the_way, None
-        transfer.finish(host)
-        del source
-        self._arrived(parameter, host)
+    def _arrive(self, keep: int = 0) -> None:
+        """All gradients on their way but the newest `keep`."""
+        self._arrive_all(self._on_the_way.rest(keep))
+
+    def _arrive_all(self, turns: Iterator[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
+        for turn in turns:
+            parameter, source, host = turn
+            transfer.finish(host)
+            del source, turn
+            self._arrived(parameter, host)
 
     def _arrived(self, parameter: nn.Parameter, host: Tensor) -> None:
         """Its gradient is on the host, where micro-batches are added up."""

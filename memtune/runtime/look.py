@@ -10,7 +10,7 @@ as well: of all that is saved the first time, later of what backward asks for la
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import zip_longest
@@ -125,6 +125,11 @@ def difference(before: Look, now: Look) -> tuple[str, str]:
     if one.numbers != two.numbers:
         return _of(one.name, map(str, one.numbers)), _of(two.name, map(str, two.numbers))
     return _of("an op", before.passed), _of("an op", now.passed)
+
+
+def first_op(looks: Sequence[Look]) -> str:
+    """The first op that led to one of `looks`, as far as autograd tells."""
+    return next((made.name for look in looks for made in reversed(look.made_by)), "the ops that saved the others")
 
 
 def magnitude(tensor: Tensor) -> Tensor | float | None:

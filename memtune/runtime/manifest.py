@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -45,13 +46,15 @@ class Manifest:
     """Steps that each piece's optimizer state counts."""
     values: dict[str, Tensor] = field(default_factory=dict)
     """Buffers that a checkpoint would hold, and the states of random number generators."""
+    folders: list[str] = field(default_factory=list)
+    """Names of the folders that have the pieces, where it is not the run's own; never paths."""
 
     def text(self) -> bytes:
         """The file: one line of JSON, one with its hash."""
-        pieces = [[each.name, each.offset, each.n_bytes, _coded(each.sums.tobytes())] for each in self.pieces]
+        pieces = [[each.name, each.offset, each.n_bytes, coded(each.sums.tobytes())] for each in self.pieces]
         values = {name: _tensor_coded(value) for name, value in self.values.items()}
         document = {"schema": SCHEMA, "key": self.key, "step": self.step, "pieces": pieces, "counters": self.counters}
-        line = json.dumps({**document, "values": values}).encode()
+        line = json.dumps({**document, "values": values, "folders": self.folders}).encode()
         return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
     @classmethod
@@ -69,7 +72,7 @@ class Manifest:
                 for name, offset, n_bytes, sums in document["pieces"]
             ]
             values = {name: _tensor_decoded(*value) for name, value in document["values"].items()}
-            return cls(document["key"], document["step"], pieces, document["counters"], values)
+            return cls(document["key"], document["step"], pieces, document["counters"], values, document.get("folders", []))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -87,7 +90,7 @@ class Manifest:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, place)
-            _flush_directory(folder)
+            offload_dir.flush(folder)
         except OSError as error:
             gone = error.errno == errno.ENOENT
             raise EnvironmentFault(
@@ -110,7 +113,8 @@ def forget(folder: Path, key: str) -> None:
         place.unlink(missing_ok=True)
 
 
-def _coded(data: bytes) -> str:
+def coded(data: bytes) -> str:
+    """As text in a manifest."""
     return base64.b64encode(data).decode()
 
 
@@ -119,7 +123,7 @@ def _tensor_coded(value: Tensor) -> list[Any]:
     return [
         str(host.dtype).removeprefix("torch."),
         list(host.shape),
-        _coded(host.reshape(-1).view(torch.uint8).numpy().tobytes()),
+        coded(host.reshape(-1).view(torch.uint8).numpy().tobytes()),
     ]
 
 
@@ -128,14 +132,6 @@ def _tensor_decoded(dtype: str, shape: list[int], data: str) -> Tensor:
     kind = getattr(torch, dtype)
     numel = int(np.prod(shape))
     return flat[: numel * kind.itemsize].view(kind).view(shape) if numel else torch.empty(shape, dtype=kind)
-
-
-def _flush_directory(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +153,13 @@ class DeadRun:
         os.close(self.lock)
 
 
-def dead_runs(directory: Path, key: str) -> list[DeadRun]:
-    """Folders in `directory` with steps of `key`, the one with the newest step first; all are locked until released.
+def dead_runs(directories: Iterable[Path], key: str) -> list[DeadRun]:
+    """Folders in `directories` with steps of `key`, the one with the newest step first; all are locked until released.
 
     Those of other ranks, which look at the same time, are never locked.
     """
     found = []
-    for left in offload_dir.orphans(directory):
+    for left in (each for directory in directories for each in offload_dir.orphans(directory)):
         if not left.resumable or not _kept(left.path, key):
             continue
         if (lock := offload_dir.locked(left.path, _PATIENCE_S)) is None:

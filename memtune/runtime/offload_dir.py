@@ -92,6 +92,19 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
     return path
 
 
+def all_checked() -> list[Path]:
+    """`checked` of the first directory, and all others that may be used: what was kept may lie in any.
+
+    Raises:
+        EnvironmentFault: As `checked` of the first.
+    """
+    found = [checked()]
+    for root in all_allowed()[1:]:
+        with contextlib.suppress(EnvironmentFault):  # whoever writes there says so
+            found.append(checked(root, quiet=True))
+    return found
+
+
 def in_memory(path: Path) -> str:
     """What to tell of a directory that is on no drive; empty of any other."""
     if (kind := file_system(path)) not in _MEMORY:
@@ -266,6 +279,15 @@ def _remove_own(path: Path, lock: int, pid: int) -> None:
         os.close(lock)
 
 
+def flush(folder: Path) -> None:
+    """Return once the names in `folder` are on the drive."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def is_resumable(path: Path) -> bool:
     """Whether the run of the folder `path` said what training can go on from."""
     return any(path.glob(f"{MANIFEST}*"))
@@ -279,6 +301,14 @@ class Left:
     n_bytes: int
     resumable: bool = False
     """Training could go on from it."""
+
+
+def run_folders(directory: Path) -> list[Path]:
+    """Folders of this user's runs in `directory`, living or dead."""
+    with contextlib.suppress(OSError):
+        found = [each for each in os.scandir(directory) if each.name.startswith(_RUN) and each.is_dir(follow_symlinks=False)]
+        return [Path(each.path) for each in found if each.stat(follow_symlinks=False).st_uid == os.getuid()]
+    return []
 
 
 def orphans(directory: Path) -> Iterator[Left]:

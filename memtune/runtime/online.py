@@ -9,11 +9,14 @@ Rule 3. What runs between forward and backward is not seen: room for it is left 
 Rule 4. What has run once is decided without the mode the next time (`runtime.followed`), with the same result.
 Rule 5. Once the same ops have run a few times in a row, what was decided runs as a schedule, without the mode
         (`runtime.warmed_up`), until something differs.
+Rule 6. Threads take turns: one forward, or one backward under the mode, at a time. Calls without gradients are not on the books
+        and run beside them, but not while the module is captured (`runtime.capture_lock`).
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
@@ -31,9 +34,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from memtune import _native
 from memtune.errors import ApplyError
 from memtune.remat import Policy
+from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.followed import Followers, Opened
 from memtune.runtime.followed_run import FollowedRun
-from memtune.runtime.frozen import is_watched
+from memtune.runtime.frozen import is_accumulated, is_watched
 from memtune.runtime.guards import call_key
 from memtune.runtime.members import members_of
 from memtune.runtime.online_notes import Noted, Notes
@@ -99,16 +103,18 @@ class OnlineRegion(ReplacedForward):
     def _start(self) -> None:
         """Nothing has run so far."""
         module, settings, device = self.module, self.settings, self.device
+        self.turn, self._lock = threading.RLock(), CaptureLock()
         self.runs, self.facts = OnlineRuns(), OpFacts(settings.costs, settings.scratch, settings.makes)
         self._table: Callable[[], OnlineTable | None] = _no_table
         """That of the forwards that wait for their backward, which hold it."""
         self._members: tuple[list[nn.Parameter], list[Tensor]] = [], []
         """Parameters and buffers, as they were when forward was last called."""
         self._live: weakref.WeakSet[_Run] = weakref.WeakSet()
-        self.warm_up = WarmUp(module, self._original, self.online, settings.freeze_after, device)
+        self.warm_up = WarmUp(module, self._original, self.online, settings.freeze_after, device, self._lock)
         self.followers = Followers(
-            module, self._original, device, settings.policy.parts, self.online, self._opened, self._followed_through
-        )
+            module, self._original, device, settings.policy.parts, self.online, self._opened, self._followed_through,
+            (self.turn, self._lock),
+        )  # fmt: skip
         with tier(HOST):  # it is none of the model's bytes
             self.token = torch.zeros((), device=device, requires_grad=True)
 
@@ -133,7 +139,12 @@ class OnlineRegion(ReplacedForward):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, within the budget."""
         if not torch.is_grad_enabled():
-            return self._original(*args, **kwargs)
+            with self._lock.running():
+                return self._original(*args, **kwargs)
+        with self.turn:
+            return self._within(args, kwargs)
+
+    def _within(self, args: Any, kwargs: Any) -> Any:
         key = self._key(args, kwargs)
         ready = self.warm_up.ready(key, alone=not self._live and not self.followers.waiting_bytes())
         if ready is not None:
@@ -142,9 +153,14 @@ class OnlineRegion(ReplacedForward):
 
     def online(self, key: Any, args: Any, kwargs: Any) -> Any:
         """The module's forward, decided op by op, under the mode."""
+        with self.turn:  # one that gave way runs again in its backward
+            return self._online(key, args, kwargs)
+
+    def _online(self, key: Any, args: Any, kwargs: Any) -> Any:
         alone = not self._live and not self.followers.waiting_bytes() and not self.warm_up.waiting_bytes()
         if not alone:
             self.followers.give_way()
+            self.warm_up.give_way()
         settings = self.settings
         follows = (
             settings.follow and settings.freeze_after != 1 and settings.policy.forget and alone and self.followers.wants(key)
@@ -152,7 +168,7 @@ class OnlineRegion(ReplacedForward):
         run = _Run(self, self._table_for(args, kwargs, Notes() if follows else None), key)
         for each in self._live:
             each.alone = alone
-        run.alone = alone
+        run.alone, run.table.waits = alone, not alone
         self._live.add(run)
         return run.start(self._original, args, kwargs)
 
@@ -224,10 +240,11 @@ class OnlineRegion(ReplacedForward):
 
     def _followed_through(self, key: Any, noted: Noted, run: FollowedRun) -> None:
         """The backward of a run without the mode is through."""
-        alone = not self._live
-        self.warm_up.note(key, Decided(noted.ran, noted.n_forward, run.replays) if alone else None)
-        self.runs.followed += 1
-        self._count(run.books.counted(), run.background_bytes)
+        with self.turn:
+            alone = not self._live
+            self.warm_up.note(key, Decided(noted.ran, noted.n_forward, run.replays) if alone else None)
+            self.runs.followed += 1
+            self._count(run.books.counted(), run.background_bytes)
 
     def _count(self, counted: dict[str, Any], background_bytes: int) -> None:
         self.runs.steps += 1
@@ -370,17 +387,10 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         edges = [edge for edge, _ in ctx.next_functions]
-        found = ctx.run.backward(accumulates=all(map(_is_run, edges[:1] + edges[1 + ctx.n_inputs :])))
+        with ctx.run.region.turn:
+            found = ctx.run.backward(accumulates=all(map(is_accumulated, edges[:1] + edges[1 + ctx.n_inputs :])))
         n_reached = len(edges) - 1
         return None, None, None, *found[:n_reached], *[None] * (n_reached - len(found))
-
-
-def _is_run(edge: Any) -> bool:
-    """Whether the engine runs this parameter's own node: not so in `autograd.grad`, which raises if it is asked for instead."""
-    try:
-        return bool(torch._C._will_engine_execute_node(edge))
-    except RuntimeError:
-        return False
 
 
 class _Leave(torch.autograd.Function):

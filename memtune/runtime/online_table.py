@@ -24,6 +24,7 @@ from memtune.errors import ApplyError
 from memtune.program import ON_GPU_ONLY
 from memtune.remat import ALONG, EVICT, OVERWRITE, REPLAY, Policy
 from memtune.runtime.by_element import element_bytes
+from memtune.runtime.capture import no_autocast
 from memtune.runtime.online_notes import NotedBooks, Notes, OpNote
 from memtune.runtime.online_values import (
     Again,
@@ -40,10 +41,9 @@ from memtune.runtime.online_values import (
     whole_of,
     written_since,
 )
-from memtune.runtime.op_arguments import mutated, tensors_in
+from memtune.runtime.op_arguments import is_uncounted, mutated, tensors_in
 from memtune.runtime.op_facts import About, Facts, OpFacts
-from memtune.runtime.random_state import RandomState
-from memtune.runtime.tape import no_autocast
+from memtune.runtime.random_state import RandomState, generator_of
 
 TRIES = 4
 """Runs of an op that the device refuses, each after more was evicted."""
@@ -66,7 +66,7 @@ class OnlineTable:
         notes: Notes | None = None,
     ) -> None:  # fmt: skip
         self.budget_bytes, self.background_bytes, self.notes = budget_bytes, background_bytes, notes
-        self.backward, self.paused = False, False
+        self.backward, self.paused, self.waits = False, False, False
         self.ran: list[Facts] = []
         """Every op that ran, once for each first run."""
         self.replays: list[Again] = []
@@ -110,6 +110,8 @@ class OnlineTable:
         if made_bytes > facts.makes_bytes:
             facts.makes_bytes = made_bytes
         if noted is None or (noted.over is not None and fresh):
+            if noted is not None:
+                self._spoil(about.func, args, written)  # no op makes both again: without it the value would be as before
             for _, each, _, size in fresh:
                 self._enter_constant(each, size)
         elif fresh or noted.over is not None:
@@ -156,9 +158,9 @@ class OnlineTable:
             over = None if abroad or not written else self._values[written[0].untyped_storage()._cdata]
             spoils = odd or about.once or (abroad and not about.norm) or len(owners) > 1
             if spoils or (over is not None and not over.again):
-                self._spoil(written, unsaid=about.norm)
+                self._spoil(about.func, args, written)
                 return None
-        random = RandomState.capture(self._module) if facts.random else None
+        random = RandomState.capture(self._module, filter(None, (generator_of(kwargs),))) if facts.random else None
         read = [self._read(each) for each in args]
         named = {name: self._read(value) for name, value in kwargs.items()} if kwargs else {}
         return Ran(facts, read, named, len(self.ran) - 1, [], None if over is None else (over, over), random)
@@ -187,14 +189,14 @@ class OnlineTable:
             given.tensor, given.version = whole, whole._version
             self.watch(whole)
 
-    def _spoil(self, written: list[Tensor], *, unsaid: bool) -> None:
+    def _spoil(self, func: Any, args: Any, written: list[Tensor]) -> None:
         """Values that an op wrote into which cannot be repeated: they stay, and who read them before cannot run again."""
         for each in written:
             value = self._values.get(each.untyped_storage()._cdata)
             if value is not None:
                 self._cannot_follow("a value is changed by what must not run again")
                 value.writes += 1
-                value.unsaid += unsaid
+                value.unsaid += is_uncounted(func, args, each)
                 if value.again:
                     value.again = False
                     self._books.hold(value.number)
@@ -403,7 +405,7 @@ class OnlineTable:
     def _nothing_left(self, who: str) -> ApplyError:
         self._obey()
         counted = self._books.counted()
-        return too_small(who, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes)
+        return too_small(who, counted["wanted_bytes"], counted["held_bytes"], self.background_bytes, waits=self.waits)
 
     def _obey(self) -> None:
         if not self._books.pending():

@@ -235,12 +235,14 @@ def written_since(what: str) -> ApplyError:
     )  # fmt: skip
 
 
-def too_small(who: str, wanted_bytes: int, held_bytes: int, background_bytes: int) -> ApplyError:
-    """The error of a region in which `who` asks for more than can be made free."""
+def too_small(who: str, wanted_bytes: int, held_bytes: int, background_bytes: int, *, waits: bool = False) -> ApplyError:
+    """The error of a region in which `who` asks for more than can be made free; `waits`: another forward has no backward yet."""
+    first = ", or call backward() before the next forward" if waits else ""
     return ApplyError(
         f"the budget is too small for {who}: nothing is left to evict.",
         evidence=f"It asks for {format_bytes(wanted_bytes)} beside {format_bytes(held_bytes)} that must stay and "
         f"{format_bytes(background_bytes)} of parameters, gradients, optimizer state, inputs and what waits for its backward.",
-        fix=f"give a budget of at least {format_bytes(background_bytes + wanted_bytes + held_bytes)}, or a smaller micro-batch",
+        fix=f"give a budget of at least {format_bytes(background_bytes + wanted_bytes + held_bytes)}, "
+        f"or a smaller micro-batch{first}",
         code="MT337",
     )

@@ -17,6 +17,8 @@ _SENDS = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::chec
 """Collectives that write into nothing that they are given."""
 # BatchNorm kernels that write running_mean and running_var (arguments 3 and 4) without saying so in their schema.
 _UNDECLARED = {"aten.native_batch_norm.default": 5, "aten.cudnn_batch_norm.default": 5, "aten.miopen_batch_norm.default": 5}
+# RReLU's noise, which it fills (argument 1): autograd saves it before, and does not count this write.
+_FILLS = frozenset({torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_noise_.default})
 
 
 def tensors_in(values: tuple[Any, ...] | list[Any]) -> list[Tensor]:
@@ -40,6 +42,11 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         value = args[position] if position < len(args) else kwargs.get(name)
         found += tensors_in((value,))
     return found
+
+
+def is_uncounted(func: Any, args: Any, written: Tensor) -> bool:
+    """Whether autograd's version counter of `written` does not see that a call of `func` writes into it."""
+    return str(func) in _UNDECLARED or (func in _FILLS and args[1] is written)
 
 
 def may_write(func: Any) -> bool:

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from memtune import flops
+from memtune.calls import BATCH_NORMS
 from memtune.runtime.by_element import BY_ELEMENT, BY_ELEMENT_ON_GPU
 from memtune.runtime.op_arguments import draws_nothing, may_write, tensors_in
-from memtune.runtime.tape import BATCH_NORMS, Slot
+from memtune.runtime.tape import Slot
 
 Key = tuple[Any, ...]
 _MOST_KEYS = 1 << 16

@@ -6,7 +6,7 @@ Rule 1. The user's code runs up to the first block once for each micro-batch; th
         given is kept. Packs of forward are run from what is kept, block by block, as the chain (`runtime.chain`) says.
 Rule 2. What a pack of backward starts from is kept for each micro-batch, on the device or the host, until that backward is done.
 Rule 3. Autograd looks on in every forward, so that kernels are those of the plain step; what it saves in a forward pack is
-        dropped at once.
+        dropped at once, and no claim on activations holds; in the turn and in packs of backward they do (`recompute`).
 Rule 4. The turn, the last pack of backward, runs inside the user's code, from its beginning to its loss and back, as a plain
         micro-batch does (`runtime.loop`); the blocks before it are skipped, and the last of them returns what was kept.
 Rule 5. Then packs run backward from last to first: each again forward from what was kept, then back from the gradient of what it

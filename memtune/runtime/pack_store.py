@@ -107,7 +107,7 @@ class PackStore(HostParameters):
 
     def abandon(self) -> None:
         """A step ended in an error: nothing stays on the device."""
-        self._on_the_way = None
+        list(self._on_the_way.rest())
         self._release(range(len(self._units)))
 
     def _landed(self, parameter: Tensor) -> None:

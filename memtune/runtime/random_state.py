@@ -1,15 +1,21 @@
-"""The random state a region starts with, so that its second run draws the same numbers. It lives on the host."""
+"""The random state a region starts with, so that its second run draws the same numbers. It lives on the host.
+
+Generators of the user's own (`y.bernoulli_(p, generator=mine)`) are part of it as far as they are known: the attributes of the
+region's modules, and those that ops of its first run were given.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.watching import WatchingMode
 
 
 @dataclass(frozen=True)
@@ -19,14 +25,21 @@ class RandomState:
     cpu: Tensor  # uint8, on the host tier
     cuda: Tensor | None
     device: torch.device | None
+    own: tuple[tuple[Generator, Tensor], ...] = ()
+    """Of generators of the user's own."""
 
     @classmethod
-    def capture(cls, module: nn.Module) -> RandomState:
-        """The state now."""
+    def capture(cls, module: nn.Module, generators: Iterable[Generator] = ()) -> RandomState:
+        """The state now, that of `generators` beside torch's own."""
         first = next(module.parameters(), None)
         device = first.device if first is not None and first.is_cuda else None
         with tier(HOST):
-            return cls(torch.get_rng_state(), None if device is None else torch.cuda.get_rng_state(device), device)
+            cuda = None if device is None else torch.cuda.get_rng_state(device)
+            return cls(torch.get_rng_state(), cuda, device, tuple((each, each.get_state()) for each in generators))
+
+    def beside(self, others: Iterable[tuple[Generator, Tensor]]) -> RandomState:
+        """The same with the states of `others`."""
+        return replace(self, own=(*self.own, *others))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -45,9 +58,41 @@ class RandomState:
     def _now(self) -> RandomState:
         with tier(HOST):
             cuda = None if self.device is None else torch.cuda.get_rng_state(self.device)
-            return RandomState(torch.get_rng_state(), cuda, self.device)
+            own = tuple((each, each.get_state()) for each, _ in self.own)
+            return RandomState(torch.get_rng_state(), cuda, self.device, own)
 
     def _set(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and self.device is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
+        for generator, state in self.own:
+            generator.set_state(state)
+
+
+def generators_of(module: nn.Module) -> list[Generator]:
+    """The generators that `module` and its modules have as attributes."""
+    found = (value for each in module.modules() for value in vars(each).values() if isinstance(value, Generator))
+    return list(dict.fromkeys(found))
+
+
+def generator_of(kwargs: Any) -> Generator | None:
+    """The generator that a call of an op was given by name, as ops take it."""
+    found = (kwargs or {}).get("generator")
+    return found if isinstance(found, Generator) else None
+
+
+class NoteGenerators(WatchingMode):
+    """Notes generators that ops are given and that are not in `known` yet, with their states before the first such op."""
+
+    def __init__(self, known: list[Generator]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known, self.found = known, list[tuple[Generator, Tensor]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op."""
+        generator = generator_of(kwargs)
+        if generator is not None and generator not in self._known:
+            self._known.append(generator)
+            with tier(HOST):
+                self.found.append((generator, generator.get_state()))
+        return func(*args, **(kwargs or {}))

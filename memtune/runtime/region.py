@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Generator, nn
 
 from memtune.calls import Call
 from memtune.runtime.kept import Keep
@@ -28,7 +28,9 @@ class Region:
     only: frozenset[Call] | None = None
     """Calls whose outputs may move, `INPUTS` for what the region is called with; None: all that is claimable."""
     watched: bool = False
-    """Its first run was looked through for collectives."""
+    """Its first run was looked through for collectives and generators."""
+    generators: list[Generator] = field(default_factory=list)
+    """Of the user's own, from which its forward may draw: those that are known from its first run on."""
     looked_at: int = -1
     """Number of the saved tensor that backward asked for last of its latest run: whose values are compared in the next one."""
     compared: Compared | None = None

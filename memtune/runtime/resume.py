@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,16 +19,48 @@ from torch.distributed.tensor import DTensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import EnvironmentFault
-from memtune.runtime import disk, offload_dir, transfer
+from memtune.runtime import disk, offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.manifest import DeadRun, Manifest, dead_runs, forget
-from memtune.runtime.ssd_file import TENSORS, Extent
-from memtune.runtime.ssd_piece import Piece
-from memtune.runtime.tiers import HOST, tier
+from memtune.runtime.ssd_file import Extent
 from memtune.runtime.tree import local
 
 _CPU_RANDOM: Final = "random numbers, cpu"
 _DEVICE_RANDOM: Final = "random numbers, device"
+
+
+class Kept(Protocol):
+    """What is on SSD, with two slots for everything: `kept_pieces`, or with updaters `kept_updaters`."""
+
+    def facts(self) -> list[Any]:
+        """What must be the same where this is taken up."""
+
+    def look(self, key: str, manifests: list[Manifest]) -> None:
+        """Find what `manifests` name besides what is in their own run's folder, and lock it."""
+
+    def holders(self) -> object:
+        """What holds the places of all slots in this run's folder."""
+
+    def durable(self) -> tuple[list[Extent], list[float | None], list[str]]:
+        """Flush all that the step has written; its places, counters of steps, and names of folders besides the run's own."""
+
+    def complete(self) -> None:
+        """A manifest has that: what is written next goes to the other slots."""
+
+    def take_up(self, run: DeadRun, manifest: Manifest) -> None:
+        """Bring what `manifest` names into the slots that are written next, and weights to the device."""
+
+    def back(self) -> None:
+        """Weights as they were before `take_up`, however far it came."""
+
+    def forget(self) -> None:
+        """Nothing is kept any more."""
+
+    def remove_before(self) -> None:
+        """What `look` found is needed no more."""
+
+    def release_before(self) -> None:
+        """What `look` found is left to others."""
 
 
 class LastStep:
@@ -37,19 +68,17 @@ class LastStep:
 
     Args:
         context: Its model's buffers, device and ranks.
-        pieces: Optimizer state on SSD; each has its spare slot.
+        kept: What is on SSD, which has two slots for everything.
 
     Attributes:
         steps: Complete steps, those of the runs before included.
     """
 
-    def __init__(self, context: Context, pieces: list[Piece]) -> None:
-        self._context, self._pieces = context, pieces
-        self._state = context.optimizer.state
+    def __init__(self, context: Context, kept: Kept) -> None:
+        self._context, self._kept = context, kept
         self._saved = set(context.model.state_dict())  # of the buffers those that a checkpoint would hold, too
         self._key = self._key_of()
         self._before: list[DeadRun] = []
-        self._taken: list[Piece] = []
         self.steps = 0
 
     def resume(self) -> int:
@@ -59,7 +88,8 @@ class LastStep:
             EnvironmentFault: What was kept cannot be read back as it was written; says whose bytes.
         """
         self._forget()  # of the same model, trained before in this process
-        self._before = dead_runs(offload_dir.checked(), self._key)
+        self._before = dead_runs(offload_dir.all_checked(), self._key)
+        self._kept.look(self._key, [each for run in self._before for each in run.manifests])
         self._context.undo.callback(self._release)
         agreed = self._agreed(self._before[0].manifests[0].step if self._before else 0)
         if agreed == 0:
@@ -80,39 +110,33 @@ class LastStep:
             EnvironmentFault: It cannot be kept; the step before is.
         """
         self.steps += steps
-        disk.current().flush()
         self._write_manifest()
         self._remove_before()  # Rule 4
 
     def finish(self) -> None:
         """Nothing is kept any more."""
         disk.folder().remove()
+        self._kept.forget()
         self._remove_before()
 
     def _remove_before(self) -> None:
         while self._before:
             self._before.pop().remove()
+        self._kept.remove_before()
 
     def _write_manifest(self) -> None:
         """Its places stay this run's when the optimizer is gone and the process goes on with something else."""
         run = disk.folder()
-        run.kept[self._key] = [each for piece in self._pieces for each in (piece.ssd, piece.spare)]
-        self._manifest().write(run.path)
-        for piece in self._pieces:
-            piece.fresh = False
+        run.kept[self._key] = self._kept.holders()
+        extents, counters, folders = self._kept.durable()
+        values = _random(self._context) | {name: local(value) for name, value in self._buffers()}
+        Manifest(self._key, self.steps, extents, counters, values, folders).write(run.path)
+        self._kept.complete()
 
     def _forget(self) -> None:
         run = disk.folder()
         forget(run.path, self._key)
         run.kept.pop(self._key, None)
-
-    def _manifest(self) -> Manifest:
-        place = disk.current()
-        extents = [place.extent(piece.ssd) for piece in self._pieces]
-        counters = [float(step) if (step := self._state[piece.held].get("step")) is not None else None for piece in self._pieces]
-        values = _random(self._context)
-        values |= {name: local(value) for name, value in self._buffers()}
-        return Manifest(self._key, self.steps, extents, counters, values)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, value) for name, value in self._context.model.named_buffers() if name in self._saved)
@@ -129,16 +153,12 @@ class LastStep:
         buffers = {name: local(value).clone() for name, value in self._buffers()}
         weights = {} if self._context.gather_rows is None else {p: local(p).detach().to("cpu", copy=True) for p in self._whole()}
         self._context.undo.callback(self._back, buffers | _random(self._context), weights)
-        self._on_all_ranks(lambda: self._take_up_pieces(run, manifest))
+        self._on_all_ranks(lambda: self._kept.take_up(run, manifest))
         if self._context.gather_rows is not None:
             self._context.gather_rows()
         self._set(manifest.values)
         self.steps = manifest.step
-        self._on_all_ranks(self._keep_again)
-
-    def _keep_again(self) -> None:
-        disk.current().flush()
-        self._write_manifest()
+        self._on_all_ranks(self._write_manifest)
 
     def _on_all_ranks(self, act: Callable[[], None]) -> None:
         """`act`, after which every rank knows whether it went well on all: what follows needs them all."""
@@ -152,33 +172,6 @@ class LastStep:
                 "Another rank cannot go on from the step that it kept.", fix="see that rank's message", code="MT365"
             )
 
-    def _take_up_pieces(self, run: DeadRun, manifest: Manifest) -> None:
-        try:
-            file = os.open(run.path / TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"What the run kept of step {manifest.step} cannot be read: {error.strerror}.",
-                evidence=f"In {offload_dir.given(run.path)}.", fix="memtune clean, and go on from a checkpoint", code="MT365",
-            ) from None  # fmt: skip
-        try:
-            for piece, extent, counter in zip(self._pieces, manifest.pieces, manifest.counters, strict=True):
-                self._take_up_piece(piece, extent, counter, file)
-        finally:
-            os.close(file)
-
-    def _take_up_piece(self, piece: Piece, extent: Extent, counter: float | None, file: int) -> None:
-        with tier(HOST):
-            host = torch.empty_like(piece.ssd)
-        disk.current().read(extent, host, file=file).result()
-        torch.ops.memtune.write_ssd_(piece.target, host)
-        transfer.written(piece.target)
-        _up(piece, host)
-        state = self._state[piece.held]
-        if counter is not None:
-            state["step"].fill_(counter)
-        piece.turn(state)
-        self._taken.append(piece)
-
     def _whole(self) -> list[nn.Parameter]:
         """Weights of which this rank updates rows and is given the others."""
         return [parameter for parameter in self._context.represented if not isinstance(parameter, DTensor)]
@@ -190,9 +183,7 @@ class LastStep:
         What the optimizer held is put back by others.
         """
         self._forget()
-        for piece in self._taken:
-            assert piece.spare is not None
-            _up(piece, piece.spare)
+        self._kept.back()
         for parameter, value in weights.items():
             parameter.copy_(value)
         self._set(values)
@@ -200,6 +191,7 @@ class LastStep:
     def _release(self) -> None:
         while self._before:
             self._before.pop().release()
+        self._kept.release_before()
 
     def _set(self, values: dict[str, Tensor]) -> None:
         for name, buffer in self._buffers():
@@ -211,8 +203,8 @@ class LastStep:
             torch.cuda.set_rng_state(values[_DEVICE_RANDOM], self._context.device)
 
     def _key_of(self) -> str:
-        pieces = [[each.name, list(each.held.shape), str(each.device.dtype), each.moments] for each in self._pieces]
-        facts: list[Any] = [type(self._context.optimizer).__name__, self._context.rank, self._context.ranks, pieces]
+        context = self._context
+        facts: list[Any] = [type(context.optimizer).__name__, context.rank, context.ranks, self._kept.facts()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -221,8 +213,3 @@ def _random(context: Context) -> dict[str, Tensor]:
     if context.device.type == "cuda":
         found[_DEVICE_RANDOM] = torch.cuda.get_rng_state(context.device)
     return found
-
-
-def _up(piece: Piece, host: Tensor) -> None:
-    weight = local(piece.device).detach()
-    torch.ops.memtune.copy_to_device_(weight, piece.parts(host)[0].detach().to(weight.dtype))

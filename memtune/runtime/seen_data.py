@@ -96,6 +96,21 @@ def seen_by(module: nn.Module) -> list[_Seen]:
     return found + [_Seen(scope, names) for scope, names in scopes]
 
 
+def written_by(module: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """What the code of `module` can see outside of its modules' own attributes, and so could set: objects with their attributes.
+
+    An object is a class, a setting that a module holds, or a file's globals (a dict); of those, the names that the code reads.
+    """
+    modules = list(module.modules())
+    kinds = list(dict.fromkeys(kind for each in modules for kind in type(each).__mro__ if kind not in (nn.Module, object)))
+    kinds = [kind for kind in kinds if not kind.__module__.startswith(("torch.", "memtune."))]
+    _, scopes = _read_names([*map(vars, kinds), *map(vars, modules)])
+    found: list[tuple[Any, dict[str, Any]]] = [(scope, {name: scope[name] for name in names}) for scope, names in scopes]
+    found += [(kind, {name: value for name, value in vars(kind).items() if name[:2] != "__"}) for kind in kinds]
+    held = {id(value): value for each in modules for value in _setting_objects(each)}
+    return found + [(value, dict(vars(value))) for value in held.values()]
+
+
 def _read_names(places: list[Mapping[str, Any]]) -> tuple[frozenset[str], list[tuple[dict[str, Any], list[str]]]]:
     """Names that the code reads which `forward` can reach among `places`, and the globals that it reads."""
     read, done = {"forward"}, set[int]()
@@ -159,9 +174,14 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 def _settings(module: nn.Module) -> Iterator[dict[str, Any]]:
     """The attributes of objects that a module holds: its config."""
+    for value in _setting_objects(module):
+        yield vars(value)
+
+
+def _setting_objects(module: nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
         if name[:1] != "_" and not isinstance(value, nn.Module | Tensor | type) and hasattr(value, "__dict__"):
-            yield vars(value)
+            yield value
 
 
 def _is_plain(value: Any) -> bool:

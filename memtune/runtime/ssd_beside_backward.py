@@ -1,6 +1,6 @@
 """The user's optimizer on SSD, each parameter updated inside backward as its gradient arrives (`runtime.gradients_down`).
 
-Four rules on top of those of `gradients_down` and `ssd_optimizer`, which the pass `passes.ssd_beside_backward` follows op by op:
+Five rules on top of those of `gradients_down` and `ssd_optimizer`, which the pass `passes.ssd_beside_backward` follows op by op:
 
 Rule 1. In the last micro-batch, reads of a bucket's pieces start just before its gradients go down: both are on their way while
         backward goes on.
@@ -13,6 +13,8 @@ Rule 3. Weights go up while backward goes on: no op of backward may need one who
 Rule 4. `optimizer.step()` completes the last bucket, and updates what backward has not: the witness of `gradients_down`, and all
         parameters in a loop that is not `Tuned.step`'s. When it returns, everything is written, and kept as one step where steps
         are: what backward has written is in other slots than the last complete step, which is there until then.
+Rule 5. State that is loaded between backward and `step` stays: updates under way are waited for and dropped. What backward has
+        updated by then is what was loaded, and its gradient is gone; only the others, of Rule 4, are still updated in `step`.
 """
 
 from __future__ import annotations
@@ -100,6 +102,21 @@ class SsdBesideBackward(SsdOptimizer):
             torch.ops.memtune.copy_to_device_(local(piece.device), up)
             del gradient, up
             self._write(piece, host)
+
+    @torch.no_grad()
+    def _reload(self) -> None:
+        """Rule 5."""
+        while self._under_way:
+            self._under_way.pop(0).result()
+        left = [host for _, host, _ in self._updating] + list(self._reading.values())
+        self._updating.clear()
+        self._reading.clear()
+        while left:
+            transfer.abandon(left.pop())
+        while self._writing:
+            self._finish_oldest()
+        self._used.clear()
+        super()._reload()
 
     def _update_all(self) -> None:
         """Rule 4."""

@@ -117,7 +117,8 @@ class SsdFile:
         self._fd, self.direct = _opened(path)
         self._bytes = self.used_bytes = 0
         self._free, self._lock = _Free(), threading.RLock()  # a tensor may be let go while another is made
-        weakref.finalize(self, _close, self.engine, self._fd)
+        self._under_way: dict[int, tuple[Bytes, Extent]] = {}  # by the engine's ticket
+        weakref.finalize(self, _close, self.engine, self._fd, self._under_way)
 
     # -- space -------------------------------------------------------------------------------------------------------------
 
@@ -167,14 +168,15 @@ class SsdFile:
     def move(self, write: bool, extent: Extent, flat: Bytes, priority: int, file: int | None = None) -> Ticket:
         """Begin to write `flat`, as long as the extent, or to read into it (from `file` where it is not this one).
 
-        It is kept until that is over; smaller priorities come first.
+        `flat` and the extent are kept until that is over, or where nobody asks for the result until the file is closed; smaller
+        priorities come first.
         """
         ticket = self.engine.start(write, self._fd if file is None else file, extent.offset, flat, extent.sums, priority)
+        self._under_way[ticket] = flat, extent
 
         def finish() -> None:
             error, block = self.engine.wait(ticket)
-            del_after = flat, self  # both were needed until now
-            assert del_after
+            self._under_way.pop(ticket, None)
             if error:
                 raise self._error(extent.name, error, block)
 
@@ -217,8 +219,9 @@ _FAILURES: Final[dict[int, tuple[str, str, str]]] = {
 }
 
 
-def _close(engine: _native.IoEngine, file: int) -> None:
+def _close(engine: _native.IoEngine, file: int, under_way: dict[int, tuple[Bytes, Extent]]) -> None:
     engine.close()
+    under_way.clear()  # not before: its thread writes checksums, and what it reads, into this memory
     os.close(file)
 
 

@@ -30,6 +30,7 @@ from memtune.runtime import disk, transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import master_of, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
+from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.own_step import replace_step, with_hooks
 from memtune.runtime.resume import LastStep
 from memtune.runtime.ssd_piece import Piece
@@ -80,7 +81,7 @@ class SsdOptimizer:
         self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
         self._last: LastStep | None = None
         if keep and not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
-            self._last = LastStep(context, self._pieces)
+            self._last = LastStep(context, KeptPieces(self._pieces, self._optimizer.state))
             context.resumed_steps = self._last.resume()
             context.finish = self._last.finish
         if chosen is None:

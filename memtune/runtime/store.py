@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from memtune.chunks import Chunks
 from memtune.errors import ApplyError
 from memtune.pages import Pages
-from memtune.residency import Residency, order_of_use
+from memtune.residency import Residency, Units, order_of_use
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import before_step
@@ -52,6 +52,7 @@ class ParameterStore(HostParameters):
         landing: As there.
         copy: As there.
         members: As there.
+        room_bytes: As there.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or gradients leave and nothing outside of the blocks is trained.
@@ -69,10 +70,12 @@ class ParameterStore(HostParameters):
         landing: bool = True,
         copy: Callable[[Tensor, Tensor], None] | None = None,
         members: list[list[nn.Parameter]] | None = None,
+        room_bytes: int = 0,
     ) -> None:
         averages = context.averages_blocks and context.runner is not None  # DDP's, which has left them out
         super().__init__(
-            context, optimizer, chunks, only=only, landing=landing, copy=copy, members=members, averages=averages
+            context, optimizer, chunks, only=only, landing=landing, copy=copy, members=members, averages=averages,
+            room_bytes=room_bytes,
         )  # fmt: skip
         if landing and members is None and context.ranks > 1 and self._gathered is None and not averages:
             raise ApplyError(
@@ -138,18 +141,27 @@ class ParameterStore(HostParameters):
         if moment == self._moment:
             return
         before, self._moment = self._moment, moment
-        self._arrive()
-        blocks = len(self._blocks)
+        self._arrive_before(moment)
         self._release(self._there if before + 1 != moment else self._residency.drops[moment])
         transfer.caught_up(self._device)
         if moment < self._end and (used := self._uses[moment]) >= 0:
             self._fetch_block(used)  # the first that comes in, or Rule 6
         with transfer.ahead(self._device):
-            self._fetch_units(self._residency.loads[moment])
-        if self._is_last and blocks <= before < self._end:
-            ready = self._blocks[self._end - 1 - before]
-            self._show(ready)
-            self._optimizer.update(ready)
+            self._bring_ahead(self._residency.loads[moment])
+        is_used = self._is_last and len(self._blocks) <= before < self._end
+        self._update_after(moment, self._end - 1 - before if is_used else None)
+
+    def _arrive_before(self, moment: int) -> None:
+        self._arrive()
+
+    def _bring_ahead(self, units: Units) -> None:
+        self._fetch_units(units)
+
+    def _update_after(self, moment: int, block: int | None) -> None:
+        """`block`: whose gradients have all landed in the moment before, None for no block's last ones."""
+        if block is not None:
+            self._show(self._blocks[block])
+            self._optimizer.update(self._blocks[block])
 
     # -- proof -----------------------------------------------------------------------------------------------------------
 

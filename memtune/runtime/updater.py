@@ -8,6 +8,7 @@ the trainer itself, is noticed.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import mmap
@@ -26,7 +27,7 @@ import numpy.typing as npt
 from memtune import _native
 from memtune.errors import EnvironmentFault
 from memtune.runtime.cores_of_drive import cores_beside
-from memtune.runtime.offload_dir import RunFolder
+from memtune.runtime.offload_dir import RunFolder, flush
 from memtune.runtime.ssd_file import LATE, TENSORS, Extent, SsdFile, Ticket
 
 _PATIENCE_S: Final = 1.0
@@ -56,6 +57,8 @@ class Updater:
         self._file = SsdFile(self._folder.path / TENSORS)
         self._groups = told["sub_groups"]
         self._extents = [self._reserved(group) for group in self._groups]
+        self._spares = [self._reserved(group) for group in self._groups] if told["keep"] else []
+        self._fresh: set[int] = set()  # sub-groups written since the last complete step, which is in their spare slots
         self._under_way: list[list[Ticket]] = [[] for _ in self._buffers]
         self._events: list[tuple[str, int, int]] = []
         self._bytes = {"read": 0, "written": 0}
@@ -67,7 +70,7 @@ class Updater:
 
     def ready(self) -> None:
         """Say where the file is, and where in it each sub-group."""
-        places = [[weights.offset, moments.offset] for weights, moments in self._extents]
+        places = [[weights.offset, moments.offset] for weights, moments in self._extents + self._spares]
         self.say("ready", {"path": str(self._file.path), "places": places})
 
     def say(self, what: str, more: Any = None) -> None:
@@ -81,7 +84,7 @@ class Updater:
         """Do what one line says."""
         acts: dict[str, Callable[..., None]] = {
             "begin": self._events.clear, "read": self._read, "update": self._update, "write": self._write, "later": self._later,
-            "settle": self._settle,
+            "settle": self._settle, "keep": self._keep, "complete": self._fresh.clear, "forget": self._forget, "take": self._take,
         }  # fmt: skip
         acts[order[0]](*order[1:])
 
@@ -135,6 +138,9 @@ class Updater:
             out[:] = weight
 
     def _write(self, group: int, buffer: int) -> None:
+        if self._spares and group not in self._fresh:
+            self._extents[group], self._spares[group] = self._spares[group], self._extents[group]
+            self._fresh.add(group)
         self._start_write("write weights", group, buffer, 0)
 
     def _later(self, group: int, buffer: int) -> None:
@@ -152,6 +158,33 @@ class Updater:
             self._arrived(buffer)
         self._event("all written", -1)
         self.say("settled", {"bytes": self._bytes, "events": self._events})
+
+    # -- what training can go on from (`runtime.kept_updaters`) --------------------------------------------------------------
+
+    def _keep(self, name: str) -> None:
+        """All is on the drive, and this folder stays: say where it is, and the checksums."""
+        for buffer in range(len(self._buffers)):
+            self._arrived(buffer)
+        self._file.flush()
+        if not (self._folder.path / name).exists():
+            (self._folder.path / name).touch()
+            flush(self._folder.path)
+        places = [[each.offset, base64.b64encode(each.sums.tobytes()).decode()] for both in self._extents for each in both]
+        self.say("kept", places)
+
+    def _forget(self, name: str) -> None:
+        (self._folder.path / name).unlink(missing_ok=True)
+
+    def _take(self, group: int, buffer: int, folder: str, places: list[tuple[int, str]]) -> None:
+        """Read a sub-group that an updater before this one wrote in `folder`."""
+        self._arrived(buffer)
+        file = os.open(Path(folder) / TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            for (offset, sums), own, part in zip(places, self._extents[group], self._parts(group, buffer), strict=True):
+                there = Extent(own.name, offset, own.n_bytes, np.frombuffer(base64.b64decode(sums), np.uint64).copy())
+                self._file.move(False, there, part.view(np.uint8), 0, file).result()
+        finally:
+            os.close(file)
 
 
 def _scattered(sent: npt.NDArray[np.uint8], segment: dict[str, int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -44,6 +44,7 @@ class UpdaterLink:
     """
 
     def __init__(self, domain: int, directory: str, told: dict[str, Any]) -> None:
+        self._again = "start again: the last complete step is kept" if told["keep"] else "go on from a checkpoint"
         self._what = f"The updater of storage domain {domain} in {directory}"
         self._broken: EnvironmentFault | None = None
         self._lines: list[bytes] = []
@@ -144,7 +145,7 @@ class UpdaterLink:
         return EnvironmentFault(
             f"{self._what} (process {self.process.pid}) has ended {how}.",
             evidence="Its part of the optimizer's state is gone, and this step is not complete.",
-            fix="go on from a checkpoint; if the system killed it for memory: fewer domains, or a smaller sub_group_mib",
+            fix=f"{self._again}; if the system killed it for memory: fewer domains, or a smaller sub_group_mib",
             code="MT380",
         )
 

@@ -33,8 +33,10 @@ from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_update import NativeUpdate
+from memtune.runtime.kept_updaters import KeptUpdaters
 from memtune.runtime.largest import Largest
 from memtune.runtime.own_step import replace_step, with_hooks
+from memtune.runtime.resume import LastStep
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
 from memtune.runtime.updater_link import UpdaterLink
@@ -79,6 +81,8 @@ class _Domain:
     weights: list[Tensor]
     """On SSD, one per sub-group."""
     moments: list[Tensor]
+    spares: list[Tensor]
+    """Weights and moments again, by turns, where steps are kept: a step writes what the last one did not."""
     link: UpdaterLink | None
 
     @property
@@ -95,6 +99,7 @@ class Updaters:
         master: bfloat16 parameters have float32 masters.
         sub_group_numel: Elements that are read, updated and written at once.
         buffers: Sub-groups that an updater holds in host memory, 2 or more.
+        keep: Every complete step is kept (`runtime.resume`), and the newest one that was kept is taken up; not with `share`.
         share: Of each sub-group's gradients, the largest, that are sent; what is not is added to the next step's. None: all.
 
     Raises:
@@ -103,9 +108,17 @@ class Updaters:
     """
 
     def __init__(
-        self, context: Context, directories: list[str], *, master: bool, sub_group_numel: int, buffers: int, share: float | None
+        self,
+        context: Context,
+        directories: list[str],
+        *,
+        master: bool,
+        sub_group_numel: int,
+        buffers: int,
+        share: float | None,
+        keep: bool = False,
     ) -> None:
-        self._optimizer, self._n_buffers, self._share = context.optimizer, buffers, share
+        self._optimizer, self._n_buffers, self._share, self._keep = context.optimizer, buffers, share, keep
         self._native = NativeUpdate(context.optimizer, "float32")
         self._parameters = list(self._trained(context))
         for each in self._parameters:
@@ -115,7 +128,13 @@ class Updaters:
         self._layout: Layout = divide(numel, itemsize, moments, len(directories), sub_group_numel)
         self._largest = None if share is None else Largest([each.device for each in self._parameters], share)
         self._domains = self._opened(context, directories)
+        self._last: LastStep | None = None
         self._store(first=True)
+        if keep and all(each.link is not None for each in self._domains):
+            links = [each.link for each in self._domains if each.link is not None]
+            self._last = LastStep(context, KeptUpdaters(links, self._layout, self._parameters, self._written_back))
+            context.resumed_steps = self._last.resume()
+            context.finish = self._last.finish
         context.reloaded.append(self._store)
         self._optimizer.register_state_dict_pre_hook(lambda _: self._state_comes())
         self._optimizer.register_state_dict_post_hook(lambda *_: self._state_goes())
@@ -144,7 +163,8 @@ class Updaters:
 
     def _told(self, domain: int) -> dict[str, Any]:
         return {
-            "rule": self._native.rule, "threads": max(1, torch.get_num_threads() // len(self._layout.domains)),
+            "rule": self._native.rule, "keep": self._keep,
+            "threads": max(1, torch.get_num_threads() // len(self._layout.domains)),
             "slots": self._layout.slots(domain), "slot_bytes": self._layout.slot_bytes,
             "buffers": self._layout.buffers(domain, self._n_buffers), "buffer_numel": self._layout.buffer_numel,
             "sub_groups": [self._told_of(group) for group in self._layout.domains[domain]],
@@ -163,8 +183,9 @@ class Updaters:
         return {"itemsize": itemsize, "moments": n_moments, "sent": count, "places": places}
 
     def _real(self, link: UpdaterLink, groups: tuple[SubGroup, ...]) -> _Domain:
-        on_ssd = link.ready([count for group in groups for count in (group.numel, group.moments)])
-        return _Domain(link.slots, link.buffers, on_ssd[::2], on_ssd[1::2], link)
+        on_ssd = link.ready([count for group in groups for count in (group.numel, group.moments)] * (1 + self._keep))
+        first, spares = on_ssd[: 2 * len(groups)], on_ssd[2 * len(groups) :]
+        return _Domain(link.slots, link.buffers, first[::2], first[1::2], spares, link)
 
     def _fake(self, domain: int) -> _Domain:
         layout, groups = self._layout, self._layout.domains[domain]
@@ -172,10 +193,11 @@ class Updaters:
             slots = [torch.empty(layout.slot_bytes, dtype=torch.uint8) for _ in range(layout.slots(domain))]
             buffers = [torch.empty(layout.buffer_numel) for _ in range(layout.buffers(domain, self._n_buffers))]
         weights, moments = [torch.empty(each.numel) for each in groups], [torch.empty(each.moments) for each in groups]
-        for where, tensors in ((HOST, slots + buffers), (SSD, weights + moments)):
+        spares = [torch.empty(count) for each in groups for count in (each.numel, each.moments)] if self._keep else []
+        for where, tensors in ((HOST, slots + buffers), (SSD, weights + moments + spares)):
             for tensor in tensors:
                 mark(tensor, where)
-        return _Domain(slots, buffers, weights, moments, None)
+        return _Domain(slots, buffers, weights, moments, spares, None)
 
     # -- a step ------------------------------------------------------------------------------------------------------------
 
@@ -216,6 +238,8 @@ class Updaters:
                 self._move(what, domain, number, index % self._n_buffers)
             else:
                 self._up(domain, number, index % SLOTS, given)
+        if self._last is not None:
+            self._last.complete()
 
     def _here(self, domain: int, number: int, given: list[bool]) -> Iterator[tuple[int, Segment, _Parameter]]:
         for index, segment in enumerate(self._layout.domains[domain][number].segments):
@@ -262,6 +286,8 @@ class Updaters:
             )
         else:
             ssd, part = both[what == LATER]
+            if there.spares:
+                ssd = there.spares[2 * number + (what == LATER)]
             command = json.dumps(["write" if what == WRITE else "later", number, buffer])
             torch.ops.memtune.updater_write_(ssd, part, there.number, command)
 
@@ -336,10 +362,16 @@ class Updaters:
                         mine.copy_(_flat(local(values), device)[part])
                     elif first:
                         mine.zero_()
-            self._move(WRITE, domain, number, 0)
-            self._move(LATER, domain, number, 0)
+            self._written_back(domain, number)
         for domain in range(len(self._domains)):
             self._settled(domain)
+        if self._last is not None:
+            self._last.complete(steps=0)
+
+    def _written_back(self, domain: int, number: int) -> None:
+        """Write what is in the first buffer."""
+        self._move(WRITE, domain, number, 0)
+        self._move(LATER, domain, number, 0)
 
     def check(self) -> dict[str, Any]:
         """Bytes on SSD by domain, of host memory that updaters share with this process, and what each did in the last step.
@@ -348,7 +380,7 @@ class Updaters:
             ApplyError: Some state is elsewhere.
             EnvironmentFault: An updater has ended.
         """
-        on_ssd = [[*each.weights, *each.moments] for each in self._domains]
+        on_ssd = [[*each.weights, *each.moments, *each.spares] for each in self._domains]
         if any(self._optimizer.state.values()) or any(tier_of(each) != SSD for tensors in on_ssd for each in tensors):
             raise ApplyError("Some of the optimizer's state is not with its updaters.", code="MT309")
         settled = [self._settled(domain) for domain in range(len(self._domains))]

@@ -6,7 +6,8 @@ Rule 2. The latest decisions are frozen: in which order ops ran, and ran again, 
         every value after its last reader, so it never holds more than the policy did.
 Rule 3. The schedule is right for the captured ops (`schedule.wrong_with`), or it is not used. Before each run all that the
         capture took for granted is compared (`runtime.guards`); what differs ends the schedule, with one message.
-Rule 4. A forward that begins while another one waits for its backward was never decided on: it ends the schedule, too.
+Rule 4. A forward that begins while another one waits for its backward was never decided on: it ends the schedule, too, and the
+        one that waits gives its memory back (`runtime.gives_way`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.gives_way import GivingRun
 from memtune.runtime.online_values import Again
 from memtune.runtime.op_facts import Facts
 from memtune.runtime.same_ops import places_of
@@ -54,7 +57,7 @@ class Case:
     decided: Decided | None = None
     times: int = 0
     """How often in a row the same ops ran."""
-    frozen: FrozenRegion | None = None
+    frozen: _Warmed | None = None
     ended: bool = False
     """It stays online from now on."""
 
@@ -68,16 +71,17 @@ class WarmUp:
         online: Runs it under the policy: with the case, the arguments by position and those by name.
         freeze_after: Runs of the same ops until a schedule takes over; 0: never.
         device: Where the module computes.
+        lock: Of all that captures the module.
     """
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], online: Callable[[Any, Any, Any], Any], freeze_after: int,
-        device: torch.device,
+        device: torch.device, lock: CaptureLock,
     ) -> None:  # fmt: skip
         self._module, self._forward, self._online = module, forward, online
-        self._freeze_after, self._device = freeze_after, device
+        self._freeze_after, self._device, self._lock = freeze_after, device, lock
         self.cases: dict[Any, Case] = {}
-        self._retired = weakref.WeakSet[FrozenRegion]()
+        self._retired = weakref.WeakSet[_Warmed]()
         """Of cases that have ended: a forward under one of them may still wait for its backward."""
         self._warned, self._ended_steps = False, 0
         self.why_online = ""
@@ -90,13 +94,25 @@ class WarmUp:
             return None
         if not alone or self.waiting_bytes():
             self.end(key, "a forward begins before the backward of the one before it")
+            self.give_way()
             return None
         return case.frozen
 
     def waiting_bytes(self) -> int:
         """What forwards under schedules hold that wait for their backward."""
-        frozen = [case.frozen for case in self.cases.values() if case.frozen is not None]
-        return sum(each.waiting_bytes() for each in (*frozen, *self._retired))
+        return sum(each.waiting_bytes() for each in self._all())
+
+    def give_way(self) -> None:
+        """Another forward begins: those that wait for their backward let go of what they saved, where they can."""
+        for each in self._all():
+            each.give_way()
+
+    def again(self, args: Any, kwargs: Any) -> Any:
+        """Run a forward that gave way once more."""
+        return self._online(None, args, kwargs)
+
+    def _all(self) -> list[_Warmed]:
+        return [*(case.frozen for case in self.cases.values() if case.frozen is not None), *self._retired]
 
     @property
     def frozen_steps(self) -> int:
@@ -135,9 +151,9 @@ class WarmUp:
         return self._online(key, args, kwargs)
 
     @property
-    def region(self) -> tuple[nn.Module, Callable[..., Any], torch.device]:
-        """Module, its own forward, and its device."""
-        return self._module, self._forward, self._device
+    def region(self) -> tuple[nn.Module, Callable[..., Any], torch.device, CaptureLock]:
+        """Module, its own forward, its device, and the lock of all that captures it."""
+        return self._module, self._forward, self._device, self._lock
 
 
 class _Warmed(FrozenRegion):
@@ -146,12 +162,23 @@ class _Warmed(FrozenRegion):
     _most_alike = 1  # what differs ends the schedule
 
     def __init__(self, warm_up: WarmUp, key: Any, decided: Decided) -> None:
-        module, forward, device = warm_up.region
-        super().__init__(module, Schedule("", (), ()), device, self._back)
+        module, forward, device, lock = warm_up.region
+        super().__init__(module, Schedule("", (), ()), device, self._back, lock)
         self._original, self._warm_up, self._key, self._decided = forward, warm_up, key, decided
 
     def _back(self, *args: Any, **kwargs: Any) -> Any:
         return self._warm_up.instead(self._key, self.runs.why_plain, args, kwargs)
+
+    def _run(self, captured: Any, args: Any, kwargs: Any) -> GivingRun:
+        run = GivingRun(self, captured)
+        run.called_with(args, kwargs, self._warm_up.again)
+        return run
+
+    def give_way(self) -> None:
+        """See `WarmUp.give_way`."""
+        for each in self._runs():
+            if isinstance(each, GivingRun):
+                each.give_way()
 
     def _differs(self, tape: Tape) -> str:
         found = schedule_of(tape, self._decided)

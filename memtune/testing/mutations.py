@@ -319,14 +319,14 @@ def _nothing_is_let_go(technique: type[Technique]) -> AbstractContextManager[Any
 
 
 def _gradient_is_wrong(technique: type[Technique]) -> AbstractContextManager[Any]:
-    original = frozen._Run._run_on
+    original = frozen.FrozenRun._run_on
 
     def run_on(self: Any) -> Any:
         found = original(self)
         self._landed[:] = [gradient + 1 for gradient in self._landed]
         return found
 
-    return patch.object(frozen._Run, "_run_on", run_on)
+    return patch.object(frozen.FrozenRun, "_run_on", run_on)
 
 
 def _statistics_twice(technique: type[Technique]) -> AbstractContextManager[Any]:

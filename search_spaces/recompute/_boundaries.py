@@ -8,6 +8,10 @@ Rule 3. Of the residual stream, what enters every k-th region is kept. When back
 
 With k near the square root of the number of attentions, L, that is L + 2 √L hidden states at most, where keeping what enters
 every region takes 2 L. It costs the projections and MLPs of k - 1 out of k regions once more.
+
+Rule 4. Where parameters are there for a block's own calls alone, each block has a schedule of its own, by the same rules: its
+        edges cut the region that crosses them, and the residual stream entering a block stays, since the projections and MLPs
+        that made it need the parameters of the block before.
 """
 
 from __future__ import annotations
@@ -18,11 +22,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
+from memtune.passes.block_regions import BlockRegions, block_regions_of, wrong_with_block
 from memtune.passes.region import Region, region_of
-from memtune.program import Step
+from memtune.program import I32, Step
 from memtune.schedule import OpGraph, Schedule, scheduled, wrong_with
+from memtune.search_spaces.recompute._block_options import local_region
 from memtune.search_spaces.recompute._keeps import is_attention
+
+_MADE_BY = "attention_boundary"
+_Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -47,27 +57,97 @@ def boundaries_of(step: Step, every: int | None) -> Boundaries | str:
     region = region_of(step)
     if isinstance(region, str):
         return region
-    attentions = [op for op in range(region.graph.n_forward) if is_attention(region.graph.names[op])]
+    attentions = _attentions(region.graph)
     every = every or max(math.isqrt(len(attentions)), 1)
-    regions = _Regions(region, step, attentions, every)
-    schedule = scheduled(region.graph, range(region.graph.n_forward), regions.backward(), made_by="attention_boundary")
+    inside = step.op_block[region.rows[: region.graph.n_forward]] >= 0
+    regions = _Regions(region, inside, attentions, every)
+    schedule = scheduled(region.graph, range(region.graph.n_forward), regions.backward(), made_by=_MADE_BY)
     wrong = wrong_with(region.graph, schedule)
-    return f"regions between attentions cannot be repeated: {wrong}" if wrong else Boundaries(schedule, every, regions.kept())
+    if wrong:
+        return f"regions between attentions cannot be repeated: {wrong}"
+    return Boundaries(schedule, every, kept_values(region.graph, inside & ~regions.again, regions.again))
+
+
+@dataclass(frozen=True)
+class BlockBoundaries:
+    """A schedule for each block (Rule 4), and what they keep."""
+
+    schedules: tuple[Schedule, ...]
+    """In the order in which the blocks' forward runs."""
+    kept_bytes: int
+    """Of the blocks' values that stay from forward to backward."""
+
+
+@lru_cache(maxsize=8)
+def boundaries_in_blocks(step: Step, every: int | None) -> BlockBoundaries | str:
+    """Regions from attention to attention within each block of `step`, or why they cannot be run again.
+
+    Args:
+        step: The step without recompute.
+        every: k of Rule 3, for blocks with several attentions; None: the square root of their number.
+    """
+    regions = block_regions_of(step)
+    if isinstance(regions, str):
+        return regions
+    most = max(len(_attentions(graph)) for graph in regions.graphs)
+    if (every or 1) > most:
+        return f"what enters a block is made by another one, so the residual stream stays at every {most} attentions at least"
+    found: list[tuple[Schedule, _Mask]] = []
+    for sort, graph in enumerate(regions.graphs):
+        local, attentions = local_region(step, regions, sort), _attentions(graph)
+        inside = np.ones(graph.n_forward, bool)
+        mine = _Regions(local, inside, attentions, every or max(math.isqrt(len(attentions)), 1))
+        schedule = scheduled(graph, range(graph.n_forward), mine.backward(), made_by=_MADE_BY)
+        wrong = wrong_with_block(graph, schedule)
+        if wrong:
+            return f"regions between attentions cannot be repeated: {wrong}"
+        found.append((schedule, mine.again))
+    of_block = [found[sort] for sort in regions.sort.tolist()]
+    return BlockBoundaries(tuple(each for each, _ in of_block), _kept_bytes(regions, [again for _, again in of_block]))
+
+
+def _kept_bytes(regions: BlockRegions, again: list[_Mask]) -> int:
+    together = regions.together
+    runs_again = np.zeros(together.graph.n_forward, bool)
+    for ops, mine in zip(regions.ops, again, strict=True):
+        runs_again[ops[: len(mine)][mine]] = True
+    kept = kept_values(together.graph, ~runs_again, runs_again)
+    return int(together.bytes[list(kept)].sum())
+
+
+def _attentions(graph: OpGraph) -> list[int]:
+    return [op for op in range(graph.n_forward) if is_attention(graph.names[op])]
+
+
+def kept_values(graph: OpGraph, once: _Mask, again: _Mask) -> tuple[int, ...]:
+    """Values of the forward ops `once` that backward reads, or the ops that run `again`."""
+    read = {value for reads in graph.reads[graph.n_forward :] for value in reads}
+    for op in np.flatnonzero(again).tolist():
+        read.update(graph.reads[op])
+    return tuple(value for op in np.flatnonzero(once).tolist() for value in graph.makes[op] if value in read)
 
 
 class _Regions:
-    def __init__(self, region: Region, step: Step, attentions: list[int], every: int) -> None:
+    """What runs again of a region, and when.
+
+    Args:
+        region: The model's, or a block's own.
+        inside: (forward ops,) what may run again.
+        attentions: Ops, ascending.
+        every: k of Rule 3.
+    """
+
+    def __init__(self, region: Region, inside: _Mask, attentions: list[int], every: int) -> None:
         self._graph, self._every = region.graph, every
         graph, n = region.graph, region.graph.n_forward
-        self._number = np.searchsorted(attentions, np.arange(n), side="right")
-        inside = step.op_block[region.rows[:n]] >= 0
-        self._inside = inside.copy()
+        self._number: I32 = np.searchsorted(attentions, np.arange(n), side="right").astype(np.int32)
         held = [graph.maker[value] for value in np.flatnonzero(region.outside_until >= 0).tolist() if graph.maker[value] < n]
-        self._again = inside
-        self._again[[*attentions, *held, *(op for op in graph.once if op < n)]] = False
+        self.again = inside.copy()
+        """(forward ops,) what runs again where backward reads it."""
+        self.again[[*attentions, *held, *(op for op in graph.once if op < n)]] = False
         self._keep_written_together()
         kept = {graph.maker[v] for r in range(1 + every, len(attentions) + 1, every) for v in self._entering(r)}
-        self._again[sorted(kept)] = False
+        self.again[sorted(kept)] = False
         self._keep_written_together()
 
     def _keep_written_together(self) -> None:
@@ -77,19 +157,9 @@ class _Regions:
             changed = False
             for value, writers in graph.writers.items():
                 together = [op for op in (graph.maker[value], *writers) if op < graph.n_forward]
-                if self._again[together].any() and not self._again[together].all():
-                    self._again[together] = False
+                if self.again[together].any() and not self.again[together].all():
+                    self.again[together] = False
                     changed = True
-
-    def kept(self) -> tuple[int, ...]:
-        """Values of the blocks' ops that run once, read in backward."""
-        graph, n = self._graph, self._graph.n_forward
-        makers = np.flatnonzero(self._inside & ~self._again).tolist()
-        read = {value for reads in graph.reads[n:] for value in reads}
-        for op in range(n):
-            if self._again[op]:
-                read.update(graph.reads[op])
-        return tuple(value for op in makers for value in graph.makes[op] if value in read)
 
     def backward(self) -> list[int]:
         """Ops of backward, and before each what it reads and is not there."""
@@ -129,14 +199,14 @@ class _Regions:
         return {
             value
             for op in range(graph.n_forward)
-            if self._again[op] and self._number[op] >= region
+            if self.again[op] and self._number[op] >= region
             for value in graph.reads[op]
             if self._runs_again(value) and self._number[graph.maker[value]] < region
         }
 
     def _runs_again(self, value: int) -> bool:
         maker = self._graph.maker[value]
-        return maker < self._graph.n_forward and bool(self._again[maker])
+        return maker < self._graph.n_forward and bool(self.again[maker])
 
     def _run_for(self, values: Iterable[int], there: set[int]) -> list[int]:
         """Ops, in forward's order, after which `values` are there; they are put into `there`."""

@@ -71,6 +71,19 @@ def within(program: Program, budget: Budget, target: Target) -> Solution:
     )
 
 
+def plain_bytes(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> int:
+    """The peak of `program`, in which everything is kept, after every pass of `later`; it needs no plan to be looked for."""
+    return _plain_bytes(program.step, later, hardware, program.ranks, program.micro_batch, program.accumulate)
+
+
+@lru_cache(maxsize=256)
+def _plain_bytes(
+    step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
+) -> int:
+    program = Program((RankClass(ranks, step),), micro_batch, accumulate)
+    return int(live_bytes(after_later(program, later, hardware).step, hardware).max(initial=0))
+
+
 def later_techniques(target: Target, after: str = "recompute") -> tuple[Technique, ...]:
     """What `target` has chosen of techniques whose passes come after the slot `after` and change something.
 

@@ -88,20 +88,18 @@ class BlockSearch:
     """
 
     def __init__(self, place: Place, regions: BlockRegions, sources: tuple[Source, ...]) -> None:
-        self._place, self._regions = place, regions
-        self.options = tuple(
-            options_of(place.step, regions, sort, place.hardware, sources) for sort in range(len(regions.graphs))
-        )
+        self._place, self._regions, self._sources = place, regions, sources
         self._peaks: dict[int, int] = {}
+
+    @cached_property
+    def options(self) -> tuple[tuple[BlockOption, ...], ...]:
+        """Of each sort of block."""
+        place, sorts = self._place, range(len(self._regions.graphs))
+        return tuple(options_of(place.step, self._regions, sort, place.hardware, self._sources) for sort in sorts)
 
     @cached_property
     def _beside(self) -> _Beside:
         return _beside(self._place, self._regions)
-
-    @cached_property
-    def plain_bytes(self) -> int:
-        """The peak without any schedule."""
-        return _peak(self._place.after(self._place.step), self._place.hardware)
 
     @cached_property
     def frontier(self) -> Frontier:
@@ -197,7 +195,7 @@ def found_by_blocks(place: Place, sources: tuple[Source, ...], budget_bytes: int
     search = search_blocks(place, sources)
     if budget_bytes is None:
         smallest = search.peak_of(0)
-        budget_bytes = smallest + round((search.plain_bytes - smallest) * share)
+        budget_bytes = smallest + round((place.plain_live_bytes - smallest) * share)
     row = best_row(search.frontier, search.peak_of, budget_bytes, _TRIES)
     peak_bytes = search.peak_of(row)
     smallest_bytes = peak_bytes if peak_bytes <= budget_bytes else search.peak_of(0)
@@ -205,7 +203,7 @@ def found_by_blocks(place: Place, sources: tuple[Source, ...], budget_bytes: int
     regions = block_regions_of(place.step)
     assert not isinstance(regions, str)
     return FoundByBlocks(
-        regions, search.schedules(row), peak_bytes, seconds, budget_bytes, search.plain_bytes, smallest_bytes
+        regions, search.schedules(row), peak_bytes, seconds, budget_bytes, place.plain_live_bytes, smallest_bytes
     )  # fmt: skip
 
 
@@ -245,15 +243,22 @@ def under_blocks(step: Step, schedules: tuple[Schedule, ...]) -> Step:
 
 def decisions_of(found: FoundByBlocks) -> dict[str, Any]:
     """What a plan says: the different schedules, which of them each block runs by, and what that comes to."""
-    different = list(dict.fromkeys(found.schedules))
-    of_block = dict(zip(found.regions.blocks, (different.index(each) for each in found.schedules), strict=True))
     return {
-        "block_schedules": [each.to_plain() for each in different],
-        "blocks": [of_block[block] for block in range(len(of_block))],
+        **which_by_block(found.regions, found.schedules),
         "budget_bytes": found.budget_bytes,
         "peak_bytes": found.peak_bytes,
         "plain_bytes": found.plain_bytes,
         "again_s": round(found.again_s, 9),
+    }
+
+
+def which_by_block(regions: BlockRegions, schedules: tuple[Schedule, ...]) -> dict[str, Any]:
+    """The different ones of `schedules`, which are in the order of `regions.blocks`, and which of them each block runs by."""
+    different = list(dict.fromkeys(schedules))
+    of_block = dict(zip(regions.blocks, (different.index(each) for each in schedules), strict=True))
+    return {
+        "block_schedules": [each.to_plain() for each in different],
+        "blocks": [of_block[block] for block in range(len(of_block))],
     }
 
 

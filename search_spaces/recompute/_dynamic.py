@@ -34,7 +34,6 @@ from memtune.search_spaces.recompute._by_blocks import (
     install_blocks,
     is_by_blocks,
     rewritten_by_blocks,
-    search_blocks,
 )
 from memtune.search_spaces.recompute._online import peak_online, told_online, too_little_online
 from memtune.search_spaces.recompute._place import Place, cannot_freeze, comes_and_goes, place_of, under_schedule
@@ -106,7 +105,7 @@ class _Dynamic(Technique):
         if reason is not None:
             return reason
         place, budget = place_of(program, target), self._budget_of(target)
-        if budget is not None and search_blocks(place, (self.policy(),)).plain_bytes <= budget:
+        if budget is not None and place.plain_live_bytes <= budget:
             return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
         found = self._found_by_blocks(program, target)
         if not found.is_within:
@@ -307,10 +306,13 @@ def check_schedule(region: FrozenRegion) -> dict[str, Any]:
     """Facts for the audit: how often the schedule ran, and the plain model in its place."""
     runs = region.runs
     if not region.is_installed:
-        raise ApplyError("the model should run a schedule, but its forward is not the executor's.", code="MT313")
+        raise ApplyError("the model should run by a schedule, but its forward was replaced.", code="MT313")
     if runs.plain and not runs.frozen:
-        raise ApplyError("the schedule never ran, the plain model did.", evidence=f"{runs.why_plain}.", code="MT313")
-    return {"frozen_runs": runs.frozen, "plain_runs": runs.plain}
+        raise ApplyError(
+            "the model ran without its schedule.", evidence=f"{runs.why_plain[:1].upper()}{runs.why_plain[1:]}.",
+            fix="search again with the model as it is now, or choose recompute: {kind: selective}", code="MT313",
+        )  # fmt: skip
+    return {"frozen_runs": runs.frozen, "plain_runs": runs.plain, "why_plain": runs.why_plain}
 
 
 def _check_online(region: OnlineRegion) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from memtune.program import Program, RankClass, Step, Tier
 from memtune.remembered import remembered
 from memtune.schedule import Schedule
 from memtune.search_spaces import NULL_KINDS
-from memtune.search_spaces.recompute._budget import after_later, later_techniques
+from memtune.search_spaces.recompute._budget import after_later, later_techniques, plain_bytes
 from memtune.technique import NO_PLAN, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -92,6 +92,11 @@ class Place:
         """The peak without a schedule."""
         return (self._marked_after if self.later else self.step).peak_bytes()
 
+    @property
+    def plain_live_bytes(self) -> int:
+        """The same as the allocator counts them."""
+        return plain_bytes(self._program(self.step), self.later, self.hardware)
+
     def below(self, budget_bytes: int) -> Reason | None:
         """Why no schedule at all stays within `budget_bytes`: known before any is looked for."""
         if budget_bytes >= self.least_bytes:
@@ -113,8 +118,10 @@ class Place:
         """`step` after the later passes."""
         if not self.later:
             return step
-        program = Program((RankClass(self.ranks, step),), self.micro_batch, self.accumulate)
-        return after_later(program, self.later, self.hardware).step
+        return after_later(self._program(step), self.later, self.hardware).step
+
+    def _program(self, step: Step) -> Program:
+        return Program((RankClass(self.ranks, step),), self.micro_batch, self.accumulate)
 
 
 @remembered

@@ -7,6 +7,7 @@ In return it runs the whole model itself, without what other mechanisms do insid
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -39,6 +40,8 @@ _SOURCES = (LATE, *_POLICIES)
 NOT_FASTER = Reason("no schedule is faster than the plan by blocks", "by_schedule: false")
 _BACK = 24
 """Values that are tried once more whether they can stay."""
+_PROBES = 12
+"""Places of an order where its peak is looked at, to know where the lowest is."""
 _MOST_OPS = 4000
 """Programs with more ops are left to the policies: they take milliseconds where the integer program takes seconds."""
 
@@ -125,6 +128,7 @@ class _LateSearch:
         self._late = Late(region.graph, region.bytes, op_s, region.outside_until, place.step.op_block[region.rows])
         self.order = self._late.order()
         self._known: dict[frozenset[int], Found | None] = {}
+        self._turns: dict[int, int] = {}
 
     def judged(self, gone: frozenset[int]) -> Found | None:
         """What it comes to; None where it is not right."""
@@ -145,13 +149,30 @@ class _LateSearch:
         return min(found, key=lambda each: (each.seconds, each.peak_bytes), default=None)
 
     def _cut(self, order: list[int], budget_bytes: int) -> int:
-        """How many of `order` go, as few as meet the budget."""
-        low, high = 0, len(order)
+        """How many of `order` go, as few as meet the budget; as many as give the lowest peak where none do."""
+        low, high = 0, self._turn(order)
         while low < high:
             middle = (low + high) // 2
             found = self.judged(frozenset(order[:middle]))
             low, high = (low, middle) if found is not None and found.peak_bytes <= budget_bytes else (middle + 1, high)
         return low
+
+    def _turn(self, order: list[int]) -> int:
+        """How many of `order` go for a low peak: with more gone, what runs again for each can be more than it freed."""
+        if len(order) not in self._turns:
+            step = max(len(order) // _PROBES, 1)
+            counts = {*range(step, len(order), step), len(order)}
+            best = min(counts, key=lambda count: (self._peak_bytes(order, count), count), default=0)
+            while step > 1:
+                step = (step + 1) // 2
+                near = {min(max(best + way, 0), len(order)) for way in (-step, 0, step)}
+                best = min(near, key=lambda count: (self._peak_bytes(order, count), count))
+            self._turns[len(order)] = best
+        return self._turns[len(order)]
+
+    def _peak_bytes(self, order: list[int], count: int) -> float:
+        found = self.judged(frozenset(order[:count]))
+        return math.inf if found is None else found.peak_bytes
 
     def _within(self, going: list[int], budget_bytes: int) -> Found | None:
         """As `going` says; then what turns out not to be needed for that comes back, the dearest first."""

@@ -8,12 +8,21 @@ from pydantic import Field
 
 from memtune.errors import ApplyError
 from memtune.op_costs import op_costs
+from memtune.passes.block_regions import block_regions_of
 from memtune.passes.region import region_of
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._boundaries import Boundaries, boundaries_of
+from memtune.search_spaces.recompute._boundaries import BlockBoundaries, Boundaries, boundaries_in_blocks, boundaries_of
+from memtune.search_spaces.recompute._by_blocks import (
+    cannot_run_blocks,
+    install_blocks,
+    is_by_blocks,
+    rewritten_by_blocks,
+    under_blocks,
+    which_by_block,
+)
 from memtune.search_spaces.recompute._fits import no_attention
-from memtune.search_spaces.recompute._place import cannot_freeze, place_of
+from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, place_of
 from memtune.search_spaces.recompute._schedules import install_schedule, rewritten_by
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -24,7 +33,8 @@ class AttentionBoundary(Technique):
     DistFlashAttn moves the cuts of checkpointing from the blocks' edges to attention's outputs, so that a region is output
     projection, MLP, norm and the next block's q, k and v. `attention_output` keeps the residual stream beside attention's output,
     two hidden states per block; here what enters every k-th region stays, and is rebuilt in between (`_boundaries.py`, Rules 1
-    to 3). Regions cross the blocks' edges, so a frozen schedule takes the place of the model's forward and backward.
+    to 3). Regions cross the blocks' edges, so a frozen schedule takes the place of the model's forward and backward. Where
+    parameters come and go block by block, each block has a schedule of its own and keeps what enters it (Rule 4).
 
     Distinguishing test: attention's forward runs once per block and step; with k = L, all that L blocks keep is L outputs and
     log-sum-exps of attention, to the byte.
@@ -39,26 +49,28 @@ class AttentionBoundary(Technique):
 
     residual_every: Annotated[int, Field(ge=1)] | None = None
     """The residual stream is kept at every so many attentions and rebuilt between: more keeps less and rebuilds more at once.
-    Left out: the square root of their number, which needs the least."""
+    Left out: the square root of their number, which needs the least. By blocks: of the attentions of one block."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks with fused attention, and a model whose ops do not depend on its data, by itself."""
         if not program.step.blocks:
             return Reason("the model has no blocks to recompute", "say which they are: def blocks(model) in model.py")
-        reason = no_attention(program.step) or cannot_freeze(program, target)
+        by_blocks = comes_and_goes(program, target)
+        cannot_run = cannot_run_blocks if by_blocks else cannot_freeze
+        reason = no_attention(program.step) or cannot_run(program, target)
         if reason is not None:
             return reason
-        found = boundaries_of(program.step, self.residual_every)
+        find = boundaries_in_blocks if by_blocks else boundaries_of
+        found = find(program.step, self.residual_every)
         return Reason(found, "recompute: {kind: attention_output}") if isinstance(found, str) else None
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """The schedule, with what it comes to."""
+        """The schedule, or that of each block, with what it comes to."""
+        if comes_and_goes(program, target):
+            return self._plan_by_blocks(program, target)
         step, found, region = program.step, boundaries_of(program.step, self.residual_every), region_of(program.step)
         if not isinstance(found, Boundaries) or isinstance(region, str):
-            raise ApplyError(
-                "recompute: {kind: attention_boundary} cannot cut this model.", evidence=f"{found}.",
-                fix="recompute: {kind: attention_output}", code="MT316",
-            )  # fmt: skip
+            raise _uncut(found)
         op_s = op_costs(step, target.hardware).op_s[region.rows]
         return Plan(
             decisions={
@@ -70,14 +82,44 @@ class AttentionBoundary(Technique):
             }
         )
 
+    def _plan_by_blocks(self, program: Program, target: Target) -> Plan:
+        step, found, regions = (
+            program.step,
+            boundaries_in_blocks(program.step, self.residual_every),
+            block_regions_of(program.step),
+        )
+        if not isinstance(found, BlockBoundaries) or isinstance(regions, str):
+            raise _uncut(found)
+        place, op_s = place_of(program, target), op_costs(step, target.hardware).op_s[regions.together.rows]
+        pairs = zip(regions.ops, found.schedules, strict=True)
+        again_s = sum(float(op_s[ops[each.computes()]].sum() - op_s[ops].sum()) for ops, each in pairs)
+        return Plan(
+            decisions={
+                **which_by_block(regions, found.schedules),
+                "kept_bytes": found.kept_bytes,
+                "peak_bytes": place.after(under_blocks(step, found.schedules)).peak_bytes(),
+                "again_s": round(again_s, 9),
+            }
+        )
+
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """The model's ops in the order of the schedule."""
-        return rewritten_by(plan, program)
+        """The model's ops in the order of the schedules."""
+        return rewritten_by_blocks(plan, program, self.kind) if is_by_blocks(plan) else rewritten_by(plan, program)
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Put the executor of the schedule in the place of the model's forward; the audit asks whether it ran."""
+        """Put the executors of the schedules in the place of the forwards; the audit asks whether they ran."""
+        if is_by_blocks(plan):
+            install_blocks(plan, context, self.kind)
+            return
         install_schedule(plan, context, made_by=self.kind)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Where the regions are cut."""
         return {"activations.recompute": {"regions": "attention", "residual_every": self.residual_every}}
+
+
+def _uncut(why: object) -> ApplyError:
+    return ApplyError(
+        "recompute: {kind: attention_boundary} cannot cut this model.", evidence=f"{why}.",
+        fix="recompute: {kind: attention_output}", code="MT316",
+    )  # fmt: skip

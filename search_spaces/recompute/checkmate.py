@@ -7,11 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune.errors import ApplyError
-from memtune.passes.region import Region, region_of
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.runtime.frozen import FrozenRegion
-from memtune.schedule import Schedule, wrong_with
 from memtune.search_spaces.recompute._block_options import Exact
 from memtune.search_spaces.recompute._by_blocks import (
     FoundByBlocks,
@@ -21,11 +18,10 @@ from memtune.search_spaces.recompute._by_blocks import (
     install_blocks,
     is_by_blocks,
     rewritten_by_blocks,
-    search_blocks,
 )
 from memtune.search_spaces.recompute._checkmate import Found, schedule_for
-from memtune.search_spaces.recompute._dynamic import install_region
-from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, place_of, under_schedule
+from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, place_of
+from memtune.search_spaces.recompute._schedules import install_schedule, rewritten_by
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -69,8 +65,7 @@ class Checkmate(Technique):
             return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}")
         if self.share is None and budget is not None:
             place = place_of(program, target)
-            plain_bytes = search_blocks(place, self._sources()).plain_bytes if by_blocks else place.plain_bytes
-            if plain_bytes <= budget:
+            if (place.plain_live_bytes if by_blocks else place.plain_bytes) <= budget:
                 return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
             if program.ranks > 1 and not by_blocks and (reason := place.below(budget)) is not None:
                 return reason
@@ -111,19 +106,14 @@ class Checkmate(Technique):
         """The model's ops in the order of the schedule."""
         if is_by_blocks(plan):
             return rewritten_by_blocks(plan, program, self.kind)
-        region, schedule = region_of(program.step), _schedule(plan)
-        wrong = region if isinstance(region, str) else wrong_with(region.graph, schedule)
-        if not isinstance(region, Region) or wrong:
-            raise ApplyError("the plan's schedule is for another model.", evidence=f"{wrong}.", fix=_SEARCH, code="MT316")
-        return program.with_step(under_schedule(program.step, schedule))
+        return rewritten_by(plan, program)
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward; the audit asks whether it ran."""
         if is_by_blocks(plan):
             install_blocks(plan, context, self.kind)
             return
-        frozen = install_region(context, _schedule(plan), self.kind)
-        context.checks["recompute"] = lambda: _check(frozen)
+        install_schedule(plan, context, made_by=self.kind)
 
     def record(self, target: Target) -> dict[str, Any]:
         """The budget, and how it is solved for."""
@@ -142,30 +132,3 @@ class Checkmate(Technique):
 
     def _exact_s(self) -> float:
         return 60.0 if self.solver == "exact" else 0.0
-
-
-_SEARCH = "memtune search  or  memtune trial --config  makes one and says the least budget; or recompute: {kind: full}"
-
-
-def _schedule(plan: Plan) -> Schedule:
-    try:
-        return Schedule.from_plain(plan.decisions["schedule"], made_by="checkmate")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ApplyError(
-            "this recompute technique needs a plan: its schedule.",
-            evidence="The config has none, or it is damaged.",
-            fix=_SEARCH,
-            code="MT316",
-        ) from error
-
-
-def _check(frozen: FrozenRegion) -> dict[str, Any]:
-    runs = frozen.runs
-    if not frozen.is_installed:
-        raise ApplyError("the model should run by a schedule, but its forward was replaced.", code="MT313")
-    if runs.plain and not runs.frozen:
-        raise ApplyError(
-            "the model ran without its schedule.", evidence=f"{runs.why_plain[:1].upper()}{runs.why_plain[1:]}.",
-            fix="search again with the model as it is now, or choose recompute: {kind: planned}", code="MT313",
-        )  # fmt: skip
-    return {"frozen_runs": runs.frozen, "plain_runs": runs.plain, "why_plain": runs.why_plain}

@@ -10,9 +10,10 @@ from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
-from memtune.search_spaces.recompute._budget import Budget, Solution, within
+from memtune.search_spaces.recompute._budget import Budget, Solution, later_techniques, plain_bytes, within
 from memtune.search_spaces.recompute._by_blocks import (
     FoundByBlocks,
+    cannot_run_blocks,
     decisions_of,
     explained_blocks,
     install_blocks,
@@ -22,7 +23,7 @@ from memtune.search_spaces.recompute._by_blocks import (
 from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
 from memtune.search_spaces.recompute._explained import explained
 from memtune.search_spaces.recompute._fits import why_not
-from memtune.search_spaces.recompute._place import comes_and_goes
+from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes
 from memtune.search_spaces.recompute._schedules import (
     NOT_FASTER,
     Found,
@@ -83,6 +84,10 @@ class Planned(Technique):
             return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: planned, share: 0.5}")
         if target.chosen.get("offload.activations", null("offload.activations")) != null("offload.activations"):
             return Reason("another technique moves what the plan keeps", "offload.activations: {kind: none}")
+        if self.by_schedule and (reason := self._cannot_schedule(program, target)) is not None:
+            return reason
+        if self._fits_as_it_is(program, target):
+            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
         solution = self._solution(program, target)
         if self.by_schedule:
             scheduled = self._scheduled(program, target, solution)
@@ -94,9 +99,17 @@ class Planned(Technique):
                 f"{format_bytes(solution.smallest_bytes)}",
                 "a smaller micro-batch, or sharding or offload of what is not an activation",
             )
-        if self.share is None and solution.plain_bytes <= solution.budget_bytes:
-            return Reason("everything fits into the budget as it is", "recompute: {kind: none}")
         return None
+
+    def _cannot_schedule(self, program: Program, target: Target) -> Reason | None:
+        return cannot_run_blocks(program, target) if comes_and_goes(program, target) else cannot_freeze(program, target)
+
+    def _fits_as_it_is(self, program: Program, target: Target) -> bool:
+        """Whether nothing has to be planned for; known before anything is solved."""
+        budget = self._budget(target)
+        if budget is None or budget.n_bytes is None:
+            return False
+        return plain_bytes(program, later_techniques(target), target.hardware) <= budget.n_bytes
 
     def plan(self, program: Program, target: Target) -> Plan:
         """What each block keeps and runs again, with what that costs and frees."""

@@ -66,6 +66,20 @@ def test_what_the_drives_have_no_room_for_is_refused_with_the_numbers(monkeypatc
     assert f"for 2 ranks of {format_bytes(needed)} each" in str(shared)
 
 
+def test_a_run_that_can_be_taken_up_needs_room_for_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all techniques that keep steps; the file itself is no larger."""
+    monkeypatch.setenv(offload_dir.VARIABLE, "/nothing-is-written")
+    made = search_world.rewriter("gpt")
+    for states in ({"kind": "zero_infinity"}, {"kind": "lohan"}, {"kind": "angel_ptm", "optimizer": "ssd"}):
+        choice = Choice.from_document({"execution": {"micro_batch": 4}, "offload": {"states": {**states, "resume": "last_step"}}})
+        fitting = Scorer(made).score(choice)
+        assert isinstance(fitting, Scored)
+        needed = 2 * fitting.prediction.ssd_peak_bytes
+        assert isinstance(Scorer(made, ssd_bytes=needed).score(choice), Scored)
+        refused = Scorer(made, ssd_bytes=needed - 1).score(choice)
+        assert f"needs {format_bytes(needed)} on SSD, half of it to go on from a run that ended" in str(refused)
+
+
 def test_what_is_free_on_drives_is_counted_once_a_drive_and_without_what_dead_runs_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

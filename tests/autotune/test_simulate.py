@@ -23,7 +23,6 @@ CPU = replace(
     GPU, name="cpu", device="cpu", gpus_per_node=1, allocation_rounding_bytes=1,
     fp32_flops_per_s=1e11, memory_bytes_per_s=1e10, launch_s=1e-6,
 )  # fmt: skip
-AT_THE_END = {Phase.BOUNDARY, Phase.OPTIMIZER}
 
 
 @st.composite

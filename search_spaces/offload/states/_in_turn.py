@@ -21,7 +21,7 @@ from memtune.planners.stages_on_ranks import F64, TurnBytes, TurnCosts, cross_ma
 from memtune.program import Program, RankClass, Resource, Step
 from memtune.remembered import remembered
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._packs import block_bytes, from_plan, not_in_packs, within_budget
+from memtune.search_spaces.offload.states._packs import block_bytes, from_plan, not_in_packs, require_packs_alone, within_budget
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes
 
@@ -160,6 +160,7 @@ def apply_in_turn(context: Context, plan: Plan, kind: str, *, prefetch: bool, bo
     Raises:
         ApplyError: There is no plan for this model and these ranks, or what `runtime.stages_in_turn` raises.
     """
+    require_packs_alone(context, kind)
     from memtune.runtime.stages_in_turn import stages_in_turn  # torch's pipelines take a second and a half to import
 
     layout = layout_of(plan, kind, prefetch=prefetch)

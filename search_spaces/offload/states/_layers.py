@@ -8,12 +8,14 @@ from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.parameters import columns_of
+from memtune.passes.beside import Beside
 from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.passes.stream import moment_of_ops, not_in_layers, stream_parameters
 from memtune.program import F64, Kind, Program, Resource, Step
 from memtune.remembered import remembered
 from memtune.residency import Residency, window
+from memtune.runtime.beside_store import BesideStore
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import is_gathered
 from memtune.runtime.host_optimizer import HostOptimizer
@@ -107,9 +109,15 @@ def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
 
 
 @remembered
-def in_layers(program: Program, residency: Residency) -> Program:
-    """The program with its blocks' parameters as `residency` says, and every update on the host."""
-    step = stream_parameters(program.step, residency, ranks=replicas(program))
+def in_layers(program: Program, residency: Residency, beside: Beside | None = None) -> Program:
+    """The program with its blocks' parameters as `residency` says, and every update on the host.
+
+    Args:
+        program: Any.
+        residency: Which block is there when.
+        beside: As in `stream_parameters`.
+    """
+    step = stream_parameters(program.step, residency, ranks=replicas(program), beside=beside)
     return program.with_step(optimizer_on_host(step, Native()))
 
 
@@ -123,15 +131,25 @@ def window_of(program: Program, slots: int) -> Residency:
     return window(len(program.step.blocks), slots, gathered=gathers_of(program.step) is not None)
 
 
-def apply_layers(context: Context, kind: str, slots: int) -> None:
+def apply_layers(context: Context, kind: str, slots: int, beside: Beside | None = None) -> None:
     """Move the optimizer to the host, then the blocks' parameters, `slots` blocks of which are on the device at once.
+
+    Args:
+        context: Of the model.
+        kind: For messages.
+        slots: The window.
+        beside: As in `stream_parameters`.
 
     Raises:
         ApplyError: Ranks share a copy of the model in another way than FSDP2 by default.
     """
     require_replicas(context, kind)
     residency = window(len(context.blocks), slots, gathered=is_gathered(context.model))
-    store = ParameterStore(context, residency, HostOptimizer(context, "native"))
+    optimizer = HostOptimizer(context, "native")
+    if beside is None:
+        store = ParameterStore(context, residency, optimizer)
+    else:
+        store = BesideStore(context, residency, optimizer, beside.late, at_end=beside.at_end)
     context.checks["offload.states"] = store.check
 
 

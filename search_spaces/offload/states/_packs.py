@@ -25,8 +25,10 @@ from memtune.runtime.ranks import require_ranks
 from memtune.search_spaces.offload.states._layers import cannot_run
 from memtune.technique import Plan, Reason, Target
 
+_BY_BLOCK = ("full", "every_nth", "selective", "attention_output", "balanced")
+"""Ways to recompute that decide for each block by itself: the blocks of a pack run again as they would in a plain step."""
 _ALONE = {
-    "recompute": "each pack runs forward again as a whole",
+    "recompute": "plans and schedules for all blocks at once do not hold for packs, which run one after the other",
     "offload.activations": "what a pack saves is used at once",
     "split": "the model's own code runs once more up to the first block",
 }
@@ -41,13 +43,17 @@ def not_in_packs(program: Program, target: Target, *, alone: bool = True) -> Rea
     """Why the blocks of `program` cannot be run pack by pack over all micro-batches, `alone` or with ranks that do the same."""
     for slot, why in (_ALONE if alone or target.ranks == 1 else _ALONE | _OF_RANKS).items():
         technique = target.chosen.get(slot)
-        if technique is not None and technique.kind != "none":
-            return Reason(why, f"{slot}: {{kind: none}}")
+        if technique is not None and technique.kind not in ("none", *(_BY_BLOCK if slot == "recompute" else ())):
+            return Reason(why, _fix(slot))
     if (reason := cannot_run(program, target, alone=alone)) is not None:
         return reason
     if (why := not_a_chain(program.step)) != "":
         return Reason(why, "offload: {states: {kind: stronghold}}")
     return None
+
+
+def _fix(slot: str) -> str:
+    return "recompute: {kind: full}, selective or every_nth" if slot == "recompute" else f"{slot}: {{kind: none}}"
 
 
 class BlockBytes(NamedTuple):
@@ -114,12 +120,34 @@ def within_budget(
     return None
 
 
+def require_packs_alone(context: Context, kind: str) -> None:
+    """Refuse what `not_in_packs` refuses of other axes: a config may say it all the same.
+
+    Raises:
+        ApplyError: Another axis moves activations, replaces the blocks' or the loss's code, or averages gradients.
+    """
+    regions, checks = context.activations.regions, context.checks
+    wrong = {
+        "offload.activations": any(region.move for region in regions),
+        "recompute": "recompute" in checks,
+        "split": any(slot.startswith("split") for slot in checks),
+        "sharding.states": "sharding.states" in checks,
+    }
+    for slot in (slot for slot, is_wrong in wrong.items() if is_wrong):
+        raise ApplyError(
+            f"offload.states: {{kind: {kind}}} does not work beside what this config has under {slot}.",
+            evidence=f"{(_ALONE | _OF_RANKS)[slot].capitalize()}.",
+            fix=_fix(slot), code="MT315",
+        )  # fmt: skip
+
+
 def apply_packs(context: Context, packs: Packs, boundaries: Where, kind: str) -> None:
     """Move the optimizer and the blocks' parameters to the host, and have `Tuned.step` run pack by pack.
 
     Raises:
-        ApplyError: The ranks' weights differ, or what `runtime.order` and `runtime.pack_store` raise.
+        ApplyError: The ranks' weights differ, another axis is in the way, or what `runtime.order` and `runtime.pack_store` raise.
     """
+    require_packs_alone(context, kind)
     if context.ranks > 1:
         require_ranks(context, kind)
     store = PackStore(context, HostOptimizer(context, "native"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,14 +35,24 @@ from memtune.technique import Plan
 from memtune.units import MIB
 
 
+@dataclass(frozen=True)
+class OnSsd:
+    """Where the optimizer is, if not on the host."""
+
+    ahead: int
+    """Parameters whose state is read ahead."""
+    keeps: bool = False
+    """Each complete step is kept: every piece has two places, which take turns."""
+
+
 @remembered
-def in_pages(program: Program, how: PagePlan, ssd_ahead: int | None = None) -> Program:
+def in_pages(program: Program, how: PagePlan, on_ssd: OnSsd | None = None) -> Program:
     """The program with its blocks' parameters in pages that come and go, and its optimizer on the host but for what is cached.
 
     Args:
         program: Any.
         how: Pages, frames, what is cached.
-        ssd_ahead: The optimizer is on SSD, read so many parameters ahead; None: it is on the host.
+        on_ssd: How the optimizer is on SSD; None: it is on the host.
     """
     step, ops = program.step, 0
     block = columns_of(step.parameters).block
@@ -51,7 +61,10 @@ def in_pages(program: Program, how: PagePlan, ssd_ahead: int | None = None) -> P
         stays[in_blocks(step)[: how.cached]] = True
         step, ops = updated_first(step, stays)
     step = stream_parameters(step, timeline(how.pages, how.ahead), how.pages, early=False, ranks=replicas(program))
-    step = optimizer_on_host(step, stay=ops) if ssd_ahead is None else optimizer_on_ssd(step, ssd_ahead, away=Away.of(step))
+    if on_ssd is None:
+        step = optimizer_on_host(step, stay=ops)
+    else:
+        step = optimizer_on_ssd(step, on_ssd.ahead, 1 + on_ssd.keeps, Away.of(step))
     return program.with_step(replace(step, parameters=replace(columns_of(step.parameters), block=block)))
 
 
@@ -125,7 +138,7 @@ def planned(sizes: tuple[Units, Units], plan: Plan, gathered: bool) -> PagePlan:
     return PagePlan(pages, tuple(int(each) for each in found["ahead"]), cached)
 
 
-def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | None, ssd_ahead: int | None = None) -> None:
+def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | None, on_ssd: OnSsd | None = None) -> None:
     """Move the optimizer to the host, then the blocks' parameters into pages.
 
     Args:
@@ -133,7 +146,7 @@ def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | No
         kind: Of the technique, for messages.
         plan: As `plan_of` wrote it.
         max_staleness: Of lock-free updates; None: at the end of the step, by the user's own optimizer.
-        ssd_ahead: As in `in_pages`.
+        on_ssd: As in `in_pages`.
 
     Raises:
         ApplyError: The plan is none for this model, or ranks share a copy of it or would go on with different weights.
@@ -153,10 +166,10 @@ def apply_pages(context: Context, kind: str, plan: Plan, max_staleness: int | No
     except (KeyError, TypeError, ValueError) as wrong:
         raise no_plan(context, kind, plan) from wrong
     stays = [p for name in context.blocks for p in context.model.get_submodule(name).parameters()][: how.cached]
-    if ssd_ahead is not None:
-        on_ssd = SsdOptimizer(context, master=False, ahead=ssd_ahead)
-        store = PagedStore(context, residency, AtTheEnd(on_ssd), how.pages)
-        on_ssd.keep_in(store.hosts)
+    if on_ssd is not None:
+        moved = SsdOptimizer(context, master=False, ahead=on_ssd.ahead, keep=on_ssd.keeps)
+        store = PagedStore(context, residency, AtTheEnd(moved), how.pages)
+        moved.keep_in(store.hosts)
         context.checks["offload.states"] = functools.partial(_check, store, how)
         return
     optimizer = HostOptimizer(context, stays=stays) if max_staleness is None else LockFreeOptimizer(context, max_staleness)

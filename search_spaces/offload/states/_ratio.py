@@ -8,8 +8,9 @@ from itertools import accumulate
 import numpy as np
 
 from memtune.parameters import columns_of
-from memtune.passes.gradients_down import Early, optimizer_beside_backward, parameter_bytes
+from memtune.passes.gradients_down import Early, optimizer_beside_backward
 from memtune.passes.host_optimizer import Native
+from memtune.passes.landings import parameter_bytes
 from memtune.passes.partly_down import partly_beside_backward
 from memtune.program import Kind, Program, Step
 from memtune.remembered import remembered

@@ -14,7 +14,7 @@ from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.search_spaces.offload.states._chunks import are_rows
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks
-from memtune.search_spaces.offload.states._pages import apply_pages, in_pages, page_bytes_for, plan_of, planned, solved
+from memtune.search_spaces.offload.states._pages import OnSsd, apply_pages, in_pages, page_bytes_for, plan_of, planned, solved
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB, format_bytes
 
@@ -71,11 +71,16 @@ class AngelPtm(Technique):
     """Parameters whose state is read ahead from SSD."""
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 4
     """Steps that weights may lack under `lock_free`, before training waits; the paper has no bound."""
+    resume: Literal["checkpoint", "last_step"] = "checkpoint"
+    """After a crash training goes on from the user's own checkpoint, or from the last complete step, with `optimizer: ssd` alone:
+    each piece has two slots there, which takes twice the space for the same bytes written, and every step ends with a flush."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
         if self.lock_free and self.optimizer == "ssd":
             raise ValueError("lock-free updates are made in host memory: set optimizer: host, or lock_free: false")
+        if self.keeps_steps() and self.optimizer == "host":
+            raise ValueError("the last step is kept on SSD, where the state must be: set optimizer: ssd, or resume: checkpoint")
         return self
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -84,9 +89,9 @@ class AngelPtm(Technique):
         if self.lock_free and states is not None and states.kind == "ddp":
             why = "each rank's thread would update at times of its own, and weights of replicas would differ"
             return Reason(why, "lock_free: false, or  sharding: {states: {kind: fsdp}}")
-        if self._ahead is not None and (reason := no_directory(target)) is not None:
+        if self._on_ssd is not None and (reason := no_directory(target)) is not None:
             return reason
-        return cannot_run_on_ranks(program, target, natively=self.lock_free or self._ahead is not None)
+        return cannot_run_on_ranks(program, target, natively=self.lock_free or self._on_ssd is not None)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """How many frames there are, what is cached, and how many pages come in beside each moment's computation."""
@@ -96,14 +101,14 @@ class AngelPtm(Technique):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Pages that come and go, the optimizer on the host or on SSD."""
-        found = in_pages(program, planned(sizes_in_blocks(program.step), plan, are_rows(program)), self._ahead)
+        found = in_pages(program, planned(sizes_in_blocks(program.step), plan, are_rows(program)), self._on_ssd)
         return found.with_step(swept_beside_the_next_step(found.step)) if self.lock_free else found
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights into pages on the host and frames on the device, hooks that bring them in."""
-        if self._ahead is not None:
+        if self._on_ssd is not None:
             offload_dir.checked()
-        apply_pages(context, self.kind, plan, self.max_staleness if self.lock_free else None, self._ahead)
+        apply_pages(context, self.kind, plan, self.max_staleness if self.lock_free else None, self._on_ssd)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
         """How many frames of which size."""
@@ -118,12 +123,17 @@ class AngelPtm(Technique):
         """All of it, but where it is on SSD or some stays on the device."""
         return 0.0 if self._caches or self.optimizer == "ssd" else 1.0
 
+    def keeps_steps(self) -> bool:
+        """With `resume: last_step`."""
+        return self.resume == "last_step"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, what moves, and when."""
         page = "solved" if self.page_mib is None else _bytes_of(self.page_mib)
         how: dict[str, Any] = {"unit": "page", "page_bytes": page, "moves": self.moves, "cache": self._caches}
         how |= {"max_staleness": self.max_staleness} if self.lock_free else {}
-        how |= {"ahead": self.ahead} if self._ahead is not None else {}
+        how |= {"ahead": self.ahead} if self._on_ssd is not None else {}
+        how |= {"resume": self.resume} if self.keeps_steps() else {}
         trigger = "lock_free" if self.lock_free else "end_of_step"
         return {"states.offload": {"parameters": "host", "optimizer": self.optimizer, "trigger": trigger, **how}}
 
@@ -132,8 +142,8 @@ class AngelPtm(Technique):
         return Exactness.LOSSY if self.lock_free else Exactness.REORDERED
 
     @property
-    def _ahead(self) -> int | None:
-        return self.ahead if self.optimizer == "ssd" else None
+    def _on_ssd(self) -> OnSsd | None:
+        return OnSsd(self.ahead, self.keeps_steps()) if self.optimizer == "ssd" else None
 
     @property
     def _caches(self) -> bool:

@@ -51,7 +51,8 @@ class Harmony(Technique):
     not, and stays. So a step moves 3|W| - |W of the last pack|, whatever the number of micro-batches, where layers that come
     and go for each of m micro-batches move 3m|W|. With `group` that is paid per group of micro-batches, and what waits for
     backward shrinks to one group's. Micro-batches keep their size: the paper's unequal sizes of forward and backward would
-    split and join the user's samples.
+    split and join the user's samples. Beside it blocks may be recomputed one by one (`recompute: {kind: selective}`): a pack then
+    saves less, so fewer and larger packs fit.
 
     On several ranks each has its own micro-batches and all weights on its host (Harmony-DP): a gradient is averaged before it
     leaves the device, and each rank moves its 3|W|. With `across: pipeline` (Harmony-PP) pack j is on rank j mod g, which alone

@@ -68,17 +68,17 @@ class Lohan(Technique):
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State and masters to SSD; copies down, reads, updates, copies up and writes inside backward."""
         return program.with_step(
-            optimizer_on_ssd_beside_backward(program.step, self._bucket_bytes, program.ranks, 2 if self._keeps else 1)
+            optimizer_on_ssd_beside_backward(program.step, self._bucket_bytes, program.ranks, 2 if self.keeps_steps() else 1)
         )
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to tensors on SSD, hooks that send gradients down."""
         offload_dir.checked()
-        optimizer = SsdBesideBackward(context, master=self.update == "master", keep=self._keeps)
+        optimizer = SsdBesideBackward(context, master=self.update == "master", keep=self.keeps_steps())
         context.checks["offload.states"] = GradientsDown(context, optimizer, self._bucket_bytes, "per_gradient").check
 
-    @property
-    def _keeps(self) -> bool:
+    def keeps_steps(self) -> bool:
+        """With `resume: last_step`."""
         return self.resume == "last_step"
 
     @property
@@ -88,7 +88,7 @@ class Lohan(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of the state, when gradients go down and when the update runs."""
         how: dict[str, Any] = {"update": self.update, "bucket_bytes": self._bucket_bytes}
-        how |= {"resume": self.resume} if self._keeps else {}
+        how |= {"resume": self.resume} if self.keeps_steps() else {}
         return {"states.offload": {"optimizer": "ssd", "gradients": "as_they_land", "trigger": "per_gradient", **how}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:

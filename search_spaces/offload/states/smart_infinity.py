@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune.errors import ApplyError
 from memtune.passes.updaters import How, optimizer_with_updaters
 from memtune.program import Kind, Program
 from memtune.runtime import offload_dir
@@ -51,10 +52,14 @@ class SmartInfinity(Technique):
     share: Annotated[float, Field(gt=0, le=0.25)] | None = None
     """Of the gradients, the largest, that are sent with their places (the paper: 0.01); the others are added to the next step's.
     Lossy, with evidence for fine-tuning only, and the device keeps one number per parameter for it. Default: all are sent."""
+    resume: Literal["checkpoint", "last_step"] = "checkpoint"
+    """After a crash training goes on from the user's own checkpoint, or from the last complete step: then each sub-group has two
+    slots on SSD, which takes twice the space for the same bytes written, and every step waits for all writes and a flush of each
+    drive. Not with `share`, whose unsent gradients are nowhere on SSD."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a drive, and something to update in a type that the native update knows."""
-        if (reason := no_directory(target)) is not None:
+        if (reason := no_directory(target) or self._nonsense()) is not None:
             return reason
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
@@ -63,13 +68,24 @@ class SmartInfinity(Technique):
             return reason
         return no_native_update(step, self.update)
 
+    def _nonsense(self) -> Reason | None:
+        if self.keeps_steps() and self.share:
+            return Reason("with a share of the gradients, those that wait are on the device alone", "resume: checkpoint")
+        return None
+
+    def keeps_steps(self) -> bool:
+        """With `resume: last_step`."""
+        return self.resume == "last_step"
+
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State to SSD; reads, updates and writes of updaters in place of the optimizer's ops, gradients and weights between."""
-        how = How(self.domains, self._sub_group_numel, self.buffers, self.share)
+        how = How(self.domains, self._sub_group_numel, self.buffers, self.share, 2 if self.keeps_steps() else 1)
         return program.with_step(optimizer_with_updaters(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Start the updaters and rebind the optimizer to them."""
+        if (why := self._nonsense()) is not None:
+            raise ApplyError(f"smart_infinity with  resume: last_step : {why.text}.", fix=why.fix, code="MT315")
         roots = [str(offload_dir.checked(each)) for each in offload_dir.all_allowed() or (None,)]
         directories = [roots[domain % len(roots)] for domain in range(self.domains)]
         moved = Updaters(
@@ -79,6 +95,7 @@ class SmartInfinity(Technique):
             sub_group_numel=self._sub_group_numel,
             buffers=self.buffers,
             share=self.share,
+            keep=self.keeps_steps(),
         )
         context.checks["offload.states"] = moved.check
 
@@ -89,8 +106,9 @@ class SmartInfinity(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """Where the state is, in how many parts, and how it is updated."""
         how = {"optimizer": "updaters", "trigger": "end_of_step", "update": self.update, "domains": self.domains}
+        kept = {"resume": self.resume} if self.keeps_steps() else {}
         size = {"sub_group_numel": self._sub_group_numel, "buffers": self.buffers}
-        return {"states.offload": {**how, **size, **({"share": self.share} if self.share else {})}}
+        return {"states.offload": {**how, **size, **({"share": self.share} if self.share else {}), **kept}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """One way for each type of parameter; leaving gradients for later is never proposed."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
+from memtune.late_updates import BlockTimes, late_blocks
 from memtune.parameters import columns_of
+from memtune.passes.beside import Beside
 from memtune.passes.gathered_rows import gathers_of
-from memtune.passes.stream import not_in_layers
+from memtune.passes.stream import native_update_bytes, not_in_layers
 from memtune.program import Program, Step
 from memtune.residency import smallest_window
 from memtune.runtime.context import Context
@@ -33,11 +36,14 @@ class Stronghold(Technique):
     A window of consecutive blocks slides over the model and back: while one computes, the one that enters the window comes in
     on a stream of its own, and the one that has left it is gone. The planner solves for the smallest window under which no block
     is waited for, from modelled compute times and the link's rate, and makes it smaller where the budget does not hold it.
-    Gradients leave as they land and each block is updated on the host beside the rest of backward. Memory for the window is taken
-    and given back with each block (the paper reserves buffers), and one stream computes.
+    Gradients leave as they land, a block's at once, and each block is updated on the host beside the rest of backward. Updates
+    that the host does not come to there go on beside the next step's forward: a block's is over before its weights come in. The
+    planner chooses which ones. Memory for the window is taken and given back with each block (the paper reserves buffers), and
+    one stream computes.
 
     Distinguishing test: a block's weights come in while others compute, the window's width is the smallest that the inequality
-    allows (brute force), and blocks of the window at the turn do not come in again for backward.
+    allows (brute force), and blocks of the window at the turn do not come in again for backward; updates of late blocks are under
+    way when the step returns.
     """
 
     kind: Literal["stronghold"] = "stronghold"
@@ -50,6 +56,16 @@ class Stronghold(Technique):
 
     window: Annotated[int, Field(ge=1)] | None = None
     """Blocks on the device at once, the one that comes in counted; none given: solved for."""
+    trigger: Literal["beside_backward", "end_of_step"] = "beside_backward"
+    """When the host updates; at the end its cores are left to data loading and to issuing kernels until then."""
+    late: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Blocks whose updates go on beside the next step's forward; none given: solved for; []: all end within the step."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.late and self.trigger == "end_of_step":
+            raise ValueError("updates at the end of the step are none beside the next one's forward: leave out trigger, or late")
+        return self
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that run one after the other and share nothing, in float32; several ranks: replicas, or `fsdp`."""
@@ -57,16 +73,27 @@ class Stronghold(Technique):
             return reason
         if self.window is not None and self.window > len(program.step.blocks):
             return Reason(f"the model has {len(program.step.blocks)} blocks only", "a smaller window, or none to have it solved")
+        if self.late and max(self.late) >= len(program.step.blocks):
+            return Reason(f"there is no block {max(self.late)} to update late, blocks count from 0", "no late, to have it solved")
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """The width of the window."""
-        slots = self.window if self.window is not None else _solved(program, target.hardware, target.budget_bytes)
-        return Plan(decisions={"slots": slots})
+        """The width of the window, and the blocks that are updated late."""
+        if self.late is not None or self.trigger == "end_of_step":
+            late = frozenset(self.late or ())
+        else:
+            late = _late(program, target.hardware)
+        beside = self._beside(late)
+        slots = self.window if self.window is not None else _solved(program, target.hardware, target.budget_bytes, beside)
+        return Plan(decisions={"slots": slots, "late": sorted(late)})
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Every block in a window as wide as planned."""
-        return in_layers(program, window_of(program, int(plan.decisions["slots"])))
+        beside = self._beside(plan.decisions["late"])
+        return in_layers(program, window_of(program, int(plan.decisions["slots"])), beside)
+
+    def _beside(self, late: Iterable[int]) -> Beside:
+        return Beside(frozenset(late), self.trigger == "end_of_step")
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Blocks' weights to the host, hooks that bring them in ahead of their use."""
@@ -78,12 +105,24 @@ class Stronghold(Technique):
                 fix=f"offload: {{states: {{kind: stronghold, window: {min(2, len(context.blocks))}}}}}, or plan it again",
                 code="MT364",
             )  # fmt: skip
-        apply_layers(context, self.kind, slots)
+        late = plan.decisions.get("late", self.late or ())
+        if not isinstance(late, list | tuple) or not all(
+            isinstance(each, int) and 0 <= each < len(context.blocks) for each in late
+        ):
+            raise ApplyError(
+                f"stronghold cannot leave updates of blocks that are not there; the model has {len(context.blocks)}.",
+                evidence=f"The plan says {late}.", fix="offload: {states: {kind: stronghold, late: []}}, or plan it again",
+                code="MT364",
+            )  # fmt: skip
+        apply_layers(context, self.kind, slots, self._beside(late))
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
-        """The width of the window."""
-        slots = plan.decisions.get("slots")
-        return (f"{slots} blocks on the device at once",) if isinstance(slots, int) else ()
+        """The width of the window, and how many blocks are updated late."""
+        match plan.decisions:
+            case {"slots": int(slots), "late": [*late]}:
+                rest = f", {len(late)} of them updated beside the next step's forward" if late else ""
+                return (f"{slots} blocks on the device at once{rest}",)
+        return ()
 
     def least_share_on_host(self) -> float:
         """All of it."""
@@ -92,11 +131,12 @@ class Stronghold(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, when each block is updated, and the window."""
         slots = self.window if self.window is not None else "solved"
-        return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "in_backward", "slots": slots}}
+        how = {"parameters": "host", "optimizer": "host", "trigger": self.trigger, "slots": slots}
+        return {"states.offload": {**how, "late": "solved" if self.late is None else list(self.late)}}
 
 
 @functools.lru_cache(maxsize=64)
-def _solved(program: Program, hardware: Hardware, budget_bytes: int | None) -> int:
+def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, beside: Beside) -> int:
     """The smallest window that waits for nothing, or the largest below it that the budget holds."""
     step = program.step
     if not_in_layers(step):
@@ -105,10 +145,31 @@ def _solved(program: Program, hardware: Hardware, budget_bytes: int | None) -> i
         compute_s_of_moments(step, hardware).tolist(), _load_s(step, hardware), gathered=gathers_of(step) is not None
     )
     while budget_bytes is not None and slots > 1:
-        if in_layers(program, window_of(program, slots)).step.peak_bytes() <= budget_bytes:
+        if in_layers(program, window_of(program, slots), beside).step.peak_bytes() <= budget_bytes:
             break
         slots -= 1
     return slots
+
+
+@functools.lru_cache(maxsize=64)
+def _late(program: Program, hardware: Hardware) -> frozenset[int]:
+    """The blocks whose updates the host does not come to in backward."""
+    step = program.step
+    if not_in_layers(step):
+        return frozenset()
+    blocks, compute_s, local = len(step.blocks), compute_s_of_moments(step, hardware), hardware.local_ranks(program.ranks)
+    load_s = np.asarray(_load_s(step, hardware))
+    columns, update_s = columns_of(step.parameters), native_update_bytes(step) * local / hardware.host_adam_bytes_per_s
+    trained, inside = columns.gradient >= 0, columns.block >= 0
+    update = np.bincount(columns.block[trained & inside], update_s[trained & inside], blocks)
+    outside = trained & ~inside
+    links = 1 / hardware.host_to_device_bytes_per_s + 1 / hardware.device_to_host_bytes_per_s
+    outside_s = float(update_s[outside].sum() + ((columns.numel * columns.itemsize)[outside] * links).sum())
+    down = load_s * hardware.host_to_device_bytes_per_s / hardware.device_to_host_bytes_per_s
+    return late_blocks(BlockTimes(
+        forward_s=compute_s[:blocks].tolist(), backward_s=compute_s[blocks:][::-1].tolist(), load_s=load_s.tolist(),
+        down_s=down.tolist(), update_s=update.tolist(), outside_s=outside_s,
+    ))  # fmt: skip
 
 
 def _load_s(step: Step, hardware: Hardware) -> list[float]:

@@ -102,7 +102,7 @@ class ZeroInfinity(Technique):
             away = Away.of(step)
             if self.gradients == "ssd":
                 step, away = gradients_on_ssd(step, away)
-        return program.with_step(optimizer_on_ssd(step, self.ahead, 2 if self._keeps else 1, away))
+        return program.with_step(optimizer_on_ssd(step, self.ahead, 2 if self.keeps_steps() else 1, away))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Rebind the optimizer to tensors on SSD, then have the blocks' parameters come and go."""
@@ -117,7 +117,7 @@ class ZeroInfinity(Technique):
         if (why := self._nonsense()) is not None:
             raise ApplyError(f"zero_infinity: {why.text}.", fix=why.fix, code="MT315")
         offload_dir.checked()
-        moved = SsdOptimizer(context, master=self.update == "master", ahead=self.ahead, keep=self._keeps)
+        moved = SsdOptimizer(context, master=self.update == "master", ahead=self.ahead, keep=self.keeps_steps())
         context.checks["offload.states"] = moved.check
         if self.parameters != "device":
             where = self.parameters, self.gradients or "host"
@@ -130,8 +130,8 @@ class ZeroInfinity(Technique):
         """Where weights of blocks come and go, their gradients leave as they land, averaged by then."""
         return self.parameters != "device"
 
-    @property
-    def _keeps(self) -> bool:
+    def keeps_steps(self) -> bool:
+        """With `resume: last_step`."""
         return self.resume == "last_step"
 
     def record(self, target: Target) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class ZeroInfinity(Technique):
             ahead = {"read_ahead": self.read_ahead} if self.parameters == "ssd" else {}
             how |= {"parameters": self.parameters, "on_device": self.on_device, **ahead}
             how |= {"gradients": "ssd"} if self.gradients == "ssd" else {}
-        return {"states.offload": {**how, **({"resume": self.resume} if self._keeps else {})}}
+        return {"states.offload": {**how, **({"resume": self.resume} if self.keeps_steps() else {})}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """One way for each type of parameter."""

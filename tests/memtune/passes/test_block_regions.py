@@ -13,8 +13,8 @@ from zoo_paths import ZOO
 
 from memtune.passes.block_regions import BlockRegions, block_regions_of, run_blocks, wrong_with_block
 from memtune.program import Phase, Step
+from memtune.runtime.capture import autocast_state, capture, shapes_of
 from memtune.runtime.frozen import FrozenRegion
-from memtune.runtime.tape import autocast_state, capture, shapes_of
 from memtune.schedule import OpGraph, Schedule, plain_schedule, scheduled
 from memtune.testing.drift import recording_of
 from memtune.testing.training import build

@@ -8,11 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime.disk import Disk
-from memtune.runtime.ssd_file import ALIGN, _Free
+from memtune.runtime.ssd_file import ALIGN, LATE, _Free
 from memtune.runtime.tiers import tier_of
 
 
@@ -74,6 +76,23 @@ def test_a_write_under_way_is_waited_for_before_its_tensor_is_read_or_let_go(dis
     disk.store(ssd, first)
     del ssd
     assert disk.used_bytes == 0
+
+
+def test_memory_of_a_transfer_nobody_waits_for_lives_until_the_file_is_closed(tmp_path: Path) -> None:
+    """The engine's thread writes checksums, and what it reads, into it: it wrote into what came to lie there."""
+    disk = Disk(tmp_path / "tensors")
+    extent, memory = disk.reserve("a", 1 << 20), np.zeros(1 << 20, np.uint8)
+    of_read, of_write = weakref.ref(memory), weakref.ref(extent)
+    disk.move(True, extent, memory, LATE)
+    disk.move(False, extent, memory, 0)
+    del extent, memory
+    assert of_read() is not None
+    assert of_write() is not None
+    stored(disk, torch.ones(9))
+    assert len(disk._under_way) == 2  # what was waited for is not kept
+    del disk
+    gc.collect()
+    assert of_read() is of_write() is None
 
 
 @settings(max_examples=60, deadline=None)

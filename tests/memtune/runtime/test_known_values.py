@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memtune.runtime.tape import CaptureError, autocast_state, capture, shapes_of
+from memtune.runtime.capture import autocast_state, capture, shapes_of
+from memtune.runtime.tape import CaptureError
 
 LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "positions": lambda x: bool((torch.arange(x.shape[1]).diff() == 1).all()),

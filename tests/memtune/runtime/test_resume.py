@@ -22,7 +22,7 @@ from torch import nn
 
 import memtune
 from memtune.errors import EnvironmentFault
-from memtune.runtime import disk, offload_dir
+from memtune.runtime import disk, offload_dir, updater_link
 from memtune.runtime.manifest import Manifest, dead_runs
 from memtune.runtime.ssd_file import TENSORS
 
@@ -31,7 +31,10 @@ STEPS = 3
 OTHERS: dict[str, dict[str, Any]] = {
     "ssd": {"parameters": "ssd", "read_ahead": 0},
     "lohan": {"kind": "lohan", "bucket_mib": 0},
+    "updaters": {"kind": "smart_infinity", "sub_group_mib": 0.0002, "buffers": 2},
+    "pages": {"kind": "angel_ptm", "optimizer": "ssd"},
 }
+PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "ahead": [0] * 4}}
 
 
 def fresh(blocks: int = 1) -> nn.Module:
@@ -47,7 +50,8 @@ def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
     settings = {"offload": {"states": {"kind": "zero_infinity", "resume": resume, **OTHERS.get(other, {})}}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it goes on
-        return memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean())
+        config = {"settings": settings, "plan": {"offload.states": PLANS[other]} if other in PLANS else {}}
+        return memtune.apply(model, optimizer, config, loss=lambda m, x: m(x).pow(2).mean())
 
 
 def train(directory: str, resume: str, kill_at: int, log: str) -> None:
@@ -64,7 +68,14 @@ def train(directory: str, resume: str, kill_at: int, log: str) -> None:
             print("done", step + 1, file=out, flush=True)
         torch.save((tuned.state_dict(), torch.get_rng_state()), f"{log}.pt")
     tuned.finish()
+    end_updaters()
     disk.folder().close()  # what the end of an interpreter does; processes forked from a server have none
+
+
+def end_updaters() -> None:
+    """As the end of an interpreter does."""
+    for link in list(updater_link._links.values()):
+        link.close()
 
 
 def kill_at_durable_act(number: int) -> None:
@@ -79,7 +90,8 @@ def kill_at_durable_act(number: int) -> None:
 
         return one
 
-    for where, name in ((os, "fsync"), (os, "fdatasync"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (disk.Disk, "store")):
+    acts = [(os, "fsync"), (os, "fdatasync"), (os, "replace"), (os, "unlink"), (os, "rmdir")]
+    for where, name in [*acts, (disk.Disk, "store"), (updater_link.UpdaterLink, "order")]:
         setattr(where, name, counted(getattr(where, name)))
 
 
@@ -141,6 +153,12 @@ def test_killed_with_parameters_on_ssd_it_goes_on_to_the_bit(tmp_path: Path) -> 
     assert killed_and_resumed(tmp_path, range(20, 140, 17), resume="last_step,ssd") > 5
 
 
+@pytest.mark.slow
+def test_killed_with_pages_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """Pages of weights on the host are made from what was taken up."""
+    assert killed_and_resumed(tmp_path, range(20, 200, 17), resume="last_step,pages") > 4
+
+
 def test_killed_inside_backward_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     """Pieces that backward wrote are not those of the last complete step."""
     assert killed_and_resumed(tmp_path, range(56, 57), resume="last_step,lohan") == 1
@@ -150,6 +168,20 @@ def test_killed_inside_backward_it_goes_on_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.timeout(3000)
 def test_updated_inside_backward_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert killed_and_resumed(tmp_path, range(20, 200, 5), resume="last_step,lohan") > 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_killed_while_updaters_write_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """One manifest for all of them, and in each a slot that the step under way does not write."""
+    assert killed_and_resumed(tmp_path, range(84, 85), resume="last_step,updaters") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_with_updaters_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """Orders to updaters are acts too; those of a dead trainer still end as it goes on."""
+    assert killed_and_resumed(tmp_path, range(22, 2000, 11), resume="last_step,updaters") > 10
 
 
 @pytest.mark.slow
@@ -230,6 +262,18 @@ def test_a_manifest_that_is_cut_off_or_changed_is_none(tmp_path: Path, monkeypat
             assert Manifest.read(place) is None
 
 
+def test_it_goes_on_from_whichever_directory_the_step_was_kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that was added since comes first in the list; one that is gone is no matter."""
+    folder = kept(tmp_path, monkeypatch)
+    roots = [tmp_path_of(tmp_path, "new"), tmp_path / "gone", folder.parent]
+    monkeypatch.setenv(offload_dir.VARIABLE, os.pathsep.join(map(str, roots)))
+    tuned = tuned_of(fresh(), "last_step")
+    assert tuned.resumed_steps == 1
+    tuned.step([torch.randn(4, 6)])
+    assert not folder.exists()  # the step after it is kept in the first one
+    tuned.finish()
+
+
 def test_a_step_that_cannot_be_kept_says_where_and_why(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match="Step 3 cannot be kept for resuming: its folder was removed") as caught:
         Manifest("key" * 20, 3, [], []).write(tmp_path / "memtune-run-1-abc")
@@ -263,14 +307,14 @@ def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -
         fcntl.flock(owner, fcntl.LOCK_SH)
         assert [left.path for left in offload_dir.orphans(tmp_path)] == [folder]
         threading.Timer(0.1, fcntl.flock, (owner, fcntl.LOCK_UN)).start()
-        (run,) = dead_runs(tmp_path, "key" * 20)
+        (run,) = dead_runs([tmp_path], "key" * 20)
         assert run.manifests[0].step == 3
-        assert dead_runs(tmp_path, "other" * 20) == []
+        assert dead_runs([tmp_path], "other" * 20) == []
         run.release()
         others = Manifest("other" * 20, 4, [], [])
         others.write(folder)
         with patch.object(offload_dir, "locked", side_effect=AssertionError("it is another rank's")):
-            assert dead_runs(tmp_path, "third" * 20) == []
+            assert dead_runs([tmp_path], "third" * 20) == []
 
 
 def train_on_rank(
@@ -292,8 +336,35 @@ def train_on_rank(
         tuned.step([torch.randn(4, 6)])
     found = {name: value.clone() for name, value in tuned.state_dict()["model"].items()}
     tuned.finish()
+    end_updaters()
     disk.folder().close()  # what the end of an interpreter does; processes forked from a server have none
     return began, found
+
+
+@pytest.mark.slow
+def test_a_killed_rank_goes_on_with_the_others_and_with_new_updaters(tmp_path: Path) -> None:
+    a_killed_rank_goes_on(tmp_path, "zero1", 40, "smart_infinity")
+
+
+@pytest.mark.slow
+def test_without_an_updater_s_folder_nothing_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model stays as it was, and what a run of another model left is nobody's to remove."""
+    directory = tmp_path_of(tmp_path, "kept")
+    assert run(directory, tmp_path / "log", kill_at=84, resume="last_step,updaters") != 0
+    monkeypatch.setenv(offload_dir.VARIABLE, str(directory))
+    trainer, *of_updaters = sorted(directory.iterdir(), key=lambda path: not list(path.glob("manifest-*-[01]")))
+    assert len(of_updaters) == 2
+    of_updaters[1].rename(tmp_path / "elsewhere")
+    model = fresh(2)
+    with pytest.raises(EnvironmentFault, match="storage domain") as caught:
+        tuned_of(model, "last_step,updaters")
+    assert caught.value.code == "MT365"
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), fresh(2).parameters(), strict=True))
+    assert trainer.exists()
+    (tmp_path / "elsewhere").rename(of_updaters[1])
+    with patch.object(Manifest, "read", return_value=None):  # no manifest names them any more
+        assert tuned_of(fresh(2), "last_step,updaters").resumed_steps == 0
+    assert not any(each.exists() for each in of_updaters)
 
 
 @pytest.mark.slow

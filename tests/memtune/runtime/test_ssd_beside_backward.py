@@ -153,6 +153,27 @@ def test_a_state_dict_is_whole_at_any_time_and_can_be_loaded() -> None:
     assert same.count(False) == 1  # the witness's
 
 
+def test_what_is_loaded_between_backward_and_step_stays() -> None:
+    """Updates of that backward had gone on, and went up and to SSD over what was loaded; the step can be made anew."""
+    workload, model, optimizer = fused(ZOO["tied"])
+    tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+    tuned.step(batches(workload, 0))
+    saved = copy.deepcopy(tuned.state_dict())
+    assert tuned._context.sync is not None
+    with tuned._context.sync(True):
+        workload.loss(model, batches(workload, 2, 1)[0]).backward()
+    tuned.load_state_dict(saved)
+    optimizer.zero_grad()
+    assert all(torch.equal(saved["model"][name], value) for name, value in weights(model).items())
+    tuned.step(batches(workload, 1))
+    got = weights(model)
+    workload, model, optimizer = fused(ZOO["tied"])
+    tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+    for step in range(2):
+        tuned.step(batches(workload, step))
+    assert all(torch.equal(got[name], value) for name, value in weights(model).items())
+
+
 def test_clipping_by_norm_is_refused() -> None:
     workload, model, optimizer = fused(ZOO["tied"])
     tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), strict=False)

@@ -33,6 +33,7 @@ from memtune.testing.training import SEED, build, config_of, one_step, settings_
 from memtune.workload import Workload
 
 ONE, TWO = L2L(kind="l2l"), Stronghold(kind="stronghold", window=2)
+LATE = Stronghold(kind="stronghold", window=2, late=(1, 3))
 CHUNKS = PatrickStar(kind="patrickstar", chunk_bytes=70_000)
 PAGES = AngelPtm(kind="angel_ptm", page_mib=0.02)
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,6 +61,8 @@ def steps(workload: Workload, tuned: Any, ledger: Ledger, micro_batches: int, co
     [
         pytest.param(ONE, 1, None, marks=pytest.mark.slow),
         pytest.param(TWO, 2, None, marks=pytest.mark.slow),
+        pytest.param(LATE, 1, None, marks=pytest.mark.slow, id="late"),
+        pytest.param(LATE, 2, None, id="late, accumulated"),
         (CHUNKS, 2, 2_050_000),
         (PAGES, 2, 2_050_000),
         pytest.param(PAGES, 2, 3_000_000, marks=pytest.mark.slow, id="some stay on the device"),
@@ -130,7 +133,8 @@ def test_clipping_of_what_is_left_on_the_device_is_refused() -> None:
 def test_checkpoints_are_whole_and_can_be_loaded_and_evaluation_leaves_nothing() -> None:
     path = ZOO["tied"]
     workload, model, optimizer = build(path)
-    tuned = apply(model, optimizer, config_of(path, TWO), strict=False)
+    late = Stronghold(kind="stronghold", window=2, late=(0, 2))
+    tuned = apply(model, optimizer, config_of(path, late), strict=False)
     one_step(workload, model, optimizer, tuned, seed=SEED)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():

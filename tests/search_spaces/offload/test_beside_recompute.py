@@ -77,7 +77,7 @@ STORES = ("l2l", "stronghold", "elixir", "patrickstar", "zero_infinity, weights 
 AS_THEY_LAND = ("per_layer", "zero_offload", "zero_offload, a part", "lohan")
 PACKS = ("mobius", "harmony", "harmony, a pipeline")
 ACTIVATIONS = ("copy_out", "pipelined", "tsplit")
-NOT_CHECKMATE = ("full", "selective", "planned", "every_nth")
+BY_BLOCK = ("full", "selective", "every_nth")
 RANKS = ("ddp", "zero2", "fsdp", "zero3")
 REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     ("another technique moves what the plan keeps", ACTIVATIONS, DIVISIONS, ("planned",)),
@@ -86,7 +86,9 @@ REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     ("a schedule takes the place of the blocks' calls", STORES, ("one rank", "ddp"), ("checkmate",)),
     ("a schedule puts gradients in place itself", AS_THEY_LAND, ("one rank", "zero2"), ("checkmate",)),
     ("everything fits into the budget as it is", ("tsplit",), ("zero2",), ("full",)),
-    ("each pack runs forward again as a whole", PACKS, DIVISIONS, tuple(RECOMPUTES)),
+    ("plans and schedules for all blocks at once do not hold for packs", PACKS, DIVISIONS, ("planned", "checkmate")),
+    ("draws random numbers, and their order would be another", PACKS, ("one rank",), BY_BLOCK),
+    ("packs average their gradients themselves", PACKS, RANKS, BY_BLOCK),
     ("under ddp gradients are on the device until backward has ended", AS_THEY_LAND, ("ddp",), tuple(RECOMPUTES)),
     ("whole on each, or gathered from all", STORES, ("zero2",), tuple(RECOMPUTES)),
     ("one rank has the link to itself", ("orchestrated",), ("one rank",), tuple(RECOMPUTES)),

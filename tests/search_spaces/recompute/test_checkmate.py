@@ -270,7 +270,9 @@ def test_another_model_runs_plainly_and_the_audit_says_why() -> None:
     assert "other ops" in str(caught.value.evidence)
 
 
-@pytest.mark.parametrize("plan", [{}, {"schedule": {"graph": "x", "forward": ["?"], "backward": []}}, {"schedule": 3}])
+@pytest.mark.parametrize(
+    "plan", [{}, *({"schedule": {"graph": "x", "forward": [step], "backward": []}} for step in ("?", [])), {"schedule": 3}]
+)
 def test_without_a_plan_or_with_a_damaged_one_nothing_is_applied(plan: dict[str, object]) -> None:
     _, model, optimizer = build(ZOO["gpt"])
     settings = settings_of(Checkmate(share=0.5))

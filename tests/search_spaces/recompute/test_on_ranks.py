@@ -33,11 +33,13 @@ from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.runtime.tree import local
 from memtune.schedule import Schedule
+from memtune.search_spaces.recompute._keeps import is_attention
 from memtune.search_spaces.recompute._place import place_of
 from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
 from memtune.search_spaces.recompute.checkmate import Checkmate
 from memtune.search_spaces.recompute.coop import Coop
 from memtune.search_spaces.recompute.dtr import Dtr
+from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.megtaichi import Megtaichi
 from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.sharding.communication.hierarchical import Hierarchical
@@ -56,6 +58,8 @@ from memtune.testing.training import build, settings_of
 
 SAMPLES, STEPS = 4, 3
 """Per micro-batch; optimizer steps."""
+HIDDEN, LOG_SUM_EXP = SAMPLES * 32 * 64 * 4, SAMPLES * 4 * 32 * 4
+"""Bytes of gpt: (micro-batch, sequence, width) and (micro-batch, heads, sequence), float32."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +219,10 @@ def test_gradients_bytes_and_peak_are_those_beside_the_plain_model() -> None:
         case_of(path, ranks, Ddp(), Checkmate(share=0.3), 1, clip=True),
         case_of(path, ranks, Zero1(), Dtr(ratio=0.4), 2, clip=False),
         case_of(path, ranks, Fsdp(), Checkmate(share=0.3), 2, clip=True),
+        case_of(path, ranks, Fsdp(), AttentionBoundary(), 2, clip=True),
     ]
     check(path, ranks, cases)
+    assert cases[-1].config["plan"]["recompute"]["kept_bytes"] == 4 * (HIDDEN + LOG_SUM_EXP) + 3 * HIDDEN
 
 
 RECOMPUTE = (
@@ -229,22 +235,25 @@ WHOLE = (
 )  # fmt: skip
 
 
+def those_that_fit(techniques: tuple[Technique, ...], ranks: int, accumulate: int, states: Technique) -> list[Technique]:
+    """Of `techniques` those that fit `gpt` beside `states`; skips the test where `states` does not."""
+    if isinstance(why := candidate(ZOO["gpt"], ranks, accumulate, states), Reason):
+        pytest.skip(str(why))
+    return [each for each in techniques if isinstance(candidate(ZOO["gpt"], ranks, accumulate, states, each), Candidate)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("states", WHOLE, ids=str)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_every_schedule_beside_whole_parameters(ranks: int, states: Technique, accumulate: int) -> None:
-    path = ZOO["gpt"]
-    if isinstance(why := candidate(path, ranks, accumulate, states), Reason):
-        pytest.skip(str(why))
-    fitting = [each for each in RECOMPUTE if isinstance(candidate(path, ranks, accumulate, states, each), Candidate)]
+    path, fitting = ZOO["gpt"], those_that_fit(RECOMPUTE, ranks, accumulate, states)
     check(
         path, ranks, [case_of(path, ranks, states, one, accumulate, clip=clip) for one, clip in product(fitting, (False, True))]
     )
 
 
-BY_BLOCKS = tuple(each for each in RECOMPUTE if not isinstance(each, AttentionBoundary))
 DIVIDED = (
     Fsdp(), Fsdp(reshard_after_forward=False, blocks_per_unit=2), Fsdp(prefetch=2, keep_root=False), Zero3(), Mics(group=2),
     Amsp(parameters=2, gradients=2, optimizer=4),
@@ -258,10 +267,7 @@ DIVIDED = (
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_every_schedule_of_blocks_beside_divided_parameters(ranks: int, states: Technique, accumulate: int) -> None:
     """Bytes on the link are those without a schedule: what runs again finds the parameters of the block's own backward."""
-    path = ZOO["gpt"]
-    if isinstance(why := candidate(path, ranks, accumulate, states), Reason):
-        pytest.skip(str(why))
-    fitting = [each for each in BY_BLOCKS if isinstance(candidate(path, ranks, accumulate, states, each), Candidate)]
+    path, fitting = ZOO["gpt"], those_that_fit(RECOMPUTE, ranks, accumulate, states)
     check(path, ranks, [case_of(path, ranks, states, one, accumulate, clip=one is fitting[0]) for one in fitting])
 
 
@@ -295,10 +301,22 @@ def test_blocks_run_again_what_their_schedules_say_and_nothing_is_gathered_for_i
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("states", [Fsdp(), Zero3()], ids=lambda each: each.kind)
+def test_attention_runs_once_where_parameters_come_and_go(states: Technique) -> None:
+    path, ranks = ZOO["gpt"], 2
+    configs = [case_of(path, ranks, states, one, 1, clip=False).config for one in (AttentionBoundary(), Full())]
+    for mine, full in run_ranks(counted, ranks, str(path), configs, deadline_s=200):
+        runs = [sum(times for name, times in ops.items() if is_attention(name)) for ops in (mine, full)]
+        assert runs == [4, 8]  # of four blocks
+        assert mine["memtune.all_gather_into_.default"] == full["memtune.all_gather_into_.default"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", ["hf_llama", "autocast", "tied", "lora"])
 def test_schedules_of_blocks_of_other_models(model: str) -> None:
     path = ZOO[model]
-    asked = [Planned(share=0.2, by_schedule=True), Dtr(ratio=0.4)]
+    asked = [Planned(share=0.2, by_schedule=True), Dtr(ratio=0.4), AttentionBoundary()]
     fitting = [each for each in asked if isinstance(candidate(path, 2, 2, Fsdp(), each), Candidate)]
     check(path, 2, [case_of(path, 2, Fsdp(), one, 2, clip=False) for one in fitting])
 
@@ -324,11 +342,17 @@ def test_online_each_rank_decides_and_stays_within_its_budget() -> None:
 # -- what does not go ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", [AttentionBoundary(), Dtr(ratio=0.8, online=True)], ids=lambda each: each.kind)
+@pytest.mark.parametrize("recompute", [Dtr(ratio=0.8, online=True)], ids=lambda each: each.kind)
 @pytest.mark.parametrize("states", [Fsdp(), Zero3(), Mics(group=2), Amsp()], ids=lambda each: each.kind)
 def test_what_runs_ops_of_all_blocks_is_refused_by_name(states: Technique, recompute: Technique) -> None:
     found = candidate(ZOO["gpt"], 4, 2, states, recompute)
     assert f"{states.kind} gathers a block's parameters for its own calls alone" in str(found)
+
+
+def test_a_residual_stream_that_another_block_makes_is_not_rebuilt() -> None:
+    found = candidate(ZOO["gpt"], 2, 1, Fsdp(), AttentionBoundary(residual_every=2))
+    assert "what enters a block is made by another one" in str(found)
+    assert isinstance(candidate(ZOO["gpt"], 2, 1, Ddp(), AttentionBoundary(residual_every=2)), Candidate)
 
 
 @pytest.mark.slow

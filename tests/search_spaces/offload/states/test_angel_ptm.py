@@ -230,6 +230,16 @@ class TestAngelPtm(LayersSuite):
         got, wanted = (without_gradients(train(ZOO["tied"], each)) for each in (on_ssd, NATIVE))
         assert not differences(got, wanted)
 
+    @pytest.mark.slow
+    def test_the_last_step_is_kept_in_twice_the_space_for_the_same_traffic(self, ssd: Path) -> None:
+        on_ssd = SMALL.model_copy(update={"optimizer": "ssd"})
+        keeps = on_ssd.model_copy(update={"resume": "last_step"})
+        step, kept = rewritten(ZOO["tied"], on_ssd), rewritten(ZOO["tied"], keeps)
+        assert kept.peak_bytes(Tier.SSD) == 2 * step.peak_bytes(Tier.SSD)
+        assert total(kept, Resource.SSD_WRITE) == total(step, Resource.SSD_WRITE)
+        assert kept.peak_bytes() == step.peak_bytes()
+        self.check_drift("tied", keeps)
+
     def test_pages_are_no_large_part_of_a_block(self) -> None:
         for model in ("tied", "gpt"):
             program = plain_program(ZOO[model])

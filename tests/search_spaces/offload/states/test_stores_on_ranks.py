@@ -39,7 +39,7 @@ LAYERS, CHUNKS = OptimizerCpu(update="native"), OptimizerCpu()
 REPLICAS, DIVIDED = Ddp(), Fsdp(kind="fsdp")
 STORES: dict[str, tuple[Technique, Technique]] = {
     "l2l": (L2L(), LAYERS),
-    "stronghold": (Stronghold(window=2), LAYERS),
+    "stronghold": (Stronghold(window=2, late=(0, 1)), LAYERS),
     "patrickstar": (PatrickStar(), CHUNKS),
     "elixir": (Elixir(), CHUNKS),
 }

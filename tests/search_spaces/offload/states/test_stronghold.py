@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from threading import Event
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from layers_suite import LayersSuite, block_bytes, total
 from zoo_paths import ZOO
 
 from memtune._apply import apply
+from memtune.autotune.simulate import simulate
 from memtune.errors import ApplyError
 from memtune.program import Kind, Resource, Tier
+from memtune.runtime import host_update
 from memtune.search_spaces.offload.states.stronghold import Stronghold
-from memtune.testing import rewritten
+from memtune.testing import rewritten, train
 from memtune.testing.drift import plain_program, target_of
-from memtune.testing.training import build, settings_of
+from memtune.testing.training import SEED, build, config_of, one_step, settings_of
 
 DEFAULT = Stronghold(kind="stronghold")
+AT_THE_END = Stronghold(kind="stronghold", window=2, trigger="end_of_step")
 THREE = Stronghold(kind="stronghold", window=3)
 
 
 class TestStronghold(LayersSuite):
     technique = Stronghold
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "tied")}
-    variants = (Stronghold(kind="stronghold", window=2), DEFAULT)
+    variants = (Stronghold(kind="stronghold", window=2, late=(0, 2)), AT_THE_END, DEFAULT)
     quick = ("gpt",)
 
     def test_bytes_and_residency_of_a_window(self) -> None:
@@ -52,11 +58,11 @@ class TestStronghold(LayersSuite):
     def test_the_window_is_solved_for_and_kept_within_the_budget(self) -> None:
         program, target = plain_program(ZOO["gpt"]), target_of()
         fast, slow = (replace(target, hardware=replace(target.hardware, host_to_device_bytes_per_s=rate)) for rate in (1e15, 1.0))
-        assert DEFAULT.plan(program, fast).decisions == {"slots": 2}
-        assert DEFAULT.plan(program, slow).decisions == {"slots": 4}
+        assert DEFAULT.plan(program, fast).decisions["slots"] == 2
+        assert DEFAULT.plan(program, slow).decisions["slots"] == 4
         peak = rewritten(ZOO["gpt"], THREE).peak_bytes()
-        assert DEFAULT.plan(program, replace(slow, budget_bytes=peak)).decisions == {"slots": 3}
-        assert DEFAULT.plan(program, replace(slow, budget_bytes=1)).decisions == {"slots": 1}
+        assert DEFAULT.plan(program, replace(slow, budget_bytes=peak)).decisions["slots"] == 3
+        assert DEFAULT.plan(program, replace(slow, budget_bytes=1)).decisions["slots"] == 1
 
     def test_a_window_that_the_model_has_no_blocks_for_is_refused(self) -> None:
         wide = Stronghold(kind="stronghold", window=9)
@@ -64,3 +70,60 @@ class TestStronghold(LayersSuite):
         _, model, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no window"):
             apply(model, optimizer, {"settings": settings_of(wide)}, strict=False)
+
+    @pytest.mark.parametrize("reads", ["state dict", "evaluation"])
+    def test_late_updates_are_under_way_when_the_step_returns_and_are_waited_for(self, reads: str) -> None:
+        """The mechanism: all blocks' updates wait for a thread that is kept busy; the step does not, and whoever reads does."""
+        late = Stronghold(kind="stronghold", window=2, late=(0, 1, 2, 3))
+        workload, model, optimizer = build(ZOO["gpt"])
+        tuned = apply(model, optimizer, config_of(ZOO["gpt"], late), strict=False)
+        one_step(workload, model, optimizer, tuned, seed=SEED + 1)
+        goes_on = Event()
+
+        def read() -> None:
+            if reads == "state dict":
+                model.state_dict()
+            else:
+                with torch.no_grad():
+                    workload.loss(model, workload.make_batch(2))
+
+        tuned.state_dict()  # nothing is under way
+        busy = host_update._threads().submit(goes_on.wait, 60)
+        try:
+            one_step(workload, model, optimizer, tuned, seed=SEED + 2)
+            assert not busy.done()
+            with ThreadPoolExecutor(1) as reader:
+                reading = reader.submit(read)
+                assert wait([reading], timeout=0.2).not_done
+                goes_on.set()
+                reading.result(60)
+        finally:
+            goes_on.set()
+        assert tuned.audit()
+        found, other = model.state_dict(), train(ZOO["gpt"], Stronghold(kind="stronghold", window=2, late=()), steps=2)
+        assert all(torch.equal(found[name], value) for name, value in other.weights.items())
+
+    def test_a_slow_host_updates_beside_the_next_forward(self) -> None:
+        """In the simulator, too, where the planner leaves what backward would wait for."""
+        program = plain_program(ZOO["gpt"])
+        target = target_of()
+        slow = replace(
+            target.hardware, host_adam_bytes_per_s=target.hardware.host_adam_bytes_per_s / 10, device="cuda", launch_s=0.0
+        )
+        target = replace(target, hardware=slow)
+        within = Stronghold(kind="stronghold", late=())
+        plans = [each.plan(program, target) for each in (DEFAULT, within)]
+        assert plans[0].decisions["late"]
+        across, all_within = (
+            simulate(each.rewrite(program, plan, target), slow, level="events")
+            for each, plan in zip((DEFAULT, within), plans, strict=True)
+        )
+        assert across.step_s < 0.95 * all_within.step_s
+        assert across.busy_s["host_threads"] == pytest.approx(all_within.busy_s["host_threads"])
+
+    def test_late_blocks_that_are_not_there_are_refused(self) -> None:
+        late = Stronghold(kind="stronghold", window=2, late=(4,))
+        assert "no block 4" in str(late.fits(plain_program(ZOO["gpt"]), target_of()))
+        _, model, optimizer = build(ZOO["gpt"])
+        with pytest.raises(ApplyError, match="blocks that are not there"):
+            apply(model, optimizer, {"settings": settings_of(late)}, strict=False)

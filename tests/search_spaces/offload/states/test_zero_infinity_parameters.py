@@ -12,23 +12,26 @@ from layers_suite import LayersSuite, block_bytes, total
 from zoo_paths import ZOO
 
 from memtune._apply import apply
+from memtune.autotune.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.fake_ranks import fake_ranks
 from memtune.autotune.record import start_session
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
-from memtune.program import Program, RankClass, Resource, Tier
+from memtune.program import Program, RankClass, Resource, Step, Tier
 from memtune.read_ahead import WRITES
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
 from memtune.testing import drift, rewritten
 from memtune.testing.drift import compare, plain_program, recording_of, target_of
 from memtune.testing.training import SEED, build, config_of, one_step, settings_of
+from memtune.traffic import traffic_bytes
 from memtune.workload import Workload
 
 ON_SSD = ZeroInfinity(kind="zero_infinity", parameters="ssd")
 
 
 GRADIENTS_TOO = ON_SSD.model_copy(update={"gradients": "ssd"})
+ON_LINKS = {"ssd_write": Resource.SSD_WRITE, "ssd_read": Resource.SSD_READ}
 
 
 @pytest.mark.slow
@@ -63,6 +66,15 @@ def test_gradients_on_ssd_are_written_and_read_as_predicted(parameters: str) -> 
     assert step.peak_bytes() == before.peak_bytes()
 
 
+def predicted(micro_batches: int) -> Step:
+    """Of the model with all on SSD."""
+    rewriter = Rewriter(recording_of(ZOO["tied"]), target_of())
+    execution = {"micro_batch": 2, "accumulate": micro_batches}
+    found = rewriter.candidate(Choice.from_document({**settings_of(GRADIENTS_TOO), "execution": execution}))
+    assert isinstance(found, Candidate), found
+    return found.program.step
+
+
 @pytest.mark.usefixtures("ssd")
 @pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_gradients_on_ssd_have_the_bits_of_those_on_the_host(micro_batches: int) -> None:
@@ -82,6 +94,10 @@ def test_gradients_on_ssd_have_the_bits_of_those_on_the_host(micro_batches: int)
     (mine, written, read), (wanted, written_before, read_before) = found
     assert all(torch.equal(value, wanted[name]) for name, value in mine.items())
     assert written - written_before == read - read_before == micro_batches * gradients
+    there = predicted(micro_batches)
+    assert {"ssd_write": written, "ssd_read": read} == {
+        link: int(traffic_bytes(there, micro_batches)[there.op_resource == resource].sum()) for link, resource in ON_LINKS.items()
+    }
     assert "gradient_bytes_written" not in facts
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +14,11 @@ from shared_layers import (
     SEPARATE,
     SIZE,
     UNDRAWN,
+    Measured,
     assert_trained_as_one,
     candidate,
     config,
-    peak,
+    measured,
     refusal,
     rewriter,
     settings,
@@ -27,7 +26,6 @@ from shared_layers import (
 )
 
 from memtune import hardware
-from memtune._apply import apply
 from memtune.autotune.candidates import Choice
 from memtune.autotune.cut import CutRecordings
 from memtune.autotune.simulate import simulate
@@ -35,14 +33,12 @@ from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
 from memtune.factors import Contexts, Schedule, by_link
 from memtune.program import Phase, Resource, Step
-from memtune.runtime import nodes, shim
+from memtune.runtime import shim
 from memtune.runtime.contexts import Split
 from memtune.runtime.head_context import HEAD_CONTEXT
-from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.parallel.head_context import HeadContext
 from memtune.technique import CutRecording, Plan, Target
-from memtune.testing.training import build
 from memtune.workload import Workload
 
 KIND = "head_context"
@@ -229,27 +225,6 @@ def test_each_group_is_recorded_on_its_own_link(first: bool) -> None:
 
 
 # -- on gloo ranks -----------------------------------------------------------------------------------------------------
-
-
-Measured = dict[str, tuple[int, int, int]]
-
-
-def measured(documents: dict[str, dict[str, Any]], node: int = 8) -> Measured:
-    """Per config: the ledger's peak, and the bytes that a step has received inside a node and between nodes."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(node)
-    found = {}
-    for name, document in documents.items():
-        gc.collect()  # the model before is in cycles
-        highest = peak(document) if shim.available() is None else 0
-        workload, model, optimizer = build(SEPARATE)
-        tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
-        batches = [workload.make_batch(SIZE) for _ in range(document["settings"]["execution"]["accumulate"])]
-        COUNTERS.take()
-        tuned.step(batches)
-        counted = COUNTERS.take()
-        found[name] = (highest, counted.get("intra_link", 0), counted.get("inter_link", 0))
-        nodes.declare(None)
-    return found
 
 
 def assert_as_predicted(found: list[Measured], knobs: dict[str, dict[str, Any]], ranks: int, node: int = 8) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +11,19 @@ import torch
 from five_steps import SAMPLES, TiedNet, alone, check, loss, on_this_rank, optimizer_of
 from gloo import run_ranks
 from sharded_suite import ShardedSuite
-from shared_layers import MODELS, SEPARATE, SIZE, assert_trained_as_one, candidate, config, peak, refusal, rewriter, trained
+from shared_layers import (
+    MODELS,
+    SEPARATE,
+    SIZE,
+    Measured,
+    assert_trained_as_one,
+    candidate,
+    config,
+    measured,
+    refusal,
+    rewriter,
+    trained,
+)
 from torch import Tensor, nn
 
 from memtune import hardware
@@ -24,9 +34,8 @@ from memtune.config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
 from memtune.factors import Rotation, Schedule, by_link
 from memtune.program import Phase, Resource, Step
-from memtune.runtime import nodes, shim
+from memtune.runtime import shim
 from memtune.runtime.rotate import rotatable
-from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.parallel.rtp import Rtp
 from memtune.technique import Target
@@ -149,27 +158,6 @@ def test_it_fits_where_the_largest_layer_whole_does_not() -> None:
 
 
 # -- on gloo ranks -----------------------------------------------------------------------------------------------------
-
-
-Measured = dict[str, tuple[int, int, int]]
-
-
-def measured(documents: dict[str, dict[str, Any]], node: int = 8) -> Measured:
-    """Per config: the ledger's peak, and the bytes that a step has received inside a node and between nodes."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(node)
-    found = {}
-    for name, document in documents.items():
-        gc.collect()  # the model before is in cycles
-        highest = peak(document) if shim.available() is None else 0
-        workload, model, optimizer = build(SEPARATE)
-        tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
-        batches = [workload.make_batch(SIZE) for _ in range(document["settings"]["execution"]["accumulate"])]
-        COUNTERS.take()
-        tuned.step(batches)
-        counted = COUNTERS.take()
-        found[name] = (highest, counted.get("intra_link", 0), counted.get("inter_link", 0))
-        nodes.declare(None)
-    return found
 
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memtune.runtime.tape import CaptureError, capture, shapes_of
+from memtune.runtime.capture import capture, shapes_of
+from memtune.runtime.tape import CaptureError
 
 
 class Net(nn.Module):

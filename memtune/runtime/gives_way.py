@@ -1,0 +1,101 @@
+"""A forward that ran without the mode, by what was decided before, and gives its memory back where another forward needs it.
+
+Rule 1. What it saved is let go, and its forward runs again when its backward comes: online, beside whoever waits then, so that
+        both stay within the budget. It keeps what it was called with, and the state of the generators where it draws.
+Rule 2. Where a second run would not do the same it keeps what it has: forwards that write into buffers or update a norm's
+        statistics. So it does where somebody waits for gradients one by one (`frozen.is_watched`): the second run has them all
+        at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from memtune.calls import BATCH_NORMS
+from memtune.runtime.capture import autocast_state
+from memtune.runtime.frozen import FrozenRun, is_accumulated, is_watched
+from memtune.runtime.online_values import written_since
+from memtune.runtime.random_state import RandomState
+
+Online = Callable[[Any, Any], Any]
+"""Runs the module within the budget: with the arguments by position and those by name."""
+
+
+class GivingRun(FrozenRun):
+    """One forward under a schedule and the backward that follows it, which may give way in between."""
+
+    _called: tuple[list[Any], Any] | None = None
+    """What it was called with, apart from what that was made of; None once backward has begun."""
+    _gave_way = False
+
+    def called_with(self, args: Any, kwargs: Any, online: Online) -> None:
+        """Told before it starts; `online` runs it again."""
+        leaves, spec = tree_flatten((args, kwargs))
+        twins = {id(leaf): leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)}
+        self._called, self._online = ([twins.get(id(leaf), leaf) for leaf in leaves], spec), online
+        self._autocast = autocast_state()
+        self._drawn = RandomState.capture(self.region.module) if self._captured.tape.graph.random else None
+        self._before = self._sum_of_all()
+
+    def give_way(self) -> bool:
+        """Let go of what backward needs, if it can be had again; whether it was."""
+        if not self.saved or not self._may_run_again() or self.is_written():
+            return False
+        self._gave_way, self.saved = True, []
+        return True
+
+    def called(self) -> list[Any]:
+        """What it was called with, between forward and backward."""
+        return self._called[0] if self._called is not None and (self.saved or self._gave_way) else []
+
+    def waiting(self) -> list[Any]:
+        """What it holds for its backward."""
+        return [*super().waiting(), *self.called()]
+
+    def _may_run_again(self) -> bool:
+        graph = self._captured.tape.graph
+        n = graph.n_forward
+        writes = any(op < n for op in graph.once) or any(name in BATCH_NORMS for name in graph.names[:n])
+        return self._called is not None and not writes and not is_watched(self._state[number] for number in self._numbers)
+
+    def all_gradients(self, node: Any) -> list[Tensor | None]:
+        """`FrozenRun.all_gradients`; of a second run where it gave way."""
+        if not self._gave_way:
+            self._called = None
+            return super().all_gradients(node)
+        self._require_first_order()
+        if self._sum_of_all() != self._before:
+            raise written_since("a tensor that forward has read and must read again")
+        parameters = [self._state[number] for number in self._numbers]
+        edges = [edge for edge, _ in node.next_functions][: len(parameters)]
+        return self._again(parameters, accumulates=all(map(is_accumulated, edges)) and all(each.is_leaf for each in parameters))
+
+    def _again(self, parameters: list[Tensor], *, accumulates: bool) -> list[Tensor | None]:
+        assert self._called is not None
+        (leaves, spec), self._called, self._gave_way = self._called, None, False
+        flow = [leaves[number] for number, _ in self._captured.tape.input_gradients]
+        args, kwargs = tree_unflatten(leaves, spec)
+        with torch.enable_grad(), ExitStack() as stack:
+            for context in self._autocast:
+                stack.enter_context(context())
+            if self._drawn is not None:
+                stack.enter_context(self._drawn.restored())
+            out = tree_leaves(self._online(args, kwargs))
+        del leaves, args, kwargs
+        roots, given, self.gradients = [out[at] for at in self.gradients], list(self.gradients.values()), {}
+        del out
+        if not accumulates:
+            return list(torch.autograd.grad(roots, [*parameters, *flow], given, allow_unused=True))
+        torch.autograd.backward(roots, given)  # each gradient is added up as soon as it is there
+        return [*(None for _ in parameters), *(each.grad for each in flow)]
+
+    def _sum_of_all(self) -> int:
+        assert self._called is not None
+        read = [*self._state, *(each for each in self._called[0] if isinstance(each, Tensor))]
+        return sum(each._version for each in read if not each.is_inference())

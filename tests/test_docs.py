@@ -1,0 +1,43 @@
+"""The tables of techniques in README and docs/compile.md name what is registered, and say of each what it says of itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from memtune.search_spaces import NULL_KINDS, SLOTS, find, kinds
+
+ROOT = Path(__file__).parents[1]
+KINDS = {slot: set(kinds(slot)) for slot in SLOTS}
+BACKENDS = {"aot_eager"}
+"""What else stands in the table as if it were a kind."""
+
+
+def rows(document: str) -> list[tuple[str, str]]:
+    """First and second cell of every row of every table."""
+    lines = (ROOT / document).read_text().splitlines()
+    return [(cells[0].strip(), cells[1].strip()) for line in lines if len(cells := line.strip("|").split("|")) > 1]
+
+
+def quoted(text: str) -> set[str]:
+    return set(re.findall(r"`(\w+)`", text))
+
+
+def test_the_readme_names_every_technique_and_no_other() -> None:
+    table = dict(rows("README.md"))
+    assert {slot: KINDS[slot] - quoted(table[slot]) for slot in SLOTS} == {slot: set() for slot in SLOTS}
+    known = set().union(*KINDS.values()) | BACKENDS
+    assert {slot: quoted(table[slot]) - known for slot in SLOTS} == {slot: set() for slot in SLOTS}
+
+
+def test_what_works_with_compile_is_what_techniques_say() -> None:
+    eager = {(slot, kind): bool(find(slot, kind).eager_only) for slot in SLOTS for kind in KINDS[slot]}
+    said = {}
+    for technique, scope in rows("docs/compile.md"):
+        slot = technique.replace(",", " ").split()[0] if technique else ""
+        if slot in KINDS:
+            named = quoted(technique) or KINDS[slot] - {NULL_KINDS[slot]}
+            said |= {(slot, kind): scope == "no" for kind in named}
+    assert {key: no for key, no in said.items() if eager[key] is not no} == {}
+    beside = {"sharding.communication", "execution.order"}  # the text below the table has them
+    assert {(slot, kind) for slot, kind in eager if slot not in beside and kind != NULL_KINDS[slot]} <= set(said)
