@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from memtune.autotune.candidates import Choice
 from memtune.autotune.space import Space, knob_values
-from memtune.errors import EnvironmentFault
+from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.base import TrialResult
 from memtune.technique import Technique
 
@@ -205,7 +205,14 @@ class _StorageErrors:
         """Nothing to do."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise EnvironmentFault for what SQLite or Optuna's storage says."""
+        """Raise EnvironmentFault for what SQLite or Optuna's storage says, UsageError for a study of another space."""
+        if isinstance(error, ValueError) and "dynamic value space" in str(error):
+            raise UsageError(
+                f"The study {self._path} was made with other choices than there are now.",
+                evidence="What can be used has changed: a drive, measured rates, or memtune itself.",
+                fix="undo the change, or start anew with --study another",
+                code="MT406",
+            ) from error
         if isinstance(error, optuna.exceptions.StorageInternalError | SQLAlchemyError | sqlite3.Error | AssertionError):
             cause = error.__cause__ or error
             raise EnvironmentFault(

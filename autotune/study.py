@@ -25,6 +25,7 @@ from memtune.autotune.store import RESULT, StudyFolder, check_writable, read_jso
 from memtune.autotune.trials import make_executor
 from memtune.errors import UsageError
 from memtune.executors.base import Executor
+from memtune.runtime.offload_dir import all_allowed
 
 
 def search(
@@ -130,6 +131,7 @@ def _fingerprint(options: SearchOptions, setup: Setup) -> dict[str, object]:
         "goal": options.goal, "ranks": options.ranks, "device": setup.device, "budget_bytes": setup.budget_bytes,
         "global_batch": setup.global_batch, "axes": list(options.axes), "freeze": dict(options.freeze),
         "allow_lossy": options.allow_lossy, "seed": options.seed,
+        "offload_dirs": len(all_allowed()) or None,  # without one nothing that needs a drive is searched
     }  # fmt: skip
     workload = {"file": setup.workload.path.name, "name": setup.workload.name, "source_sha256": setup.workload.source_sha256}
     return {"workload": workload, "options": asked, "hardware": setup.hardware.name, "versions": versions()}

@@ -148,7 +148,8 @@ def _spread(left: Text, right: Text, width: int) -> Text:
 
 
 def _counts(view: SearchView, now_s: float, width: int, stopping: bool) -> list[Text]:
-    total = f"/{view.started.max_trials}" if view.started and view.started.max_trials else ""
+    wanted = view.started.max_trials if view.started else None
+    total = f"/{wanted}" if wanted and len(view.done) <= wanted else ""  # repeats and the confirmation come on top
     counts = [
         (f"{len(view.done)}{total} done", "green"),
         (f"{view.count('running')} running", "cyan"),

@@ -342,9 +342,11 @@ def check_made_for(config: TunedConfig, model: nn.Module, ranks: int) -> None:
     if made_for.model and made_for.model != fingerprint(model):
         raise _other_model(made_for, model, "run  memtune search  on this model, or pass strict=False")
     if made_for.ranks != ranks:
+        again = f"--device cpu --workers {ranks}" if made_for.device == "cpu" else f"--gpus {ranks}"
+        then = f"{made_for.ranks} rank{'s' * (made_for.ranks > 1)}"
         raise ConfigError(
-            f"this config was made for {made_for.ranks} ranks, here {'are' if ranks > 1 else 'is'} {ranks}.",
-            fix=f"torchrun --nproc-per-node {made_for.ranks} …, or search again with --gpus {ranks}",
+            f"this config was made for {then}, here {'are' if ranks > 1 else 'is'} {ranks}.",
+            fix=f"torchrun --nproc-per-node {made_for.ranks} …, or search again with {again}",
             code="MT206",
         )
 

@@ -11,7 +11,9 @@ _BYTE_UNITS = {
     "": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "k": KIB, "m": MIB, "g": GIB, "t": 2**40,
 }  # fmt: skip
-_COUNTED = re.compile(r"\b([0-9]+)(?: bytes\b|(?= of the [0-9]+ bytes\b))")
+_COUNTED = re.compile(
+    r"\b([0-9]+) bytes\b|\b([0-9]+)(?= of the [0-9]+ bytes\b)|(?:(?<=device )|(?<=host )|(?<=ssd ))([0-9]{4,})(?=[,;])"
+)
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -45,8 +47,8 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def bytes_in_words(text: str) -> str:
-    """`text` with its numbers of bytes as `format_bytes` has them: `2097152 bytes`, and `100 of the 200 bytes`."""
-    return _COUNTED.sub(lambda found: format_bytes(int(found[1])), text)
+    """`text` with its numbers of bytes as `format_bytes` has them: `2097152 bytes`, `100 of the 200 bytes`, `device 565407,`."""
+    return _COUNTED.sub(lambda found: format_bytes(int(found[1] or found[2] or found[3])), text)
 
 
 def format_seconds(seconds: float) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from search_world import AXES, rewriter
 from memtune.autotune.candidates import Choice
 from memtune.autotune.sampler import Sampler
 from memtune.autotune.space import Space, build_space
-from memtune.errors import EnvironmentFault
+from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.base import TrialResult
 from memtune.search_spaces.execution import Execution
 
@@ -36,6 +37,18 @@ def test_what_is_asked_for_comes_back_and_is_kept_with_its_result(space: Space, 
     assert kept.result == ok(0)
     assert kept.settings is not None
     assert Choice.from_document(kept.settings) == wanted
+
+
+def test_a_study_of_other_choices_is_refused(space: Space, tmp_path: Path):
+    sampler = Sampler(tmp_path / "s.db", space, 0)
+    number, _ = sampler.ask()
+    sampler.tell(number, ok(number), 1.0)
+    sampler.close()
+    slot = next(slot for slot, among in space.slots.items() if len({each.kind for each in among}) > 1)
+    fewer = replace(space, slots={**space.slots, slot: space.slots[slot][:1]})
+    with pytest.raises(UsageError, match="made with other choices") as caught:
+        Sampler(tmp_path / "s.db", fewer, 0).ask()
+    assert caught.value.code == "MT406"
 
 
 def test_a_choice_outside_the_space_is_a_trial_too(space: Space, tmp_path: Path):
@@ -119,7 +132,7 @@ from pathlib import Path
 from search_world import AXES, rewriter
 from memtune.autotune.sampler import Sampler
 from memtune.autotune.space import build_space
-from memtune.errors import EnvironmentFault
+from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.base import TrialResult
 space = build_space(rewriter(), 8, axes=AXES)
 path = Path({str(tmp_path / "s.db")!r})

@@ -23,6 +23,7 @@ from memtune.config import load_config
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.base import Trial, TrialResult
 from memtune.executors.simulated import SimulatedExecutor
+from memtune.runtime.offload_dir import VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +137,18 @@ def test_a_changed_budget_is_refused_with_the_difference():
     assert f"options.budget_bytes: {BUDGET} → {BUDGET + 1}" in caught.value.evidence
 
 
+def test_a_drive_that_is_not_given_any_more_is_refused_with_the_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without it there are fewer techniques to choose from."""
+    control = Control()
+    control.stop()
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    run(asked(), control=control)
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(UsageError, match="made for something else") as caught:
+        run(asked(resume=True))
+    assert "options.offload_dirs: 1 → unset" in caught.value.evidence
+
+
 def test_a_study_in_use_is_refused_at_once():
     with StudyFolder(Path(".memtune/s")), pytest.raises(EnvironmentFault, match=f"in use by pid {os.getpid()}"):
         run(asked())
@@ -160,6 +173,7 @@ from pathlib import Path
 from search_world import prepared, truth
 from memtune.autotune import study
 from memtune.executors.simulated import SimulatedExecutor
+from memtune.runtime.offload_dir import VARIABLE
 from test_study_options import OPTIONS
 study.prepare = prepared
 study.search(OPTIONS, executor=SimulatedExecutor(truth(OPTIONS)))

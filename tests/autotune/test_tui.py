@@ -76,6 +76,11 @@ def test_the_screen_shows_counts_best_guards_error_running_and_trials(tmp_path, 
     assert ("● trial" in whole) == (size[0] == 100)
 
 
+def test_repeats_beyond_the_trials_that_were_asked_for_are_not_counted_against_them(tmp_path):
+    fewer = [each.model_copy(update={"max_trials": 5}) if hasattr(each, "max_trials") else each for each in running_search()]
+    assert "   6 done · 1 running" in "\n".join(show(tmp_path, fewer, SIZES[0]))
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_an_empty_log_is_shown_too(tmp_path, size):
     assert "waiting for it to start" in "\n".join(show(tmp_path, [], size))

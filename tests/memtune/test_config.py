@@ -309,8 +309,12 @@ def test_a_config_for_another_model_is_refused():
 
 def test_a_config_for_other_ranks_is_refused():
     config = TunedConfig(made_for=MadeFor(ranks=2))
-    with pytest.raises(ConfigError, match="2 ranks, here is 1"):
+    with pytest.raises(ConfigError, match="2 ranks, here is 1") as caught:
         check_made_for(config, nn.Linear(1, 1), 1)
+    assert caught.value.fix.endswith("search again with --device cpu --workers 1")
+    with pytest.raises(ConfigError, match="1 rank, here are 8") as caught:
+        check_made_for(TunedConfig(made_for=MadeFor(device="cuda")), nn.Linear(1, 1), 8)
+    assert caught.value.fix.endswith("search again with --gpus 8")
 
 
 HERE = MadeFor(torch="2.13.0+cpu", device="cuda", hardware="h100-80g")
