@@ -35,12 +35,16 @@ def remedies(rewriter: Rewriter, closest: Scored, budget_bytes: int, count: int 
     """The `count` cheapest changes after which `closest`, the smallest candidate, is predicted to fit.
 
     Tried are a smaller micro-batch, kinds of other slots (the search may have been told to leave them out) and more ranks;
-    where no one of them is enough, two other kinds, and those on more ranks. A larger limit always helps and comes last.
+    where no one of them is enough on as many ranks, two other kinds, and where more ranks are not enough either, other kinds
+    on those. A larger limit always helps and comes last.
     """
     scorer = Scorer(rewriter)
-    found = [each for each in _tried(scorer, closest) if each.peak_bytes <= budget_bytes]
-    if not found:
-        found = [each for each in _two_changes(scorer, closest) if each.peak_bytes <= budget_bytes]
+
+    def enough(tried: Iterator[Remedy]) -> list[Remedy]:
+        return [each for each in tried if each.peak_bytes <= budget_bytes]
+
+    found = enough(_one_change(scorer, closest)) or enough(_two_changes(scorer, closest))
+    found += enough(_wider(scorer, closest.choice, closest, "")) or ([] if found else enough(_changed_and_wider(scorer, closest)))
     unique = {each.change: each for each in sorted(found, key=lambda each: (-each.slowdown, -each.peak_bytes))}
     cheapest = sorted(unique.values(), key=lambda each: (each.slowdown, each.peak_bytes))[: count - 1]
     needs = max(closest.prediction.peak_allocated_bytes, budget_bytes + 1)  # a trial may have needed more than predicted
@@ -59,7 +63,7 @@ def describe(remedy: Remedy) -> str:
     return f"{remedy.change}: {format_bytes(remedy.peak_bytes)}{cost}"
 
 
-def _tried(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
+def _one_change(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
     choice = closest.choice
     size = choice.execution.micro_batch or 1
     while size > 1:
@@ -68,15 +72,18 @@ def _tried(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
         yield from _remedy(scorer, smaller, closest, f"a micro-batch of {size} (a smaller global batch)")
     for other, name in _other_kinds(choice):
         yield from _remedy(scorer, other, closest, name)
-    yield from _wider(scorer, choice, closest, "")
 
 
 def _two_changes(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
     for one, first in _other_kinds(closest.choice):
-        yield from _wider(scorer, one, closest, first + " and ")
         for both, second in _other_kinds(one):
             if first < second and second.split(":")[0] != first.split(":")[0]:
                 yield from _remedy(scorer, both, closest, f"{first} and {second}")
+
+
+def _changed_and_wider(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
+    for one, first in _other_kinds(closest.choice):
+        yield from _wider(scorer, one, closest, first + " and ")
 
 
 def _wider(scorer: Scorer, choice: Choice, closest: Scored, prefix: str) -> Iterator[Remedy]:

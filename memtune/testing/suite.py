@@ -258,7 +258,7 @@ class _Failing:
 
     def _call(self, frame: FrameType, event: str, arg: object) -> None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(_OURS) or name.endswith((".context", ".tiers")):  # the way back itself does not fail
+        if not name.startswith(_OURS) or name.endswith((".context", ".tiers", ".first_failure")):  # the way back itself does not fail
             return
         if frame.f_code.co_name in _FINALIZERS:
             return

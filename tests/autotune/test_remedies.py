@@ -8,8 +8,9 @@ from zoo_paths import ZOO
 from memtune import hardware
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.record import record
-from memtune.autotune.remedies import Remedy, _tried, describe, remedies, rounded_up
+from memtune.autotune.remedies import Remedy, _one_change, _wider, describe, remedies, rounded_up
 from memtune.autotune.scoring import Scored, Scorer
+from memtune.search_spaces import find
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Target
 from memtune.units import parse_bytes
@@ -40,10 +41,21 @@ def test_what_is_named_fits_and_the_cheapest_comes_first(rewriter: Rewriter) -> 
 
 def test_two_changes_where_one_is_not_enough(rewriter: Rewriter) -> None:
     start = closest(rewriter, 8)
-    smallest = min(each.peak_bytes for each in _tried(Scorer(rewriter), start))
+    scorer = Scorer(rewriter)
+    smallest = min(each.peak_bytes for each in (*_one_change(scorer, start), *_wider(scorer, start.choice, start, "")))
     found = remedies(rewriter, start, smallest - 1)
     assert len(found) > 1
     assert all(" and " in each.change and each.peak_bytes < smallest for each in found[:-1])
+
+
+def test_two_changes_are_named_before_more_ranks_where_those_alone_are_enough(rewriter: Rewriter) -> None:
+    scorer = Scorer(rewriter)
+    boundary = find("recompute", "attention_boundary")(kind="attention_boundary")  # a schedule, which refuses most of the rest
+    start = scorer.score(Choice.of(Execution(micro_batch=1), {"recompute": boundary}))
+    assert isinstance(start, Scored)
+    smallest = min(each.peak_bytes for each in _one_change(scorer, start))
+    assert min(each.peak_bytes for each in _wider(scorer, start.choice, start, "")) < smallest
+    assert any(" and " in each.change and "ranks" not in each.change for each in remedies(rewriter, start, smallest - 1))
 
 
 def test_where_no_change_is_enough_only_the_limit_is_left(rewriter: Rewriter) -> None:
