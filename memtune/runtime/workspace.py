@@ -99,8 +99,8 @@ def _decode(value: Any, device: torch.device) -> Any:
         return getattr(torch, content)
     if tag == "device":
         return device
-    if tag == "generator":  # on a GPU, what is drawn on the CPU is not the device's memory; such an op cannot run with it there
-        return torch.Generator(content)
+    if tag == "generator":
+        return torch.Generator(device)
     raise NotImplementedError(f"an argument of type {content} cannot be made again")
 
 
