@@ -188,7 +188,7 @@ def rewriter(path: Path, ranks: int) -> Rewriter:
 
 
 def recorded(path: Path) -> Recording:
-    """With kernels' scratch, as a search records it; gpt's have next to none. Products of bfloat16 take 3 % of autocast's peak."""
+    """With kernels' scratch, as a search records it; gpt's have next to none. Products of bfloat16 take 3 % of a peak."""
     if path == ZOO["gpt"] or shim.available() is not None:
         return recording_of(path)
     return record(Workload.load(path), sizes={SAMPLES}, workspace=WorkspaceTable.cached(threads=1))
@@ -357,6 +357,15 @@ def test_online_each_rank_decides_and_stays_within_its_budget() -> None:
 def test_what_runs_ops_of_all_blocks_is_refused_by_name(states: Technique, recompute: Technique) -> None:
     found = candidate(ZOO["gpt"], 4, 2, states, recompute)
     assert f"{states.kind} gathers a block's parameters for its own calls alone" in str(found)
+
+
+def test_what_a_refusal_says_is_enough_is_enough() -> None:
+    for spare in (0.0, 0.01):
+        hopeless = candidate(ZOO["gpt"], 2, 1, Fsdp(), Planned(budget_bytes=1_000_000, spare=spare, by_schedule=True))
+        assert isinstance(hopeless, Reason)
+        enough = int(hopeless.fix.removeprefix("budget_bytes: "))
+        found = candidate(ZOO["gpt"], 2, 1, Fsdp(), Planned(budget_bytes=enough, spare=spare, by_schedule=True))
+        assert isinstance(found, Candidate), (hopeless, found)
 
 
 def test_a_residual_stream_that_another_block_makes_is_not_rebuilt() -> None:
