@@ -31,7 +31,7 @@ from memtune.autotune.rows import Draft, Mark
 from memtune.autotune.stand_in import stand_in_for
 from memtune.autotune.untraced import watch_random_states
 from memtune.ops import SEAM, link_of
-from memtune.program import FOREVER, HANDS_OVER, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
+from memtune.program import FOREVER, HANDS_OVER, OWN_GENERATOR, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.by_element import element_bytes
 from memtune.runtime.moved import is_written_part
 from memtune.runtime.op_arguments import READ_OUTS, group_size, mutated, one_pass_bytes, tensors_in
@@ -205,7 +205,8 @@ class Tracer(WatchingMode):
             traffic = one_pass_bytes(inputs, written) if one_pass else max([t.nbytes for t in inputs + fresh], default=0)
         else:
             traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
-        rng = int(torch.Tag.nondeterministic_seeded in func.tags)
+        given = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+        rng = OWN_GENERATOR if given else int(torch.Tag.nondeterministic_seeded in func.tags)
         n_flops = flops.count(func, args, kwargs, out)
         node: Any = torch._C._current_autograd_node()
         node_number = -1 if node is None or phase is not Phase.BACKWARD else number_of(node)

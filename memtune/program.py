@@ -27,6 +27,8 @@ FOREVER = np.int32(2**31 - 1)
 """`held_until` of what outlives the step: parameters, buffers, optimizer state."""
 READS, WRITES, HANDS_OVER = 0, 1, 2
 """How an op uses a storage. What is handed over is read, and what the op makes takes its memory unless somebody holds it."""
+OWN_GENERATOR = 2
+"""See `Step.op_rng`."""
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -108,7 +110,7 @@ class Step:
     op_resource: U8  # (n,) Resource
     op_flops: F64  # (n,)
     op_traffic_bytes: I64  # (n,) read + written by the kernel; for copies and collectives, bytes on the link
-    op_rng: U8  # (n,) 1 where the op draws random numbers
+    op_rng: U8  # (n,) 1 where the op draws random numbers, OWN_GENERATOR where it is given a generator to draw them from
     op_group: I32  # (n,) ranks in the collective, 0 for none; + APART · (a - 1) where members are a ranks apart, not neighbours
     op_node: I32  # (n,) autograd node that runs a backward op (its sequence number), -1 for all others
     op_copy_of: I32  # (n,) the forward op that this op runs once more or only allocates for, -1 for all others

@@ -1,9 +1,11 @@
-"""Whether the ops of a region are the same for every batch, as far as a recorded step tells."""
+"""Whether a schedule can run the ops of a region: they are the same for every batch, as far as a recorded step tells."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from memtune.passes.region import Region
-from memtune.program import WRITES, Step
+from memtune.program import OWN_GENERATOR, WRITES, Step
 
 _SIZES = frozenset(f"aten.{name}" for name in (
     "nonzero.default", "masked_select.default", "_unique2.default", "unique_dim.default", "unique_consecutive.default",
@@ -13,6 +15,20 @@ _SIZES = frozenset(f"aten.{name}" for name in (
 _LOOKED_AT = frozenset(f"aten.{name}" for name in ("all.default", "all.dim", "any.default", "any.dim"))
 """Code asks for them to decide what to do next."""
 _NUMBER = "aten._local_scalar_dense.default"
+
+
+def not_foreseen(step: Step, region: Region) -> str:
+    """Why no schedule of `region` can be made before it runs, '' where one can: data decide, or a generator is given to an op.
+
+    A schedule's ops draw from torch's own generators, whose states it knows; which one a model will hand over, it does not.
+    """
+    odd = depends_on_data(step, region)
+    if odd:
+        return f"{odd} runs in the model: what follows it depends on the data"
+    given = region.rows[step.op_rng[region.rows] == OWN_GENERATOR]
+    if not np.size(given):
+        return ""
+    return f"{step.names[step.op_name[given[0]]]} in the model is given a generator, and a schedule draws from torch's own alone"
 
 
 def depends_on_data(step: Step, region: Region) -> str:

@@ -36,7 +36,7 @@ def _own_checkpoint(step: Step) -> str:
 def _changes(step: Step) -> str:
     """Rule 3."""
     names = np.asarray([_ATTENTION not in name for name in step.names], bool)
-    draws = np.flatnonzero((step.op_rng == 1) & (step.op_phase < Phase.BOUNDARY) & names[step.op_name])
+    draws = np.flatnonzero((step.op_rng > 0) & (step.op_phase < Phase.BOUNDARY) & names[step.op_name])
     if len(draws):
         return f"{_module(step, int(draws[0]))} draws random numbers, and their order would be another"
     writes = (step.use_mutates == WRITES) & (step.producer[step.use_storage] < 0) & (step.use_phase < Phase.BOUNDARY)

@@ -78,7 +78,9 @@ def _encode(value: Any) -> Any:
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"device": value.type}
-    return {"other": type(value).__name__}  # generators, process groups: an op that needs one cannot run alone
+    if isinstance(value, torch.Generator):
+        return {"generator": value.device.type}
+    return {"other": type(value).__name__}  # process groups: an op that needs one cannot run alone
 
 
 def _decode(value: Any, device: torch.device) -> Any:
@@ -97,6 +99,8 @@ def _decode(value: Any, device: torch.device) -> Any:
         return getattr(torch, content)
     if tag == "device":
         return device
+    if tag == "generator":
+        return torch.Generator(device)
     raise NotImplementedError(f"an argument of type {content} cannot be made again")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.passes.block_regions import BlockRegions, block_regions_of, run_blocks, wrong_with_block
-from memtune.passes.by_data import depends_on_data
+from memtune.passes.by_data import not_foreseen
 from memtune.program import I32, I64, Program, Step
 from memtune.remembered import remembered
 from memtune.runtime.context import Context
@@ -224,9 +224,9 @@ def cannot_run_blocks(program: Program, target: Target) -> Reason | None:
     step, regions = program.step, block_regions_of(program.step)
     if isinstance(regions, str):
         return Reason(f"blocks cannot run by schedules of their own: {regions}", "recompute: {kind: planned}")
-    odd = depends_on_data(step, regions.together)
+    odd = not_foreseen(step, regions.together)
     if odd:
-        return Reason(f"{odd} runs in the model: what follows it depends on the data", "recompute: {kind: planned}")
+        return Reason(odd, "recompute: {kind: planned}")
     return None
 
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
-from memtune.passes.by_data import depends_on_data
+from memtune.passes.by_data import not_foreseen
 from memtune.passes.in_parts import elements_of
 from memtune.passes.online import online_policy, with_peak
 from memtune.passes.policy import Frozen, freeze, region_trace
@@ -55,7 +55,7 @@ class _Dynamic(Technique):
 
     online: bool | None = None
     """true: decide while the model runs, op by op, until `freeze_after`; false: only by a schedule made before.
-    Left out: online where what the model runs depends on its data."""
+    Left out: online where what the model runs depends on its data, or draws from a generator that it is given."""
     freeze_after: Annotated[int, Field(ge=0)] = 3
     """Online, runs of the same ops on the same shapes, one after the other, after which what was decided runs as a schedule,
     without what deciding costs; 0: never."""
@@ -191,7 +191,7 @@ class _Dynamic(Technique):
 
     def _is_online(self, step: Step) -> bool:
         region = region_of(step)
-        return bool(self.online) or (self.online is None and not isinstance(region, str) and bool(depends_on_data(step, region)))
+        return bool(self.online) or (self.online is None and not isinstance(region, str) and bool(not_foreseen(step, region)))
 
     def _online(self, program: Program, target: Target) -> dict[str, Any]:
         """What the runtime is told: the budget, what is outside of it, and rates that make costs the same in every run."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
-from memtune.passes.by_data import depends_on_data
+from memtune.passes.by_data import not_foreseen
 from memtune.passes.policy import least_bytes
 from memtune.passes.region import Region, region_among, region_of
 from memtune.passes.schedule import run_schedule
@@ -157,9 +157,9 @@ def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> 
     region = region_of(program.step)
     if isinstance(region, str):
         return Reason(region, "recompute: {kind: planned}")
-    odd = "" if online else depends_on_data(program.step, region)
+    odd = "" if online else not_foreseen(program.step, region)
     if odd:
-        return Reason(f"{odd} runs in the model: what follows it depends on the data", "recompute: {kind: planned}")
+        return Reason(odd, "recompute: {kind: planned}")
     return None
 
 

@@ -8,8 +8,10 @@ In return it runs the whole model itself, without what other mechanisms do insid
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
@@ -56,14 +58,13 @@ class Found:
     """On top of the plain step."""
 
 
-def fastest_schedule(program: Program, target: Target, budget_bytes: int, by_blocks_bytes: int) -> Found | Reason:
-    """The fastest schedule of the dynamic policies and of Checkmate within the budget, or why there is none.
+def fastest_schedule(program: Program, target: Target, budget_bytes: int) -> Found | Reason | None:
+    """The fastest schedule of the dynamic policies and of Checkmate within the budget; None if they find none.
 
     Args:
         program: Without recompute.
         target: What it is for.
         budget_bytes: Peak of the whole step.
-        by_blocks_bytes: The smallest peak of a plan by blocks, to say what would be enough.
     """
     reason = cannot_freeze(program, target)
     if reason is not None:
@@ -71,15 +72,37 @@ def fastest_schedule(program: Program, target: Target, budget_bytes: int, by_blo
     place = place_of(program, target)
     if program.ranks > 1 and (reason := place.below(budget_bytes)) is not None:
         return reason
-    found = _fastest(place, budget_bytes)
-    if found is not None:
-        return found
-    least = f"the smallest plan by blocks needs {format_bytes(by_blocks_bytes)}"
-    return Reason(f"no schedule stays within {format_bytes(budget_bytes)}: {least}", "a larger budget")
+    return _fastest(place, budget_bytes)
+
+
+@lru_cache(maxsize=16)
+def enough_bytes(place: Place, too_little_bytes: int, by_blocks_bytes: int) -> int | None:
+    """A budget that a schedule meets and no plan by blocks, near the least one; None where none is found.
+
+    Args:
+        place: Of the program without recompute.
+        too_little_bytes: A budget that no schedule meets.
+        by_blocks_bytes: The smallest peak of a plan by blocks.
+    """
+
+    def is_met(budget_bytes: int) -> bool:
+        tried = chain((_late(place, budget_bytes),), _by_policies(place, budget_bytes))
+        return any(each is not None and each.peak_bytes <= budget_bytes for each in tried)
+
+    low, high = max(too_little_bytes, place.least_bytes - 1), by_blocks_bytes - 1
+    if high <= low or not is_met(high):
+        return None
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_met(middle) else (middle, high)
+    return high
 
 
 def fastest_by_blocks(program: Program, target: Target, solution: Solution) -> FoundByBlocks | Reason:
-    """The same where parameters are there for a block's own calls alone: a schedule for each block."""
+    """The same where parameters are there for a block's own calls alone: a schedule for each block.
+
+    Where none is within the budget and no plan by blocks either, it is the smallest one that was found.
+    """
     reason = cannot_run_blocks(program, target)
     if reason is not None:
         return reason
@@ -87,28 +110,33 @@ def fastest_by_blocks(program: Program, target: Target, solution: Solution) -> F
     if solution.is_within and surely_slower(place, _SOURCES, budget_bytes, solution.seconds):
         return NOT_FASTER
     found = found_by_blocks(place, _SOURCES, budget_bytes)
-    if not found.is_within:
-        least = f"the smallest plan by blocks needs {format_bytes(min(solution.smallest_bytes, found.smallest_bytes))}"
-        return Reason(f"no schedule of the blocks stays within {format_bytes(budget_bytes)}: {least}", "a larger budget")
-    return NOT_FASTER if solution.is_within and found.again_s >= solution.seconds else found
+    slower = not found.is_within or found.again_s >= solution.seconds
+    return NOT_FASTER if solution.is_within and slower else found
 
 
 @lru_cache(maxsize=64)
 def _fastest(place: Place, budget_bytes: int) -> Found | None:
-    """The fastest of all that were found within the budget.
-
-    A policy that has more memory may do worse, so what it does with less is looked at as well: on a grid that does not depend on
-    the budget, so that a larger budget has all that a smaller one has of it.
-    """
-    plain, levels = place.plain_bytes, _LEVELS if place.ranks == 1 else _LEVELS_ON_RANKS
-    budgets = [plain * level // levels for level in range(1, levels) if plain * level // levels < budget_bytes]
-    found = [_played(place, policy, given) for given in (*budgets, budget_bytes) for policy in _POLICIES]
+    """The fastest of all that were found within the budget."""
+    found = list(_by_policies(place, budget_bytes))
     if place.step.n_ops <= _MOST_OPS:
         exact = schedule_for(place, budget_bytes, 0.0, _NODES, 0.0)
         found.append(None if isinstance(exact, str) else _judged(place, exact.schedule))
     found.append(_late(place, budget_bytes))
     within = [each for each in found if each is not None and each.peak_bytes <= budget_bytes]
     return min(within, key=lambda each: (each.seconds, each.peak_bytes), default=None)
+
+
+def _by_policies(place: Place, budget_bytes: int) -> Iterator[Found | None]:
+    """What the dynamic policies find.
+
+    A policy that has more memory may do worse, so what it does with less is looked at as well: on a grid that does not depend on
+    the budget, so that a larger budget has all that a smaller one has of it.
+    """
+    plain, levels = place.plain_bytes, _LEVELS if place.ranks == 1 else _LEVELS_ON_RANKS
+    budgets = [plain * level // levels for level in range(1, levels) if plain * level // levels < budget_bytes]
+    for given in (*budgets, budget_bytes):
+        for policy in _POLICIES:
+            yield _played(place, policy, given)
 
 
 @lru_cache(maxsize=256)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune.errors import ApplyError
 from memtune.passes.recompute import recompute_blocks
 from memtune.program import Program
 from memtune.runtime.context import Context
@@ -31,10 +32,7 @@ class EveryNth(Technique):
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs more than n blocks that do not change their input, in eager mode."""
         reason = in_one_graph(target.compiled) or why_not(program.step, False)
-        blocks = len(program.step.blocks)
-        if reason is None and self.n > 1 and self.n >= blocks:
-            return Reason(f"n={self.n} would recompute one of {blocks} blocks", f"n below {blocks}")
-        return reason
+        return reason or self._too_few(len(program.step.blocks))
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Blocks 0, n, 2n, … run again in backward."""
@@ -42,8 +40,21 @@ class EveryNth(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim blocks 0, n, 2n, … in the activation table."""
-        for region in blocks_of(context, self.kind)[:: self.n]:
+        regions = blocks_of(context, self.kind)
+        reason = self._too_few(len(regions))
+        if reason is not None:
+            raise ApplyError(
+                f"recompute: {{kind: every_nth, n: {self.n}}} does not fit this model.", evidence=f"{reason.text}.",
+                fix=reason.fix, code="MT303",
+            )  # fmt: skip
+        for region in regions[:: self.n]:
             context.activations.claim_recompute(region.index)
+
+    def _too_few(self, blocks: int) -> Reason | None:
+        """Why `n` is too large for so many blocks; None if it is not."""
+        if self.n == 1 or self.n < blocks:
+            return None
+        return Reason(f"n={self.n} would recompute one of {blocks} blocks", f"n below {blocks}" if blocks > 2 else "n: 1")
 
     def record(self, target: Target) -> dict[str, Any]:
         """With n = 1 this is `full`."""

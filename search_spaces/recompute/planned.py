@@ -23,10 +23,11 @@ from memtune.search_spaces.recompute._by_blocks import (
 from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
 from memtune.search_spaces.recompute._explained import explained
 from memtune.search_spaces.recompute._fits import why_not
-from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes
+from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, place_of
 from memtune.search_spaces.recompute._schedules import (
     NOT_FASTER,
     Found,
+    enough_bytes,
     explained_schedule,
     fastest_by_blocks,
     fastest_schedule,
@@ -91,9 +92,8 @@ class Planned(Technique):
         solution = self._solution(program, target)
         if self.by_schedule:
             scheduled = self._scheduled(program, target, solution)
-            if isinstance(scheduled, Reason):
-                return scheduled
-        elif not solution.is_within:
+            return scheduled if isinstance(scheduled, Reason) else self._too_little(program, target, solution, scheduled)
+        if not solution.is_within:
             return Reason(
                 f"no plan stays within {format_bytes(solution.budget_bytes)}{self._spared()}: the smallest needs "
                 f"{format_bytes(solution.smallest_bytes)}",
@@ -119,7 +119,7 @@ class Planned(Technique):
             )
         solution = self._solution(program, target)
         scheduled = self._scheduled(program, target, solution) if self.by_schedule else None
-        if isinstance(scheduled, FoundByBlocks):
+        if isinstance(scheduled, FoundByBlocks) and scheduled.is_within:
             return Plan(decisions=decisions_of(scheduled))
         if isinstance(scheduled, Found):
             return plan_of(scheduled, solution.budget_bytes, solution.plain_bytes)
@@ -168,12 +168,43 @@ class Planned(Technique):
     def _spared(self) -> str:
         return "" if self.share is not None or not self.spare else f" ({self.spare:.3g} of the budget is spare)"
 
-    def _scheduled(self, program: Program, target: Target, solution: Solution) -> Found | FoundByBlocks | Reason:
-        """Schedules that are faster than the plan by blocks, or meet a budget that no such plan does; else why not."""
+    def _too_little(
+        self, program: Program, target: Target, solution: Solution, found: Found | FoundByBlocks | None
+    ) -> Reason | None:
+        """Why neither `found` nor the plan by blocks is within the budget, with one that is enough; None where `found` is.
+
+        What would be enough is looked for where a config asks for these bytes; a search asks of many.
+        """
+        if isinstance(found, Found) or (found is not None and found.is_within):
+            return None
+        why, least = f"no schedule stays within {format_bytes(solution.budget_bytes)}{self._spared()}", solution.smallest_bytes
+        if self.budget_bytes is None:
+            return Reason(why, "a larger budget")
+        if found is None:
+            enough = enough_bytes(place_of(program, target), solution.budget_bytes, least)
+        else:
+            enough = found.smallest_bytes if found.smallest_bytes < least else None
+        if enough is not None:
+            return Reason(f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {self._with_spare(enough)}")
+        fix = f"by_schedule: false, budget_bytes: {self._with_spare(least)}"
+        return Reason(f"{why}; the smallest plan by blocks needs {format_bytes(least)}", fix)
+
+    def _with_spare(self, n_bytes: int) -> int:
+        """The `budget_bytes` of which all but what is spare is `n_bytes`."""
+        with_spare = int(n_bytes / (1 - self.spare))
+        while int(with_spare * (1 - self.spare)) < n_bytes:
+            with_spare += 1
+        return with_spare
+
+    def _scheduled(self, program: Program, target: Target, solution: Solution) -> Found | FoundByBlocks | Reason | None:
+        """Schedules that are faster than the plan by blocks, or meet a budget that no such plan does; else why not.
+
+        Where neither is within the budget, None, or of blocks the smallest ones.
+        """
         if comes_and_goes(program, target):
             return fastest_by_blocks(program, target, solution)
-        found = fastest_schedule(program, target, solution.budget_bytes, solution.smallest_bytes)
-        if isinstance(found, Found) and solution.is_within and found.seconds >= solution.seconds:
+        found = fastest_schedule(program, target, solution.budget_bytes)
+        if solution.is_within and (found is None or (isinstance(found, Found) and found.seconds >= solution.seconds)):
             return NOT_FASTER
         return found
 

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from zoo_paths import ZOO
 
-from memtune.passes.by_data import depends_on_data
+from memtune.passes.by_data import depends_on_data, not_foreseen
 from memtune.passes.region import Region, region_of
-from memtune.testing.drift import recording_of
+from memtune.search_spaces.recompute.checkmate import Checkmate
+from memtune.search_spaces.recompute.dtr import Dtr
+from memtune.technique import Technique
+from memtune.testing.drift import plain_program, recording_of, target_of
 
 
 @pytest.mark.parametrize(("name", "op"), [("hf_llama", ""), ("lstm", ""), ("gpt", ""), ("moe", "aten.nonzero.default")])
@@ -54,3 +57,45 @@ def test_a_number_that_code_asks_for_is_data_unless_it_follows_from_constants(mo
     region = region_of(step)
     assert isinstance(region, Region)
     assert depends_on_data(step, region) == op
+
+
+DRAWS = """
+import torch
+from torch import nn
+
+MINE = torch.Generator()
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x):
+        y = self.up(x).tanh()
+        return x + self.down(y * torch.empty_like(y).bernoulli_(0.9{given}))
+
+def model():
+    return nn.Sequential(Block(), Block(), Block(), nn.Linear(8, 1))
+
+def batch(size):
+    return torch.randn(size, 8)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@pytest.mark.parametrize("given", ["", ", generator=MINE"])
+def test_a_generator_of_the_models_own_is_refused_by_name_where_a_schedule_is_made_before(given: str, tmp_path: Path) -> None:
+    path = tmp_path / "draws.py"
+    path.write_text(DRAWS.format(given=given))
+    step, program = recording_of(path).at(8), plain_program(path, 8)
+    region = region_of(step)
+    assert isinstance(region, Region)
+    assert depends_on_data(step, region) == ""
+    assert ("aten.bernoulli_.float in the model is given a generator" in not_foreseen(step, region)) == bool(given)
+    before: tuple[Technique, ...] = (Dtr(ratio=0.5, online=False), Checkmate(share=0.5))
+    assert ["given a generator" in str(each.fits(program, target_of(each))) for each in before] == [bool(given)] * 2
+    decided = Dtr(ratio=0.9)
+    assert decided.fits(program, target_of(decided)) is None
+    assert ("online" in decided.plan(program, target_of(decided)).decisions) == bool(given)

@@ -81,7 +81,7 @@ def trained_later(since: int) -> list[tuple[int, str, str]]:
     """On a rank, of each kind: steps before the error, its code and text; what is outside of blocks exchanges as ever."""
     found = []
     for kind in REFUSED:
-        model: Any = nn.Sequential(*(Later(since) for _ in range(2)))
+        model: Any = nn.Sequential(*(Later(since) for _ in range(3)))
         optimizer = torch.optim.SGD(model.parameters())
         model, optimizer = apply(model, optimizer, {"settings": {"recompute": {"kind": kind}}}, strict=False)
         steps = 0

@@ -151,6 +151,18 @@ def test_measuring_leaves_the_random_state_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_an_op_that_draws_from_a_generator_of_its_callers_is_measured_with_one_of_its_own() -> None:
+    def key(generator: torch.Generator | None) -> str:
+        return key_of(aten.normal.Tensor_float, torch.zeros(1000), 0.1, generator=generator)
+
+    mine = torch.Generator()
+    before, table = mine.get_state(), WorkspaceTable()
+    table.fill([key(mine), key(None)])
+    assert not table.unknown
+    assert table.workspace_bytes(key(mine)) == table.workspace_bytes(key(None)) == 4000
+    assert torch.equal(mine.get_state(), before)
+
+
 def test_indices_and_targets_are_made_valid() -> None:
     weight, index = torch.ones(5, 3), torch.tensor([[4, 1]])
     assert measure(key_of(aten.embedding.default, weight, index)).outputs == (("float32", (1, 2, 3), (6, 3, 1)),)

@@ -7,9 +7,12 @@ from typing import ClassVar
 import pytest
 from zoo_paths import ZOO
 
+from memtune._apply import apply
+from memtune.errors import ApplyError
 from memtune.search_spaces.recompute.every_nth import EveryNth
 from memtune.testing import TechniqueSuite, rewritten
 from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build, settings_of
 
 SAVED_BYTES = {
     "autocast": 123_908, "cnn_bn": 356_068, "gpt": 726_788, "hf_llama": 433_156, "inplace_views": 64_512,
@@ -37,3 +40,6 @@ class TestEveryNth(TechniqueSuite):
         program, technique = plain_program(ZOO["gpt"]), EveryNth(kind="every_nth", n=4)
         assert "4 blocks" in str(technique.fits(program, target_of(technique)))
         assert self.default().fits(program, target_of()) is None
+        _, model, optimizer = build(ZOO["gpt"])
+        with pytest.raises(ApplyError, match="n=4 would recompute one of 4 blocks"):
+            apply(model, optimizer, {"settings": settings_of(technique)}, strict=False)

@@ -34,7 +34,7 @@ from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.megtaichi import Megtaichi
 from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.recompute.selective import Selective
-from memtune.technique import NO_PLAN, Plan, Target, Technique
+from memtune.technique import NO_PLAN, Plan, Reason, Target, Technique
 from memtune.testing import TechniqueSuite
 from memtune.testing.drift import compare, plain_program, recording_of, target_of
 from memtune.testing.training import build, config_of, settings_of
@@ -164,7 +164,11 @@ class TestPlanned(TechniqueSuite):
         below = self.solved(program, Planned(share=0.0)).peak_bytes - 1
         assert "no plan stays within" in str(Planned(budget_bytes=below, spare=0.0).fits(program, target))
         hopeless = Planned(budget_bytes=1000, spare=0.0, by_schedule=True).fits(program, target)
-        assert f"the smallest plan by blocks needs {format_bytes(below + 1)}" in str(hopeless)
+        assert isinstance(hopeless, Reason)
+        enough = int(hopeless.fix.removeprefix("budget_bytes: "))
+        assert enough <= below
+        assert f"{format_bytes(enough)} are enough" in hopeless.text
+        assert Planned(budget_bytes=enough, spare=0.0, by_schedule=True).fits(program, target) is None
         mine = Planned(budget_bytes=below, spare=0.0, by_schedule=True)
         assert mine.fits(program, target) is None
         assert rewritten_by(program, mine).peak_bytes() <= below
