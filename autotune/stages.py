@@ -310,9 +310,9 @@ class Stages:
         elif "not_run" in found:
             driver.note(f"gradients were not compared with a reference: {found['not_run']}", warning=True)
         else:
-            driver.note(
-                f"gradients against {found['reference']}: {found.get('difference') or 'not compared, ' + found['not_compared']}"
-            )
+            unjudged = f", tolerance {found['tolerance']}" if found.get("agrees", True) is None and "tolerance" in found else ""
+            difference = found.get("difference") or f"not compared, {found['not_compared']}"
+            driver.note(f"gradients against {found['reference']}: {difference}{unjudged}", warning=bool(unjudged))
         return {"numerics": found}
 
     def _unchanged(self, verdict: Verdict) -> Verdict:

@@ -239,7 +239,8 @@ class FrozenRegion(ReplacedForward):
 
     def _differs(self, tape: Tape) -> str:
         if tape.graph.sha256 != self.schedule.graph:
-            return f"it runs other ops than the ones the schedule was made for ({tape.graph.n_ops} now)"
+            cast = " under autocast: what the schedule was made for is what loss() of model.py runs" if autocast_state() else ""
+            return f"it runs other ops than the ones the schedule was made for ({tape.graph.n_ops} now{cast})"
         return wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
 
     def _coded(self, tape: Tape) -> CheckedCode:

@@ -25,6 +25,7 @@ from memtune.runtime.op_arguments import draws_nothing, mutated, tensors_in
 from memtune.schedule import OpGraph
 
 _FAKE_SHARES = frozenset({"aten.mkldnn_rnn_layer_backward.default"})  # its fake gradients of the two biases are one tensor
+COLLECTIVE_INSIDE = "a collective runs inside"
 
 
 class CaptureError(Exception):
@@ -220,7 +221,7 @@ class Recorder(TorchDispatchMode):
                 self.once.add(op)
             self.once |= self._readers.get(each, set())  # run again after this, they would read something else
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise CaptureError("a collective runs inside")
+            raise CaptureError(COLLECTIVE_INSIDE)
 
 
 def _apart(outputs: Any) -> Any:

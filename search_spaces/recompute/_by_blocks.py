@@ -25,6 +25,7 @@ from memtune.remembered import remembered
 from memtune.runtime.context import Context
 from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.ranks import require_whole_layers
+from memtune.runtime.tape import COLLECTIVE_INSIDE
 from memtune.schedule import Schedule
 from memtune.search_spaces.recompute._block_options import BlockOption, Source, options_of
 from memtune.search_spaces.recompute._budget import best_row
@@ -321,6 +322,13 @@ def install_blocks(plan: Plan, context: Context, kind: str) -> None:
     context.checks["recompute"] = lambda: _check(found)
 
 
+def instead_of_schedule(why: str, kind: str) -> str:
+    """What to do where a schedule did not run for the reason `why`; `kind` needs no schedule, but would repeat a collective."""
+    if why.endswith(COLLECTIVE_INSIDE):
+        return "move it out of the model, or choose recompute: {kind: none}"
+    return f"search again with the model as it is now, or choose recompute: {{kind: {kind}}}"
+
+
 def _check(regions: Mapping[str, FrozenRegion]) -> dict[str, Any]:
     """Facts for the audit: how often schedules ran, and the plain blocks in their place."""
     for name, each in regions.items():
@@ -329,7 +337,7 @@ def _check(regions: Mapping[str, FrozenRegion]) -> dict[str, Any]:
         if each.runs.plain and not each.runs.frozen:
             raise ApplyError(
                 f"{name} ran without its schedule.", evidence=f"{each.runs.why_plain[:1].upper()}{each.runs.why_plain[1:]}.",
-                fix="search again with the model as it is now, or choose recompute: {kind: planned}", code="MT313",
+                fix=instead_of_schedule(each.runs.why_plain, "planned"), code="MT313",
             )  # fmt: skip
     runs = [each.runs for each in regions.values()]
     fewest: dict[str, Any] = {"frozen_runs": min(each.frozen for each in runs), "plain_runs": max(each.plain for each in runs)}

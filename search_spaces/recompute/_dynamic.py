@@ -31,6 +31,7 @@ from memtune.search_spaces.recompute._by_blocks import (
     decisions_of,
     found_by_blocks,
     install_blocks,
+    instead_of_schedule,
     is_by_blocks,
     rewritten_by_blocks,
 )
@@ -318,7 +319,7 @@ def check_schedule(region: FrozenRegion) -> dict[str, Any]:
     if runs.plain and not runs.frozen:
         raise ApplyError(
             "the model ran without its schedule.", evidence=f"{runs.why_plain[:1].upper()}{runs.why_plain[1:]}.",
-            fix="search again with the model as it is now, or choose recompute: {kind: selective}", code="MT313",
+            fix=instead_of_schedule(runs.why_plain, "selective"), code="MT313",
         )  # fmt: skip
     return {"frozen_runs": runs.frozen, "plain_runs": runs.plain, "why_plain": runs.why_plain}
 

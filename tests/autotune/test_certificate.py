@@ -52,10 +52,13 @@ def test_steps_that_were_not_told_of_are_no_agreement() -> None:
     [
         (0.0, 0.0, 0.0, True, 0.0),
         (1e-9, 0.0, 0.0, False, 0.0),
-        (1e-9, 1e-8, 0.0, True, 1e-8),
+        (1e-9, 1e-8, 0.0, True, 4e-8),
+        (1.5e-8, 1e-8, 0.0, True, 4e-8),
+        (5e-8, 1e-8, 0.0, False, 4e-8),
         (1e-5, 0.0, 2e-4, True, 2e-4),
         (1e-3, 0.0, 2e-4, False, 2e-4),
-        (1e-3, 2e-3, 2e-4, True, 2e-3),
+        (1e-3, 4e-5, 2e-4, False, 2e-4),
+        (1e-3, 2e-3, 2e-4, True, 8e-3),
     ],
 )
 def test_the_reference_sets_the_least_tolerance(
@@ -65,7 +68,14 @@ def test_the_reference_sets_the_least_tolerance(
     assert said["agrees"] is agrees
     assert said["tolerance"] == tolerance
     assert said["reference_against_itself"] == (itself or "equal to the bit")
-    assert ("itself" in said["tolerance_is"]) == (itself > allowed)
+    assert ("4 times what the reference differs from itself" in said["tolerance_is"]) == (4 * itself > allowed)
+
+
+@pytest.mark.parametrize("itself", [0.25, float("inf")])
+def test_a_reference_that_is_all_noise_judges_nothing(itself: float) -> None:
+    said = verdict(Difference(0.3), Difference(itself), 2e-4)
+    assert said["agrees"] is None
+    assert said["tolerance"] == "none: the reference differs too much from itself"
 
 
 def test_lossy_techniques_are_shown_but_not_judged() -> None:

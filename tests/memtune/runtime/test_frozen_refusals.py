@@ -15,7 +15,9 @@ from training_runs import same
 
 from memtune.errors import ApplyError
 from memtune.runtime.frozen import FrozenRegion
+from memtune.runtime.tape import COLLECTIVE_INSIDE
 from memtune.schedule import OpGraph, Schedule, plain_schedule, scheduled, wrong_with
+from memtune.search_spaces.recompute._by_blocks import instead_of_schedule
 
 
 @pytest.mark.parametrize("change", ["eval", "attribute", "global", "argument", "hook", "submodule", "frozen weight", "subclass"])
@@ -245,3 +247,17 @@ def test_refusals_name_the_reason_and_leave_no_trace(what: str, why: str) -> Non
     assert net.count == (what == "counts")  # the plain run's own
     assert net.cache.device == CPU
     assert all(type(p) is nn.Parameter and type(p.data) is Tensor for p in net.parameters())
+
+
+def test_autocast_that_the_schedule_was_made_without_is_named() -> None:
+    (net, frozen), x = frozen_net(), torch.randn(5, 6)
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="under autocast: what the schedule was made for"):
+        gradients(net, x)
+    assert frozen.runs.plain == 1
+
+
+def test_advice_for_a_collective_names_nothing_that_repeats_it() -> None:
+    assert instead_of_schedule(f"it cannot be captured: c10d.allreduce_.default: {COLLECTIVE_INSIDE}", "selective").endswith(
+        "recompute: {kind: none}"
+    )
+    assert instead_of_schedule("it runs other ops", "selective").endswith("recompute: {kind: selective}")
