@@ -34,8 +34,9 @@ from memtune.ops import SEAM, link_of
 from memtune.program import FOREVER, HANDS_OVER, OWN_GENERATOR, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.by_element import element_bytes
 from memtune.runtime.moved import is_written_part
-from memtune.runtime.op_arguments import READ_OUTS, group_size, mutated, one_pass_bytes, tensors_in
-from memtune.runtime.tiers import DEVICE, TIERS, current_tier, tier_of_storage
+from memtune.runtime.op_arguments import READ_OUTS, draws, group_size, mutated, one_pass_bytes, tensors_in
+from memtune.runtime.random_state import tell_of_kept
+from memtune.runtime.tiers import DEVICE, HOST, TIERS, current_tier, tier, tier_of_storage
 from memtune.runtime.watching import WatchingMode
 from memtune.runtime.weak_hook import weakly
 from memtune.runtime.workspace import FAKE_DEVICE, signature
@@ -71,6 +72,7 @@ class Tracer(WatchingMode):
         self.entered: dict[int, Mark] = {}
         self.phase = Phase.FORWARD
         self._paused = 0
+        self._states: list[int] = []  # of random numbers, kept since the model's last op
         self.composite_from = -1
         self._turn = 0
         self._ids: dict[int, int] = {}  # storage address -> id, for real storages and for stand-ins
@@ -206,13 +208,15 @@ class Tracer(WatchingMode):
         else:
             traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
         given = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
-        rng = OWN_GENERATOR if given else int(torch.Tag.nondeterministic_seeded in func.tags)
+        rng = OWN_GENERATOR if given else int(draws(func, args, kwargs))
         n_flops = flops.count(func, args, kwargs, out)
         node: Any = torch._C._current_autograd_node()
         node_number = -1 if node is None or phase is not Phase.BACKWARD else number_of(node)
         exact = element_bytes(func, args, kwargs, out)
         self.draft.ops.append((name, module, call, int(phase), int(resource), n_flops, traffic, rng, group, node_number, exact))
         self.draft.signatures.append("" if seam or group else signature(func, args, kwargs))
+        while self._states and not seam:
+            self.draft.producer[self._states.pop()] = op
         kind = Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
         for tensor in fresh:
             made = tensor.untyped_storage()
@@ -277,6 +281,13 @@ class Tracer(WatchingMode):
         if not self._paused and current_tier() == DEVICE:
             op = self._allocates(*self._place(torch._C._autograd._get_sequence_nr() - 1))
             self._new_storage(state.untyped_storage(), Kind.TEMPORARY, producer=op)
+
+    def _keeps_state(self, state: Tensor) -> None:
+        """The runtime keeps one. It counts from the model's next op on: copies before that are no part of the block."""
+        if not self._paused:
+            with tier(HOST):
+                index = self._new_storage(state.untyped_storage(), Kind.TEMPORARY, producer=len(self.draft.ops))
+            self._states.append(index)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -355,6 +366,7 @@ class Tracer(WatchingMode):
             stack.enter_context(watch_resizes(self.resized))
             if self._on_cpu:
                 stack.enter_context(watch_random_states(self._asked_for_state))
+            stack.enter_context(tell_of_kept(self._keeps_state))
             if self._stand_ins:
                 stack.enter_context(saved)
             stack.enter_context(self)

@@ -255,8 +255,9 @@ def lines(found: Sequence[Row]) -> list[str]:
         "# Offload: peaks and bytes", "", "Written by `make bench-offload`; the JSON file beside it has every number.", "",
         f"{len(ran)} runs on CPU, {len(beyond)} with a peak beyond {WITHIN:.0%} on some tier, {len(unequal)} with other bytes on "
         "a link than predicted or published. Peaks: measured over predicted, less 1, of the step that is furthest off. On CPU no "
-        "memory is page-locked; beside a GPU all of the host's is. What no pass counts: the state of random numbers that a block "
-        "which draws some and runs again keeps, 5,056 bytes on the host.", "",
+        "memory is page-locked; beside a GPU all of the host's is. States of random numbers, which blocks and ops that draw some "
+        "and run again keep on the host, are counted: 5,056 bytes each. What no pass counts: that of a block which draws "
+        "nothing, while its forward runs, and those of the online runtime.", "",
         "| technique | option | model | ranks | device | off | host | off | SSD | off | bytes as predicted | as published |",
         "|---" * 12 + "|",
     ]  # fmt: skip

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from memtune.calls import Call, Calls
 from memtune.edit import Edit
 from memtune.passes.calls import join_calls, split_calls
+from memtune.passes.random_states import keep_states, put_aside
 from memtune.passes.second_order import ThirdRuns, read_by_second_order, saved_in_backward, third_runs
 from memtune.program import FOREVER, I32, I64, Kind, Phase, Step
 
@@ -92,10 +93,14 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     before_run = (step.save_block >= 0) & ~wanted & (step.save_asked == runs.anchor[step.save_block])
     before_run &= step.save_turn < runs.turn[step.save_block]
     edit.save_asked = np.where(before_run, starts[edit.save_call], edit.save_asked).astype(np.int32)
+    draws = forward & (step.op_rng == 1)
+    put_aside(edit, step, draws, ops, new_op)
     if third is not None:
         _run_a_third_time(edit, step, third, np.flatnonzero(again).astype(np.int32), left_out, end, buffers)
     kept = kept_op & (np.arange(step.n_ops) < runs.settled[step.op_block])
     _hold_inputs_and_kept(edit, step, kept, made_in, end, runs, starts, _taken_before(step, kept, again, new_op, runs.anchor))
+    until = np.where(runs.release >= 0, runs.release, end)
+    keep_states(edit, step, draws, forward, (tried & ~kept, end), (left_out | kept, until))
     if keep is not None:
         _hold_tried(edit, step, tried, kept, number, end)
     return edit.done()
@@ -112,7 +117,8 @@ def _run_a_third_time(
     in_third = third.anchor[buffers[0]] < step.n_ops
     changed = buffers[0][in_third], buffers[1][in_third]
     _, copies = _save_buffers(edit, step, changed, third.anchor)
-    _, new = edit.copy_ops(ops, third.anchor[where], Phase.RECOMPUTE, end[where], left_out[ops])
+    new_op, new = edit.copy_ops(ops, third.anchor[where], Phase.RECOMPUTE, end[where], left_out[ops])
+    put_aside(edit, step, (step.op_phase == Phase.FORWARD) & (step.op_rng == 1), ops, new_op)
     _put_back_buffers(edit, step, changed, copies, third.anchor)
     reads = third.reads & (new[step.use_storage] >= 0)
     edit.use_storage = np.where(reads, new[step.use_storage], edit.use_storage).astype(np.int32)

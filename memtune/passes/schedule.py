@@ -9,6 +9,7 @@ import numpy as np
 
 from memtune.calls import ALLOCATES, EMPTY
 from memtune.passes.in_parts import PartRow, PartStorages, Role, part_columns, part_rows, part_storages, use_columns
+from memtune.passes.random_states import states_of
 from memtune.passes.region import Region
 from memtune.program import FOREVER, I32, Phase, Step
 from memtune.schedule import Action, Schedule
@@ -26,6 +27,8 @@ def run_schedule(step: Step, region: Region, schedule: Schedule) -> Step:
     position[order[once]] = once  # of an op in parts the last row
     begins[order[once[::-1]]] = once[::-1]
     storages, patches = _storages(step, region, order, again, (begins, position), let_go, parts)
+    states = states_of(np.isin(order, region.rows[sorted(region.graph.random)]), again, first)
+    storages = {name: np.concatenate([column, states[name]]) for name, column in storages.items()}
     ops = {name: column[order] for name, column in step.columns("op_").items()}
     forward_again = again & (step.op_phase[order] == Phase.FORWARD)
     ops["op_phase"] = np.where(forward_again, np.uint8(Phase.RECOMPUTE), ops["op_phase"]).astype(np.uint8)

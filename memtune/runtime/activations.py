@@ -258,7 +258,7 @@ class _Frame:
         """Numbers that autograd still holds."""
         if region.recompute and not region.watched:
             region.generators = generators_of(region.module)
-        self._random = RandomState.capture(region.module, region.generators) if region.recompute else None
+        self._random = region.random_state() if region.recompute else None
         self._autocast = autocast_now() if region.recompute else []
         self._noted: NoteGenerators | None = None
         self._back: dict[int, Tensor] = {}
@@ -278,7 +278,7 @@ class _Frame:
         buffers = {name: buffer._version for name, buffer in self.region.module.named_buffers()} if recompute else {}
         self._before = copied_buffers(self.region.module, self.region.reads_back) if recompute else {}
         keep = self.region.keep if recompute else None
-        random = partial(RandomState.capture, self.region.module, self.region.generators)
+        random = partial(RandomState.kept, self.region.module, self.region.generators)
         mode = nullcontext() if keep is None else KeepMode(keep, self.kept, self.left_out, lambda: self.count, random)
         packer = _Packer(self)
         watch = refused_in(self.region.name, first=not self.region.watched) if recompute else nullcontext()
@@ -287,7 +287,7 @@ class _Frame:
             out = self._forward(*args, **kwargs)
         if noted is not None and noted.found and self._random is not None:
             self._random = self._random.beside(noted.found)
-        self.region.watched = True
+        self._random, self.region.watched = self.region.needed(self._random, noted), True
         packer.frame = None
         if recompute:
             if any(tensor._version != version for tensor, version in inputs):
@@ -377,10 +377,9 @@ class _Frame:
         args, kwargs = tree_map(once_each(as_input), self._args)
         mode = ReplayMode(self.kept, self.left_out) if self.region.keep is not None else nullcontext()
         replay = _Replay(self, {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
-        assert self._random is not None
         with ExitStack() as stack:
             stack.enter_context(self._put_back_buffers())
-            stack.enter_context(self._random.restored())
+            stack.enter_context(nullcontext() if self._random is None else self._random.restored())
             for autocast in self._autocast:
                 stack.enter_context(autocast())
             stack.enter_context(torch.enable_grad())

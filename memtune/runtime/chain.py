@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memtune.errors import ApplyError
@@ -159,7 +158,7 @@ class Look:
         state = RandomState.capture(self._model)
         with state.restored(), _Between(self):
             run()
-            drawn = not _same(state, RandomState.capture(self._model))
+            drawn = not state.is_now(self._model)
         changed = changed_buffers(self._model, buffers)
         with torch.no_grad():
             for name in changed:
@@ -227,15 +226,6 @@ class _Between(TorchDispatchMode):
 
 def _value(leaf: Any) -> Any:
     return leaf if isinstance(leaf, _PLAIN) else id(type(leaf))
-
-
-def _same(one: RandomState, other: RandomState) -> bool:
-    """Whether nothing was drawn between the two; fake tensors draw nothing."""
-    if isinstance(one.cpu, FakeTensor):
-        return True
-    with _disable_current_modes():
-        same = torch.equal(one.cpu, other.cpu)
-        return same and (one.cuda is None or other.cuda is None or torch.equal(one.cuda, other.cuda))
 
 
 def dropout_of(model: nn.Module) -> str:

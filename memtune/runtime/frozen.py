@@ -244,7 +244,7 @@ class FrozenRegion(ReplacedForward):
         return wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
 
     def _coded(self, tape: Tape) -> CheckedCode:
-        random_state = partial(RandomState.capture, self.module)
+        random_state = partial(RandomState.kept, self.module)
         return CheckedCode(tape, partial(generate, schedule=self.schedule, random_state=random_state, device=self._device))
 
     def code_for(self, captured: _Captured, gradients: dict[int, Tensor]) -> tuple[CheckedCode, frozenset[int] | None]:

@@ -81,6 +81,8 @@ class _Writer(CallText):
         self._lines: list[str] = []
         self._checked = viewed(tape, self._base) if checked else frozenset()
         self._times = Counter(schedule.computes())
+        self._left = Counter({op: times - 1 for op, times in self._times.items()})
+        """Runs that an op which draws has still to do with the state that it first drew from."""
         self._ran: set[int] = set()
         self._there: dict[str, None] = {}
         """Names that hold something, in the order of their making."""
@@ -199,10 +201,13 @@ class _Writer(CallText):
         if op in self._tape.graph.random and self._times[op] > 1:
             if again:
                 around.append(f"s{op}.restored()")
+                self._left[op] -= 1
             else:
                 self._lines.append(f"s{op} = random_state()")
                 self._there[f"s{op}"] = None
         self._lines.append(f"with {', '.join(around)}: {line}" if around else line)
+        if f"s{op}" in self._there and not self._left[op]:
+            self._drop(f"s{op}")
         for value in sorted(self._checked.intersection(made)):
             base = self._base[value]
             self._lines.append(f"check(v{value}, {base.size}, {base.stride}, {base.offset}, {str(call.func)!r})")

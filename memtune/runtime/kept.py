@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memtune.calls import Call, Calls
 from memtune.runtime.left_out import LeftOut
 from memtune.runtime.moved import Moved, View, id_of
-from memtune.runtime.op_arguments import mutated
+from memtune.runtime.op_arguments import draws, mutated
 from memtune.runtime.random_state import RandomState
 
 Keep = Callable[[Any], bool] | Calls
@@ -96,24 +96,26 @@ class KeepMode(TorchDispatchMode):
         if isinstance(self._keep, Calls):
             call = self._seen.next(func)
             if call in self._keep.left_out:
-                self._left_out.leave_out(call, func, args, out, before=self._count(), random=self._state_after(func))
+                self._left_out.leave_out(
+                    call, func, args, out, before=self._count(), random=self._state_after(func, args, kwargs)
+                )
             elif call in self._keep.kept:
-                self._kept[call] = self._output(func, out)
+                self._kept[call] = self._output(func, args, kwargs, out)
             else:
                 self._left_out.read_by(func, (args, kwargs), out, before=self._count())
         elif self._keep(func):
-            self._kept[self._seen.next(func)] = self._output(func, out)
+            self._kept[self._seen.next(func)] = self._output(func, args, kwargs, out)
         if func._schema.is_mutable:
             for storage in {tensor.untyped_storage() for tensor in mutated(func, args, kwargs or {})}:
                 for kept in self._kept.values():
                     kept.note_write(storage)
         return out
 
-    def _output(self, func: Any, out: Any) -> Kept:
-        return Kept(out, self._count(), self._state_after(func))
+    def _output(self, func: Any, args: Any, kwargs: Any, out: Any) -> Kept:
+        return Kept(out, self._count(), self._state_after(func, args, kwargs))
 
-    def _state_after(self, func: Any) -> RandomState | None:
-        return self._random() if torch.Tag.nondeterministic_seeded in func.tags else None
+    def _state_after(self, func: Any, args: Any, kwargs: Any) -> RandomState | None:
+        return self._random() if draws(func, args, kwargs or {}) else None
 
 
 class ReplayMode(TorchDispatchMode):

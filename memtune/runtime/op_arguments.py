@@ -55,6 +55,11 @@ def may_write(func: Any) -> bool:
     return training is not None or bool(writes)
 
 
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(func, args, kwargs)
+
+
 def draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """Attention without dropout: it could draw, and does not."""
     for at, argument in enumerate(func._schema.arguments):

@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_map
 
 from memtune.calls import BATCH_NORMS, EMPTY
 from memtune.runtime.known_values import KnownValues
-from memtune.runtime.op_arguments import draws_nothing, mutated, tensors_in
+from memtune.runtime.op_arguments import draws, mutated, tensors_in
 from memtune.schedule import OpGraph
 
 _FAKE_SHARES = frozenset({"aten.mkldnn_rnn_layer_backward.default"})  # its fake gradients of the two biases are one tensor
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
             for of in touched:
                 if isinstance(of, Outside):
                     self._readers.setdefault(of, set()).add(op)
-        if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(func, args, kwargs):
+        if draws(func, args, kwargs):
             self.random.add(op)
         self.calls.append(Call(func, tuple(plain[0]), plain[1], tree_map(self._out, out)))
 

@@ -11,10 +11,14 @@ import torch
 from torch import Generator, Tensor, nn
 from training_runs import same
 
+from memtune.passes.random_states import STATE_BYTES
 from memtune.remat import DTR
+from memtune.runtime import shim
 from memtune.runtime.activations import ActivationTable
+from memtune.runtime.ledger import Ledger
 from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
+from memtune.runtime.tiers import HOST
 
 ELSEWHERE = Generator()
 
@@ -85,6 +89,53 @@ def test_blocks_draw_again_from_generators_of_the_users_own(keep: Callable[[Any]
 def test_a_modules_generator_may_be_used_from_some_later_run_on() -> None:
     plain, _ = gradients(lambda net: None, True, begins=1)
     assert same(gradients(blocks(None), True, begins=1)[0], plain)
+
+
+@pytest.mark.parametrize("is_mine", [True, False])
+def test_blocks_that_draw_from_some_later_run_on_draw_the_same_again(is_mine: bool) -> None:
+    """Nothing was kept of their first run, which drew nothing."""
+
+    def gradients(recompute: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(Drops(is_mine) for _ in range(3)))
+        table = blocks(None)(net) if recompute else None
+        found = []
+        for step in range(3):
+            net.train(step > 0)
+            net(torch.randn(32, 16)).square().sum().backward()
+            found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        assert table is None or all(region.draws for region in table.regions)
+        return found
+
+    assert same(gradients(True), gradients(False))
+
+
+class Drops(nn.Module):
+    """Draws in training mode: from a generator of its own, or torch's."""
+
+    def __init__(self, is_mine: bool) -> None:
+        super().__init__()
+        self.up, self.mine = nn.Linear(16, 16), Generator().manual_seed(1) if is_mine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.up(x))
+        if self.training:
+            y = y * torch.empty_like(y).bernoulli_(0.7, generator=self.mine)
+        return x + torch.sigmoid(y)
+
+
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize("training", [True, False])
+def test_a_block_that_draws_nothing_keeps_nothing(training: bool) -> None:
+    ledger, net = Ledger.open("cpu"), nn.Sequential(*(Drops(False) for _ in range(3))).train(training)
+    blocks(None)(net)
+    net(torch.randn(32, 16)).sum().backward()
+    before = ledger.live_bytes(HOST)
+    loss = net(torch.randn(32, 16)).sum()
+    assert ledger.live_bytes(HOST) - before == (3 * STATE_BYTES if training else 0)
+    loss.backward()
+    del loss
+    assert ledger.live_bytes(HOST) == before
 
 
 @pytest.mark.parametrize("is_mine", [True, False])

@@ -46,8 +46,6 @@ PIPELINE = Harmony(kind="harmony", across="pipeline", backward=2)
 MICRO_BATCHES = 3
 ON_RANKS = MODELS / "chain.py"
 """Whose blocks return one tensor, which can be sent."""
-GENERATOR_BYTES = torch.get_rng_state().nbytes
-"""What a block that may run again keeps on the host of the random numbers it began with."""
 
 
 def recompute(kind: str, **knobs: Any) -> Technique:
@@ -242,7 +240,7 @@ def check_on_ranks(packs: Technique, ways: tuple[Technique, ...]) -> None:
                 step = _its_step(candidate, run)
                 assert run["peaks"][0] == pytest.approx(step.peak_bytes(), rel=0.02)
                 host = step.peak_bytes(Tier.HOST)
-                assert run["peaks"][1] == pytest.approx(host, rel=0.02, abs=6 * GENERATOR_BYTES)
+                assert run["peaks"][1] == pytest.approx(host, rel=0.02)
 
 
 def _its_step(candidate: Candidate, run: dict[str, Any]) -> Step:

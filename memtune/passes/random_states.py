@@ -1,0 +1,89 @@
+"""What the runtime keeps of the random numbers that an op drew which runs again: the state of the CPU's generator, on the host.
+
+Of a block that runs again and draws: the state it began with and that after each of its ops that draws and does not run again
+itself. Of a block that draws nothing the state is looked at while its forward runs, one at a time; that is not counted.
+
+A GPU's generator adds 16 bytes to each, which are left out: a Step does not say which device it is for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memtune.edit import Edit
+from memtune.program import I32, Kind, Step, Tier
+
+Mask = npt.NDArray[np.bool_]
+
+STATE_BYTES = 5_056
+"""Of `torch.get_rng_state()`: a Mersenne twister of 624 words and what the format of before has beside it."""
+
+
+def states_of(draws: Mask, again: Mask, first: I32) -> dict[str, npt.NDArray[Any]]:
+    """Storage columns: a state from an op's first run to its last, and while it runs again the one of now, which is put aside.
+
+    Args:
+        draws: (n,) ops that draw random numbers.
+        again: (n,) ops that have run before.
+        first: (n,) op that each is a run of.
+    """
+    rows = np.flatnonzero(draws & again).astype(np.int32)
+    began, place = np.unique(first[rows], return_inverse=True)
+    last = np.full(len(began), -1, np.int32)
+    np.maximum.at(last, place, rows)
+    count = len(began) + len(rows)
+    return {
+        "bytes": np.full(count, STATE_BYTES, np.int64), "tier": np.full(count, Tier.HOST, np.uint8),
+        "kind": np.full(count, Kind.TEMPORARY, np.uint8), "owner": np.full(count, -1, np.int32),
+        "ready_after": np.full(count, -1, np.int32), "producer": np.concatenate([began, rows]).astype(np.int32),
+        "held_until": np.concatenate([last, rows]).astype(np.int32),
+    }  # fmt: skip
+
+
+def keep_states(edit: Edit, step: Step, draws: Mask, forward: Mask, dropped: tuple[Mask, I32], stays: tuple[Mask, I32]) -> None:
+    """Add what blocks that run again keep of the random numbers that they draw.
+
+    Args:
+        edit: Of `step`.
+        step: Whose blocks run once each.
+        draws: (n,) ops of their forwards that draw.
+        forward: (n,) all ops of their forwards.
+        dropped: (n,) ops after which the state is kept until their block's forward is over, and (blocks,) its last op.
+        stays: (n,) those after which it is kept with the one that the block began with, and (blocks,) the op until which.
+    """
+    rows = np.flatnonzero(draws).astype(np.int32)
+    if not len(rows):
+        return
+    every = np.flatnonzero(forward).astype(np.int32)
+    blocks, at = np.unique(step.op_block[every], return_index=True)
+    drawn = np.isin(blocks, step.op_block[rows])
+    _add(edit, every[at[drawn]], stays[1][blocks[drawn]])
+    for these, until in (dropped, stays):
+        mine = rows[these[rows]]
+        _add(edit, mine + np.int32(1), until[step.op_block[mine]])  # there when the next op runs
+
+
+def put_aside(edit: Edit, step: Step, draws: Mask, ops: I32, new_op: I32) -> None:
+    """Add the state of now of each block that draws, while it runs again.
+
+    Args:
+        edit: Of `step`.
+        step: Whose blocks run once each.
+        draws: (n,) ops of their forwards that draw.
+        ops: Those that run again, ascending.
+        new_op: (n,) where they do.
+    """
+    mine = ops[np.isin(step.op_block[ops], step.op_block[draws])]
+    _, first = np.unique(step.op_block[mine], return_index=True)
+    blocks, last = np.unique(step.op_block[mine][::-1], return_index=True)
+    if len(blocks):
+        _add(edit, new_op[mine[first]], new_op[mine[::-1][last]])
+
+
+def _add(edit: Edit, producer: I32, until: I32) -> None:
+    if len(producer):
+        states = edit.add_storages(np.full(len(producer), STATE_BYTES, np.int64), producer=producer, tier=Tier.HOST)
+        edit.hold_through(states, until)
