@@ -7,7 +7,6 @@ no attribute of the modules and no generator may have changed afterwards.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -21,11 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from memtune.runtime.known_values import unnoticed
-from memtune.runtime.set_elsewhere import nothing_set_elsewhere
+from memtune.runtime.set_elsewhere import nothing_left
 from memtune.runtime.tape import CaptureError, GradientLike, Outside, Recorder, Slot, Tape
 from memtune.schedule import OpGraph
-
-_CONTAINERS = frozenset({list, dict, OrderedDict, defaultdict, set})  # of attributes: what forward puts into them is taken back
 
 
 def is_plain(tensor: Any) -> bool:
@@ -82,7 +79,7 @@ def capture(
     """
     with (
         _disable_current_modes(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(), _unchanged(module),
-        nothing_set_elsewhere(module, CaptureError), unnoticed(),
+        nothing_left(module, CaptureError), unnoticed(),
     ):  # fmt: skip
         recorder = Recorder()
         landed: list[tuple[int, int, Slot]] = []
@@ -202,10 +199,10 @@ def _set_in(held: dict[str, Any], before: dict[str, Any], twins: dict[int, Tenso
             yield name
 
 
-def _put_back(held: Any, before: Any) -> None:
-    """Give a list, dict or set the items that it had, in their order."""
+def _put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
+    """Give `held` the items that it had, in their order."""
     held.clear()
-    (held.extend if isinstance(held, list) else held.update)(before)
+    held.update(before)
 
 
 def _landing(number: int, recorder: Recorder, landed: list[tuple[int, int, Slot]]) -> Callable[[Tensor], None]:
@@ -241,8 +238,6 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
     before = [
         (each, {k: v for k, v in vars(each).items() if k[0] != "_" or not isinstance(v, dict)}) for each in module.modules()
     ]
-    kept = [(each, name, value, _items(value), value.copy()) for each, attributes in before
-            for name, value in attributes.items() if type(value) in _CONTAINERS]  # fmt: skip
     try:
         yield
     finally:
@@ -255,20 +250,12 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
                 if vars(each).get(name) is not value:
                     changed = changed if _is_flat_weight(each, name) else name
                     vars(each)[name] = value
-        for each, name, value, items, copy in kept:
-            if len(items) != len(now := _items(value)) or any(one is not two for one, two in zip(items, now, strict=True)):
-                changed = changed if _is_flat_weight(each, name) else name
-                _put_back(value, copy)
         if changed:
             raise CaptureError(f"its forward sets the attribute {changed}")
 
 
 def _is_flat_weight(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.RNNBase) and name.startswith("_flat_weight")
-
-
-def _items(held: Any) -> list[Any]:
-    return [*held, *held.values()] if isinstance(held, dict) else list(held)
 
 
 def autocast_state() -> list[Callable[[], AbstractContextManager[Any]]]:

@@ -31,8 +31,9 @@ from memtune.runtime.followed_run import FollowedRun, Route
 from memtune.runtime.frozen import FrozenRegion, FrozenRun, held_bytes
 from memtune.runtime.gives_way import GivingRun
 from memtune.runtime.online_notes import Noted
+from memtune.runtime.other_outputs import OutputsRun, left_out
 from memtune.runtime.random_state import RandomState
-from memtune.runtime.tape import GradientLike, Slot, Tape
+from memtune.runtime.tape import GradientLike, Tape
 from memtune.schedule import Schedule
 
 _MOST_KINDS = 64
@@ -85,7 +86,7 @@ class Followers:
         if not regions:
             return self._online(key, args, kwargs)
         if self.waiting_bytes():
-            self._never(key, _NOT_ALONE)
+            self.never(key, _NOT_ALONE)
             return self._online(key, args, kwargs)
         return regions[0].forward(*args, **kwargs)
 
@@ -99,9 +100,7 @@ class Followers:
     def note(self, key: Any, noted: Noted | None) -> None:
         """A run of this kind went through the mode; None: others ran in between."""
         if noted is None or noted.notes.why_not:
-            self._never(
-                key, "a forward begins before the backward of the one before it" if noted is None else noted.notes.why_not
-            )
+            self.never(key, "a forward begins before the backward of the one before it" if noted is None else noted.notes.why_not)
             return
         regions = self._regions.setdefault(key, [])
         regions.append(_FollowedRegion(self, key, noted, partial(self._instead, key, len(regions))))
@@ -127,12 +126,13 @@ class Followers:
     def _instead(self, key: Any, at: int, *args: Any, **kwargs: Any) -> Any:
         regions = self._regions[key]
         if not regions[at].is_captured:
-            self._never(key, regions[at].runs.why_plain)
+            self.never(key, regions[at].runs.why_plain)
         elif at + 1 < len(regions):
             return regions[at + 1].forward(*args, **kwargs)
         return self._online(key, args, kwargs)
 
-    def _never(self, key: Any, why: str) -> None:
+    def never(self, key: Any, why: str) -> None:
+        """This kind goes through the mode from now on."""
         if key is not None and len(self.why_not) < _MOST_KINDS:
             self.why_not[key] = why
         self._retired.update(self._regions.pop(key, ()))
@@ -166,8 +166,9 @@ class _FollowedRegion(FrozenRegion):
             each.give_way()
 
     def _run(self, captured: Any, args: Any, kwargs: Any) -> FrozenRun:
-        run = GivingRun(self, captured)
+        run = OutputsRun(self, captured)
         run.called_with(args, kwargs, self._followers.again)
+        run.tells(partial(self._followers.never, self._key))
         return run
 
     def _waiting(self) -> list[FollowedRun]:
@@ -180,11 +181,7 @@ class _FollowedRegion(FrozenRegion):
         path = path_of(tape, self._noted)
         if isinstance(path, str):
             return path
-        outputs = (tape.outputs[at] for at in tape.asked)
-        is_loss = all(isinstance(each, Slot) and each.size == () for each in outputs)
-        if len(tape.asked) < len(tape.differentiable) and not is_loss:
-            return "no gradient flowed into one of its outputs, which may be another time"
-        return ""
+        return left_out(tape)
 
     def _coded(self, tape: Tape) -> Any:
         path = path_of(tape, self._noted)

@@ -235,14 +235,16 @@ class OnlineRegion(ReplacedForward):
             return
         if table.notes is not None:
             self.followers.note(run.key, Noted(table.notes, table.ran, run.n_forward, run.flowed_in) if run.alone else None)
-        self.warm_up.note(run.key, Decided(table.ran, run.n_forward, table.replays) if run.alone else None)
+        decided = Decided(table.ran, run.n_forward, table.replays, run.flowed_in)
+        self.warm_up.note(run.key, decided if run.alone else None)
         self._count(table.counted(), table.background_bytes)
 
     def _followed_through(self, key: Any, noted: Noted, run: FollowedRun) -> None:
         """The backward of a run without the mode is through."""
         with self.turn:
             alone = not self._live
-            self.warm_up.note(key, Decided(noted.ran, noted.n_forward, run.replays) if alone else None)
+            decided = Decided(noted.ran, noted.n_forward, run.replays, noted.gradients)
+            self.warm_up.note(key, decided if alone else None)
             self.runs.followed += 1
             self._count(run.books.counted(), run.background_bytes)
 

@@ -12,11 +12,13 @@ import dis
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from operator import is_, itemgetter
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from memtune.runtime.contents import has_attributes
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Types whose values are compared with `==`."""
@@ -25,6 +27,7 @@ _MOST_ITEMS = 256
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _ITEMS = frozenset({list, tuple, dict, OrderedDict, defaultdict, set, frozenset})  # what derives from them may compare otherwise
 _GONE = object()
+_OURS = ("torch.", "memtune.")
 
 
 class _Copy(NamedTuple):
@@ -96,23 +99,47 @@ def seen_by(module: nn.Module) -> list[_Seen]:
     return found + [_Seen(scope, names) for scope, names in scopes]
 
 
-def written_by(module: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
-    """What the code of `module` can see outside of its modules' own attributes, and so could set: objects with their attributes.
+class Written(NamedTuple):
+    """Where code may set something."""
 
-    An object is a class, a setting that a module holds, or a file's globals (a dict); of those, the names that the code reads.
+    holder: Any
+    """A file's globals (a dict), a class, or an imported file."""
+    names: frozenset[str] | None
+    """What it may set there; None: anything."""
+
+
+def written_by(module: nn.Module) -> list[Written]:
+    """What the code of `module` can see outside of its modules' own attributes, and so could set.
+
+    Globals, by the names that the code reads or sets; classes; what is set of files that it imports.
     """
     modules = list(module.modules())
     kinds = list(dict.fromkeys(kind for each in modules for kind in type(each).__mro__ if kind not in (nn.Module, object)))
-    kinds = [kind for kind in kinds if not kind.__module__.startswith(("torch.", "memtune."))]
-    _, scopes = _read_names([*map(vars, kinds), *map(vars, modules)])
-    found: list[tuple[Any, dict[str, Any]]] = [(scope, {name: scope[name] for name in names}) for scope, names in scopes]
-    found += [(kind, {name: value for name, value in vars(kind).items() if name[:2] != "__"}) for kind in kinds]
-    held = {id(value): value for each in modules for value in _setting_objects(each)}
-    return found + [(value, dict(vars(value))) for value in held.values()]
+    sets = _Sets({}, set())
+    _, scopes = _read_names([*map(vars, kinds), *map(vars, modules)], sets)
+    found = [Written(kind, None) for kind in kinds if not kind.__module__.startswith(_OURS)]
+    for scope, names in scopes:
+        found.append(Written(scope, frozenset(names) | sets.globals[id(scope)]))
+        files = (scope[name] for name in names if isinstance(scope[name], ModuleType))
+        found += [Written(vars(each), frozenset(sets.attributes)) for each in files if not each.__name__.startswith(_OURS)]
+    return found
 
 
-def _read_names(places: list[Mapping[str, Any]]) -> tuple[frozenset[str], list[tuple[dict[str, Any], list[str]]]]:
-    """Names that the code reads which `forward` can reach among `places`, and the globals that it reads."""
+class _Sets(NamedTuple):
+    """Names that code sets."""
+
+    globals: dict[int, set[str]]
+    """By the id of the dictionary."""
+    attributes: set[str]
+
+
+def _read_names(
+    places: list[Mapping[str, Any]], sets: _Sets | None = None
+) -> tuple[frozenset[str], list[tuple[dict[str, Any], list[str]]]]:
+    """Names that the code reads which `forward` can reach among `places`, and the globals that it reads.
+
+    Puts what it sets into `sets`.
+    """
     read, done = {"forward"}, set[int]()
     scopes: dict[int, tuple[dict[str, Any], list[str]]] = {}
     methods: dict[str, list[FunctionType]] = {}
@@ -130,10 +157,13 @@ def _read_names(places: list[Mapping[str, Any]]) -> tuple[frozenset[str], list[t
             if name not in read:
                 read.add(name)
                 waiting += methods.get(name, ())
-        if function.__module__.startswith(("torch.", "memtune.")):
+        if function.__module__.startswith(_OURS):
             continue
+        if sets is not None:
+            sets.globals.setdefault(id(scope), set()).update(_with(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"))
+            sets.attributes.update(_with(function.__code__, "STORE_ATTR", "DELETE_ATTR"))
         _, names = scopes.setdefault(id(scope), (scope, []))
-        for name in _globals(function.__code__):
+        for name in _with(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
             if name in scope and name not in names:
                 names.append(name)
                 waiting += [each for each in _functions(scope[name]) if each.__globals__ is scope]
@@ -167,21 +197,17 @@ def _names(code: CodeType) -> Iterator[str]:
         yield from (const for const in each.co_consts if isinstance(const, str) and const.isidentifier())
 
 
-def _globals(code: CodeType) -> Iterator[str]:
+def _with(code: CodeType, *ops: str) -> Iterator[str]:
+    """What `ops` of `code` name."""
     for each in _codes(code):
-        yield from (str(step.argval) for step in dis.get_instructions(each) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        yield from (str(step.argval) for step in dis.get_instructions(each) if step.opname in ops)
 
 
 def _settings(module: nn.Module) -> Iterator[dict[str, Any]]:
     """The attributes of objects that a module holds: its config."""
-    for value in _setting_objects(module):
-        yield vars(value)
-
-
-def _setting_objects(module: nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
-        if name[:1] != "_" and not isinstance(value, nn.Module | Tensor | type) and hasattr(value, "__dict__"):
-            yield value
+        if name[:1] != "_" and has_attributes(value):
+            yield vars(value)
 
 
 def _is_plain(value: Any) -> bool:

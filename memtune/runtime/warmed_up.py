@@ -8,6 +8,8 @@ Rule 3. The schedule is right for the captured ops (`schedule.wrong_with`), or i
         capture took for granted is compared (`runtime.guards`); what differs ends the schedule, with one message.
 Rule 4. A forward that begins while another one waits for its backward was never decided on: it ends the schedule, too, and the
         one that waits gives its memory back (`runtime.gives_way`).
+Rule 5. A schedule is for gradients into the outputs that had one when it was decided; another one ends it
+        (`runtime.other_outputs`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +30,9 @@ from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.gives_way import GivingRun
 from memtune.runtime.online_values import Again
 from memtune.runtime.op_facts import Facts
+from memtune.runtime.other_outputs import OutputsRun, left_out
 from memtune.runtime.same_ops import places_of
-from memtune.runtime.tape import Tape
+from memtune.runtime.tape import GradientLike, Tape
 from memtune.schedule import Action, Do, Schedule, scheduled, wrong_with
 
 _MOST_CASES = 64
@@ -44,10 +48,13 @@ class Decided:
     n_forward: int
     replays: list[Again]
     """What ran again, in order."""
+    gradients: dict[int, GradientLike]
+    """What flowed in, by output of forward."""
 
     def same_ops(self, other: Decided) -> bool:
         """Whether the same ops ran on the same shapes."""
-        return self.n_forward == other.n_forward and self.ran == other.ran
+        same = self.n_forward == other.n_forward and self.gradients.keys() == other.gradients.keys()
+        return same and self.ran == other.ran
 
 
 @dataclass
@@ -170,9 +177,13 @@ class _Warmed(FrozenRegion):
         return self._warm_up.instead(self._key, self.runs.why_plain, args, kwargs)
 
     def _run(self, captured: Any, args: Any, kwargs: Any) -> GivingRun:
-        run = GivingRun(self, captured)
+        run = OutputsRun(self, captured)
         run.called_with(args, kwargs, self._warm_up.again)
+        run.tells(partial(self._warm_up.end, self._key))
         return run
+
+    def _wanted(self) -> tuple[dict[int, GradientLike], ...]:
+        return (self._decided.gradients,)
 
     def give_way(self) -> None:
         """See `WarmUp.give_way`."""
@@ -181,7 +192,7 @@ class _Warmed(FrozenRegion):
                 each.give_way()
 
     def _differs(self, tape: Tape) -> str:
-        found = schedule_of(tape, self._decided)
+        found = left_out(tape) or schedule_of(tape, self._decided)
         if isinstance(found, str):
             return found
         self.schedule = found

@@ -130,3 +130,67 @@ def test_zero_means_never_and_code_that_looks_at_data_stays_online() -> None:
         net.zero_grad(set_to_none=True)
     assert (region.runs.steps, region.frozen_steps) == (4, 0)
     assert "data" in region.why_online
+
+
+class Outputs(nn.Module):
+    """Returns what the loss is made of; `order` names the outputs."""
+
+    def __init__(self, *order: str) -> None:
+        super().__init__()
+        self.one, self.two, self.order = nn.Linear(16, 32), nn.Linear(32, 8), order
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.one(x))
+        found = {"logits": self.two(hidden), "aux": hidden.square().mean()}
+        return {name: found[name] for name in self.order}
+
+
+def outputs_trained(uses: list[str], order: tuple[str, ...], freeze_after: int | None) -> tuple[list[Tensor | None], Any]:
+    torch.manual_seed(0)
+    net, x, region, found = Outputs(*order), torch.randn(64, 16), None, list[Tensor | None]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if freeze_after is not None:
+        region = online(net, optimizer, 1 << 30, freeze_after)
+    for use in uses:
+        out = net(x)
+        torch.stack([out[name].square().mean() for name in use.split()]).sum().backward()
+        found += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, region
+
+
+def same_gradients(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return all(p is q if p is None or q is None else torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("freeze_after", [1, 3])
+def test_a_scalar_beside_what_the_loss_is_made_of(freeze_after: int) -> None:
+    uses = ["logits aux"] * 7
+    plain, _ = outputs_trained(uses, ("logits", "aux"), None)
+    got, region = outputs_trained(uses, ("logits", "aux"), freeze_after)
+    assert same_gradients(got, plain)
+    assert region.frozen_steps == 7 - freeze_after, region.why_online
+
+
+@pytest.mark.parametrize("freeze_after", [0, 1])
+def test_a_model_that_returns_its_own_loss_may_have_other_gradients_later(freeze_after: int) -> None:
+    uses = ["aux"] * 4 + ["logits"] * 2 + ["logits aux"] * 2 + ["aux"]
+    plain, _ = outputs_trained(uses, ("logits", "aux"), None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got, region = outputs_trained(uses, ("logits", "aux"), freeze_after)
+    assert same_gradients(got, plain)
+    why = "a gradient flows into output 0, which was not so before"
+    assert [why in str(each.message) for each in said] == [True] * freeze_after
+    assert (region.frozen_steps, region.why_online) == ((4, why) if freeze_after else (0, ""))
+    assert region.why_under_mode == ("" if freeze_after else why)
+
+
+def test_outputs_without_a_gradient_stay_online() -> None:
+    uses = ["logits"] * 4 + ["logits aux"] * 2
+    plain, _ = outputs_trained(uses, ("logits", "aux"), None)
+    got, region = outputs_trained(uses, ("logits", "aux"), 2)
+    assert same_gradients(got, plain)
+    assert region.frozen_steps == 0
+    assert "into one of its outputs" in region.why_online
