@@ -7,7 +7,8 @@ Rule 2. Before each run everything that the capture took for granted is checked 
         says so once. So a difference costs memory and time, never a wrong gradient.
 Rule 3. Autograd nodes stand for the region (`runtime.frozen_nodes`): `leave` hands out what forward made and takes the
         gradients in, so that the schedule alone holds them; `whole` runs the backward, and puts each parameter's gradient in
-        place as soon as it is there. Where the caller asked for gradients instead (`autograd.grad`), they are returned.
+        place as soon as it is there. Where the caller asked for gradients instead (`autograd.grad`), or a parameter has got
+        hooks since forward, they are returned.
 Rule 4. On several ranks, and where a parameter has hooks, a chain of nodes runs the backward in pieces: one `land` for each
         parameter, in the order in which gradients are complete, then `end`. So autograd itself puts each gradient in place
         when it is there, and calls all hooks, those in C++ too, in the order of the plain backward: what averages or divides
@@ -157,6 +158,13 @@ class FrozenRegion(ReplacedForward):
     def _runs(self) -> list[FrozenRun]:
         with self._lock:
             return list(self._latest)
+
+    def is_as_captured(self, captured: _Captured, state: list[Tensor]) -> bool:
+        """Whether the module would do now what was captured, with the parameters and buffers of `state`."""
+        with self._lock:
+            if captured.guards.changed():
+                return False
+            return all(now is before for now, before in zip(captured.guards.tensors(), state, strict=True))
 
     def _find(self, args: Any, kwargs: Any) -> _Captured | str:
         """What was captured for such arguments and a module as it is now, or why the plain module runs."""
@@ -323,7 +331,12 @@ def is_watched(parameters: Iterable[Tensor]) -> bool:
     """Whether somebody may wait for gradients one by one: DDP's own hooks cannot be seen (Rule 4)."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return True
-    return any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
+    return any(map(is_hooked, parameters))
+
+
+def is_hooked(parameter: Tensor) -> bool:
+    """Whether autograd calls somebody with the parameter's gradient, or when it is in place."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class FrozenRun:
@@ -344,6 +357,8 @@ class FrozenRun:
         self._landed: list[Tensor] = []
         self._reached: frozenset[int] | None = None
         """Parameters that have a gradient; None: all."""
+        self.in_pieces = False
+        """A chain of nodes runs its backward (Rule 4)."""
 
     def start(self, inputs: list[Any]) -> Any:
         """Run forward; what it returns has the chain of nodes for its history (Rule 3)."""
@@ -352,7 +367,8 @@ class FrozenRun:
         self.inputs = inputs
         with torch.no_grad():
             self.forward()
-        if is_watched(self._state[number] for number in self._numbers):
+        self.in_pieces = is_watched(self._state[number] for number in self._numbers)
+        if self.in_pieces:
             token = end(self, *flow) if flow else self.token
             for number in reversed(self._numbers):
                 token = land(self, number, token, self._state[number])
@@ -388,9 +404,11 @@ class FrozenRun:
         assert reached == number, (reached, number)
         if number == self._numbers[-1] and not self._captured.tape.input_gradients:
             self._run_on()  # nothing that follows is waited for
-        gradient = self._landed.pop()
-        hooked = self._state[number]._backward_hooks  # which autograd would call with None
-        return gradient if hooked or self._has_gradient(number) else None
+        return self._handed_out(number, self._landed.pop())
+
+    def _handed_out(self, number: int, gradient: Tensor) -> Tensor | None:
+        """What autograd gets: no zeros where the loss leaves a parameter out, but to hooks, which it would call with None."""
+        return gradient if self._state[number]._backward_hooks or self._has_gradient(number) else None
 
     def _has_gradient(self, number: int) -> bool:
         return self._reached is None or number in self._reached
@@ -407,10 +425,11 @@ class FrozenRun:
         found: dict[int, Tensor | None] = dict.fromkeys(self._numbers)
         while not isinstance(reached := self._run_on(), list):
             gradient = self._landed.pop()
-            if not self._has_gradient(reached):
-                found[reached] = None  # no zeros: the loss leaves it out
-            elif self._state[reached].is_leaf and is_accumulated(edge[reached]):
-                put_in_place(self._state[reached], gradient)
+            parameter = self._state[reached]
+            if is_hooked(parameter) or not self._has_gradient(reached):
+                found[reached] = self._handed_out(reached, gradient)
+            elif parameter.is_leaf and is_accumulated(edge[reached]):
+                put_in_place(parameter, gradient)
             else:
                 found[reached] = gradient
             del gradient
@@ -465,7 +484,9 @@ def is_accumulated(edge: Any) -> bool:
 
 
 def put_in_place(parameter: Tensor, gradient: Tensor) -> None:
-    """Accumulate `gradient` as autograd's own node does."""
+    """Accumulate `gradient` as autograd's own node does: not into what wants none any more."""
+    if not parameter.requires_grad:
+        return
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +38,7 @@ from memtune.remat import Policy
 from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.followed import Followers, Opened
 from memtune.runtime.followed_run import FollowedRun
-from memtune.runtime.frozen import is_accumulated, is_watched
+from memtune.runtime.frozen import is_accumulated, is_hooked, is_watched
 from memtune.runtime.guards import call_key
 from memtune.runtime.members import members_of
 from memtune.runtime.online_notes import Noted, Notes
@@ -317,6 +318,10 @@ class _Run:
         outer = iter(_apply(_Leave, self, token, *(root.detach() for root in roots)))
         return tree_unflatten([next(outer) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], spec)
 
+    def hooked_since(self) -> list[Tensor]:
+        """Parameters that have got hooks since forward: the outer graph calls them, with what is handed out."""
+        return [each for each in self._parameters if is_hooked(each)]
+
     def backward(self, *, accumulates: bool) -> list[Tensor | None]:
         """Backward of the inner graph; gradients of the inputs that want one, then of parameters where `accumulates` is False."""
         if torch.is_grad_enabled():
@@ -348,6 +353,19 @@ class _Run:
         self.region.finish(self)
         del self.table
         return found or [each.grad for each in inputs]
+
+
+@contextmanager
+def _unhooked(parameters: list[Tensor]) -> Iterator[None]:
+    """Inside, gradients of `parameters` reach no hooks: the outer graph calls them afterwards."""
+    held = [(hooks, dict(hooks)) for each in parameters if (hooks := each._backward_hooks)]
+    try:
+        for hooks, _ in held:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update(before)
 
 
 def _no_table() -> OnlineTable | None:
@@ -389,8 +407,10 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         edges = [edge for edge, _ in ctx.next_functions]
-        with ctx.run.region.turn:
-            found = ctx.run.backward(accumulates=all(map(is_accumulated, edges[:1] + edges[1 + ctx.n_inputs :])))
+        hooked = ctx.run.hooked_since()
+        accumulates = not hooked and all(map(is_accumulated, edges[:1] + edges[1 + ctx.n_inputs :]))
+        with ctx.run.region.turn, _unhooked(hooked):
+            found = ctx.run.backward(accumulates=accumulates)
         n_reached = len(edges) - 1
         return None, None, None, *found[:n_reached], *[None] * (n_reached - len(found))
 

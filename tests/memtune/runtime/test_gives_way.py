@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from memtune.errors import ApplyError
 from memtune.passes.online import online_policy
 from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime import shim
+from memtune.runtime.gives_way import GivingRun
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.online import OnlineRegion, OnlineSettings
 from memtune.runtime.op_facts import Costs
@@ -173,6 +176,144 @@ def test_what_it_was_called_with_may_not_change_before_its_backward() -> None:
     other.backward()
     with pytest.raises(ApplyError, match="written into"):
         one.backward()
+
+
+def changed_between(net: nn.Module, real: Tensor, fake: Tensor, change: Callable[[Any], Any], undo: Callable[[Any], Any]) -> None:
+    one = net(real)
+    change(net)
+    other = net(fake)
+    with torch.autocast("cpu", dtype=torch.bfloat16) if change is nothing else nullcontext():
+        one.square().mean().backward()
+        other.abs().mean().backward()
+    undo(net)
+
+
+def nothing(net: nn.Module) -> None:
+    """Backward runs in autocast, forward did not."""
+
+
+def new_weight(net: Any) -> None:
+    net.kept, net.last.weight = [net.last.weight], nn.Parameter(net.last.weight.detach() * 3)
+
+
+def old_weight(net: Any) -> None:
+    net.last.weight = net.kept.pop()
+
+
+def no_gradient(net: Any) -> None:
+    net.last.bias.requires_grad_(False)
+    net.last.bias.grad = torch.zeros(1)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "eval": (lambda net: net.eval(), lambda net: net.train()),
+    "attribute": (lambda net: setattr(net.drop, "p", 0.7), lambda net: setattr(net.drop, "p", 0.2)),
+    "autocast": (nothing, nothing),
+    "parameter": (new_weight, old_weight),
+    "frozen": (no_gradient, lambda net: net.last.bias.requires_grad_(True)),
+}
+RARE = ("parameter", "frozen")
+
+
+@pytest.mark.filterwarnings("ignore:memtune decides again")
+@pytest.mark.parametrize("freeze_after", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("what", [pytest.param(each, marks=pytest.mark.slow) if each in RARE else each for each in CHANGES])
+def test_the_second_run_does_what_the_first_one_did(what: str, freeze_after: int) -> None:
+    """Whatever the module is like when its backward comes; and it is left as it was found."""
+    steps: list[Step] = [once, once, once, lambda *given: changed_between(*given, *CHANGES[what])]
+    net, region = judge(LARGE, freeze_after=freeze_after)
+    found, want = trained(net, steps)[0], trained(judge(None)[0], steps)[0]
+    assert same(found, want)
+    assert region.frozen_steps + region.runs.followed >= 2
+    assert all(each.training for each in net.modules())
+
+
+def plus_one(parameter: Any) -> None:
+    parameter.grad += 1
+
+
+def hooked_between(net: Any, real: Tensor, fake: Tensor) -> None:
+    one, other = net(real), net(fake)
+    handles = [
+        net.last.weight.register_hook(lambda gradient: gradient * 2),
+        net.last.bias.register_post_accumulate_grad_hook(plus_one),
+    ]
+    one.square().mean().backward()
+    other.abs().mean().backward()
+    for each in handles:
+        each.remove()
+
+
+def hooked_after_one(net: Any, real: Tensor, fake: Tensor) -> None:
+    one = net(real).square().mean()
+    handle = net.last.weight.register_hook(lambda gradient: gradient * 2)
+    other = net.last.bias.register_post_accumulate_grad_hook(plus_one)
+    one.backward()
+    handle.remove()
+    other.remove()
+
+
+def unhooked_between(net: Any, real: Tensor, fake: Tensor) -> None:
+    handle = net.last.weight.register_hook(lambda gradient: gradient * 2)
+    one = net(real)
+    handle.remove()
+    other = net(fake)
+    one.square().mean().backward()
+    other.abs().mean().backward()
+
+
+@pytest.mark.filterwarnings("ignore:memtune decides again")
+@pytest.mark.parametrize("freeze_after", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("step", [hooked_between, hooked_after_one, unhooked_between], ids=lambda each: each.__name__)
+def test_hooks_that_come_or_go_between_forward_and_backward_are_called_as_ever(step: Step, freeze_after: int) -> None:
+    steps: list[Step] = [once, once, once, step, step]
+    net, region = judge(LARGE, freeze_after=freeze_after)
+    assert same(trained(net, steps)[0], trained(judge(None)[0], steps)[0])
+    assert region.frozen_steps + region.runs.followed >= 2
+
+
+@pytest.mark.filterwarnings("ignore:memtune decides again")
+@pytest.mark.parametrize("backward_first", [True, False])
+def test_a_backward_in_one_thread_and_a_forward_in_another(backward_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread is stopped where it has looked whether the run still waits; the other one comes in between, as far as it can."""
+    (net, _), (plain, _) = judge(LARGE, freeze_after=1), judge(None)
+    net.eval()
+    plain.eval()
+    x = torch.randn(8, 32)
+    parameters = list(net.parameters())
+    for _ in range(2):
+        torch.autograd.grad(net(x).sum(), parameters)
+    waits = net(x).sum()
+    stopped, go_on = threading.Event(), threading.Event()
+    name = "_require_first_order" if backward_first else "_may_run_again"
+    looked = getattr(GivingRun, name)
+
+    def stop(run: GivingRun) -> Any:
+        found = looked(run)
+        if threading.current_thread() is not threading.main_thread() and not stopped.is_set():
+            stopped.set()
+            go_on.wait(0.2)  # the other one may have to wait for this one
+        return found
+
+    monkeypatch.setattr(GivingRun, name, stop)
+    found: dict[bool, Any] = {}
+
+    def backward() -> None:
+        found[True] = torch.autograd.grad(waits, parameters)
+
+    def forward() -> None:
+        found[False] = torch.autograd.grad(net(x).sum(), parameters)
+
+    first, second = (backward, forward) if backward_first else (forward, backward)
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert stopped.wait(20)
+    second()
+    go_on.set()
+    thread.join()
+    want = torch.autograd.grad(plain(x).sum(), list(plain.parameters()))
+    assert all(same(list(each), list(want)) for each in found.values())
+    assert len(found) == 2
 
 
 def test_a_budget_that_two_forwards_do_not_meet_says_what_else_helps() -> None:
