@@ -28,9 +28,10 @@ from memtune.early_updates import ONE_BY_ONE, Waiting, room_bytes
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.host_update import Moments, NativeUpdate, beside
+from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
 from memtune.runtime.late_updates import LateUpdates
 from memtune.runtime.own_step import replace_step, with_hooks
+from memtune.runtime.settled_state import as_it_is, settle_reads
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
 from memtune.runtime.tree import local
 
@@ -122,8 +123,9 @@ class HostOptimizer:
     @torch.no_grad()
     def _native_step(self, closure: None = None) -> None:
         if closure is not None:
-            raise ApplyError("The native update takes no closure.", fix="set  update: own  for offload.states", code="MT318")
-        self._update_all(self._optimizer)
+            raise ApplyError("The native update takes no closure.", fix=OWN, code="MT318")
+        with as_it_is(self._optimizer):
+            self._update_all(self._optimizer)
 
     def _update_all(self, optimizer: Optimizer) -> None:
         native = self._native
@@ -237,13 +239,13 @@ class HostOptimizer:
 
     def _run(self, gradients: dict[nn.Parameter, Tensor], under_way: list[Future[None]] | None) -> None:
         assert self._native is not None
-        with tier(HOST), torch.no_grad(), nullcontext() if under_way is None else beside(under_way):
+        with tier(HOST), torch.no_grad(), as_it_is(self._optimizer), nullcontext() if under_way is None else beside(under_way):
             self._native.step(self._optimizer, gradients.get)
 
     def leave_late(self, context: Context, blocks: dict[int, list[nn.Parameter]]) -> LateUpdates:
         """Updates of these blocks of the model begin when `step` ends and go on after it, those of the first block first.
 
-        Whoever reads their weights waits for them; a state dict, and loading one, does.
+        Whoever reads their weights waits for them; a state dict, and loading one, does, and so does who reads `optimizer.state`.
 
         Args:
             context: Of the model.
@@ -254,6 +256,8 @@ class HostOptimizer:
         hosts = {block: [held[each] for each in mine if each in held] for block, mine in sorted(blocks.items())}
         self._leaves = LateUpdates(hosts, is_fake=fake)
         self._settle_before_checkpoints(context)
+        if not fake:
+            settle_reads(self._optimizer, self._settle)
         return self._leaves
 
     def start_late(self) -> None:
@@ -326,7 +330,8 @@ class HostOptimizer:
             state.update({name: state_to_host(value) for name, value in state.items()})
 
     def _states(self) -> list[dict[str, Any]]:
-        return [state for parameter, state in self._optimizer.state.items() if parameter not in self._stays]
+        with as_it_is(self._optimizer):
+            return [state for parameter, state in self._optimizer.state.items() if parameter not in self._stays]
 
     def _state(self) -> list[Tensor]:
         return [v for state in self._states() for v in state.values() if isinstance(v, Tensor)]
@@ -388,7 +393,7 @@ def master_of(host: Tensor, narrow_too: bool) -> Tensor:
             return host.float()
     raise ApplyError(
         f"The native update has no way to update parameters of {host.dtype}.",
-        fix="set  update: master  for offload.states" if host.dtype is torch.bfloat16 else "set  update: own  for offload.states",
+        fix="set  update: master  for offload.states" if host.dtype is torch.bfloat16 else OWN,
         code="MT318",
     )
 

@@ -9,10 +9,11 @@ CPU, but for one rounding of the second moment in a tensor's last few elements (
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Literal
 
 import torch
@@ -25,6 +26,8 @@ from memtune.runtime.tiers import HOST, mark, tier
 
 Moments = Literal["float32", "bfloat16", "int8"]
 DTYPES: Final[dict[Moments, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}
+OWN: Final = "offload: {states: {kind: optimizer_cpu, update: own}}"
+"""What updates with any optimizer, in any type."""
 BLOCK: Final[int] = _native.MOMENT_BLOCK
 """Elements of an 8-bit moment that share a scale."""
 _FIRST: Final = {"adamw": "exp_avg", "lion": "exp_avg", "sgd": "momentum_buffer"}
@@ -102,6 +105,21 @@ def _threads() -> ThreadPoolExecutor:
     if _pool is None:
         _pool = ThreadPoolExecutor(1, thread_name_prefix="memtune-update")
     return _pool
+
+
+def _finish_before_fork() -> None:
+    """A child has the futures and not the thread: nothing is under way when it is made."""
+    if _pool is not None:
+        with suppress(RuntimeError):  # the interpreter ends, and has waited for all
+            _pool.submit(int).result()
+
+
+def _forget_in_child() -> None:
+    global _pool
+    _pool = None
+
+
+os.register_at_fork(before=_finish_before_fork, after_in_child=_forget_in_child)
 
 
 @contextmanager
@@ -299,7 +317,7 @@ def _rule_of(optimizer: Optimizer) -> str:
     raise ApplyError(
         f"There is no native update for the optimizer {name}.",
         evidence="native: AdamW, Adam without weight decay, SGD, Adagrad, Lion",
-        fix="set  update: own  for offload.states",
+        fix=OWN,
         code="MT318",
     )
 
@@ -314,7 +332,7 @@ def _refuse_settings(optimizer: Optimizer, group: dict[str, Any]) -> None:
     if wrong:
         raise ApplyError(
             f"The native update does not know {', '.join(wrong)} of {type(optimizer).__name__}.",
-            fix="set  update: own  for offload.states",
+            fix=OWN,
             code="MT318",
         )
 

@@ -39,7 +39,8 @@ class Stronghold(Technique):
     Gradients leave as they land, a block's at once, and each block is updated on the host beside the rest of backward. Updates
     that the host does not come to there go on beside the next step's forward: a block's is over before its weights come in. The
     planner chooses which ones. Memory for the window is taken and given back with each block (the paper reserves buffers), and
-    one stream computes.
+    one stream computes. `optimizer.state`, state dicts and copies of the optimizer wait for late updates; values read through
+    `optimizer.param_groups`, or kept from an earlier read, may be of the step before.
 
     Distinguishing test: a block's weights come in while others compute, the window's width is the smallest that the inequality
     allows (brute force), and blocks of the window at the turn do not come in again for backward; updates of late blocks are under
