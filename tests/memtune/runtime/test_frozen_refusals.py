@@ -245,3 +245,33 @@ def test_refusals_name_the_reason_and_leave_no_trace(what: str, why: str) -> Non
     assert net.count == (what == "counts")  # the plain run's own
     assert net.cache.device == CPU
     assert all(type(p) is nn.Parameter and type(p.data) is Tensor for p in net.parameters())
+
+
+SIZES: list[int] = []
+
+
+class Remembers(nn.Module):
+    """Fills what it finds empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not SIZES:
+            SIZES.append(len(x))
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_what_a_first_forward_sets_is_no_refusal_for_good() -> None:
+    net, x = Remembers(), torch.ones(2, 4)
+    SIZES.append(2)
+    frozen = FrozenRegion(net, plain_schedule(graph_of(net, x)), CPU)
+    frozen.install()
+    SIZES.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            net(x).sum().backward()
+    assert (frozen.runs.plain, frozen.runs.frozen, frozen.runs.captures, len(SIZES)) == (1, 2, 2, 1)
