@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from memtune.runtime.known_values import unnoticed
 from memtune.runtime.set_elsewhere import nothing_left
-from memtune.runtime.tape import CaptureError, GradientLike, Outside, Recorder, Slot, Tape
+from memtune.runtime.tape import CaptureError, GradientLike, LeavesError, Outside, Recorder, Slot, Tape
 from memtune.schedule import OpGraph
 
 
@@ -79,7 +79,7 @@ def capture(
     """
     with (
         _disable_current_modes(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(), _unchanged(module),
-        nothing_left(module, CaptureError), unnoticed(),
+        nothing_left(module, LeavesError), unnoticed(),
     ):  # fmt: skip
         recorder = Recorder()
         landed: list[tuple[int, int, Slot]] = []

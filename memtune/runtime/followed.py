@@ -125,7 +125,7 @@ class Followers:
 
     def _instead(self, key: Any, at: int, *args: Any, **kwargs: Any) -> Any:
         regions = self._regions[key]
-        if not regions[at].is_captured:
+        if not regions[at].is_captured and not regions[at].tries_again:
             self.never(key, regions[at].runs.why_plain)
         elif at + 1 < len(regions):
             return regions[at + 1].forward(*args, **kwargs)

@@ -44,7 +44,7 @@ from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
-from memtune.runtime.tape import CaptureError, GradientLike, Outside, Slot, Tape
+from memtune.runtime.tape import CaptureError, GradientLike, LeavesError, Outside, Slot, Tape
 from memtune.runtime.tiers import HOST, tier
 from memtune.schedule import Action, Schedule, wrong_with
 
@@ -92,6 +92,8 @@ class _Refused:
 
     why: str
     guards: Guards
+    once_more: bool = False
+    """The module ran since, which may have set for good what its forward set."""
 
 
 class FrozenRegion(ReplacedForward):
@@ -122,7 +124,8 @@ class FrozenRegion(ReplacedForward):
         self._device, self._latest = device, weakref.WeakSet[FrozenRun]()
         self._captured: dict[Any, list[_Captured | _Refused]] = {}
         """By what the module is called with: one for each state that the module was in, the latest first."""
-        self._has_said = False
+        self._has_said = self.tries_again = False
+        """`tries_again`: the last call was refused for what may be otherwise the next time."""
         self._instead, self._says_why = instead or self._plain, instead is None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,13 +175,19 @@ class FrozenRegion(ReplacedForward):
         if key is None:
             return self._plainly("it is called with something that cannot be compared")
         known = self._captured.setdefault(key, []) if len(self._captured) < _MOST_CAPTURES else self._captured.get(key, [])
-        changed = ""
+        changed, self.tries_again = "", False
+        refused: _Refused | None = None
         for at, each in enumerate(known):
+            if isinstance(each, _Refused) and each.once_more:
+                refused = each
+                continue
             changed = each.guards.changed()
             if not changed:
                 if at:
                     known.insert(0, known.pop(at))  # the next call finds it at once
                 return self._plainly(each.why) if isinstance(each, _Refused) else each
+        if refused is not None:
+            known.remove(refused)
         if len(known) >= self._most_alike:
             return self._plainly(changed)
         if self.runs.captures >= _MOST_CAPTURES:
@@ -191,15 +200,20 @@ class FrozenRegion(ReplacedForward):
         if why:
             return self._plainly(why)
         self.runs.captures += 1
+        self._leaves = False
         found = self._capture(args, kwargs, guards)
-        known.insert(0, _Refused(found, guards) if isinstance(found, str) else found)
-        return self._plainly(found) if isinstance(found, str) else found
+        if isinstance(found, str):
+            self.tries_again = refused is None and self._leaves
+            known.insert(0, _Refused(found, guards, self.tries_again))
+            return self._plainly(found)
+        known.insert(0, found)
+        return found
 
     def _plainly(self, why: str) -> str:
         """Say once that a module that trains does so without its schedule."""
         self.runs.plain += 1
         self.runs.why_plain = why
-        if self._says_why and self.module.training and not self._has_said:
+        if self._says_why and self.module.training and not self._has_said and not self.tries_again:
             self._has_said = True
             warnings.warn(f"memtune runs the model as it is, without its schedule, which takes more memory: {why}", stacklevel=6)
         return why
@@ -220,7 +234,7 @@ class FrozenRegion(ReplacedForward):
                 first = call(wanted)
                 break
             except CaptureError as error:
-                why = f"it cannot be captured: {error}"
+                why, self._leaves = f"it cannot be captured: {error}", isinstance(error, LeavesError)
         if first is None:
             return why
         for tape in chain([first], self._others(call, first)):

@@ -32,6 +32,10 @@ class CaptureError(Exception):
     """Why a region cannot be captured; data for a message, never seen by the user as it is."""
 
 
+class LeavesError(CaptureError):
+    """The forward leaves something behind, which it may do in its first run alone."""
+
+
 class Outside(NamedTuple):
     """A tensor that a region is given: by kind (`parameter`, `buffer`, `input`, `gradient`, `constant`) and number."""
 

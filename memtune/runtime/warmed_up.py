@@ -136,7 +136,7 @@ class WarmUp:
         before, case.decided = case.decided, decided
         again = decided is not None and before is not None and before.same_ops(decided)
         case.times = case.times + 1 if again else int(decided is not None)
-        if case.times >= self._freeze_after and decided is not None:
+        if case.frozen is None and case.times >= self._freeze_after and decided is not None:
             case.frozen = _Warmed(self, key, decided)
 
     def end(self, key: Any, why: str) -> None:
@@ -152,9 +152,10 @@ class WarmUp:
             self._warned = True
             warnings.warn(f"memtune decides again while the model runs what to recompute, which is slower: {why}", stacklevel=4)
 
-    def instead(self, key: Any, why: str, args: Any, kwargs: Any) -> Any:
-        """A schedule cannot run."""
-        self.end(key, why)
+    def instead(self, key: Any, why: str, tries_again: bool, args: Any, kwargs: Any) -> Any:
+        """A schedule cannot run, this time or ever."""
+        if not tries_again:
+            self.end(key, why)
         return self._online(key, args, kwargs)
 
     @property
@@ -174,7 +175,7 @@ class _Warmed(FrozenRegion):
         self._original, self._warm_up, self._key, self._decided = forward, warm_up, key, decided
 
     def _back(self, *args: Any, **kwargs: Any) -> Any:
-        return self._warm_up.instead(self._key, self.runs.why_plain, args, kwargs)
+        return self._warm_up.instead(self._key, self.runs.why_plain, self.tries_again, args, kwargs)
 
     def _run(self, captured: Any, args: Any, kwargs: Any) -> GivingRun:
         run = OutputsRun(self, captured)

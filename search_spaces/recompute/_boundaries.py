@@ -30,7 +30,10 @@ from memtune.program import I32, Step
 from memtune.schedule import OpGraph, Schedule, scheduled, wrong_with
 from memtune.search_spaces.recompute._block_options import local_region
 from memtune.search_spaces.recompute._keeps import is_attention
+from memtune.technique import Reason
 
+INSTEAD = "recompute: {kind: attention_output}"
+"""What to choose where regions cannot be cut at attention."""
 _MADE_BY = "attention_boundary"
 _Mask = npt.NDArray[np.bool_]
 
@@ -79,7 +82,7 @@ class BlockBoundaries:
 
 
 @lru_cache(maxsize=8)
-def boundaries_in_blocks(step: Step, every: int | None) -> BlockBoundaries | str:
+def boundaries_in_blocks(step: Step, every: int | None) -> BlockBoundaries | Reason:
     """Regions from attention to attention within each block of `step`, or why they cannot be run again.
 
     Args:
@@ -88,10 +91,11 @@ def boundaries_in_blocks(step: Step, every: int | None) -> BlockBoundaries | str
     """
     regions = block_regions_of(step)
     if isinstance(regions, str):
-        return regions
+        return Reason(regions, INSTEAD)
     most = max(len(_attentions(graph)) for graph in regions.graphs)
     if (every or 1) > most:
-        return f"what enters a block is made by another one, so the residual stream stays at every {most} attentions at least"
+        why = f"what enters a block is made by another one, so the residual stream stays at every {most} attentions at least"
+        return Reason(why, f"residual_every: {most}, or leave it out")
     found: list[tuple[Schedule, _Mask]] = []
     for sort, graph in enumerate(regions.graphs):
         local, attentions = local_region(step, regions, sort), _attentions(graph)
@@ -100,7 +104,7 @@ def boundaries_in_blocks(step: Step, every: int | None) -> BlockBoundaries | str
         schedule = scheduled(graph, range(graph.n_forward), mine.backward(), made_by=_MADE_BY)
         wrong = wrong_with_block(graph, schedule)
         if wrong:
-            return f"regions between attentions cannot be repeated: {wrong}"
+            return Reason(f"regions between attentions cannot be repeated: {wrong}", INSTEAD)
         found.append((schedule, mine.again))
     of_block = [found[sort] for sort in regions.sort.tolist()]
     return BlockBoundaries(tuple(each for each, _ in of_block), _kept_bytes(regions, [again for _, again in of_block]))

@@ -13,7 +13,7 @@ from memtune.passes.block_regions import block_regions_of
 from memtune.passes.region import region_of
 from memtune.program import Program
 from memtune.runtime.context import Context
-from memtune.search_spaces.recompute._boundaries import BlockBoundaries, Boundaries, boundaries_in_blocks, boundaries_of
+from memtune.search_spaces.recompute._boundaries import INSTEAD, BlockBoundaries, Boundaries, boundaries_in_blocks, boundaries_of
 from memtune.search_spaces.recompute._by_blocks import (
     cannot_run_blocks,
     install_blocks,
@@ -63,7 +63,9 @@ class AttentionBoundary(Technique):
             return reason
         find = boundaries_in_blocks if by_blocks else boundaries_of
         found = find(program.step, self.residual_every)
-        return Reason(found, "recompute: {kind: attention_output}") if isinstance(found, str) else None
+        if isinstance(found, str):
+            return Reason(found, INSTEAD)
+        return found if isinstance(found, Reason) else None
 
     def plan(self, program: Program, target: Target) -> Plan:
         """The schedule, or that of each block, with what it comes to."""
@@ -71,7 +73,7 @@ class AttentionBoundary(Technique):
             return Plan(decisions={**_by_blocks(place_of(program, target), self.residual_every)})
         step, found, region = program.step, boundaries_of(program.step, self.residual_every), region_of(program.step)
         if not isinstance(found, Boundaries) or isinstance(region, str):
-            raise _uncut(found)
+            raise _uncut(str(found))
         op_s = op_costs(step, target.hardware).op_s[region.rows]
         return Plan(
             decisions={
@@ -99,19 +101,18 @@ class AttentionBoundary(Technique):
         return {"activations.recompute": {"regions": "attention", "residual_every": self.residual_every}}
 
 
-def _uncut(why: object) -> ApplyError:
-    return ApplyError(
-        "recompute: {kind: attention_boundary} cannot cut this model.", evidence=f"{why}.",
-        fix="recompute: {kind: attention_output}", code="MT316",
-    )  # fmt: skip
+def _uncut(why: str, fix: str = INSTEAD) -> ApplyError:
+    return ApplyError("recompute: {kind: attention_boundary} cannot cut this model.", evidence=f"{why}.", fix=fix, code="MT316")
 
 
 @lru_cache(maxsize=64)
 def _by_blocks(place: Place, every: int | None) -> dict[str, Any]:
     """What a plan says where each block has a schedule: the same for all candidates of one place."""
     step, found, regions = place.step, boundaries_in_blocks(place.step, every), block_regions_of(place.step)
-    if not isinstance(found, BlockBoundaries) or isinstance(regions, str):
-        raise _uncut(found)
+    if not isinstance(found, BlockBoundaries):
+        raise _uncut(found.text, found.fix)
+    if isinstance(regions, str):
+        raise _uncut(regions)
     op_s = op_costs(step, place.hardware).op_s[regions.together.rows]
     pairs = zip(regions.ops, found.schedules, strict=True)
     again_s = sum(float(op_s[ops[each.computes()]].sum() - op_s[ops].sum()) for ops, each in pairs)

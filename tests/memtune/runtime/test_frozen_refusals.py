@@ -261,3 +261,33 @@ def test_advice_for_a_collective_names_nothing_that_repeats_it() -> None:
         "recompute: {kind: none}"
     )
     assert instead_of_schedule("it runs other ops", "selective").endswith("recompute: {kind: selective}")
+
+
+SIZES: list[int] = []
+
+
+class Remembers(nn.Module):
+    """Fills what it finds empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not SIZES:
+            SIZES.append(len(x))
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_what_a_first_forward_sets_is_no_refusal_for_good() -> None:
+    net, x = Remembers(), torch.ones(2, 4)
+    SIZES.append(2)
+    frozen = FrozenRegion(net, plain_schedule(graph_of(net, x)), CPU)
+    frozen.install()
+    SIZES.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            net(x).sum().backward()
+    assert (frozen.runs.plain, frozen.runs.frozen, frozen.runs.captures, len(SIZES)) == (1, 2, 2, 1)

@@ -194,3 +194,35 @@ def test_outputs_without_a_gradient_stay_online() -> None:
     assert same_gradients(got, plain)
     assert region.frozen_steps == 0
     assert "into one of its outputs" in region.why_online
+
+
+class Remembers(Net):
+    """Fills what it finds empty."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.always or not self.sizes:
+            self.sizes.append(len(x))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("freeze_after", [0, 2])
+@pytest.mark.parametrize("always", [False, True])
+def test_what_forward_sets_now_and_then_is_captured_the_next_time(freeze_after: int, always: bool) -> None:
+    net, x = Remembers(always=always), torch.randn(8, 32)
+    region = online(net, torch.optim.SGD(net.parameters()), 1 << 30, freeze_after)
+    counts = []
+    for step in range(6):
+        if step == freeze_after and not always:
+            net.sizes.clear()
+        net(x).backward()
+        net.zero_grad(set_to_none=True)
+        counts.append(len(net.sizes))
+    assert counts == ([*range(1, 7)] if always else [1] * 6)
+    without_mode = region.frozen_steps if freeze_after else region.runs.followed
+    assert without_mode == (0 if always else 3 if freeze_after else 5), (region.why_online, region.why_under_mode)
+    assert ("sets the attribute sizes" in (region.why_online or region.why_under_mode)) is always

@@ -371,6 +371,7 @@ def test_what_a_refusal_says_is_enough_is_enough() -> None:
 def test_a_residual_stream_that_another_block_makes_is_not_rebuilt() -> None:
     found = candidate(ZOO["gpt"], 2, 1, Fsdp(), AttentionBoundary(residual_every=2))
     assert "what enters a block is made by another one" in str(found)
+    assert "residual_every: 1, or leave it out" in str(found)
     assert isinstance(candidate(ZOO["gpt"], 2, 1, Ddp(), AttentionBoundary(residual_every=2)), Candidate)
 
 
