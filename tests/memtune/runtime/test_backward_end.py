@@ -234,3 +234,20 @@ def test_ranks_go_on_after_a_backward_that_raised_on_all(settings: dict[str, Any
     calm, upset = (run_ranks(on_ranks, 2, settings, fails) for fails in (False, True))
     for rank in range(2):
         assert_equal(upset[rank], calm[rank])
+
+
+def test_packs_that_were_updated_before_a_step_raised_are_refused_until_state_is_loaded() -> None:
+    model, optimizer = build()
+    plan = {"offload.states": {"forward": [[0, 2]], "backward": [[0, 2], [2, 4]]}}
+    config = {"settings": {"offload": {"states": {"kind": "harmony"}}}, "plan": plan}
+    tuned = apply(model, optimizer, config, loss=loss, strict=False)
+    tuned.step([batch(0)])
+    saved = copy.deepcopy(tuned.state_dict())
+    raises_in_backward(model, lambda: tuned.step([batch(9)]))
+    with pytest.raises(ApplyError, match=r"MT368 A step was begun(.|\n)*2 blocks were updated"):
+        tuned.step([batch(1)])
+    tuned.load_state_dict(saved)
+    optimizer.zero_grad()
+    model.zero_grad()
+    tuned.step([batch(1)])
+    assert_equal(weights(model), plain(2))
