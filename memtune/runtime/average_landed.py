@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
+from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.context import Context, Landed
 from memtune.runtime.follow_first import FollowFirst
 from memtune.runtime.ranks import require_ranks
@@ -52,7 +52,7 @@ class AverageLanded:
         self._model = context.model
         self._parameters = _trained(context.model)
         self._missing: set[nn.Parameter] = set()
-        self._queued, self._listeners = False, list[Landed]()
+        self._at_end, self._listeners = BackwardEnd(self._ends), list[Landed]()
         self._averaged_bytes = 0
         self._buffers = FollowFirst(context, group)
         for parameter in self._parameters:
@@ -62,7 +62,6 @@ class AverageLanded:
 
     @contextmanager
     def _sync(self, last: bool) -> Iterator[None]:
-        self._queued = False
         yield
         if last:
             self._buffers.step_ends()
@@ -72,9 +71,8 @@ class AverageLanded:
         """Rule 1."""
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
-        if not self._queued:
-            self._queued, self._missing = True, set(self._parameters)
-            Variable._execution_engine.queue_callback(self._ends)
+        if self._at_end.expect():
+            self._missing = set(self._parameters)
         self._missing.discard(parameter)
         self._averaged_bytes += parameter.grad.nbytes
         torch.ops.memtune.all_reduce_(parameter.grad, self._name, self._ranks, "avg")
@@ -83,7 +81,6 @@ class AverageLanded:
 
     def _ends(self) -> None:
         """Rule 2."""
-        self._queued = False
         missing, self._missing = self._missing, set()
         if missing:
             raise ApplyError(

@@ -41,7 +41,7 @@ class BesideStore(ParameterStore):
     def __init__(
         self, context: Context, residency: Residency, optimizer: HostOptimizer, late: frozenset[int], *, at_end: bool = False
     ) -> None:
-        self._late_blocks, self._beside, self._at_end = late, optimizer, at_end
+        self._late_blocks, self._beside, self._in_step = late, optimizer, at_end
         self._fresh = 0  # gradients that have landed in this moment
         self._leaving: int | None = None  # the block whose last gradients are on their way
         self._owed: set[int] = set()  # blocks that have memory, and no values yet
@@ -69,8 +69,13 @@ class BesideStore(ParameterStore):
             if each is None:
                 continue
             self._show(self._blocks[each])
-            if each not in self._late_blocks and not self._at_end:
+            if each not in self._late_blocks and not self._in_step:
+                self._updated.add([each])
                 self._beside.update(self._blocks[each], at_once=False)
+
+    def _backward_raised(self) -> None:
+        self._fresh, self._leaving = 0, None
+        super()._backward_raised()
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 

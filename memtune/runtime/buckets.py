@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from memtune.errors import ApplyError
+from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.context import Context
 from memtune.runtime.follow_first import FollowFirst
 from memtune.runtime.nodes import count_collective
@@ -71,7 +71,8 @@ class Buckets:
         self._arrival: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        self._last, self._queued, self._next = True, False, 0
+        self._last, self._next = True, 0
+        self._at_end = BackwardEnd(self._finish, self._give_up)
         self._averaged_bytes = 0
         pipeline: Any = context.pipeline
         if pipeline is not None:  # rule 4
@@ -99,7 +100,7 @@ class Buckets:
 
     def _give_up(self) -> None:
         """A backward has raised: torch forgets what it was to call at its end."""
-        self._queued, self._next, self._arrival = False, 0, []
+        self._next, self._arrival = 0, []
         for bucket in self._buckets:
             bucket.work, bucket.missing = None, set(bucket.parameters)
 
@@ -109,9 +110,7 @@ class Buckets:
         if not self._last:
             return
         assert isinstance(parameter, nn.Parameter)
-        if not self._queued:
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._finish)
+        self._at_end.expect()
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
             self._arrival.append(parameter)
@@ -142,7 +141,6 @@ class Buckets:
     @torch.no_grad()
     def _finish(self) -> None:
         """Backward has ended."""
-        self._queued = False
         self._buffers.step_ends()
         if not self._buckets:
             self._fill()

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
+from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.tree import local
 
 Unit = tuple[nn.Parameter, ...]
@@ -35,8 +35,9 @@ class OncePerStep:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._averages, self._queued = True, False
+        self._averages = True
         self._waiting: Unit = ()
+        self._at_end = BackwardEnd(self._average, self._give_up)
 
     def hook(self, unit: Unit) -> Callable[[Tensor], None]:
         """What FSDP2 is to call when `unit` has been reduced; the shard that it hands over is not in the sums yet."""
@@ -65,15 +66,13 @@ class OncePerStep:
     def _reduced(self, unit: Unit) -> None:
         if not self._averages:
             return
-        if not self._queued:
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._finish)  # FSDP2 has queued its own before any unit is reduced
+        self._at_end.expect()  # FSDP2 has queued its own before any unit is reduced
         self._average()  # rule 2
         self._waiting = unit
 
-    def _finish(self) -> None:
-        self._queued = False
-        self._average()
+    def _give_up(self) -> None:
+        """A backward has raised: its last unit waits no more."""
+        self._waiting = ()
 
     @torch.no_grad()
     def _average(self) -> None:

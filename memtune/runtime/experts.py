@@ -318,10 +318,11 @@ class ExpertStore(ParameterStore):
     # -- moments -----------------------------------------------------------------------------------------------------------
 
     def _begin(self, moment: int) -> None:
-        if moment == self._moment:
-            return
+        is_same = moment == self._moment
         self._held_by.moment = moment
         super()._begin(moment)
+        if is_same:
+            return
         last, used = ([sorted(each) for each in which] for which in (self._last, self._used))
         gathered = self._gathered is not None
         for expert in read_ahead(moment, self._ahead, self._held_by.slots, last, used, gathered):  # Rule 2

@@ -1,6 +1,6 @@
 """Gradients leave the device in buckets while backward goes on, and the host updates what it has been given.
 
-Six rules, which the pass `passes.gradients_down` follows op by op:
+Seven rules, which the pass `passes.gradients_down` follows op by op:
 
 Rule 1. A gradient that autograd has put in place, on several ranks one that they have reduced (`Context.lands`), joins the bucket
         and is no longer the parameter's. When the bucket holds `bucket_bytes` or more, it is sent: copies to the host start for
@@ -17,6 +17,9 @@ Rule 5. One step late (`HostOptimizer.late`): the update begins with the next st
 Rule 6. The smallest gradient stays on the device until the step, as a witness: whoever scales gradients in between (clipping by
         norm, a loss scaler) changes it, and is refused, since the others would not be scaled. A reduced one lies in one piece
         with others, and is copied out of it.
+Rule 7. What was in the bucket or on its way when a backward raised is forgotten, and training goes on; what had landed is the
+        user's to clear (`zero_grad`), as in any loop. Where that backward had begun updates, the step cannot be taken back, and
+        is refused until a state dict is loaded.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.early_updates import Trigger, staying, witness
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
+from memtune.runtime.backward_end import BackwardEnd, EarlyUpdated
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import count_changes
 from memtune.runtime.host_optimizer import add_gradient, before_step
@@ -93,12 +96,15 @@ class GradientsDown:
         self._missing: dict[int, set[nn.Parameter]] = {}  # by block, in this micro-batch
         self._bucket: list[tuple[nn.Parameter, Tensor]] = []
         self._on_the_way: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        self._is_last = self._queued = False
+        self._is_last = False
+        self._at_end = BackwardEnd(self._backward_ends, self._backward_raised)
+        self._updated = EarlyUpdated(context, "parameter")
         self._version: int | None = None
         self.buckets = self.sent_bytes = 0
         self._listen(context)
         self._outer, context.sync = context.sync, self.sync
         before_step(context.optimizer, self._step_begins)
+        context.reloaded.append(self._at_end.settle)
 
     def _listen(self, context: Context) -> None:
         if context.lands is not None:
@@ -114,9 +120,15 @@ class GradientsDown:
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
-        """The context of a micro-batch: in the last one's backward the host updates (Rule 3)."""
+        """The context of a micro-batch: in the last one's backward the host updates (Rule 3).
+
+        Raises:
+            ApplyError: Rule 7.
+        """
+        self._at_end.settle()
+        self._updated.step_begins()
         self._optimizer.start_late()
-        self._is_last, self._queued = last, False
+        self._is_last = last
         self._missing = {index: set(block) for index, block in enumerate(self._blocks)}
         try:
             with nullcontext() if self._outer is None else self._outer(last):
@@ -129,9 +141,7 @@ class GradientsDown:
         """Rule 1."""
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
-        if not self._queued:
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._backward_ends)
+        self._at_end.expect()
         if parameter not in self._held:
             parameter.grad = _of_its_own(parameter.grad)
             return
@@ -167,6 +177,7 @@ class GradientsDown:
             self._show(parameters)
         ready = self._ready(parameters) if self._is_last else []
         if ready:
+            self._updated.add(ready)
             self._optimizer.update([self._moved[parameter] for parameter in ready], at_once=False)
 
     def _show(self, arrived: Iterable[nn.Parameter]) -> None:
@@ -190,7 +201,6 @@ class GradientsDown:
 
     @torch.no_grad()
     def _backward_ends(self) -> None:
-        self._queued = False
         if self._bucket:
             self._send()
         self._arrive()
@@ -198,8 +208,18 @@ class GradientsDown:
             count_changes(self._witness.grad)
         self._version = -1 if self._witness.grad is None else self._witness.grad._version
 
+    def _backward_raised(self) -> None:
+        """Rule 7."""
+        for _, _, host in self._on_the_way:
+            transfer.abandon(host)
+        self._updated.raised()
+        self._bucket, self._on_the_way, self._version = [], [], None
+
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Rule 6."""
+        """Rules 6 and 7."""
+        self._at_end.settle()
+        self._updated.step_goes_on()
+        self._updated.forget()
         version, self._version = self._version, None
         if version is None:
             return

@@ -219,6 +219,12 @@ class HostParameters:
         """Its gradient is on the host, where micro-batches are added up."""
         add_gradient(self._trained[parameter], host)
 
+    def _forget_landed(self) -> None:
+        """A backward, or a step, has raised: what is on its way is part of no gradient."""
+        for _, _, host in self._on_the_way.rest():
+            transfer.abandon(host)
+        self._averaged = set()
+
     def _note_versions(self) -> None:
         """Backward has ended: gradients that are changed from here on are noticed."""
         self._require_all_averaged()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from memtune.errors import ApplyError
 from memtune.packs import Span
 from memtune.runtime import transfer
+from memtune.runtime.backward_end import EarlyUpdated
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer, before_step
 from memtune.runtime.host_parameters import HostParameters
@@ -41,6 +42,7 @@ class PackStore(HostParameters):
     def __init__(self, context: Context, optimizer: HostOptimizer, *, averages: bool = True) -> None:
         super().__init__(context, optimizer, averages=averages)
         self._updates = optimizer
+        self._updated = EarlyUpdated(context, "block")
         self.is_stepping = False
         """Inside a step: packs are brought in and let go by `begin` and `end` alone."""
         self.is_last = False
@@ -71,7 +73,12 @@ class PackStore(HostParameters):
         block.register_forward_hook(returned)
 
     def begin(self, pack: Span, ahead: Span | None) -> None:
-        """Rule 1."""
+        """Rule 1.
+
+        Raises:
+            ApplyError: A step before has ended in an error after it had updated packs.
+        """
+        self._updated.step_goes_on()
         transfer.caught_up(self._device)
         for index in range(*pack):
             self._fetch_block(index)
@@ -88,6 +95,7 @@ class PackStore(HostParameters):
         if update:
             ready = [each for index in range(*pack) for each in self._blocks[index]]
             self._show(ready)
+            self._updated.add(range(*pack))
             self._updates.update(ready, at_once=False)
 
     def fetch_one(self, index: int) -> None:
@@ -107,8 +115,14 @@ class PackStore(HostParameters):
 
     def abandon(self) -> None:
         """A step ended in an error: nothing stays on the device."""
-        list(self._on_the_way.rest())
+        self._updated.raised()
+        self._forget_landed()
         self._release(range(len(self._units)))
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._updated.step_goes_on()
+        self._updated.forget()
+        super()._step_begins(optimizer, args, kwargs)
 
     def _landed(self, parameter: Tensor) -> None:
         if self.is_last:

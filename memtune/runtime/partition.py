@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
-from torch.autograd import Variable
 
+from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.context import Context
 from memtune.runtime.rows import Axes, Bucket, Part, Rows
 
@@ -30,7 +30,7 @@ class Partition(Rows):
         self, context: Context, inputs: Sequence[nn.Parameter], axes: Axes, *, bucket_cap_mb: int, every_micro_batch: bool
     ) -> None:
         super().__init__(context, inputs, axes, bucket_cap_mb=bucket_cap_mb, every_micro_batch=every_micro_batch)
-        self._queued = False
+        self._at_end = BackwardEnd(self._finish, self._give_up)
         self.on_end: Callable[[], None] = lambda: None
         """Called when backward has ended and its gradients are reduced, if they are."""
         for bucket in self._buckets:
@@ -44,6 +44,7 @@ class Partition(Rows):
 
     def _hooks_of(self, bucket: Bucket, part: Part) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
         def before(gradient: Tensor) -> None:
+            self._at_end.settle()  # before anything is added to what a backward that raised has left
             self.set_aside(part)
 
         def after(parameter: Tensor) -> None:
@@ -54,17 +55,24 @@ class Partition(Rows):
 
     def _arrived(self, bucket: Bucket, part: Part) -> None:
         bucket.missing.discard(part)
-        if not self._queued:
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._finish)
+        self._at_end.expect()
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._reduce()
 
     def _finish(self) -> None:
         """Called when backward ends."""
-        self._queued = False
         self._reduce_the_rest()
         self.on_end()
+
+    def _give_up(self) -> None:
+        """A backward has raised: what it left unreduced is let go, sums of earlier ones are as they were unless zeroed."""
+        self._land()
+        self._unsure.clear()
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.parts)
+        for part in self.parts:
+            part.parameter.grad, part.sum = part.shard.grad, None
 
 
 class Hop(Rows):

@@ -102,12 +102,18 @@ class KeptParameters(ParameterStore):
         else:
             self._gradients.arrived(parameter, host)
 
+    def _backward_raised(self) -> None:
+        super()._backward_raised()
+        if self._gradients is not None:
+            self._gradients.flush()
+
     # -- reads -------------------------------------------------------------------------------------------------------------
 
     def _begin(self, moment: int) -> None:
-        if moment == self._moment:
-            return
+        is_same = moment == self._moment
         super()._begin(moment)
+        if is_same:
+            return
         if moment == self._end and self._gradients is not None:
             self._gradients.flush()
         if self._where == "ssd":  # Rule 2

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.errors import ApplyError
 from memtune.factors import Factors
+from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.context import Context, Landed
 from memtune.runtime.partition import Hop, Partition
 from memtune.runtime.parts import PARTS, Divided, divided
@@ -139,7 +139,7 @@ class _Levels:
 
     def __init__(self, context: Context, factors: Factors, before: dict[str, nn.Parameter], bucket_cap_mb: int) -> None:
         self._factors = factors
-        self._queued = False
+        self._at_end = BackwardEnd(self._end)
         self.rows: list[Rows] = []
         absent = {} if context.elsewhere is None else context.elsewhere.absent
         held = {n: p for n, p in context.model.named_parameters() if p.requires_grad and p.numel() and n not in absent}
@@ -192,13 +192,10 @@ class _Levels:
     def _unit_reduced(self, parts: list[Part], shard: Tensor) -> None:
         for part in parts:
             self.rows[0].set_aside(part)
-        if not self._queued:
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._end)  # FSDP2 has queued its own before any unit is reduced
+        self._at_end.expect()  # FSDP2 has queued its own before any unit is reduced
 
     def _end(self) -> None:
         """Backward has ended: pass the boundaries that this micro-batch is to pass."""
-        self._queued = False
         for depth, level in enumerate(self.rows):
             if not isinstance(level, Hop):
                 continue

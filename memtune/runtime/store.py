@@ -2,7 +2,7 @@
 
 What comes and goes is a *unit*: a block, or a chunk that holds parameters of one or several blocks side by side.
 
-Six rules, which the pass `passes.stream` follows op by op:
+Seven rules, which the pass `passes.stream` follows op by op:
 
 Rule 1. A moment begins when a block is called, or when backward has the gradient of what a block returned; the last one of a step
         when backward ends. A block's use ends where the next moment begins.
@@ -16,6 +16,8 @@ Rule 4. A gradient's copy to the host starts when autograd has put it in place; 
 Rule 5. Updates in backward need to know that the micro-batch is the last one: `Tuned.step` or `Tuned.micro_batch` says so. In
         any other loop all blocks are updated in `optimizer.step()`.
 Rule 6. What is not there when it is asked for comes in late: a loop that uses blocks in another order is slower, not wrong.
+Rule 7. What was on its way when a backward raised is forgotten, and training goes on; what had landed is the user's to clear
+        (`zero_grad`), as in any loop. Where that backward had updated blocks the step cannot be taken back, and is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from memtune.chunks import Chunks
@@ -34,6 +35,7 @@ from memtune.errors import ApplyError
 from memtune.pages import Pages
 from memtune.residency import Residency, Units, order_of_use
 from memtune.runtime import transfer
+from memtune.runtime.backward_end import BackwardEnd, EarlyUpdated
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import before_step
 from memtune.runtime.host_parameters import HostCopies, HostParameters
@@ -86,13 +88,15 @@ class ParameterStore(HostParameters):
         self._moment = self._end = len(residency.drops) - 1
         self._uses = order_of_use(len(self._blocks), gathered=self._gathered is not None)
         self._is_last = False
-        self._queued = False
+        self._at_end = BackwardEnd(self._backward_ends, self._backward_raised)
+        self._updated = EarlyUpdated(context, "block")
         for index in range(len(self._modules)):
             self._watch(context, index)
         self._outer = context.sync
         if early:
             context.sync = self.sync
         before_step(context.optimizer, self._step_begins)
+        context.reloaded.append(self._at_end.settle)
         self._release(list(self._there))
 
     def _watch(self, context: Context, index: int) -> None:
@@ -105,7 +109,13 @@ class ParameterStore(HostParameters):
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
-        """The context of a micro-batch: after the last one's backward each block is updated (Rule 5)."""
+        """The context of a micro-batch: after the last one's backward each block is updated (Rule 5).
+
+        Raises:
+            ApplyError: Rule 7.
+        """
+        self._at_end.settle()
+        self._updated.step_begins()
         self._is_last = last
         try:
             with nullcontext() if self._outer is None else self._outer(last):
@@ -126,30 +136,32 @@ class ParameterStore(HostParameters):
                 tensor.register_hook(lambda _: self._backward(moment))
 
     def _backward(self, moment: int) -> None:
-        if not self._queued:
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._backward_ends)
+        self._at_end.expect()
         self._begin(moment)
 
     def _backward_ends(self) -> None:
-        self._queued = False
         self._begin(self._end)
         self._note_versions()
 
     def _begin(self, moment: int) -> None:
         """Rules 1 and 2."""
+        self._at_end.settle()
         if moment == self._moment:
+            self._fetch_used(moment)  # the forward in which it began may have raised, and all have been let go since
             return
         before, self._moment = self._moment, moment
         self._arrive_before(moment)
         self._release(self._there if before + 1 != moment else self._residency.drops[moment])
         transfer.caught_up(self._device)
-        if moment < self._end and (used := self._uses[moment]) >= 0:
-            self._fetch_block(used)  # the first that comes in, or Rule 6
+        self._fetch_used(moment)  # the first that comes in, or Rule 6
         with transfer.ahead(self._device):
             self._bring_ahead(self._residency.loads[moment])
         is_used = self._is_last and len(self._blocks) <= before < self._end
         self._update_after(moment, self._end - 1 - before if is_used else None)
+
+    def _fetch_used(self, moment: int) -> None:
+        if moment < self._end and (used := self._uses[moment]) >= 0:
+            self._fetch_block(used)
 
     def _arrive_before(self, moment: int) -> None:
         self._arrive()
@@ -161,7 +173,21 @@ class ParameterStore(HostParameters):
         """`block`: whose gradients have all landed in the moment before, None for no block's last ones."""
         if block is not None:
             self._show(self._blocks[block])
+            self._updated.add([block])
             self._optimizer.update(self._blocks[block])
+
+    # -- a backward that raised ------------------------------------------------------------------------------------------
+
+    def _backward_raised(self) -> None:
+        """Rule 7."""
+        self._updated.raised()
+        self._forget_landed()
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._at_end.settle()
+        self._updated.step_goes_on()
+        self._updated.forget()
+        super()._step_begins(optimizer, args, kwargs)
 
     # -- proof -----------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from memtune.batches import tensors_of
 from memtune.errors import ApplyError
 from memtune.linear_pairs import Pair
+from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.context import Context
 from memtune.runtime.deferred import Piece, keep_only
 from memtune.runtime.ranks import require_groups, require_ranks
@@ -287,7 +288,7 @@ class Average:
         parameters: Sequence[nn.Parameter],
         beside: Callable[[bool], AbstractContextManager[Any]] | None = None,
     ) -> None:
-        self._group, self._last, self._queued = group, True, False
+        self._group, self._last, self._at_end = group, True, BackwardEnd(self._finish)
         self._parameters, self._beside = parameters, beside or (lambda last: nullcontext())
         for parameter in self._parameters:
             context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
@@ -300,16 +301,14 @@ class Average:
             with self._beside(last):
                 yield
         finally:
-            self._last, self._queued = True, False  # torch forgets what a backward that raised was to call
+            self._last = True
 
     def _arrived(self, parameter: Tensor) -> None:
-        if self._last and not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if self._last:
+            self._at_end.expect()
 
     @torch.no_grad()
     def _finish(self) -> None:
-        self._queued = False
         for parameter in self._parameters:
             if parameter.grad is not None:
                 torch.ops.memtune.all_reduce_(local(parameter.grad), self._group.group_name, self._group.size(), "avg")

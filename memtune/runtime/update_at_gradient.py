@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from memtune.early_updates import ONE_BY_ONE, witness
 from memtune.errors import ApplyError
+from memtune.runtime.backward_end import BackwardEnd, never_ended
 from memtune.runtime.context import Context
 from memtune.runtime.weak_hook import weakly
 
@@ -57,7 +57,8 @@ class UpdateAtGradient:
         self._witness = trained[witness([parameter.nbytes for parameter in trained])]
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in context.model.named_parameters()}
         self._groups: dict[Tensor, dict[str, Any]] = {}
-        self._is_last = self._queued = self._begun = self._told = False
+        self._is_last = self._begun = self._told = False
+        self._at_end = BackwardEnd(self._backward_ends)
         self._version: int | None = None
         self._landed: set[Tensor] = set()
         self.n_early = 0
@@ -79,13 +80,10 @@ class UpdateAtGradient:
             ApplyError: Rule 6.
         """
         if self._begun:
-            raise ApplyError(
-                "A step was begun and optimizer.step() did not end it.",
-                evidence=f"{len(self._landed)} parameters were updated inside backward, which cannot be taken back.",
-                fix=f"call optimizer.step() after each last micro-batch, or  {_PLAIN}", code="MT368",
-            )  # fmt: skip
+            fix = f"call optimizer.step() after each last micro-batch, or  {_PLAIN}"
+            raise never_ended(len(self._landed), "parameter", fix)
         self._told = True
-        self._is_last, self._queued, self._version = last, False, None
+        self._is_last, self._version = last, None
         self._landed.clear()
         if last:
             self._groups = {each: group for group in self._optimizer.param_groups for each in group["params"]}
@@ -108,9 +106,7 @@ class UpdateAtGradient:
                 fix=f"one backward for each micro-batch, torch.utils.checkpoint with use_reentrant=False, or  {_PLAIN}",
                 code="MT367",
             )  # fmt: skip
-        if not self._queued:
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._backward_ends)
+        self._at_end.expect()
         self._landed.add(parameter)
         self._begun = True
         assert parameter.grad is not None

@@ -1,0 +1,253 @@
+"""A step that raises in the middle, and is caught: what comes after is as if it had not been, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from torch import Tensor, nn
+
+from memtune._apply import Tuned, apply
+from memtune.errors import ApplyError
+from memtune.runtime import offload_dir
+from memtune.runtime.backward_end import BackwardEnd
+
+SLIDING = {"slots": 2, "late": []}
+STORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "l2l": ({"kind": "l2l"}, {}),
+    "stronghold": ({"kind": "stronghold", "window": 2}, SLIDING),
+    "late": ({"kind": "stronghold", "window": 2, "late": [0, 2]}, SLIDING | {"late": [0, 2]}),
+    "zero_infinity": ({"kind": "zero_infinity", "parameters": "host"}, {}),
+    "gradients on SSD": ({"kind": "zero_infinity", "parameters": "host", "gradients": "ssd"}, {}),
+}
+DOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zero_offload": ({"kind": "zero_offload"}, {}),
+    "per_gradient": ({"kind": "optimizer_cpu", "update": "native", "trigger": "per_gradient"}, {}),
+    "lohan": ({"kind": "lohan"}, {}),
+    "one by one": ({"kind": "lohan", "bucket_mib": 0}, {}),
+}
+ALL = STORES | DOWN
+EARLY = ("l2l", "stronghold", "late", "per_gradient", "one by one")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        if self.fails:
+            raise RuntimeError("forward raised")
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(8, 8), nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def build() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def made(name: str) -> tuple[Net, torch.optim.Optimizer, Tuned]:
+    model, optimizer = build()
+    settings, plan = ALL[name]
+    config = {"settings": {"offload": {"states": settings}}, "plan": {"offload.states": plan} if plan else {}}
+    return model, optimizer, apply(model, optimizer, config, loss=loss, strict=False)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+    optimizer.zero_grad()
+    loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def raises_in_backward(model: Net, run: Callable[[], Any]) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("backward raised")
+
+    handle = model.blocks[1].down.register_full_backward_hook(fails)  # type: ignore[union-attr, operator]
+    with pytest.raises(RuntimeError, match="backward raised"):
+        run()
+    handle.remove()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def plain(steps: int) -> dict[str, Tensor]:
+    model, optimizer = build()
+    for index in range(steps):
+        step(model, optimizer, index)
+    return weights(model)
+
+
+def assert_equal(mine: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    assert [name for name in others if not torch.equal(mine[name], others[name])] == []
+
+
+def test_each_backward_that_ends_is_heard_of_once_and_one_that_raises_is_forgotten() -> None:
+    """Also with a backward inside of another one, and with two forwards before one backward."""
+    seen: list[str] = []
+    end = BackwardEnd(lambda: seen.append("ended"), lambda: seen.append("raised"))
+    fails = False
+
+    def lands(_: Tensor) -> None:
+        seen.append("first" if end.expect() else "again")
+        inner = torch.ones(2, requires_grad=True)
+        inner.register_hook(lambda _: seen.append("first inside" if end.expect() else "inside"))
+        with torch.enable_grad():
+            inner.sum().backward()  # type: ignore[no-untyped-call]
+        end.settle()  # as a forward inside of this backward does
+        if fails:
+            raise RuntimeError("hook")
+
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    x.register_hook(lands)
+    y.register_hook(lands)
+    (x * y).sum().backward()  # type: ignore[no-untyped-call]
+    assert seen == ["first", "inside", "again", "inside", "ended"]
+    seen.clear()
+    fails = True
+    with pytest.raises(RuntimeError, match="hook"):
+        (x * y).sum().backward()  # type: ignore[no-untyped-call]
+    assert seen == ["first", "inside"]
+    fails = False
+    end.settle()
+    end.settle()
+    (x * y).sum().backward()  # type: ignore[no-untyped-call]
+    assert seen == ["first", "inside", "raised", "first", "inside", "again", "inside", "ended"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_loop_goes_on_after_a_backward_that_raised(name: str) -> None:
+    model, optimizer, _ = made(name)
+    for index in range(4):
+        if index in (0, 2):
+            raises_in_backward(model, lambda: loss(model, batch(9)).backward())  # type: ignore[no-untyped-call]
+        step(model, optimizer, index)
+    assert_equal(weights(model), plain(4))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_step_that_updated_before_it_raised_is_refused_until_state_is_loaded(name: str) -> None:
+    model, optimizer, tuned = made(name)
+    tuned.step([batch(0)])
+    saved = copy.deepcopy(tuned.state_dict())
+    raises_in_backward(model, lambda: tuned.step([batch(9)]))
+    if name in EARLY:
+        for _ in range(2):
+            with pytest.raises(ApplyError, match=r"MT368 A step was begun(.|\n)*updated inside(.|\n)*Tuned.load_state_dict"):
+                tuned.step([batch(1)])
+        with pytest.raises(ApplyError, match="MT368"):
+            optimizer.step()
+        tuned.load_state_dict(saved)
+    optimizer.zero_grad()
+    for index in (1, 2):
+        tuned.step([batch(index)])
+    assert_equal(weights(model), plain(3))
+
+
+def evaluate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        loss(model, batch(8))
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def skip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+@pytest.mark.parametrize("between", [evaluate, *(pytest.param(each, marks=pytest.mark.slow) for each in (load, skip))])
+@pytest.mark.parametrize("name", STORES)
+def test_a_loop_goes_on_after_the_first_blocks_forward_raised(name: str, between: Callable[..., None]) -> None:
+    model, optimizer, _ = made(name)
+    for index in range(3):
+        if index == 1:
+            optimizer.zero_grad()
+            model.blocks[0].fails = True  # type: ignore[assignment]
+            with pytest.raises(RuntimeError, match="forward raised"):
+                loss(model, batch(9))
+            model.blocks[0].fails = False  # type: ignore[assignment]
+            between(model, optimizer)
+        step(model, optimizer, index)
+    assert_equal(weights(model), plain(3))
+
+
+def on_ranks(settings: dict[str, Any], fails: bool) -> dict[str, Tensor]:
+    model, optimizer = build()
+    tuned = apply(model, optimizer, {"settings": settings}, loss=loss, strict=False)
+    for index in range(3):
+        if fails and index == 1:
+            raises_in_backward(model, lambda: loss(model, batch(9)).backward())  # type: ignore[no-untyped-call]
+        step(model, optimizer, index)
+    return dict(tuned.state_dict()["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sharding": {"states": {"kind": "zero1"}}},
+        {"sharding": {"states": {"kind": "zero2"}}},
+        {"sharding": {"states": {"kind": "ddp"}}, "offload": {"states": {"kind": "zero_offload"}}},
+        {"sharding": {"states": {"kind": "ddp"}}, "offload": {"states": {"kind": "l2l"}}},
+    ],
+    ids=["zero1", "zero2", "ddp, gradients down", "ddp, blocks"],
+)
+def test_ranks_go_on_after_a_backward_that_raised_on_all(settings: dict[str, Any]) -> None:
+    calm, upset = (run_ranks(on_ranks, 2, settings, fails) for fails in (False, True))
+    for rank in range(2):
+        assert_equal(upset[rank], calm[rank])
+
+
+def test_packs_that_were_updated_before_a_step_raised_are_refused_until_state_is_loaded() -> None:
+    model, optimizer = build()
+    plan = {"offload.states": {"forward": [[0, 2]], "backward": [[0, 2], [2, 4]]}}
+    config = {"settings": {"offload": {"states": {"kind": "harmony"}}}, "plan": plan}
+    tuned = apply(model, optimizer, config, loss=loss, strict=False)
+    tuned.step([batch(0)])
+    saved = copy.deepcopy(tuned.state_dict())
+    raises_in_backward(model, lambda: tuned.step([batch(9)]))
+    with pytest.raises(ApplyError, match=r"MT368 A step was begun(.|\n)*2 blocks were updated"):
+        tuned.step([batch(1)])
+    tuned.load_state_dict(saved)
+    optimizer.zero_grad()
+    model.zero_grad()
+    tuned.step([batch(1)])
+    assert_equal(weights(model), plain(2))
