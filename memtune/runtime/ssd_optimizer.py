@@ -32,7 +32,7 @@ from memtune.runtime.direct_loads import watch_loads
 from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_pieces import KeptPieces
-from memtune.runtime.own_step import replace_step, with_hooks
+from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
 from memtune.runtime.resume import LastStep
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
@@ -79,6 +79,7 @@ class SsdOptimizer:
             self._pieces += moved.values()
         context.represented.update({piece.device: piece.held for piece in self._pieces})
         context.reloaded.append(self._reload)
+        keep_groups(self._optimizer)
         self._stale: set[nn.Parameter] = set()  # loaded into the model itself, and not on SSD until their next update
         if chosen is None:
             watch_loads(context, {piece.device for piece in self._pieces}, self._stale.update)

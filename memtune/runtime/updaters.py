@@ -36,7 +36,7 @@ from memtune.runtime.direct_loads import watch_loads
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_updaters import KeptUpdaters
 from memtune.runtime.largest import Largest
-from memtune.runtime.own_step import replace_step, with_hooks
+from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
 from memtune.runtime.resume import LastStep
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -139,6 +139,7 @@ class Updaters:
             context.resumed_steps = self._last.resume()
             context.finish = self._last.finish
         context.reloaded.append(self._store)
+        keep_groups(self._optimizer)
         self._optimizer.register_state_dict_pre_hook(lambda _: self._state_comes())
         self._optimizer.register_state_dict_post_hook(lambda *_: self._state_goes())
         self._optimizer.register_load_state_dict_post_hook(lambda _: self._store())

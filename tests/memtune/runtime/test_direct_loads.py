@@ -106,3 +106,16 @@ def test_a_parameter_added_after_apply_is_refused() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
         with pytest.raises(ApplyError, match=r"added to the optimizer after apply(?s:.)*\(7,\)(?s:.)*before memtune.apply"):
             one_step(workload, model, optimizer, tuned, seed=SEED)
+
+
+@pytest.mark.parametrize("technique", [QUICK["ssd"], Lohan(kind="lohan"), SmartInfinity(kind="smart_infinity", domains=1)])
+def test_a_rate_that_is_set_after_a_load_is_used(technique: Technique) -> None:
+    """A load makes new groups: those that the update refers to are still the optimizer's."""
+    workload, model, optimizer, tuned = started(technique)
+    one_step(workload, model, optimizer, tuned, seed=SEED)
+    tuned.load_state_dict(copy.deepcopy(tuned.state_dict()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = copy.deepcopy(model.state_dict())
+    one_step(workload, model, optimizer, tuned, seed=SEED + 1)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
