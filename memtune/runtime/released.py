@@ -26,7 +26,8 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs
         probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         if fn(probe) is not probe:
             _refuse("changed in type or place", "model.double(), .to(...) or the like before memtune.apply")
-    return type(self)._apply(self, fn, *args, **kwargs)
+    module: nn.Module = type(self)._apply(self, fn, *args, **kwargs)
+    return module
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
