@@ -28,6 +28,7 @@ from memtune.early_updates import ONE_BY_ONE, Waiting, room_bytes
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
+from memtune.runtime.direct_loads import watch_loads
 from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
 from memtune.runtime.late_updates import LateUpdates
 from memtune.runtime.own_step import replace_step, with_hooks
@@ -88,6 +89,7 @@ class HostOptimizer:
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         context.represented.update(self._pairs)
         context.reloaded.append(self._reload)
+        watch_loads(context, {device for device, _ in self._pairs}, self._loaded, before=lambda: self._settle())
         self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
         own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
         replace_step(self._optimizer, self._closing(own))
@@ -158,6 +160,7 @@ class HostOptimizer:
         return copy
 
     def _gradients_down(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        refuse_others(optimizer, self._stays.union(host for _, host in self._pairs))
         on_the_way: nn.Parameter | None = None
         for parameter, host in self._pairs:
             if parameter.grad is None:
@@ -322,12 +325,17 @@ class HostOptimizer:
 
     def _reload(self) -> None:
         """The device's weights are others, and so is the state, wherever it was read into."""
-        with torch.no_grad():
-            for parameter, host in self._pairs:
-                if parameter not in self._comes_and_goes:  # whoever brings it up has written its host copy
-                    host.copy_(to_host_now(local(parameter)))
+        self._loaded([parameter for parameter, _ in self._pairs])
         for state in self._states():
             state.update({name: state_to_host(value) for name, value in state.items()})
+
+    @torch.no_grad()
+    def _loaded(self, parameters: Collection[nn.Parameter]) -> None:
+        """These are others on the device: their host copies follow."""
+        wanted = set(parameters) - self._comes_and_goes  # whoever brings those up has written their host copies
+        for parameter, host in self._pairs:
+            if parameter in wanted:
+                host.copy_(to_host_now(local(parameter)))
 
     def _states(self) -> list[dict[str, Any]]:
         with as_it_is(self._optimizer):
@@ -359,6 +367,21 @@ def _refuse_parts(optimizer: Optimizer) -> None:
             f"{kind.__name__} cannot update some parameters on the device and others on the host.",
             evidence=f"It is none that is known to update parameters one by one, as {', '.join(sorted(ONE_BY_ONE))} are.",
             fix="ratio: 1.0 (zero_offload) or  device_cache: false (angel_ptm)  for offload.states", code="MT318",
+        )  # fmt: skip
+
+
+def refuse_others(optimizer: Optimizer, known: Collection[nn.Parameter]) -> None:
+    """Refuse a step of what holds a parameter that is none of the `known` ones: nobody would bring its gradient or update it.
+
+    Raises:
+        ApplyError: It does.
+    """
+    others = [each for group in optimizer.param_groups for each in group["params"] if each not in known]
+    if others:
+        raise ApplyError(
+            f"{len(others)} parameters were added to the optimizer after apply, and would never be updated.",
+            evidence=f"Shapes: {', '.join(str(tuple(each.shape)) for each in others[:3])}.",
+            fix="optimizer.add_param_group before memtune.apply, or a second optimizer for them", code="MT318",
         )  # fmt: skip
 
 

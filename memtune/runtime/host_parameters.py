@@ -24,6 +24,7 @@ from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import GatheredBlocks, count_changes, divided_like, is_gathered
 from memtune.runtime.host_optimizer import add_gradient, to_host_now
+from memtune.runtime.released import guard_reads
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
@@ -123,6 +124,8 @@ class HostParameters:
     def _watch_block(self, context: Context, index: int) -> None:
         """Gradients of the block land here, and checkpoints find its weights."""
         block = self._modules[index]
+        for module in (block, context.model) if index == 0 else (block,):
+            guard_reads(module)
         for parameter in self._blocks[index]:
             if parameter.requires_grad and self._landing:
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)
@@ -231,7 +234,8 @@ class HostParameters:
         left = {p: p.grad for p in self._outside if p.grad is not None and self._landing}
         for gradient in left.values():
             count_changes(gradient)
-        self._versions = {p: gradient._version for p, gradient in left.items()}
+        held = {each: each.grad for each in self._trained.values() if each.grad is not None and self._landing}
+        self._versions = {p: gradient._version for p, gradient in [*left.items(), *held.items()]}
 
     def _require_all_averaged(self) -> None:
         """Ranks average gradients one by one as they land: one that runs other blocks would have averaged others with others."""
@@ -252,7 +256,7 @@ class HostParameters:
         if changed:
             raise ApplyError(
                 f"{len(changed)} gradients were changed between backward and the optimizer's step, as clipping by norm does.",
-                evidence="Gradients of the blocks have left the device by then, so their part of the norm is missing.",
+                evidence="Those of the blocks are on the host by then, the others on the device: the norm is that of a part.",
                 fix="offload: {states: {kind: optimizer_cpu}}, or no clipping", code="MT364",
             )  # fmt: skip
 

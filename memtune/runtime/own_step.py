@@ -38,3 +38,17 @@ def with_hooks(optimizer: Optimizer, update: Callable[..., Any]) -> Callable[...
         return update(*args, **kwargs)
 
     return MethodType(Optimizer.profile_hook_step(step), optimizer)
+
+
+def keep_groups(optimizer: Optimizer) -> None:
+    """Groups stay the objects that they are when a state is loaded, which makes new ones: whoever updates refers to them."""
+    kept = list(optimizer.param_groups)
+
+    def put_back(_: Optimizer) -> None:
+        for index, (group, loaded) in enumerate(zip(kept, optimizer.param_groups, strict=False)):
+            if loaded is not group:
+                group.clear()
+                group.update(loaded)
+                optimizer.param_groups[index] = group
+
+    optimizer.register_load_state_dict_post_hook(put_back)

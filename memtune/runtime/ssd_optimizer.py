@@ -28,10 +28,11 @@ from memtune.errors import ApplyError
 from memtune.read_ahead import WRITES
 from memtune.runtime import disk, transfer
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import master_of, state_to_host, to_host_now
+from memtune.runtime.direct_loads import watch_loads
+from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_pieces import KeptPieces
-from memtune.runtime.own_step import replace_step, with_hooks
+from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
 from memtune.runtime.resume import LastStep
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
@@ -78,6 +79,10 @@ class SsdOptimizer:
             self._pieces += moved.values()
         context.represented.update({piece.device: piece.held for piece in self._pieces})
         context.reloaded.append(self._reload)
+        keep_groups(self._optimizer)
+        self._stale: set[nn.Parameter] = set()  # loaded into the model itself, and not on SSD until their next update
+        if chosen is None:
+            watch_loads(context, {piece.device for piece in self._pieces}, self._stale.update)
         self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
         self._last: LastStep | None = None
         if keep and not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
@@ -117,6 +122,7 @@ class SsdOptimizer:
     def _step(self, closure: None = None) -> None:
         if closure is not None:
             raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
+        refuse_others(self._optimizer, {piece.held for piece in self._pieces})
         self._update_all()
 
     def keep_in(self, kept: dict[nn.Parameter, Tensor]) -> None:
@@ -210,6 +216,9 @@ class SsdOptimizer:
         """Update the piece in `host`, once it has been read; a bfloat16 gradient's memory takes the new weight."""
         transfer.finish(host)
         weight, *moments = piece.parts(host)
+        if piece.device in self._stale:
+            self._stale.discard(piece.device)
+            weight.copy_(self._weight(piece))
         state = self._optimizer.state[piece.held]
         self._adopt(piece, state, moments)
         here = {**state, **dict(zip(piece.moments, moments, strict=True))}
@@ -236,6 +245,7 @@ class SsdOptimizer:
     @torch.no_grad()
     def _reload(self) -> None:
         """The device's weights are others, and the state that was read is not on SSD yet."""
+        self._stale.clear()
         for piece in self._pieces:
             host = torch.ops.memtune.from_ssd(piece.ssd)
             transfer.finish(host)

@@ -32,10 +32,11 @@ from memtune.domains import DOWN, LATER, READ, SLOTS, UPDATE, WRITE, Layout, Seg
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
+from memtune.runtime.direct_loads import watch_loads
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_updaters import KeptUpdaters
 from memtune.runtime.largest import Largest
-from memtune.runtime.own_step import replace_step, with_hooks
+from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
 from memtune.runtime.resume import LastStep
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -128,6 +129,8 @@ class Updaters:
         self._layout: Layout = divide(numel, itemsize, moments, len(directories), sub_group_numel)
         self._largest = None if share is None else Largest([each.device for each in self._parameters], share)
         self._domains = self._opened(context, directories)
+        self._stale: set[nn.Parameter] = set()  # loaded into the model itself: no updater has them
+        watch_loads(context, {each.held for each in self._parameters}, self._stale.update)
         self._last: LastStep | None = None
         self._store(first=True)
         if keep and all(each.link is not None for each in self._domains):
@@ -136,6 +139,7 @@ class Updaters:
             context.resumed_steps = self._last.resume()
             context.finish = self._last.finish
         context.reloaded.append(self._store)
+        keep_groups(self._optimizer)
         self._optimizer.register_state_dict_pre_hook(lambda _: self._state_comes())
         self._optimizer.register_state_dict_post_hook(lambda *_: self._state_goes())
         self._optimizer.register_load_state_dict_post_hook(lambda _: self._store())
@@ -207,7 +211,16 @@ class Updaters:
             raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
         if any(self._optimizer.state.values()):  # somebody put state there
             self._store()
+        self._refuse_stale()
         self._update_all()
+
+    def _refuse_stale(self) -> None:
+        if self._stale:
+            raise ApplyError(
+                f"{len(self._stale)} weights were loaded into the model by its own load_state_dict.",
+                evidence="The updaters' processes still have the ones before, and would bring them back.",
+                fix="Tuned.load_state_dict or Tuned.load; or optimizer.load_state_dict after the model's", code="MT318",
+            )  # fmt: skip
 
     def _update_all(self) -> None:
         missing = [0] * len(self._parameters)  # parts of each gradient that are not down yet
@@ -346,6 +359,7 @@ class Updaters:
     @torch.no_grad()
     def _store(self, *, first: bool = False) -> None:
         """The device's weights, and what state the optimizer has (none: what the updaters have, at `first` zeros), to SSD."""
+        self._stale.clear()
         held = {each.held: self._optimizer.state.pop(each.held, {}) for each in self._parameters}
         for each in self._parameters:
             each.steps = int(held[each.held].get("step", each.steps))

@@ -120,14 +120,31 @@ def test_a_loop_of_the_users_own_updates_in_the_optimizers_step() -> None:
     assert all(torch.equal(runs[0][name], value) for name, value in runs[1].items())
 
 
-def test_clipping_of_what_is_left_on_the_device_is_refused() -> None:
+@pytest.mark.parametrize("whose", ["model", "optimizer"])
+def test_clipping_of_a_part_of_the_gradients_is_refused(whose: str) -> None:
     workload, model, optimizer = build(ZOO["tied"])
     apply(model, optimizer, config_of(ZOO["tied"], ONE), strict=False)
     workload.loss(model, workload.make_batch(2)).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    own = list(model.parameters()) if whose == "model" else [p for group in optimizer.param_groups for p in group["params"]]
+    nn.utils.clip_grad_norm_(own, 1e-3)
     with pytest.raises(ApplyError, match="changed between backward") as caught:
         optimizer.step()
     assert caught.value.code == "MT364"
+
+
+def test_a_model_whose_weights_are_let_go_is_neither_copied_nor_changed() -> None:
+    workload, model, optimizer = build(ZOO["tied"])
+    tuned = apply(model, optimizer, config_of(ZOO["tied"], ONE), strict=False)
+    one_step(workload, model, optimizer, tuned, seed=SEED)
+    dtypes = [each.dtype for each in model.parameters()]
+    block = model.get_submodule(tuned._context.blocks[0])
+    for read in (copy.deepcopy, lambda module: module.double(), lambda module: module.to(torch.bfloat16)):
+        for module in (model, block):
+            with pytest.raises(ApplyError, match="let go on the device"):
+                read(module)
+    assert [each.dtype for each in model.parameters()] == dtypes
+    model.to("cpu").float().train()
+    one_step(workload, model, optimizer, tuned, seed=SEED + 1)
 
 
 def test_checkpoints_are_whole_and_can_be_loaded_and_evaluation_leaves_nothing() -> None:

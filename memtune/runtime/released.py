@@ -1,0 +1,52 @@
+"""Modules whose weights have been let go: who would read the memory that is not there is told so, in place of a crash."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memtune.errors import ApplyError
+from memtune.runtime.tree import local
+
+
+def guard_reads(module: nn.Module) -> None:
+    """`copy.deepcopy(module)` and what changes all its weights (`double`, `to`) are refused while some of them are let go."""
+    vars(module)["_apply"] = MethodType(_apply, module)
+    vars(module)["__deepcopy__"] = MethodType(_deepcopy, module)
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    for parameter in _released(self):
+        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if fn(probe) is not probe:
+            _refuse("changed in type or place", "model.double(), .to(...) or the like before memtune.apply")
+    module: nn.Module = type(self)._apply(self, fn, *args, **kwargs)
+    return module
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    if _released(self):
+        _refuse("copied", "Tuned.state_dict, loaded into a model of its own")
+    own = {name: vars(self).pop(name) for name in ("_apply", "__deepcopy__")}
+    try:
+        return copy.deepcopy(self, memo)
+    finally:
+        vars(self).update(own)
+
+
+def _released(module: nn.Module) -> list[nn.Parameter]:
+    found = (each for each in module.parameters() if not isinstance(local(each.detach()), FakeTensor))
+    return [each for each in found if local(each.detach()).untyped_storage().nbytes() == 0 and each.numel()]
+
+
+def _refuse(what: str, fix: str) -> None:
+    raise ApplyError(
+        f"The model cannot be {what} here: weights of its blocks are on the host, and let go on the device between uses.",
+        fix=fix, code="MT364",
+    )  # fmt: skip

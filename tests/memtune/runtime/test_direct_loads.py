@@ -1,0 +1,121 @@
+"""`model.load_state_dict` itself: what was loaded is what is trained on, wherever weights are kept; or it is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo_paths import ZOO
+
+from memtune._apply import Tuned, apply
+from memtune.errors import ApplyError
+from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
+from memtune.search_spaces.offload.states.l2l import L2L
+from memtune.search_spaces.offload.states.lohan import Lohan
+from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
+from memtune.search_spaces.offload.states.patrickstar import PatrickStar
+from memtune.search_spaces.offload.states.smart_infinity import SmartInfinity
+from memtune.search_spaces.offload.states.stronghold import Stronghold
+from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
+from memtune.search_spaces.offload.states.zero_offload import ZeroOffload
+from memtune.technique import Technique
+from memtune.testing.training import SEED, build, config_of, one_step
+from memtune.workload import Workload
+
+QUICK: dict[str, Technique] = {
+    "l2l": L2L(kind="l2l"),
+    "own": OptimizerCpu(kind="optimizer_cpu"),
+    "ssd": ZeroInfinity(kind="zero_infinity"),
+}
+SLOW: dict[str, Technique] = {
+    "late": Stronghold(kind="stronghold", window=2, late=(0, 1, 2, 3)),
+    "native": OptimizerCpu(kind="optimizer_cpu", update="native"),
+    "zero_offload": ZeroOffload(kind="zero_offload"),
+    "a part of it": ZeroOffload(kind="zero_offload", ratio=0.5),
+    "one step late": ZeroOffload(kind="zero_offload", delayed=True),
+    "chunks": PatrickStar(kind="patrickstar", chunk_bytes=70_000),
+    "pages": AngelPtm(kind="angel_ptm", page_mib=0.02),
+    "ssd in backward": Lohan(kind="lohan"),
+    "weights on ssd": ZeroInfinity(kind="zero_infinity", parameters="ssd"),
+    "steps kept": ZeroInfinity(kind="zero_infinity", resume="last_step"),
+}
+CASES = [*QUICK.items(), *(pytest.param(*item, marks=pytest.mark.slow, id=item[0]) for item in SLOW.items())]
+pytestmark = pytest.mark.usefixtures("one_thread", "ssd")
+
+
+def started(technique: Technique) -> tuple[Workload, nn.Module, Any, Tuned]:
+    workload, model, optimizer = build(ZOO["gpt"])
+    return workload, model, optimizer, apply(model, optimizer, config_of(ZOO["gpt"], technique), strict=False)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("name", "technique"), CASES)
+def test_what_was_loaded_is_what_the_next_step_updates(name: str, technique: Technique, whole: bool) -> None:
+    """The optimizer's next step changes nothing, at a rate of zero: the weights must be those that were loaded."""
+    workload, model, optimizer, tuned = started(technique)
+    wanted = copy.deepcopy(model.state_dict())
+    for step in range(2):
+        one_step(workload, model, optimizer, tuned, seed=SEED + step)
+    assert not any(torch.equal(value, wanted[key]) for key, value in model.state_dict().items() if value.is_floating_point())
+    if whole:
+        model.load_state_dict(wanted)
+    else:
+        for part, module in model.named_children():
+            module.load_state_dict({k.removeprefix(f"{part}."): v for k, v in wanted.items() if k.startswith(f"{part}.")})
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for step in range(2 if technique.kind == "zero_offload" else 1):
+        one_step(workload, model, optimizer, tuned, seed=SEED + 9 + step)
+    assert [key for key, value in model.state_dict().items() if not torch.equal(value, wanted[key])] == []
+    tuned.finish()
+
+
+def test_updaters_refuse_weights_that_they_have_not_been_given() -> None:
+    workload, model, optimizer, tuned = started(SmartInfinity(kind="smart_infinity", domains=1))
+    wanted = copy.deepcopy(tuned.state_dict())
+    one_step(workload, model, optimizer, tuned, seed=SEED)
+    model.load_state_dict(wanted["model"])
+    with pytest.raises(ApplyError, match="own load_state_dict") as refused:
+        one_step(workload, model, optimizer, tuned, seed=SEED + 1)
+    assert "Tuned.load_state_dict" in str(refused.value)
+    optimizer.zero_grad()
+    tuned.load_state_dict(wanted)
+    one_step(workload, model, optimizer, tuned, seed=SEED + 2)
+
+
+def test_the_hooks_stay_behind_when_the_model_is_copied_or_pickled() -> None:
+    _, model, optimizer, _ = started(QUICK["own"])
+    hosts = [host.detach().clone() for group in optimizer.param_groups for host in group["params"]]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    zeros = {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other.load_state_dict(zeros)
+        assert all(not value.any() for value in other.state_dict().values())
+    assert all(map(torch.equal, hosts, (host for group in optimizer.param_groups for host in group["params"])))
+
+
+def test_a_parameter_added_after_apply_is_refused() -> None:
+    for technique in (QUICK["own"], QUICK["ssd"]):
+        workload, model, optimizer, tuned = started(technique)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
+        with pytest.raises(ApplyError, match=r"added to the optimizer after apply(?s:.)*\(7,\)(?s:.)*before memtune.apply"):
+            one_step(workload, model, optimizer, tuned, seed=SEED)
+
+
+@pytest.mark.parametrize("technique", [QUICK["ssd"], Lohan(kind="lohan"), SmartInfinity(kind="smart_infinity", domains=1)])
+def test_a_rate_that_is_set_after_a_load_is_used(technique: Technique) -> None:
+    """A load makes new groups: those that the update refers to are still the optimizer's."""
+    workload, model, optimizer, tuned = started(technique)
+    one_step(workload, model, optimizer, tuned, seed=SEED)
+    tuned.load_state_dict(copy.deepcopy(tuned.state_dict()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = copy.deepcopy(model.state_dict())
+    one_step(workload, model, optimizer, tuned, seed=SEED + 1)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
