@@ -137,10 +137,11 @@ def hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
 def _twins(step: Step) -> I32:
     """(m,) what the second run made in place of each storage, -1 for none; what a third one makes is not looked at."""
     twin = np.full(step.n_storages, -1, np.int32)
-    copies = np.flatnonzero((step.producer >= 0) & (step.op_copy_of[step.producer] >= 0))
+    made = (step.producer >= 0) & (step.tier == Tier.DEVICE)  # states of random numbers, which only one run may keep, are not
+    copies = np.flatnonzero(made & (step.op_copy_of[step.producer] >= 0))
     copied = np.zeros(step.n_ops, bool)
     copied[step.op_copy_of[step.op_copy_of >= 0]] = True
-    originals = np.flatnonzero((step.producer >= 0) & copied[step.producer])
+    originals = np.flatnonzero(made & copied[step.producer])
     copies = copies[np.lexsort((copies, step.op_copy_of[step.producer[copies]]))]
     originals = originals[np.lexsort((originals, step.producer[originals]))]
     if len(copies) > len(originals):
