@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.edit import Edit
-from memtune.program import I32, Kind, Step, Tier
+from memtune.program import I32, Kind, Phase, Step, Tier
 
 Mask = npt.NDArray[np.bool_]
 
@@ -43,18 +43,17 @@ def states_of(draws: Mask, again: Mask, first: I32) -> dict[str, npt.NDArray[Any
     }  # fmt: skip
 
 
-def keep_states(edit: Edit, step: Step, draws: Mask, forward: Mask, dropped: tuple[Mask, I32], stays: tuple[Mask, I32]) -> None:
+def keep_states(edit: Edit, step: Step, forward: Mask, dropped: tuple[Mask, I32], stays: tuple[Mask, I32]) -> None:
     """Add what blocks that run again keep of the random numbers that they draw.
 
     Args:
         edit: Of `step`.
         step: Whose blocks run once each.
-        draws: (n,) ops of their forwards that draw.
-        forward: (n,) all ops of their forwards.
+        forward: (n,) ops of their forwards.
         dropped: (n,) ops after which the state is kept until their block's forward is over, and (blocks,) its last op.
         stays: (n,) those after which it is kept with the one that the block began with, and (blocks,) the op until which.
     """
-    rows = np.flatnonzero(draws).astype(np.int32)
+    rows = np.flatnonzero(forward & (step.op_rng == 1)).astype(np.int32)
     if not len(rows):
         return
     every = np.flatnonzero(forward).astype(np.int32)
@@ -66,16 +65,16 @@ def keep_states(edit: Edit, step: Step, draws: Mask, forward: Mask, dropped: tup
         _add(edit, mine + np.int32(1), until[step.op_block[mine]])  # there when the next op runs
 
 
-def put_aside(edit: Edit, step: Step, draws: Mask, ops: I32, new_op: I32) -> None:
+def put_aside(edit: Edit, step: Step, ops: I32, new_op: I32) -> None:
     """Add the state of now of each block that draws, while it runs again.
 
     Args:
         edit: Of `step`.
         step: Whose blocks run once each.
-        draws: (n,) ops of their forwards that draw.
         ops: Those that run again, ascending.
         new_op: (n,) where they do.
     """
+    draws = (step.op_phase == Phase.FORWARD) & (step.op_rng == 1)
     mine = ops[np.isin(step.op_block[ops], step.op_block[draws])]
     _, first = np.unique(step.op_block[mine], return_index=True)
     blocks, last = np.unique(step.op_block[mine][::-1], return_index=True)

@@ -69,10 +69,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     before = _copies_before(edit, step, forward, np.where(runs.release >= 0, runs.release, end))
     clones, copies = _save_buffers(edit, step, buffers, runs.anchor)
     _give_back(edit, before, runs.anchor, runs.stop > 0)
-    ops = np.flatnonzero(again).astype(np.int32)
-    ops = np.repeat(ops, np.where(left_out[ops], n_made[ops], 1))  # one allocation for each tensor
-    where = step.op_block[ops]
-    new_op, new = edit.copy_ops(ops, runs.anchor[where], Phase.RECOMPUTE, end[where], left_out[ops])
+    ops, new_op, new = _run_again(edit, step, np.flatnonzero(again).astype(np.int32), left_out, n_made, runs.anchor, end)
     new_op[again & left_out] -= n_made[again & left_out] - 1  # the first of several allocations
     _put_back_buffers(edit, step, buffers, copies, runs.anchor)
 
@@ -93,32 +90,38 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     before_run = (step.save_block >= 0) & ~wanted & (step.save_asked == runs.anchor[step.save_block])
     before_run &= step.save_turn < runs.turn[step.save_block]
     edit.save_asked = np.where(before_run, starts[edit.save_call], edit.save_asked).astype(np.int32)
-    draws = forward & (step.op_rng == 1)
-    put_aside(edit, step, draws, ops, new_op)
+    put_aside(edit, step, ops, new_op)
     if third is not None:
         _run_a_third_time(edit, step, third, np.flatnonzero(again).astype(np.int32), left_out, end, buffers)
     kept = kept_op & (np.arange(step.n_ops) < runs.settled[step.op_block])
     _hold_inputs_and_kept(edit, step, kept, made_in, end, runs, starts, _taken_before(step, kept, again, new_op, runs.anchor))
     until = np.where(runs.release >= 0, runs.release, end)
-    keep_states(edit, step, draws, forward, (tried & ~kept, end), (left_out | kept, until))
+    keep_states(edit, step, forward, (tried & ~kept, end), (left_out | kept, until))
     if keep is not None:
         _hold_tried(edit, step, tried, kept, number, end)
     return edit.done()
+
+
+def _run_again(
+    edit: Edit, step: Step, ops: I32, left_out: Mask, n_made: npt.NDArray[np.intp], anchor: I32, end: I32
+) -> tuple[I32, I32, I32]:
+    """Copy `ops` to before their blocks' anchors: those copied, and where they and what they make are, as `Edit.copy_ops`."""
+    ops = np.repeat(ops, np.where(left_out[ops], n_made[ops], 1))  # one allocation for each tensor
+    where = step.op_block[ops]
+    return ops, *edit.copy_ops(ops, anchor[where], Phase.RECOMPUTE, end[where], left_out[ops])
 
 
 def _run_a_third_time(
     edit: Edit, step: Step, third: ThirdRuns, again: I32, left_out: Mask, end: I32, buffers: tuple[I32, I32]
 ) -> None:
     """Rule 2 of `second_order`: what the last backward asks for again is made once more; the second run's is let go before."""
-    ops = again[again < third.stop[step.op_block[again]]]
     n_made = np.bincount(step.producer[step.producer >= 0], minlength=step.n_ops)
-    ops = np.repeat(ops, np.where(left_out[ops], n_made[ops], 1))
-    where = step.op_block[ops]
     in_third = third.anchor[buffers[0]] < step.n_ops
     changed = buffers[0][in_third], buffers[1][in_third]
     _, copies = _save_buffers(edit, step, changed, third.anchor)
-    new_op, new = edit.copy_ops(ops, third.anchor[where], Phase.RECOMPUTE, end[where], left_out[ops])
-    put_aside(edit, step, (step.op_phase == Phase.FORWARD) & (step.op_rng == 1), ops, new_op)
+    ops = again[again < third.stop[step.op_block[again]]]
+    ops, new_op, new = _run_again(edit, step, ops, left_out, n_made, third.anchor, end)
+    put_aside(edit, step, ops, new_op)
     _put_back_buffers(edit, step, changed, copies, third.anchor)
     reads = third.reads & (new[step.use_storage] >= 0)
     edit.use_storage = np.where(reads, new[step.use_storage], edit.use_storage).astype(np.int32)
