@@ -30,7 +30,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
@@ -42,6 +41,7 @@ from memtune.runtime.frozen_code import generate, not_by_element, state_read
 from memtune.runtime.frozen_nodes import end, land, leave, whole
 from memtune.runtime.gradient_guesses import guesses
 from memtune.runtime.guards import Guards, call_key
+from memtune.runtime.parameter_gradients import is_accumulated, is_hooked, is_watched, put_in_place
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tape import CaptureError, GradientLike, LeavesError, Outside, Slot, Tape
@@ -341,18 +341,6 @@ def held_bytes(values: Iterable[Any]) -> int:
     return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
-def is_watched(parameters: Iterable[Tensor]) -> bool:
-    """Whether somebody may wait for gradients one by one: DDP's own hooks cannot be seen (Rule 4)."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return True
-    return any(map(is_hooked, parameters))
-
-
-def is_hooked(parameter: Tensor) -> bool:
-    """Whether autograd calls somebody with the parameter's gradient, or when it is in place."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 class FrozenRun:
     """One forward of a region and the backward that follows it."""
 
@@ -487,21 +475,3 @@ class FrozenRun:
             raise ApplyError(
                 "gradients of gradients do not work under a frozen schedule.", fix="choose recompute: {kind: none}", code="MT326"
             )
-
-
-def is_accumulated(edge: Any) -> bool:
-    """Whether the engine runs this parameter's own node, so that the gradient goes into `parameter.grad`."""
-    try:
-        return bool(torch._C._will_engine_execute_node(edge))
-    except RuntimeError:  # asked for in `autograd.grad`: it is returned to the caller
-        return False
-
-
-def put_in_place(parameter: Tensor, gradient: Tensor) -> None:
-    """Accumulate `gradient` as autograd's own node does: not into what wants none any more."""
-    if not parameter.requires_grad:
-        return
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from memtune.calls import BATCH_NORMS
 from memtune.runtime.capture import autocast_state, no_autocast
-from memtune.runtime.frozen import FrozenRun, is_accumulated, is_hooked, is_watched
+from memtune.runtime.frozen import FrozenRun
 from memtune.runtime.online_values import written_since
+from memtune.runtime.parameter_gradients import is_accumulated, is_hooked, is_watched
 from memtune.runtime.random_state import RandomState
 
 Online = Callable[[Any, Any], Any]

@@ -38,13 +38,13 @@ from memtune.remat import Policy
 from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.followed import Followers, Opened
 from memtune.runtime.followed_run import FollowedRun
-from memtune.runtime.frozen import is_accumulated, is_hooked, is_watched
 from memtune.runtime.guards import call_key
 from memtune.runtime.members import members_of
 from memtune.runtime.online_notes import Noted, Notes
 from memtune.runtime.online_table import OnlineTable
 from memtune.runtime.online_values import too_small
 from memtune.runtime.op_facts import Costs, OpFacts
+from memtune.runtime.parameter_gradients import is_accumulated, is_hooked, is_watched
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tape import GradientLike
 from memtune.runtime.tiers import HOST, storages_of, tier
