@@ -3,8 +3,8 @@
 Rule 1. What it saved is let go, and its forward runs again when its backward comes: online, beside whoever waits then, so that
         both stay within the budget. It keeps what it was called with, and the state of the generators where it draws.
 Rule 2. Where a second run would not do the same it keeps what it has: forwards that write into buffers or update a norm's
-        statistics. So it does where somebody waits for gradients one by one (`parameter_gradients.is_watched`): the second run has them all
-        at once.
+        statistics. So it does where somebody waits for gradients one by one (`parameter_gradients.is_watched`): the second run
+        has them all at once.
 Rule 3. The second run does what the first one did, whatever the module is like by then: autocast and the modules' training
         flags are set as they were. Where something else has changed, or a parameter has got hooks, the module's own code does
         not run: the captured ops do, under their schedule.
