@@ -34,6 +34,7 @@ from memtune.runtime.online_notes import Noted
 from memtune.runtime.other_outputs import OutputsRun, left_out
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.tape import GradientLike, Tape
+from memtune.runtime.waiting_forwards import WaitingForwards
 from memtune.schedule import Schedule
 
 _MOST_KINDS = 64
@@ -52,7 +53,7 @@ class Opened(NamedTuple):
     background_bytes: int
 
 
-class Followers:
+class Followers(WaitingForwards):
     """The paths that were noted, by kind of call.
 
     Args:
@@ -105,19 +106,6 @@ class Followers:
         regions = self._regions.setdefault(key, [])
         regions.append(_FollowedRegion(self, key, noted, partial(self._instead, key, len(regions))))
 
-    def waiting_bytes(self) -> int:
-        """What forwards hold that wait for their backward."""
-        return sum(each.waiting_bytes() for each in self._all())
-
-    def give_way(self) -> None:
-        """Another forward begins: those that wait for their backward let go of what may run again."""
-        for each in self._all():
-            each.give_way()
-
-    def again(self, args: Any, kwargs: Any) -> Any:
-        """Run a forward that gave way once more."""
-        return self._online(None, args, kwargs)
-
     def _all(self) -> Iterator[_FollowedRegion]:
         yield from self._retired
         for regions in self._regions.values():
@@ -158,7 +146,7 @@ class _FollowedRegion(FrozenRegion):
         return sum(each.used_bytes() for each in self._waiting()) + held_bytes(called)
 
     def give_way(self) -> None:
-        """See `Followers.give_way`."""
+        """See `WaitingForwards.give_way`."""
         for run in self._runs():
             if isinstance(run, GivingRun):
                 run.give_way()

@@ -33,6 +33,7 @@ from memtune.runtime.op_facts import Facts
 from memtune.runtime.other_outputs import OutputsRun, left_out
 from memtune.runtime.same_ops import places_of
 from memtune.runtime.tape import GradientLike, Tape
+from memtune.runtime.waiting_forwards import WaitingForwards
 from memtune.schedule import Action, Do, Schedule, scheduled, wrong_with
 
 _MOST_CASES = 64
@@ -69,7 +70,7 @@ class Case:
     """It stays online from now on."""
 
 
-class WarmUp:
+class WarmUp(WaitingForwards):
     """Counts runs of the same ops, and freezes what was decided.
 
     Args:
@@ -104,19 +105,6 @@ class WarmUp:
             self.give_way()
             return None
         return case.frozen
-
-    def waiting_bytes(self) -> int:
-        """What forwards under schedules hold that wait for their backward."""
-        return sum(each.waiting_bytes() for each in self._all())
-
-    def give_way(self) -> None:
-        """Another forward begins: those that wait for their backward let go of what they saved, where they can."""
-        for each in self._all():
-            each.give_way()
-
-    def again(self, args: Any, kwargs: Any) -> Any:
-        """Run a forward that gave way once more."""
-        return self._online(None, args, kwargs)
 
     def _all(self) -> list[_Warmed]:
         return [*(case.frozen for case in self.cases.values() if case.frozen is not None), *self._retired]
@@ -187,7 +175,7 @@ class _Warmed(FrozenRegion):
         return (self._decided.gradients,)
 
     def give_way(self) -> None:
-        """See `WarmUp.give_way`."""
+        """See `WaitingForwards.give_way`."""
         for each in self._runs():
             if isinstance(each, GivingRun):
                 each.give_way()
