@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,15 @@ from memtune.runtime.ssd_file import Extent
 
 SCHEMA: Final = 1
 _PATIENCE_S: Final = 1.0
+
+
+class Durable(NamedTuple):
+    """What a step has written and is on the drive; fields are those of `Manifest`."""
+
+    pieces: list[Extent]
+    counters: list[float | None]
+    folders: list[str]
+    notes: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +57,15 @@ class Manifest:
     """Buffers that a checkpoint would hold, and the states of random number generators."""
     folders: list[str] = field(default_factory=list)
     """Names of the folders that have the pieces, where it is not the run's own; never paths."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What else whoever wrote the pieces has to know of them, as plain JSON."""
 
     def text(self) -> bytes:
         """The file: one line of JSON, one with its hash."""
         pieces = [[each.name, each.offset, each.n_bytes, coded(each.sums.tobytes())] for each in self.pieces]
         values = {name: _tensor_coded(value) for name, value in self.values.items()}
         document = {"schema": SCHEMA, "key": self.key, "step": self.step, "pieces": pieces, "counters": self.counters}
-        line = json.dumps({**document, "values": values, "folders": self.folders}).encode()
+        line = json.dumps({**document, "values": values, "folders": self.folders, "notes": self.notes}).encode()
         return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
     @classmethod
@@ -72,7 +83,8 @@ class Manifest:
                 for name, offset, n_bytes, sums in document["pieces"]
             ]
             values = {name: _tensor_decoded(*value) for name, value in document["values"].items()}
-            return cls(document["key"], document["step"], pieces, document["counters"], values, document.get("folders", []))
+            more = document.get("folders", []), document.get("notes", {})
+            return cls(document["key"], document["step"], pieces, document["counters"], values, *more)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 

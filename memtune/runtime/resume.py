@@ -21,8 +21,7 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import EnvironmentFault
 from memtune.runtime import disk, offload_dir
 from memtune.runtime.context import Context
-from memtune.runtime.manifest import DeadRun, Manifest, dead_runs, forget
-from memtune.runtime.ssd_file import Extent
+from memtune.runtime.manifest import DeadRun, Durable, Manifest, dead_runs, forget
 from memtune.runtime.tree import local
 
 _CPU_RANDOM: Final = "random numbers, cpu"
@@ -30,7 +29,7 @@ _DEVICE_RANDOM: Final = "random numbers, device"
 
 
 class Kept(Protocol):
-    """What is on SSD, with two slots for everything: `kept_pieces`, or with updaters `kept_updaters`."""
+    """What is on SSD, two slots for everything: `kept_pieces`; with updaters `kept_updaters`, with experts `kept_experts`."""
 
     def facts(self) -> list[Any]:
         """What must be the same where this is taken up."""
@@ -41,8 +40,8 @@ class Kept(Protocol):
     def holders(self) -> object:
         """What holds the places of all slots in this run's folder."""
 
-    def durable(self) -> tuple[list[Extent], list[float | None], list[str]]:
-        """Flush all that the step has written; its places, counters of steps, and names of folders besides the run's own."""
+    def durable(self) -> Durable:
+        """Flush all that the step has written; says where that is."""
 
     def complete(self) -> None:
         """A manifest has that: what is written next goes to the other slots."""
@@ -128,9 +127,9 @@ class LastStep:
         """Its places stay this run's when the optimizer is gone and the process goes on with something else."""
         run = disk.folder()
         run.kept[self._key] = self._kept.holders()
-        extents, counters, folders = self._kept.durable()
+        pieces, counters, folders, notes = self._kept.durable()
         values = _random(self._context) | {name: local(value) for name, value in self._buffers()}
-        Manifest(self._key, self.steps, extents, counters, values, folders).write(run.path)
+        Manifest(self._key, self.steps, pieces, counters, values, folders, notes).write(run.path)
         self._kept.complete()
 
     def _forget(self) -> None:

@@ -33,7 +33,7 @@ from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_ho
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
-from memtune.runtime.resume import LastStep
+from memtune.runtime.resume import Kept, LastStep
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -47,7 +47,8 @@ class SsdOptimizer:
         master: bfloat16 parameters have float32 masters.
         ahead: Pieces that are read ahead.
         keep: Every complete step is kept (`runtime.resume`), and the newest one that was kept is taken up.
-        chosen: What is moved; the optimizer's own step goes on for all else. None: everything, and there is no own step.
+        chosen: What is moved; the optimizer's own step goes on for all else, and who chose says what is kept of it
+            (`_keep_steps`). None: everything, and there is no own step.
 
     Raises:
         ApplyError: The optimizer or a parameter's type is none that the native update knows.
@@ -85,12 +86,17 @@ class SsdOptimizer:
             watch_loads(context, {piece.device for piece in self._pieces}, self._stale.update)
         self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
         self._last: LastStep | None = None
-        if keep and not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
-            self._last = LastStep(context, KeptPieces(self._pieces, self._optimizer.state))
+        if chosen is None:
+            if keep:
+                self._keep_steps(context, KeptPieces(self._pieces, self._optimizer.state))
+            replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
+
+    def _keep_steps(self, context: Context, kept: Kept) -> None:
+        """Each complete step is kept from here on, and the newest one that was kept is taken up; nothing is of fake tensors."""
+        if not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
+            self._last = LastStep(context, kept)
             context.resumed_steps = self._last.resume()
             context.finish = self._last.finish
-        if chosen is None:
-            replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
 
     def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
         weight = master_of(to_host_now(local(parameter)), self._master)

@@ -63,6 +63,10 @@ class Moesys(Technique):
     """Blocks whose experts are read from SSD ahead."""
     on_device: Annotated[int, Field(ge=1, le=64)] = 2
     """Blocks whose experts are on the device: with 2 those of the next one come up while the current one computes."""
+    resume: Literal["checkpoint", "last_step"] = "checkpoint"
+    """After a crash training goes on from the user's own checkpoint, or from the last complete step: then experts have two slots
+    on SSD, and so has all else that is trained. Each step writes the experts that it has changed and all of the rest, and ends
+    with a flush of the drive."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs experts, a drive, and blocks that run one after the other, in float32; several ranks: `fsdp`, or replicas."""
@@ -92,7 +96,7 @@ class Moesys(Technique):
         return self._on_ssd(program, _used(program))
 
     def _on_ssd(self, program: Program, used: tuple[Expert, ...]) -> Program:
-        step, how = program.step, How(self.cache, self.rule, self.ahead, self.on_device)
+        step, how = program.step, How(self.cache, self.rule, self.ahead, self.on_device, self.keeps_steps())
         return program.with_step(experts_on_ssd(step, experts_in(step), how, used, replicas(program)))
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
@@ -112,14 +116,19 @@ class Moesys(Technique):
             raise ApplyError(
                 "The model has no experts.", fix="offload: {states: {kind: zero_infinity}}", code="MT381"
             )  # fmt: skip
-        optimizer = ExpertOptimizer(context, experts, self.cache, self.rule, self.on_device)
+        optimizer = ExpertOptimizer(context, experts, self.cache, self.rule, self.on_device, self.keeps_steps())
         residency = window(blocks, min(self.on_device, blocks), gathered=is_gathered(context.model))
         store = ExpertStore(context, experts, residency, optimizer, self.ahead)
         context.checks["offload.states"] = store.check
 
+    def keeps_steps(self) -> bool:
+        """With `resume: last_step`."""
+        return self.resume == "last_step"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of experts and of all else, and what is kept where."""
-        how = {"cache": self.cache, "rule": self.rule, "ahead": self.ahead, "on_device": self.on_device}
+        how: dict[str, Any] = {"cache": self.cache, "rule": self.rule, "ahead": self.ahead, "on_device": self.on_device}
+        how |= {"resume": self.resume} if self.keeps_steps() else {}
         return {"states.offload": {"experts": "ssd", "optimizer": "device", "trigger": "in_backward", **how}}
 
 

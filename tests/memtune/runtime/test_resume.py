@@ -33,6 +33,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "lohan": {"kind": "lohan", "bucket_mib": 0},
     "updaters": {"kind": "smart_infinity", "sub_group_mib": 0.0002, "buffers": 2},
     "pages": {"kind": "angel_ptm", "optimizer": "ssd"},
+    "experts": {"kind": "moesys", "cache": 2, "on_device": 1, "ahead": 1},
 }
 PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "ahead": [0] * 4}}
 
@@ -41,6 +42,29 @@ def fresh(blocks: int = 1) -> nn.Module:
     torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 6)) for _ in range(blocks)]
     return nn.Sequential(*layers, nn.Linear(6, 2))
+
+
+class Routed(nn.Module):
+    """Rows go to one of three experts, by their sign; most steps leave some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.rest = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        to, mixed = (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            (mine,) = torch.nonzero(to == index, as_tuple=True)
+            mixed = mixed.index_add(0, mine, expert(x[mine]))
+        return x + self.rest(mixed)
+
+
+def model_for(resume: str) -> nn.Module:
+    if not resume.endswith(",experts"):
+        return fresh(2 if "," in resume else 1)
+    torch.manual_seed(1)
+    return nn.Sequential(Routed(), Routed(), nn.Linear(6, 2))
 
 
 def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
@@ -60,11 +84,11 @@ def train(directory: str, resume: str, kill_at: int, log: str) -> None:
     torch.set_num_threads(1)
     if kill_at >= 0:
         kill_at_durable_act(kill_at)
-    tuned = tuned_of(fresh(2 if "," in resume else 1), resume)
+    tuned = tuned_of(model_for(resume), resume)
     with open(log, "a") as out:
         print("start", tuned.resumed_steps, file=out, flush=True)
         for step in range(tuned.resumed_steps, STEPS):
-            tuned.step([torch.randn(4, 6)])
+            tuned.step([torch.randn(2 if resume.endswith(",experts") else 4, 6)])
             print("done", step + 1, file=out, flush=True)
         torch.save((tuned.state_dict(), torch.get_rng_state()), f"{log}.pt")
     tuned.finish()
@@ -157,6 +181,18 @@ def test_killed_with_parameters_on_ssd_it_goes_on_to_the_bit(tmp_path: Path) -> 
 def test_killed_with_pages_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     """Pages of weights on the host are made from what was taken up."""
     assert killed_and_resumed(tmp_path, range(20, 200, 17), resume="last_step,pages") > 4
+
+
+def test_killed_with_experts_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """What some have missed is made up for after it is taken up, too; what stays on the device is as it was."""
+    assert killed_and_resumed(tmp_path, range(86, 87), resume="last_step,experts") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("again", [-1, 60])
+def test_with_experts_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path, again: int) -> None:
+    assert killed_and_resumed(tmp_path, range(20, 300, 5), again, "last_step,experts") > 10
 
 
 def test_killed_inside_backward_it_goes_on_to_the_bit(tmp_path: Path) -> None:
