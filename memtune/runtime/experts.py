@@ -97,7 +97,9 @@ class ExpertOptimizer(SsdOptimizer):
         self.made_up = 0
         before_step(self._optimizer, lambda *_: self._update_rest())
         self._beside: KeptBeside | None = None
+        self._is_loaded = False
         if keep:
+            self._optimizer.register_load_state_dict_post_hook(lambda _: self._loaded())
             self._beside = KeptBeside(self._staying(context), self._optimizer)
             self._optimizer.register_step_post_hook(lambda *_: self._complete())
             experts_ = KeptPieces(self._pieces, self._optimizer.state)
@@ -190,18 +192,27 @@ class ExpertOptimizer(SsdOptimizer):
     @torch.no_grad()
     def _reload(self) -> None:
         """State that was read is not on SSD yet; weights have been set block by block."""
+        self._adopt_all()
+        if self._beside is not None:
+            self._complete(steps=0)
+
+    def _loaded(self) -> None:
+        self._is_loaded = True
+
+    def _adopt_all(self) -> None:
+        self._is_loaded = False
         for expert, pieces in enumerate(self.pieces):
             for piece, host in zip(pieces, self.host(expert), strict=True):
                 self._adopt(piece, self._optimizer.state[piece.held], piece.parts(host)[1:])
             self._dirty.add(expert)
         self.flush()
-        if self._beside is not None:
-            self._complete(steps=0)
 
     @torch.no_grad()
     def _complete(self, steps: int = 1) -> None:
         """All that a step has changed is on SSD, and on all ranks."""
         assert self._beside is not None
+        if self._is_loaded:  # by the optimizer's own method, which nobody else hears of
+            self._adopt_all()
         self._write_changed()
         self._beside.write()
         if self._last is not None:

@@ -266,7 +266,6 @@ class TestMoesys(TechniqueSuite):
             assert all(torch.equal(value, saved["optimizer"]["state"][index][name]) for name, value in state.items())
         wanted = one_step(workload, net, optimizer, tuned, seed=SEED + 9)
         after = copy.deepcopy(tuned.state_dict()["model"])
-        tuned.finish()
         workload, net, optimizer, tuned = tuned_with(technique)
         tuned.load_state_dict(saved)
         got = one_step(workload, net, optimizer, tuned, seed=SEED + 9)
