@@ -356,20 +356,26 @@ def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -
 def train_on_rank(
     directory: str, sharding: str, kill_at: int, kind: str = "zero_infinity"
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`. All ranks have the same samples."""
+    """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`.
+
+    All ranks have the same samples, but of a model with experts, of which ranks then use different ones.
+    """
     os.environ[offload_dir.VARIABLE] = directory
     if kill_at >= 0 and torch.distributed.get_rank() == 1:
         kill_at_durable_act(kill_at)
-    model = fresh(2)
+    has_experts = kind == "moesys"
+    model = model_for("last_step,experts") if has_experts else fresh(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    states: dict[str, Any] = {"kind": kind, "resume": "last_step"}
+    states: dict[str, Any] = {"kind": kind, "resume": "last_step", **(OTHERS["experts"] if has_experts else {})}
     settings = {"sharding": {"states": {"kind": sharding}}, "offload": {"states": states}}
+    if has_experts:
+        torch.manual_seed(torch.distributed.get_rank())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it goes on
         tuned = memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean(), strict=False)
     began = tuned.resumed_steps
     for _ in range(began, STEPS):
-        tuned.step([torch.randn(4, 6)])
+        tuned.step([torch.randn(2 if has_experts else 4, 6)])
     found = {name: value.clone() for name, value in tuned.state_dict()["model"].items()}
     tuned.finish()
     end_updaters()
@@ -410,6 +416,13 @@ def test_a_killed_rank_that_updates_inside_backward_goes_on_with_the_others(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("act", [91, 105, 118])
+def test_a_killed_rank_with_experts_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
+    a_killed_rank_goes_on(tmp_path, sharding, act, "moesys")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "zero1", "zero2"])
 @pytest.mark.parametrize("act", [52, 63, 75])
 def test_a_killed_rank_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
@@ -420,15 +433,15 @@ def a_killed_rank_goes_on(tmp_path: Path, sharding: str, act: int, kind: str) ->
     plain, killed = tmp_path / "plain", tmp_path / "killed"
     plain.mkdir()
     killed.mkdir()
-    (_, wanted), _ = run_ranks(train_on_rank, 2, str(plain), sharding, -1, kind)
+    wanted = run_ranks(train_on_rank, 2, str(plain), sharding, -1, kind)
     assert None in run_ranks(train_on_rank, 2, str(killed), sharding, act, kind, may_fail=True)
     assert any(killed.iterdir())
     resumed = run_ranks(train_on_rank, 2, str(killed), sharding, -1, kind)
     starts = {began for began, _ in resumed}
     assert len(starts) == 1
     assert 0 < starts.pop() < STEPS
-    for _, found in resumed:
-        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    for (_, found), (_, own) in zip(resumed, wanted, strict=True):
+        assert all(torch.equal(value, own[name]) for name, value in found.items())
     assert not list(killed.iterdir())
 
 
