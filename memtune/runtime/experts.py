@@ -102,7 +102,7 @@ class ExpertOptimizer(SsdOptimizer):
             self._optimizer.register_load_state_dict_post_hook(lambda _: self._loaded())
             self._beside = KeptBeside(self._staying(context), self._optimizer)
             self._optimizer.register_step_post_hook(lambda *_: self._complete())
-            experts_ = KeptPieces(self._pieces, self._optimizer.state)
+            experts_ = KeptPieces(self._pieces, self._optimizer)
             self._keep_steps(context, KeptExperts(experts_, self._pieces, self._beside, self._missed))
 
     def _staying(self, context: Context) -> list[Staying]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import EnvironmentFault
@@ -25,11 +26,11 @@ class KeptPieces:
 
     Args:
         pieces: Each has its spare slot.
-        state: The optimizer's, of what it holds.
+        optimizer: Whose state they are; loading gives it another one.
     """
 
-    def __init__(self, pieces: list[Piece], state: Mapping[Tensor, Any]) -> None:
-        self._pieces, self._state = pieces, state
+    def __init__(self, pieces: list[Piece], optimizer: Optimizer) -> None:
+        self._pieces, self._optimizer = pieces, optimizer
         self._taken: list[Piece] = []
 
     def facts(self) -> list[Any]:
@@ -47,7 +48,7 @@ class KeptPieces:
         """One extent and one counter for each piece."""
         place = disk.current()
         place.flush()
-        steps = [self._state[piece.held].get("step") for piece in self._pieces]
+        steps = [self._optimizer.state[piece.held].get("step") for piece in self._pieces]
         counters = [None if each is None else float(each) for each in steps]
         return Durable([place.extent(piece.ssd) for piece in self._pieces], counters, [], {})
 
@@ -69,7 +70,7 @@ class KeptPieces:
     def _take_up_piece(self, piece: Piece, extent: Extent, counter: float | None, file: int) -> None:
         host = taken_up(extent, piece.target, file)
         _up(piece, host)
-        state = self._state[piece.held]
+        state = self._optimizer.state[piece.held]
         if counter is not None:
             state["step"].fill_(counter)
         piece.turn(state)

@@ -88,7 +88,7 @@ class SsdOptimizer:
         self._last: LastStep | None = None
         if chosen is None:
             if keep:
-                self._keep_steps(context, KeptPieces(self._pieces, self._optimizer.state))
+                self._keep_steps(context, KeptPieces(self._pieces, self._optimizer))
             replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
 
     def _keep_steps(self, context: Context, kept: Kept) -> None:

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from gloo import run_ranks
+from routed import STATES, routed
 from torch import nn
 
 import memtune
@@ -33,7 +34,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "lohan": {"kind": "lohan", "bucket_mib": 0},
     "updaters": {"kind": "smart_infinity", "sub_group_mib": 0.0002, "buffers": 2},
     "pages": {"kind": "angel_ptm", "optimizer": "ssd"},
-    "experts": {"kind": "moesys", "cache": 2, "on_device": 1, "ahead": 1},
+    "experts": STATES,
 }
 PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "ahead": [0] * 4}}
 
@@ -44,27 +45,10 @@ def fresh(blocks: int = 1) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(6, 2))
 
 
-class Routed(nn.Module):
-    """Rows go to one of three experts, by their sign; most steps leave some out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.rest = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        to, mixed = (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            (mine,) = torch.nonzero(to == index, as_tuple=True)
-            mixed = mixed.index_add(0, mine, expert(x[mine]))
-        return x + self.rest(mixed)
-
-
 def model_for(resume: str) -> nn.Module:
     if not resume.endswith(",experts"):
         return fresh(2 if "," in resume else 1)
-    torch.manual_seed(1)
-    return nn.Sequential(Routed(), Routed(), nn.Linear(6, 2))
+    return routed()
 
 
 def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
@@ -181,11 +165,6 @@ def test_killed_with_parameters_on_ssd_it_goes_on_to_the_bit(tmp_path: Path) -> 
 def test_killed_with_pages_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     """Pages of weights on the host are made from what was taken up."""
     assert killed_and_resumed(tmp_path, range(20, 200, 17), resume="last_step,pages") > 4
-
-
-def test_killed_with_experts_it_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """What some have missed is made up for after it is taken up, too; what stays on the device is as it was."""
-    assert killed_and_resumed(tmp_path, range(86, 87), resume="last_step,experts") == 1
 
 
 @pytest.mark.slow
