@@ -4,7 +4,8 @@ Rule 1. Every piece has two slots. A step writes into the one that the last mani
 Rule 2. When all pieces of a step are written, the data is flushed to the drive; then manifest `step % 2` is written beside its
         place, flushed and renamed into it. So the last two complete steps are there until the next step's first write.
 Rule 3. No rank writes a piece of a step before all ranks have ended the step before: they sum gradients in between, or wait for
-        each other (`runtime.kept_experts`, Rule 3). So ranks are at most one step apart, and every rank still has the newest step of the one that is behind.
+        each other (`runtime.kept_experts`, Rule 3). So ranks are at most one step apart, and every rank still has the newest step
+        of the one that is behind.
 Rule 4. A dead run's folder that has a manifest stays until the run that goes on from it has ended a step of its own; others with
         the same steps go when all ranks have taken them up.
 """
