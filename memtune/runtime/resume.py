@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
@@ -99,7 +100,8 @@ class LastStep:
         for each in (run for run in self._before if run is not source):  # runs that crash one after the other fill no drive
             each.remove()
         self._before = [source]
-        warnings.warn(f"memtune goes on after step {agreed}, the last complete one of a run that ended.", stacklevel=8)
+        told = f"memtune goes on after step {agreed}, the last complete one of a run that ended."
+        warnings.warn(told, stacklevel=_level_of_caller())
         return agreed
 
     def complete(self, steps: int = 1) -> None:
@@ -205,6 +207,14 @@ class LastStep:
         context = self._context
         facts: list[Any] = [type(context.optimizer).__name__, context.rank, context.ranks, self._kept.facts()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` at which whoever calls this was called from outside of memtune; techniques are at different depths."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "memtune":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _random(context: Context) -> dict[str, Tensor]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import shutil
-import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,14 +16,12 @@ from memtune.runtime import disk
 BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 
 
-def started() -> memtune.Tuned:
+def started(kind: str = "zero_infinity") -> memtune.Tuned:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
-    settings = {"offload": {"states": {"kind": "zero_infinity", "resume": "last_step"}}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it goes on
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        return memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean())
+    settings = {"offload": {"states": {"kind": kind, "resume": "last_step"}}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean())
 
 
 def test_counters_are_those_of_a_state_that_was_loaded(ssd: Path) -> None:
@@ -38,8 +36,22 @@ def test_counters_are_those_of_a_state_that_was_loaded(ssd: Path) -> None:
     wanted = copy.deepcopy(tuned.state_dict()["model"])
     del tuned
     disk.folder().kept.clear()
-    again = started()
+    with pytest.warns(UserWarning, match="goes on after step 3"):
+        again = started()
     assert again.resumed_steps == 3
     again.step([BATCHES[3]])
     assert all(torch.equal(value, wanted[name]) for name, value in again.state_dict()["model"].items())
+    again.finish()
+
+
+@pytest.mark.parametrize("kind", ["zero_infinity", "lohan"])
+def test_that_it_goes_on_is_said_of_the_line_that_applied_it(ssd: Path, kind: str) -> None:
+    tuned = started(kind)
+    tuned.step([BATCHES[0]])
+    shutil.copytree(disk.folder().path, ssd / "memtune-run-1-killed")
+    del tuned
+    disk.folder().kept.clear()
+    with pytest.warns(UserWarning, match="goes on after step 1") as caught:
+        again = started(kind)
+    assert [each.filename for each in caught] == [__file__]
     again.finish()
