@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from memtune.autotune import events
 from memtune.autotune.candidates import Choice
 from memtune.autotune.control import Control
+from memtune.autotune.effects import Effects, effects, kinds
 from memtune.autotune.judge import Measured, judge, loss_tolerance, losses_disagree
 from memtune.autotune.options import SearchOptions
 from memtune.autotune.pruning import Pruner
@@ -332,17 +333,22 @@ class Driver:
                 calibration = calibration.add(scored.prediction, each.result.peak_allocated_bytes, each.result.step_s)
         self.pruner = self.pruner.calibrated(calibration)
 
+    def effects(self) -> Effects:
+        """What the trials say of their techniques."""
+        ok = [(each.job.scored, each.result.step_s) for each in self.finished if each.result.status == "ok"]
+        return effects((kinds(scored.choice), step_s / scored.prediction.step_s) for scored, step_s in ok if step_s)
+
     def refuses(self, choice: Choice) -> bool:
         """Whether `choice` has all that two trials had in common whose techniques refused the live model for the same reason."""
-        return any(struck <= _kinds(choice) for struck in self._struck)
+        return any(struck <= kinds(choice) for struck in self._struck)
 
     def _strike(self, done: Finished) -> None:
         same = [each for each in self.finished if each.result.status == "unfit" and each.result.reason == done.result.reason]
         if len(same) < 2 or not done.result.reason.startswith("MT"):
             return
-        worked = [_kinds(each.job.scored.choice) for each in self.finished if each.result.status == "ok"]
-        common = frozenset.intersection(*(_kinds(each.job.scored.choice) for each in same))
-        if common and not any(common <= kinds for kinds in worked):
+        worked = [kinds(each.job.scored.choice) for each in self.finished if each.result.status == "ok"]
+        common = frozenset.intersection(*(kinds(each.job.scored.choice) for each in same))
+        if common and not any(common <= those for those in worked):
             self._struck.add(common)
 
     def _after(self, done: Finished) -> None:
@@ -416,7 +422,3 @@ def trial_config(setup: Setup, choice: Choice) -> TunedConfig:
     candidate = setup.scorer.rewriter.candidate(choice)
     plans: dict[str, Plan] = {} if isinstance(candidate, Reason) else dict(candidate.plans)
     return TunedConfig(settings=choice, made_for=setup.made_for, plan=plans)
-
-
-def _kinds(choice: Choice) -> frozenset[tuple[str, str]]:
-    return frozenset((each.slot, each.kind) for each in choice.techniques)
