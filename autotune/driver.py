@@ -82,6 +82,7 @@ class Driver:
         executor: Executor,
         log: events.EventLog,
         control: Control,
+        began_s: float | None = None,
     ) -> None:
         self.setup, self.options, self.control = setup, options, control
         self.pruner = Pruner(setup.budget_bytes)
@@ -96,7 +97,7 @@ class Driver:
         self.executor_name = executor.name
         self._best_number: int | None = None
         self._crashes: list[str] = []
-        self._started_s = time.monotonic()
+        self._started_s = time.monotonic() if began_s is None else began_s
         self._paused = False
         self.unit = 2.0**-8 if matmul_dtype(setup.recording.step) in ("bfloat16", "float16") else 2.0**-24
         self._draws_random = bool(setup.recording.step.op_rng.any())
@@ -111,7 +112,7 @@ class Driver:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the driver was made."""
+        """Since the search was asked for, recording and scoring included."""
         return time.monotonic() - self._started_s
 
     def measured(self) -> list[Measured]:
