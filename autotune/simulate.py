@@ -41,6 +41,9 @@ _SECTIONS: tuple[tuple[Phase, ...], ...] = (
     (Phase.OPTIMIZER,),
 )
 
+# On a CPU these are all work of the same cores.
+_ON_CORES = frozenset({Resource.COMPUTE, Resource.HOST_THREADS, Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST})
+
 # PyTorch's caching allocator: requests up to 1 MiB come from segments of 2 MiB, larger ones from a pool of their own.
 _SMALL_BYTES = MIB
 _SEGMENT_BYTES = 2 * MIB
@@ -260,7 +263,7 @@ def _coarse(program: Program, hardware: Hardware) -> list[_Run]:
     for each, (_, sharing) in zip(program.rank_classes, places(program, hardware), strict=True):
         columns = _columns(each.step, hardware, program.ranks)
         live = _native.live(columns, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
-        runs.append(_Run(each.step, live, _coarse_time(live, program, sharing)))
+        runs.append(_Run(each.step, live, _coarse_time(live, program, sharing, shares_cores=hardware.device == "cpu")))
     return runs
 
 
@@ -275,6 +278,7 @@ def _events(program: Program, hardware: Hardware) -> list[_Run]:
         rounding_bytes=hardware.allocation_rounding_bytes,
         small_bytes=_SMALL_BYTES,
         copies_in_turn=program.copies_in_turn,
+        shares_cores=hardware.device == "cpu",
     )
     path, by_resource = critical_path(steps, timeline)
     runs = []
@@ -318,12 +322,13 @@ def _communicators(step: Step) -> int:
     return len(set(zip(step.op_group[talk].tolist(), step.op_resource[talk].tolist(), strict=True)))
 
 
-def _coarse_time(live: _native.Live, program: Program, sharing: int) -> _Time:
+def _coarse_time(live: _native.Live, program: Program, sharing: int, *, shares_cores: bool) -> _Time:
     """Each section of the step takes as long as its busiest resource, and at most as long as all of them together.
 
-    A pipeline waits besides, while forward and backward would run.
+    A pipeline waits besides, while forward and backward would run. What shares cores with compute counts as one resource with it.
     """
     compute = Resource.COMPUTE
+    on_cores = _ON_CORES if shares_cores else frozenset({compute})
     total = low = 0.0
     busy, exposed = [0.0] * len(RESOURCES), [0.0] * len(RESOURCES)
     used = {i: row for i, row in enumerate(live.busy_s) if i == compute or any(row)}
@@ -332,11 +337,12 @@ def _coarse_time(live: _native.Live, program: Program, sharing: int) -> _Time:
         sums = {i: sum(times[phase] * row[phase] for phase in section) for i, row in used.items()}
         for copies in {Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST} & sums.keys():
             sums[copies] *= sharing
-        low += max(sums.values())
+        cores = sum(seconds for i, seconds in sums.items() if i in on_cores)
+        low += max(cores, *sums.values())
         total += sum(sums.values())
         for i, seconds in sums.items():
             busy[i] += seconds
-            exposed[i] += seconds if i == compute else max(0.0, seconds - sums[compute])
+            exposed[i] += seconds if i in on_cores else max(0.0, seconds - sums[compute])
         waits = program.idle * sums[compute] if section[-1] in REPEATED else 0.0
         low, total = low + waits, total + waits
     return _Time(low, low, total, busy, exposed)

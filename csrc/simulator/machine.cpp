@@ -60,7 +60,7 @@ class Machine {
         if (steps[c].op_resource[op] != kNothing) ranks_[c].queues[queue_of(steps[c], op)].tasks.push_back(t);
       }
     }
-    rates_vary_ = rules.link_slowdown > 0 || steps.size() > 1;
+    rates_vary_ = rules.link_slowdown > 0 || rules.shares_cores || steps.size() > 1;
     for (const Place& place : places) rates_vary_ |= place.ranks_on_root > 1;
   }
 
@@ -225,20 +225,28 @@ class Machine {
     for (std::size_t c = 0; c < ranks_.size(); ++c) {
       auto& slots = ranks_[c].slots;
       const bool links = slots[kIntraLink].runs || slots[kInterLink].runs;
-      set_rate(slots[kCompute], links ? 1 / (1 + rules_.link_slowdown) : 1);
+      const double cores = part_of_cores(slots);
+      set_rate(slots[kCompute], links ? cores / (1 + rules_.link_slowdown) : cores);
+      set_rate(slots[kHostThreads], cores);
       for (const Resource copy : {kHostToDevice, kDeviceToHost}) {
-        if (!slots[copy].runs) continue;
-        if (rules_.copies_in_turn) {
-          set_rate(slots[copy], has_turn(c, copy) ? 1.0 / places_[c].ranks_on_root : kWaits);
-          continue;
-        }
-        std::int32_t sharing = 0;
-        for (std::size_t other = 0; other < ranks_.size(); ++other) {
-          if (places_[other].root == places_[c].root && ranks_[other].slots[copy].runs) sharing += places_[other].ranks_on_root;
-        }
-        set_rate(slots[copy], 1.0 / std::max(sharing, 1));
+        if (slots[copy].runs) set_rate(slots[copy], cores * part_of_root(c, copy));
       }
     }
+  }
+
+  double part_of_cores(const std::array<Slot, kNothing>& slots) const {
+    if (!rules_.shares_cores) return 1;
+    const auto runs = [&](Resource each) { return int{slots[each].runs}; };
+    return 1.0 / std::max(runs(kCompute) + runs(kHostThreads) + runs(kHostToDevice) + runs(kDeviceToHost), 1);
+  }
+
+  double part_of_root(std::size_t c, Resource copy) const {
+    if (rules_.copies_in_turn) return has_turn(c, copy) ? 1.0 / places_[c].ranks_on_root : kWaits;
+    std::int32_t sharing = 0;
+    for (std::size_t other = 0; other < ranks_.size(); ++other) {
+      if (places_[other].root == places_[c].root && ranks_[other].slots[copy].runs) sharing += places_[other].ranks_on_root;
+    }
+    return 1.0 / std::max(sharing, 1);
   }
 
   // Of the classes behind one root the one whose copy began to wait first; of several at once the first one.
