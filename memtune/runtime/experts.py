@@ -66,6 +66,9 @@ class ExpertOptimizer(SsdOptimizer):
         on_device: Blocks whose experts are on the device at once.
         keep: Every complete step is kept, as `SsdOptimizer` has it.
 
+    Attributes:
+        hosts: Where others look for experts' weights while they are not on the device; kept steps turn from place to place.
+
     Raises:
         ApplyError: The optimizer or a parameter's type is none that the native update knows.
         EnvironmentFault: There is no room on SSD; says for which parameter.
@@ -93,6 +96,7 @@ class ExpertOptimizer(SsdOptimizer):
         self._dirty: set[int] = set()
         self._zero: set[nn.Parameter] = set()
         self._missed: Missed = {}
+        self.hosts: dict[nn.Parameter, Tensor] | None = None
         self.moment = 0
         self.made_up = 0
         before_step(self._optimizer, lambda *_: self._update_rest())
@@ -172,15 +176,16 @@ class ExpertOptimizer(SsdOptimizer):
             self.host(expert)
         self._write_changed()
 
+    def _turn(self, piece: Piece) -> None:
+        super()._turn(piece)
+        if self.hosts is not None:
+            self.hosts[piece.device] = piece.held.detach()
+
     def _write_changed(self) -> None:
         for expert, hosts in self._there.items():
             self._write_back(expert, hosts)
         while self._writing:
             self._finish_oldest()
-
-    def weights(self) -> dict[nn.Parameter, Tensor]:
-        """Where those of experts are on SSD."""
-        return {piece.device: piece.held.detach() for piece in self._pieces}
 
     @torch.no_grad()
     def set_weights(self, expert: int) -> None:
@@ -335,6 +340,7 @@ class ExpertStore(ParameterStore):
         members = [[piece.device for i in mine for piece in optimizer.pieces[i]] for mine in self._members]
         self._places: dict[nn.Parameter, Place] = {}
         super().__init__(context, residency, optimizer, members=members)
+        optimizer.hosts = self._hosts
         if self._gathered is not None:  # Rule 8
             self._last = self._used = [set(mine) for mine in self._members]
             self._keep_others_apart(context)
@@ -453,7 +459,6 @@ class ExpertStore(ParameterStore):
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """As copies: whoever loads a state dict may write into the tensors of this one."""
         self._held_by.verify(set(module.parameters()))
-        self._hosts.update(self._held_by.weights())  # where steps are kept, each is in one place or the other
         super()._into_state_dict(module, state, prefix, metadata)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state and parameter in self._hosts:
