@@ -46,7 +46,7 @@ from memtune.runtime.chunks import Piece as Place
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import divided_like, is_gathered
 from memtune.runtime.host_optimizer import before_step, to_host_now
-from memtune.runtime.kept_experts import KeptBeside, KeptExperts, Missed, Staying
+from memtune.runtime.kept_experts import KeptBeside, KeptExperts, Staying
 from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_piece import Piece
@@ -95,10 +95,10 @@ class ExpertOptimizer(SsdOptimizer):
         self._there: dict[int, list[Tensor]] = {}
         self._dirty: set[int] = set()
         self._zero: set[nn.Parameter] = set()
-        self._missed: Missed = {}
-        self.hosts: dict[nn.Parameter, Tensor] | None = None
+        self._missed: dict[nn.Parameter, list[dict[str, Any]]] = {}
         self.moment = 0
         self.made_up = 0
+        self.hosts: dict[nn.Parameter, Tensor] | None = None
         before_step(self._optimizer, lambda *_: self._update_rest())
         self._beside: KeptBeside | None = None
         self._is_loaded = False
