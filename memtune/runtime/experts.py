@@ -85,6 +85,7 @@ class ExpertOptimizer(SsdOptimizer):
         self._there: dict[int, list[Tensor]] = {}
         self._dirty: set[int] = set()
         self._zero: set[nn.Parameter] = set()
+        context.cleared.append(self._zero.difference_update)
         self._missed: dict[nn.Parameter, list[dict[str, Any]]] = {}
         self.moment = 0
         self.made_up = 0

@@ -29,6 +29,7 @@ from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.direct_loads import watch_loads
+from memtune.runtime.held_parameter import held_for
 from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
 from memtune.runtime.late_updates import LateUpdates
 from memtune.runtime.own_step import replace_step, with_hooks
@@ -151,7 +152,7 @@ class HostOptimizer:
         host = to_host_now(local(parameter))
         if self._native is not None:
             host = master_of(host, self._master)
-        copy = nn.Parameter(host, requires_grad=parameter.requires_grad)
+        copy = held_for(parameter, host)
         mark(copy, HOST)
         state = self._optimizer.state.pop(parameter, None)
         if state is not None:
@@ -161,6 +162,8 @@ class HostOptimizer:
 
     def _gradients_down(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         refuse_others(optimizer, self._stays.union(host for _, host in self._pairs))
+        for left in self._gradients.keys() - self._updated:  # by a step that raised
+            del self._gradients[left]
         on_the_way: nn.Parameter | None = None
         for parameter, host in self._pairs:
             if parameter.grad is None:
@@ -324,7 +327,10 @@ class HostOptimizer:
                 host.grad = None
 
     def _reload(self) -> None:
-        """The device's weights are others, and so is the state, wherever it was read into."""
+        """The device's weights are others, and so is the state, wherever it was read into; what was updated early is replaced."""
+        self._join()
+        self._updated.clear()
+        self._gradients.clear()
         self._loaded([parameter for parameter, _ in self._pairs])
         for state in self._states():
             state.update({name: state_to_host(value) for name, value in state.items()})

@@ -22,12 +22,13 @@ from memtune.pages import Pages
 from memtune.runtime import transfer
 from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
-from memtune.runtime.gathered_rows import GatheredBlocks, count_changes, divided_like, is_gathered
+from memtune.runtime.gathered_rows import GatheredBlocks, divided_like, is_gathered
 from memtune.runtime.host_optimizer import add_gradient, to_host_now
 from memtune.runtime.released import guard_reads
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
+from memtune.runtime.watched_gradients import WatchedGradients
 from memtune.runtime.weak_hook import weakly
 
 
@@ -97,7 +98,8 @@ class HostParameters:
             self._units, self._of_block = self._put_into(context, mine, chunks), chunks.of_block
         self._there: set[int] = set(range(len(self._units)))
         self._on_the_way: Waiting[tuple[nn.Parameter, Tensor, Tensor]] = Waiting(room_bytes)
-        self._versions: dict[nn.Parameter, int] = {}
+        watched = (self._outside, self._trained.values()) if landing else ((), ())
+        self._watched = WatchedGradients(context, *watched, "offload: {states: {kind: optimizer_cpu}}, or no clipping")
         self._averaged: set[nn.Parameter] = set()
         self.loaded_bytes = 0
         context.undo.callback(self._bring_all)
@@ -226,16 +228,13 @@ class HostParameters:
         """A backward, or a step, has raised: what is on its way is part of no gradient."""
         for _, _, host in self._on_the_way.rest():
             transfer.abandon(host)
+        self._watched.forget()
         self._averaged = set()
 
     def _note_versions(self) -> None:
         """Backward has ended: gradients that are changed from here on are noticed."""
         self._require_all_averaged()
-        left = {p: p.grad for p in self._outside if p.grad is not None and self._landing}
-        for gradient in left.values():
-            count_changes(gradient)
-        held = {each: each.grad for each in self._trained.values() if each.grad is not None and self._landing}
-        self._versions = {p: gradient._version for p, gradient in [*left.items(), *held.items()]}
+        self._watched.note()
 
     def _require_all_averaged(self) -> None:
         """Ranks average gradients one by one as they land: one that runs other blocks would have averaged others with others."""
@@ -251,14 +250,8 @@ class HostParameters:
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """All are let go before the weights change, and gradients must be those that backward left."""
         self._release(list(self._there))
-        changed = [p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version]
-        self._versions = {}
-        if changed:
-            raise ApplyError(
-                f"{len(changed)} gradients were changed between backward and the optimizer's step, as clipping by norm does.",
-                evidence="Those of the blocks are on the host by then, the others on the device: the norm is that of a part.",
-                fix="offload: {states: {kind: optimizer_cpu}}, or no clipping", code="MT364",
-            )  # fmt: skip
+        self._watched.require_unchanged()
+        self._watched.forget()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 

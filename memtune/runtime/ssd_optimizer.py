@@ -29,6 +29,7 @@ from memtune.read_ahead import WRITES
 from memtune.runtime import disk, transfer
 from memtune.runtime.context import Context
 from memtune.runtime.direct_loads import watch_loads
+from memtune.runtime.held_parameter import held_for
 from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_pieces import KeptPieces
@@ -101,7 +102,7 @@ class SsdOptimizer:
             together = torch.cat([part.detach().float().reshape(-1) for part in parts])
         ssd = self._on_ssd(together, name)
         spare = self._on_ssd(together, name) if self._keep else None
-        held = nn.Parameter(ssd[: weight.numel()].view(weight.shape), requires_grad=parameter.requires_grad)
+        held = held_for(parameter, ssd[: weight.numel()].view(weight.shape))
         piece = Piece(name, parameter, held, ssd, group, moments, spare)
         mine = self._optimizer.state[held]
         mine.update(state)
@@ -196,7 +197,7 @@ class SsdOptimizer:
     def _gradient(self, piece: Piece) -> Tensor:
         """The gradient, on the host and no longer on the device."""
         parameter = piece.device
-        landed: Tensor | None = piece.held.grad
+        landed = piece.held.grad if parameter.grad is None else None
         if landed is not None:  # came down as it landed
             piece.held.grad = None
             if (coming := self._coming.pop(piece.held, None)) is None:
