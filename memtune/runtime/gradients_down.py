@@ -228,8 +228,8 @@ class GradientsDown:
             if not self._at_end.is_near:
                 self._watched.require_unchanged()
 
-    def _cleared(self, parameters: Collection[nn.Parameter]) -> None:
-        self._is_blind = self._is_blind and self._witness not in parameters
+    def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._is_blind = self._is_blind and self._witness not in set(parameters)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Rules 6 and 7."""

@@ -19,7 +19,7 @@ class HeldParameter(nn.Parameter):
     _stands_for: nn.Parameter | None = None
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """Its own, or that of what it stands for."""
         own: Tensor | None = _GRAD.__get__(self)
         return own if own is not None or self._stands_for is None else self._stands_for.grad

@@ -90,6 +90,7 @@ class HostOptimizer:
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
         context.represented.update(self._pairs)
         context.reloaded.append(self._reload)
+        context.cleared.append(self._cleared)
         watch_loads(context, {device for device, _ in self._pairs}, self._loaded, before=lambda: self._settle())
         self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
         own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
@@ -162,8 +163,6 @@ class HostOptimizer:
 
     def _gradients_down(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         refuse_others(optimizer, self._stays.union(host for _, host in self._pairs))
-        for left in self._gradients.keys() - self._updated:  # by a step that raised
-            del self._gradients[left]
         on_the_way: nn.Parameter | None = None
         for parameter, host in self._pairs:
             if parameter.grad is None:
@@ -325,6 +324,12 @@ class HostOptimizer:
                     torch.ops.memtune.copy_to_device_(local(parameter), gradient if narrow else host)
             if host.grad is gradient:
                 host.grad = None
+
+    def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
+        """What a step had taken that raised; early updates' are in use."""
+        for each in parameters:
+            if each in self._gradients and each not in self._updated:
+                del self._gradients[each]
 
     def _reload(self) -> None:
         """The device's weights are others, and so is the state, wherever it was read into; what was updated early is replaced."""

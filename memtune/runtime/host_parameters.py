@@ -99,8 +99,8 @@ class HostParameters:
             self._units, self._of_block = self._put_into(context, mine, chunks), chunks.of_block
         self._there: set[int] = set(range(len(self._units)))
         self._on_the_way: Waiting[tuple[nn.Parameter, Tensor, Tensor]] = Waiting(room_bytes)
-        watched = (self._outside, self._trained.values()) if landing else ((), ())
-        self._watched = WatchedGradients(context, *watched, "offload: {states: {kind: optimizer_cpu}}, or no clipping")
+        stay, leave = (self._outside, list(self._trained.values())) if landing else ([], [])
+        self._watched = WatchedGradients(context, stay, leave, "offload: {states: {kind: optimizer_cpu}}, or no clipping")
         self._averaged: set[nn.Parameter] = set()
         self._loading: dict[int, nn.Module] = {}  # by block: itself or the part of it that a state dict is loaded into
         self.loaded_bytes = 0

@@ -103,7 +103,7 @@ def are_back(parameters: Iterable[nn.Parameter]) -> None:
     """They have memory, and are about to have their values."""
     for each in parameters:
         if type(each) is _LetGo:
-            each.__class__ = nn.Parameter
+            each.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> None:

@@ -109,3 +109,32 @@ def test_clipping_what_the_optimizer_holds_clips_all_gradients(name: str) -> Non
 def test_clipping_what_has_been_used_inside_backward_is_refused(name: str) -> None:
     with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
         clipped(*made(name))
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "again"), [("l2l", True), ("zero_offload", True), ("lohan", True), ("l2l", False), ("native", False)]
+)  # fmt: skip
+def test_a_step_that_a_hook_interrupted_is_made_up_for_or_let_go_of(name: str, again: bool) -> None:
+    def fails(*_: object) -> None:
+        raise Interrupted
+
+    found = []
+    for model, optimizer in (made(name)[:2], build()):
+        for index in range(3):
+            optimizer.zero_grad()
+            loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
+            if index == 1:
+                handle = optimizer.register_step_pre_hook(fails)
+                with pytest.raises(Interrupted):
+                    optimizer.step()
+                handle.remove()
+                if not again:  # a step of one block's gradients alone
+                    model.zero_grad()
+                    loss(model.blocks[0], batch(9)).backward()  # type: ignore[no-untyped-call, arg-type]
+            optimizer.step()
+        found.append(weights(model))
+    assert_equal(*found)
