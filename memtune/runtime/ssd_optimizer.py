@@ -34,6 +34,7 @@ from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_ho
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
+from memtune.runtime.own_writes import OwnWrites
 from memtune.runtime.resume import LastStep
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
@@ -90,6 +91,7 @@ class SsdOptimizer:
             self._last = LastStep(context, KeptPieces(self._pieces, self._optimizer.state))
             context.resumed_steps = self._last.resume()
             context.finish = self._last.finish
+        self._writes = OwnWrites(context, (piece.device for piece in self._pieces if chosen is None))
         if chosen is None:
             replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
 
@@ -133,7 +135,12 @@ class SsdOptimizer:
             if piece.device in kept and piece.held.dtype is not piece.device.dtype:
                 piece.held.grad_dtype = piece.device.dtype
 
+    def _take_writes(self) -> None:
+        """What others have written on the device is what the next update begins with."""
+        self._stale.update(self._writes.by_others(self._kept))
+
     def _update_all(self) -> None:
+        self._take_writes()
         self._stream([piece for piece in self._pieces if piece.device.grad is not None or piece.held.grad is not None])
 
     def _stream(self, pieces: list[Piece]) -> None:
@@ -187,6 +194,7 @@ class SsdOptimizer:
         kept = self._kept.get(piece.device)
         if kept is None:
             torch.ops.memtune.copy_to_device_(local(piece.device), up)
+            self._writes.wrote(piece.device)
         elif tier_of(kept) == SSD:
             torch.ops.memtune.write_ssd_(kept, up)
             return kept, up
