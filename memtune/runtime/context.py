@@ -53,6 +53,7 @@ class Context:
         gather_rows: Brings in the rows of weights that other ranks hold for the optimizer; all ranks call it.
         compiled: What runs through torch.compile, if anything does.
         before_use: Called with each parameter whose gradient is about to be used, and let go, inside backward, and with that.
+        cleared: Called with parameters of the model and what is held in their place whose gradients `zero_grad` has let go of.
         reloaded: Called when weights and optimizer state have been loaded, by whoever keeps copies of them.
         resumed_steps: Optimizer steps that an earlier run did, from whose end this one goes on.
         finish: Takes away what is kept for resuming.
@@ -81,6 +82,7 @@ class Context:
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     gather_rows: Callable[[], None] | None = None
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)
+    cleared: list[Callable[[Iterable[nn.Parameter]], None]] = field(default_factory=list)
     reloaded: list[Callable[[], None]] = field(default_factory=list)
     resumed_steps: int = 0
     finish: Callable[[], None] | None = None

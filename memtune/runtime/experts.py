@@ -95,6 +95,7 @@ class ExpertOptimizer(SsdOptimizer):
         self._there: dict[int, list[Tensor]] = {}
         self._dirty: set[int] = set()
         self._zero: set[nn.Parameter] = set()
+        context.cleared.append(self._zero.difference_update)
         self._missed: dict[nn.Parameter, list[dict[str, Any]]] = {}
         self.moment = 0
         self.made_up = 0
@@ -458,17 +459,16 @@ class ExpertStore(ParameterStore):
 
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """As copies: whoever loads a state dict may write into the tensors of this one."""
-        self._held_by.verify(set(module.parameters()))
+        self._held_by.verify(set(module.parameters(recurse=False)))
         super()._into_state_dict(module, state, prefix, metadata)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state and parameter in self._hosts:
                 with tier(HOST):
                     state[prefix + name] = state[prefix + name].clone()
 
-    def _loaded(self, index: int) -> None:
-        for expert in self._members[index]:
+    def _keep(self, loaded: list[nn.Parameter]) -> None:
+        for expert in dict.fromkeys(self._held_by.expert_of[each] for each in loaded if each in self._held_by.expert_of):
             self._held_by.set_weights(expert)
-        self._release([index])
 
     def check(self) -> dict[str, Any]:
         """Where the experts are.

@@ -121,8 +121,8 @@ class PackStore(HostParameters):
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updated.step_goes_on()
-        self._updated.forget()
         super()._step_begins(optimizer, args, kwargs)
+        self._updated.forget()
 
     def _landed(self, parameter: Tensor) -> None:
         if self.is_last:
