@@ -197,7 +197,8 @@ class _ModeBackend(Ledger):
 class _CudaLedger(Ledger):
     def __init__(self, device: torch.device, budget_bytes: int | None) -> None:
         super().__init__()
-        self._device = device
+        # Torch sets a limit for a device that has its number only.
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._limit(budget_bytes)
         self.reset_peak()
 
