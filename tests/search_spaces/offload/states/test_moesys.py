@@ -34,7 +34,7 @@ from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite
 from memtune.testing.drift import plain_program, planned, target_of
-from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, train
+from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, settings_of, train
 
 HASHED = ZOO["moe"].parent / "experts" / "hashed.py"
 EXPERT = 4 * (32 * 128 + 128 + 128 * 32 + 32)
@@ -311,11 +311,11 @@ class TestMoesys(TechniqueSuite):
     def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = plain_program(ZOO["moe"])
         assert "no experts" in str(ALL.fits(plain_program(ZOO["gpt"]), target_of()))
-        assert "replicas" in str(ALL.fits(program, replace(target_of(), ranks=2)))
+        assert "whole on each" in str(ALL.fits(program, replace(target_of(), ranks=2)))
         assert "hold the memory" in str(ALL.fits(program, replace(target_of(), compiled="blocks")))
         _, net, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no experts"):
-            apply(net, optimizer, config_of(ZOO["gpt"], ALL), strict=False)
+            apply(net, optimizer, {"settings": settings_of(ALL)}, strict=False)
         workload, net, optimizer, tuned = tuned_with(ALL)
         with tier(HOST):
             workload.loss(tuned.model, of_task(0)).backward()
