@@ -28,7 +28,7 @@ SOURCES = {
     "CHANNEL_BYTES_PER_S": "what PCIe 3.0 x16 gives pinned copies, of 15.75 GB/s on the wire; shared behind one root",
     "MICRO_BATCH": "(fm)",
     "HARDWARE": "the hardware table's RTX 3090 for the paper's 3090 Ti (fm); gathers between GPUs that cannot reach each other "
-    "go through the host, so a GPU's share of its root is what its link to the others has",
+    "go through the host, over the root that its copies go over, and share it with them",
 }
 SHAPES = {
     "3B": Shape(32, 2560, 32, 512, 50304, "the paper's number of parameters; layers and width are ours"),
@@ -42,7 +42,8 @@ def machine(root: int) -> Hardware:
         find("rtx-3090"),
         host_to_device_bytes_per_s=CHANNEL_BYTES_PER_S,
         device_to_host_bytes_per_s=CHANNEL_BYTES_PER_S,
-        intra_link_bytes_per_s=CHANNEL_BYTES_PER_S / root,
+        intra_link_bytes_per_s=CHANNEL_BYTES_PER_S,
         gpus_per_pcie_root=root,
+        links_through_host=True,
         gpus_per_node=RANKS,
     )
