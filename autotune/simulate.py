@@ -347,8 +347,8 @@ def _communicators(step: Step) -> int:
 def _coarse_time(live: _native.Live, program: Program, sharing: int, crossing: npt.NDArray[np.float64]) -> _Time:
     """Each section of the step takes as long as its busiest resource, and at most as long as all of them together.
 
-    A pipeline waits besides, while forward and backward would run. A PCIe root is a resource as well: for copies of one direction,
-    and for what links send over it (`crossing`, as `_on_roots` has it).
+    A pipeline waits besides, while forward and backward would run. A PCIe root is a resource as well: for copies of one
+    direction, and for what links send over it (`crossing`, as `_on_roots` has it).
     """
     compute = Resource.COMPUTE
     total = low = 0.0

@@ -18,9 +18,9 @@ ROOTS = (4, 2)
 CHANNEL_BYTES_PER_S = 12e9
 MICRO_BATCH = 2
 FORESEEN = {"3B": {4: 4.6, 2: 3.4}, "8B": {4: 4.9, 2: 3.4}}
-"""Ratios by GPUs per root that were expected of two mechanisms before either was built: gathers that go through the host share the
-root with copies (11 |W| instead of 9 |W| in one direction, beside the update), and updates on the host that go on beside the next
-step's forward, so that a step is as long as its longest link or the host, and not their sum. Neither changes a constant."""
+"""Ratios by GPUs per root that were expected of two mechanisms before either was built: gathers that go through the host share
+the root with copies (11 |W| instead of 9 |W| in one direction, beside the update), and updates on the host that go on beside the
+next step's forward, so that a step is as long as its longest link or the host, and not their sum. Neither changes a constant."""
 SOURCES = {
     "SPEED_UP": "abstract: 3.8 to 5.1 times less time than prior art, for several models and topologies",
     "RANKS": "four GPUs (fm); a step has a micro-batch of each",

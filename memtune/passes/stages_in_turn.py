@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from memtune.early_updates import Waiting
-from memtune.packs import OnRanks, Use
+from memtune.packs import OnRanks, Use, in_parts
 from memtune.parameters import columns_of
 from memtune.passes.beside import waiting_room
 from memtune.passes.layer_major import Where
@@ -23,7 +23,7 @@ from memtune.passes.stages import batch_on_host, chain_of
 from memtune.passes.stream import native_update_bytes, whole_state
 from memtune.passes.unroll import Key, Rows
 from memtune.pipeline_order import Action
-from memtune.program import I32, READS, WRITES, Kind, Phase, Resource, Step, Tier
+from memtune.program import FOREVER, I32, READS, WRITES, Kind, Phase, Resource, Step, Tier
 
 _ALLOCATE, _IN = "memtune.allocate", "memtune.copy_to_device_.default"
 _DOWN, _UP = "memtune.to_host.default", "memtune.to_device.default"
@@ -76,6 +76,8 @@ class _Rank:
         self._hosts = self._to_host()
         self._there: dict[int, list[int]] = {}
         """By stage: its weights on the device."""
+        self._coming: list[list[tuple[int, int]]] = []
+        """Parts of what comes in ahead, the last one first: parameter and number."""
         self._given: dict[Key, int] = {}
         """What a stage starts from, where it waits."""
         self._leaving: tuple[int, Phase] | None = None
@@ -84,6 +86,7 @@ class _Rank:
         self._sent: list[int] = []
         self._sent_before: list[int] = []
         self._adds = self._landing()
+        self._late = self._inside & np.isin(self._columns.block, layout.late)
 
     def _to_host(self) -> dict[int, int]:
         """Blocks' weights and state are on the host from before the step."""
@@ -106,6 +109,7 @@ class _Rank:
     def done(self) -> Step:
         """The rank's step."""
         rows, parts = self._rows, self._parts
+        self._update_late()
         self._other_batches()
         generator = rows.new(_generator_bytes(), Tier.HOST, Kind.WORKSPACE)
         upload(parts, rows)
@@ -128,6 +132,25 @@ class _Rank:
         columns = columns_of(step.parameters)
         used = np.where(columns.block >= 0, -1, columns.gradient).astype(np.int32)
         return replace(step, parameters=replace(columns, gradient=used))
+
+    def _update_late(self) -> None:
+        """Rule 6 of `runtime.pack_store`: what the last step has left."""
+        columns = self._columns
+        for block in np.unique(columns.block[self._late]).tolist():
+            mine = np.flatnonzero(self._late & (columns.block == block) & (columns.gradient >= 0)).tolist()
+            gradients = [self._rows.new(int(self._n_bytes[row]), Tier.HOST, Kind.GRADIENT, row, left=True) for row in mine]
+            for row, gradient in zip(mine, gradients, strict=True):
+                used = gradients if row == mine[-1] else [gradient]  # those of a block are let go together
+                self._update_one(row, used, Phase.PROLOGUE)
+
+    def _update_one(self, parameter: int, gradients: list[int], phase: Phase) -> None:
+        rows, step = self._rows, self._step
+        state = whole_state(step)
+        mine = [rows.once(each) for each in state[step.owner[state] == parameter].tolist()]
+        rows.add(
+            _UPDATE, phase, resource=Resource.HOST_THREADS, traffic_bytes=int(native_update_bytes(step)[parameter]),
+            uses=[*((each, READS) for each in gradients), *((each, WRITES) for each in (self._hosts[parameter], *mine))],
+        )  # fmt: skip
 
     def _other_batches(self) -> None:
         """The rank's own micro-batches wait in host memory for the step to end; the step at hand has one."""
@@ -179,21 +202,34 @@ class _Rank:
         return found
 
     def _begin(self, stage: int, phase: Phase, *, ahead: bool) -> None:
-        """Rule 4."""
+        """Rule 4; what comes in ahead does so in parts (`_go_on`)."""
         if stage in self._there:
             return
         rows, columns, numbers = self._rows, self._columns, []
-        inside = np.flatnonzero(self._inside & np.isin(columns.block, list(self._layout.blocks(stage))))
-        for row in inside.tolist():
+        inside = np.flatnonzero(self._inside & np.isin(columns.block, list(self._layout.blocks(stage)))).tolist()
+        for row in inside:
             number = rows.new(int(self._n_bytes[row]), Tier.DEVICE, Kind.COMMUNICATION, row)
             rows.add(_ALLOCATE, phase, resource=Resource.NOTHING, uses=[])
-            rows.add(
-                _IN, phase, resource=Resource.HOST_TO_DEVICE, traffic_bytes=int(self._n_bytes[row]),
-                uses=[(self._hosts[row], READS), (number, WRITES)], stream=0 if ahead else 1, prefetch=1 if ahead else 0,
-            )  # fmt: skip
+            if not ahead:
+                self._bring(row, number, phase, ahead=False)
             rows.stands_for(int(columns.storage[row]), number)
             numbers.append(number)
         self._there[stage] = numbers
+        if ahead:
+            pieces = list(zip(inside, numbers, strict=True))
+            parts = in_parts([int(self._n_bytes[row]) for row in inside], self._count)
+            self._coming = [[pieces[n] for n in part] for part in reversed(parts)]
+
+    def _bring(self, row: int, number: int, phase: Phase, *, ahead: bool) -> None:
+        self._rows.add(
+            _IN, phase, resource=Resource.HOST_TO_DEVICE, traffic_bytes=int(self._n_bytes[row]),
+            uses=[(self._hosts[row], READS), (number, WRITES)], stream=0 if ahead else 1, prefetch=1 if ahead else 0,
+        )  # fmt: skip
+
+    def _go_on(self, phase: Phase) -> None:
+        """Rule 1 of `runtime.pack_store`: a part of the next stage comes in."""
+        for row, number in self._coming.pop() if self._coming else ():
+            self._bring(row, number, phase, ahead=True)
 
     def _sums_begin(self, stage: int) -> None:
         """The first micro-batch's gradients become the sums, on the device for as long as the stage is."""
@@ -235,6 +271,7 @@ class _Rank:
         """Rule 2."""
         rows, key = self._rows, (("forward", stage), index)
         given = self._start(Use(stage, "forward"), index, key, posted)
+        self._go_on(Phase.FORWARD)
         rows.take(self._ops(stage, backward=False), key)
         output = rows.of(key, self._parts.given(stage + 1))
         self._send(output, Phase.FORWARD)
@@ -245,6 +282,7 @@ class _Rank:
         """Rule 2; `down` gets the host's gradients in the last micro-batch."""
         rows, parts, key = self._rows, self._parts, (use.stage, index)
         held = [self._start(use, index, key, posted)]
+        self._go_on(Phase.BACKWARD if use.kind == "backward" else Phase.FORWARD)
         rows.take(self._ops(use.stage, backward=False), key)
         if use.kind == "backward":
             self._receive(posted[index], Phase.BACKWARD)
@@ -312,20 +350,17 @@ class _Rank:
         self._rows.add(_SEND, phase, resource=self._link, traffic_bytes=n_bytes, group=2, uses=uses)
 
     def _update(self, down: dict[int, int]) -> None:
-        """Rule 4: what has come down is used."""
-        rows, step = self._rows, self._step
+        """Rule 4: what has come down is used, but for what is left to the next step."""
+        rows = self._rows
         if self._gradient is not None:
             rows.hold_number(self._gradient, rows.n_ops - 1)
             self._gradient = None
+        for parameter in [each for each in down if self._late[each]]:
+            rows.hold_number(down.pop(parameter), FOREVER)
         used = sum(int(self._n_bytes[parameter]) for parameter in down)
         self._let_go(self._waiting.let_go(used), rows.n_ops - 1)
-        n_bytes, state = native_update_bytes(step), whole_state(step)
         for parameter in sorted(down):
-            mine = state[step.owner[state] == parameter].tolist()
-            rows.add(
-                _UPDATE, Phase.BOUNDARY, resource=Resource.HOST_THREADS, traffic_bytes=int(n_bytes[parameter]),
-                uses=[(down[parameter], READS), (self._hosts[parameter], WRITES), *((rows.once(each), WRITES) for each in mine)],
-            )  # fmt: skip
+            self._update_one(parameter, [down[parameter]], Phase.BOUNDARY)
         self._waiting.put(list(down.values()), used)
 
     def _let_go(self, turns: Iterable[list[int]], op: int) -> None:

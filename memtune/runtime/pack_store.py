@@ -1,14 +1,19 @@
 """Parameters of the blocks on the host, on the device pack by pack; gradients leave once, updates follow at once.
 
-Five rules, which the pass `passes.layer_major` follows op by op:
+Six rules, which the pass `passes.layer_major` follows op by op:
 
 Rule 1. `begin` brings in what of a pack is not there, then, where asked to, the pack that is used next; `end` lets go of a pack.
+        Asked to, it only takes the memory of that one, whose weights follow in even parts, one with each micro-batch: links serve
+        copies in their order, and what a micro-batch starts from would wait for all of them.
 Rule 2. A pack's gradients are summed on the device. In the last micro-batch of the pack their copies to the host start as they
         land; the device lets go of one when the next one lands, or when the pack ends.
 Rule 3. A pack that ends with its last micro-batch's backward is updated on the host, beside what runs next (just-in-time update),
         once there is room for its gradients beside those that still wait (`early_updates.Waiting`).
 Rule 4. With several ranks, each of which has all weights, a gradient is averaged before it leaves.
 Rule 5. Outside of a step (evaluation, generation) each block comes in when it is called and goes when it returns.
+Rule 6. Updates of the blocks that are `late` are left to `optimizer.step()`, which goes on without them (`late_updates`): they
+        run beside the next step's forward, and a block's is over before its weights come in (`late_blocks`). What is owed to the
+        next pack is looked for in each micro-batch, and waited for when that pack begins.
 """
 
 from __future__ import annotations
@@ -19,29 +24,35 @@ import torch
 from torch import Tensor, nn
 
 from memtune.errors import ApplyError
-from memtune.packs import Span
+from memtune.packs import Span, in_parts
 from memtune.runtime import transfer
 from memtune.runtime.backward_end import EarlyUpdated
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer, before_step
-from memtune.runtime.host_parameters import HostParameters
+from memtune.runtime.late_blocks import LateBlocks
 
 
-class PackStore(HostParameters):
+class PackStore(LateBlocks):
     """Makes the blocks' parameters of `context` come and go as it is told.
 
     Args:
         context: Its model; hooks are put on its blocks and their parameters.
         optimizer: Holds the host copies, and updates them.
         averages: Ranks that have all weights average gradients.
+        late: Blocks whose updates go on beside the next step's forward.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
     """
 
-    def __init__(self, context: Context, optimizer: HostOptimizer, *, averages: bool = True) -> None:
+    def __init__(
+        self, context: Context, optimizer: HostOptimizer, *, averages: bool = True, late: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__(context, optimizer, averages=averages)
-        self._updates = optimizer
+        self._late_blocks = late
+        self._parts: list[list[int]] = []
+        """Of what is to come in, the last part first: of each piece the block."""
+        self._leave(context, optimizer, {block: self._blocks[block] for block in late})
         self._updated = EarlyUpdated(context, "block")
         self.is_stepping = False
         """Inside a step: packs are brought in and let go by `begin` and `end` alone."""
@@ -72,8 +83,13 @@ class PackStore(HostParameters):
         block.register_forward_pre_hook(called)
         block.register_forward_hook(returned)
 
-    def begin(self, pack: Span, ahead: Span | None) -> None:
+    def begin(self, pack: Span, ahead: Span | None, parts: int = 0) -> None:
         """Rule 1.
+
+        Args:
+            pack: What is used now.
+            ahead: What is used next.
+            parts: In which that comes in, one with each `go_on`; 0: now.
 
         Raises:
             ApplyError: A step before has ended in an error after it had updated packs.
@@ -84,19 +100,38 @@ class PackStore(HostParameters):
             self._fetch_block(index)
         if ahead is not None:
             with transfer.ahead(self._device):
-                for index in range(*ahead):
-                    self._fetch_block(index)
+                if parts:
+                    self._promise(range(*ahead))
+                    self._parts = self._cut(ahead, parts)
+                else:
+                    self._bring_ahead(range(*ahead))
+
+    def _cut(self, ahead: Span, parts: int) -> list[list[int]]:
+        pieces = [(unit, piece.host.nbytes) for unit in range(*ahead) for piece in self._owed.get(unit, ())]
+        return [[pieces[n][0] for n in part] for part in reversed(in_parts([n_bytes for _, n_bytes in pieces], parts))]
+
+    def go_on(self) -> None:
+        """Rules 1 and 6: what a micro-batch of a pack starts from is there."""
+        if not self._owed:
+            return
+        part = self._parts.pop() if self._parts else []
+        with transfer.ahead(self._device):
+            for unit in part:
+                if unit in self._owed and self._late.is_over(unit):
+                    self._pay(unit, 1)
+            if not self._parts:
+                self.pay_what_is_over()
 
     def end(self, pack: Span, *, update: bool, stays: bool = False) -> None:
-        """Rules 1 to 3; what `stays` is used next."""
+        """Rules 1 to 3 and 6; what `stays` is used next."""
         self._arrive()
         if not stays:
             self._release(range(*pack))
         if update:
-            ready = [each for index in range(*pack) for each in self._blocks[index]]
-            self._show(ready)
-            self._updated.add(range(*pack))
-            self._updates.update(ready, at_once=False)
+            self._show(each for index in range(*pack) for each in self._blocks[index])
+            ready = [index for index in range(*pack) if index not in self._late_blocks]
+            self._updated.add(ready)
+            self._updates.update([each for index in ready for each in self._blocks[index]], at_once=False)
 
     def fetch_one(self, index: int) -> None:
         """Bring in one block, outside of any pack."""
@@ -105,6 +140,11 @@ class PackStore(HostParameters):
     def release_one(self, index: int) -> None:
         """Let go of one block, outside of any pack."""
         self._release(self._of_block[index])
+
+    def step_starts(self) -> None:
+        """Forward of the first micro-batch comes next."""
+        self.is_stepping = True
+        self.start_late()
 
     def step_ends(self) -> None:
         """Forward and backward of all micro-batches are over; what is in no block is averaged."""
@@ -117,6 +157,10 @@ class PackStore(HostParameters):
         """A step ended in an error: nothing stays on the device."""
         self._updated.raised()
         self._forget_landed()
+        for block in self._late_blocks:
+            for parameter in self._blocks[block]:
+                if parameter in self._trained:
+                    self._trained[parameter].grad = None
         self._release(range(len(self._units)))
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -136,4 +180,5 @@ class PackStore(HostParameters):
         """
         if left := self._left_bytes():
             raise ApplyError(f"{left} bytes of the blocks' parameters are on the device between two steps.", code="MT309")
-        return self._optimizer.check() | {"blocks_on_host": len(self._blocks), "loaded_bytes": self.loaded_bytes}
+        facts = self._optimizer.check() | {"blocks_on_host": len(self._blocks), "loaded_bytes": self.loaded_bytes}
+        return facts | (self._late_facts() if self._late_blocks else {})
