@@ -356,7 +356,7 @@ class _Rank:
             rows.hold_number(self._gradient, rows.n_ops - 1)
             self._gradient = None
         for parameter in [each for each in down if self._late[each]]:
-            rows.hold_number(down.pop(parameter), FOREVER)
+            rows.hold_number(down.pop(parameter), int(FOREVER))
         used = sum(int(self._n_bytes[parameter]) for parameter in down)
         self._let_go(self._waiting.let_go(used), rows.n_ops - 1)
         for parameter in sorted(down):
