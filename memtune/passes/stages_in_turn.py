@@ -81,12 +81,27 @@ class _Rank:
         self._given: dict[Key, int] = {}
         """What a stage starts from, where it waits."""
         self._leaving: tuple[int, Phase] | None = None
-        self._gradient: int | None = None
-        """On its way to the host."""
+        self._leave_at_once = True
+        self._on_the_way: Waiting[int] = Waiting(self._room_bytes())
+        """Gradients, the oldest first."""
+        self._staying: list[tuple[int, int]] = []
+        """Gradients of the last stage, which leave beside the next one: parameter and number."""
+        self._going: list[list[tuple[int, int]]] = []
+        """Parts of these, the last one first."""
+        self._gone: dict[int, int] = {}
+        """Of those that have left, by parameter: the number on the host."""
         self._sent: list[int] = []
         self._sent_before: list[int] = []
         self._adds = self._landing()
         self._late = self._inside & np.isin(self._columns.block, layout.late)
+
+    def _room_bytes(self) -> int:
+        """Of gradients that are on their way at once: where stages come in ahead, a stage's."""
+        if not self._layout.prefetch:
+            return 0
+        columns, mine = self._columns, self._inside & (self._columns.gradient >= 0)
+        stages = [mine & np.isin(columns.block, list(self._layout.blocks(stage))) for stage in self._layout.mine(self._rank)]
+        return max(int(self._n_bytes[each].sum()) for each in stages)
 
     def _to_host(self) -> dict[int, int]:
         """Blocks' weights and state are on the host from before the step."""
@@ -174,6 +189,11 @@ class _Rank:
         self._begin(use.stage, phase, ahead=False)
         if following is not None and self._layout.prefetch:
             self._begin(following.stage, phase, ahead=True)
+        if self._staying:
+            parts = in_parts([int(self._n_bytes[row]) for row, _ in self._staying], self._count)
+            self._going = [[self._staying[n] for n in part] for part in reversed(parts)]
+            self._staying = []
+        self._leave_at_once = following is None or not self._layout.prefetch
         if backward:
             self._sums_begin(use.stage)
         down: dict[int, int] = {}
@@ -189,7 +209,9 @@ class _Rank:
         if following is None or following.stage != use.stage:
             for number in self._there.pop(use.stage):
                 rows.hold_number(number, rows.n_ops - 1)
-        self._update(down)
+        gone, self._gone = self._gone, {}
+        for each in (gone, down):
+            self._update(each)
 
     def _posts(self, use: Use, phase: Phase) -> list[int]:
         """Rule 2 of messages: the host memory that is received into."""
@@ -227,9 +249,11 @@ class _Rank:
         )  # fmt: skip
 
     def _go_on(self, phase: Phase) -> None:
-        """Rule 1 of `runtime.pack_store`: a part of the next stage comes in."""
+        """Rules 1 and 2 of `runtime.pack_store`: a part of the next stage comes in, one of the last stage's gradients leaves."""
         for row, number in self._coming.pop() if self._coming else ():
             self._bring(row, number, phase, ahead=True)
+        for row, number in self._going.pop() if self._going else ():
+            self._gone[row] = self._leave(row, number)
 
     def _sums_begin(self, stage: int) -> None:
         """The first micro-batch's gradients become the sums, on the device for as long as the stage is."""
@@ -315,18 +339,25 @@ class _Rank:
                 uses = [(rows.of(key, each.part), READS), (rows.of(key, each.sum), WRITES)]
                 rows.add(_ADD, Phase.BACKWARD, traffic_bytes=3 * int(step.bytes[each.sum]), uses=uses)
             if down is not None and op in self._adds:
-                down[self._adds[op]] = self._leave(self._adds[op])
+                self._lands(self._adds[op], down)
         rows.take(ops, key, backward=True)
 
     # -- on the way ----------------------------------------------------------------------------------------------------------
 
-    def _leave(self, parameter: int) -> int:
-        """A gradient leaves; the device lets go of the one before it. Returns what is on the host."""
-        rows, number = self._rows, self._rows.once(int(self._columns.gradient[parameter]))
-        if self._gradient is not None:
-            rows.hold_number(self._gradient, rows.n_ops - 1)
-        self._gradient = number
-        return self._down(number, Phase.BACKWARD, int(self._n_bytes[parameter]), Kind.GRADIENT, parameter)
+    def _lands(self, parameter: int, down: dict[int, int]) -> None:
+        number = self._rows.once(int(self._columns.gradient[parameter]))
+        if self._leave_at_once:
+            down[parameter] = self._leave(parameter, number)
+        else:
+            self._staying.append((parameter, number))
+
+    def _leave(self, parameter: int, number: int) -> int:
+        """A gradient leaves; the device lets go of those for which there is no room. Returns what is on the host."""
+        n_bytes = int(self._n_bytes[parameter])
+        for before in self._on_the_way.let_go(n_bytes):
+            self._rows.hold_number(before, self._rows.n_ops - 1)
+        self._on_the_way.put(number, n_bytes)
+        return self._down(number, Phase.BACKWARD, n_bytes, Kind.GRADIENT, parameter)
 
     def _send(self, number: int, phase: Phase) -> None:
         """Rule 1 of messages."""
@@ -352,9 +383,8 @@ class _Rank:
     def _update(self, down: dict[int, int]) -> None:
         """Rule 4: what has come down is used, but for what is left to the next step."""
         rows = self._rows
-        if self._gradient is not None:
-            rows.hold_number(self._gradient, rows.n_ops - 1)
-            self._gradient = None
+        for number in self._on_the_way.rest():
+            rows.hold_number(number, rows.n_ops - 1)
         for parameter in [each for each in down if self._late[each]]:
             rows.hold_number(down.pop(parameter), int(FOREVER))
         used = sum(int(self._n_bytes[parameter]) for parameter in down)

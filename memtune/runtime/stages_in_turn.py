@@ -271,12 +271,22 @@ def stages_in_turn(
     optimizer = HostOptimizer(context, "native")
     optimizer.leave_down(absent)  # of one value, which nobody uses
     late = frozenset(here for here, block in enumerate(mine) if block in layout.late)
-    store = PackStore(context, optimizer, averages=False, late=late)
+    room_bytes = _most_bytes(context, layout, rank) if layout.prefetch else 0
+    store = PackStore(context, optimizer, averages=False, late=late, room_bytes=room_bytes)
     group = world if context.device.type == "cpu" else dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     here = StagesInTurn(context, store, layout, run, group, tied if rank in ends else None, shared, boundaries)
     context.pipeline, context.turns = here, here.turns
     context.checks["offload.states"] = lambda: store.check() | {"stages": len(layout.stages), "mine": list(layout.mine(rank))}
+
+
+def _most_bytes(context: Context, layout: OnRanks, rank: int) -> int:
+    """Of the trained parameters of a stage of this rank."""
+    blocks, sizes = iter(context.blocks), list[int]()
+    for stage in layout.mine(rank):
+        modules = [context.model.get_submodule(next(blocks)) for _ in layout.blocks(stage)]
+        sizes.append(sum(p.nbytes for module in modules for p in module.parameters() if p.requires_grad))
+    return max(sizes)
 
 
 class _Owners:
