@@ -150,7 +150,7 @@ def apply_packs(context: Context, packs: Packs, boundaries: Where, kind: str) ->
     require_packs_alone(context, kind)
     if context.ranks > 1:
         require_ranks(context, kind)
-    store = PackStore(context, HostOptimizer(context, "native"))
+    store = PackStore(context, HostOptimizer(context, "native"), late=frozenset(packs.late))
     order = LayerMajor(context, store, packs, boundaries)
     context.order = order
     context.checks["offload.states"] = lambda: store.check() | order.check()
@@ -198,4 +198,14 @@ def packs_of(decisions: Mapping[str, Any], **settings: Any) -> Packs:
         ValueError: They are not those of one chain.
     """
     forward, backward = (tuple((int(first), int(last)) for first, last in decisions[name]) for name in ("forward", "backward"))
-    return Packs(forward, backward, **settings)
+    return Packs(forward, backward, late=late_in(decisions), **settings)
+
+
+def late_in(decisions: Mapping[str, Any]) -> tuple[int, ...]:
+    """The blocks that a plan leaves to the next step, none where it says nothing of them.
+
+    Raises:
+        TypeError: They are no list.
+        ValueError: They are no numbers.
+    """
+    return tuple(int(each) for each in decisions.get("late", ()))
