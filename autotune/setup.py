@@ -37,7 +37,7 @@ from memtune.runtime.host_memory import available_bytes
 from memtune.runtime.workspace import WorkspaceTable, op_of
 from memtune.search_spaces import null
 from memtune.technique import Reason, Target
-from memtune.units import format_bytes
+from memtune.units import GIB, format_bytes
 from memtune.workload import Workload
 
 _DEFAULT_SAMPLES = 8
@@ -172,8 +172,8 @@ def _budget(options: TargetOptions, machine: Hardware, device: Device) -> int | 
         raise UsageError(
             f"A limit of {format_bytes(options.budget_bytes or 0)} is over the {format_bytes(machine.memory_bytes)} of "
             f"{machine.name}.",
-            evidence=f"{format_bytes(most)} of them can be allocated.", fix=f"--max-memory {most >> 20}MiB, or leave it out",
-            code="MT100",
+            evidence=f"{format_bytes(most)} of them can be allocated.",
+            fix=f"--max-memory {most * 10 // GIB / 10:g}GiB, or leave it out", code="MT100",
         )  # fmt: skip
     budget = options.budget_bytes or (machine.usable_bytes(options.ranks) if device == "cuda" else None)
     return machine.memory_bytes // options.ranks if budget is None and options.goal == "batch" else budget
