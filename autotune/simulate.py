@@ -14,6 +14,7 @@ import numpy.typing as npt
 from memtune import _native
 from memtune.autotune.allocator_model import AllocatorSettings, event_stream, replay
 from memtune.autotune.exposure import RESOURCES, OpTime, critical_path, exposed_by_op
+from memtune.autotune.page_locked import held_bytes
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.program import Kind, Phase, Program, Resource, Step, Tier
@@ -181,7 +182,8 @@ def simulate(
 
     `coarse` counts live bytes and sums up resources, taking whatever shares a phase to overlap; `events` runs all rank classes
     together, op by op (`csrc/simulator/machine.h` has the rules), and counts bytes as it goes: a transfer that is late keeps its
-    source alive unless somebody waits for it. The peak is the heaviest rank class's, the time the slowest one's.
+    source alive unless somebody waits for it. The peak is the heaviest rank class's, the time the slowest one's. Beside a GPU
+    page-locked host memory counts as it is held (`page_locked`).
 
     Peak reserved on CUDA: at the events level, under the settings of an `allocator`, its replay of several steps that nothing
     presses; else small and large requests each keep the segments of their own peak, since cached blocks never change pools, and
@@ -252,7 +254,7 @@ def _columns(step: Step, hardware: Hardware, ranks: int) -> _native.StepColumns:
     costs = op_costs(step, hardware, ranks=ranks)
     return _native.StepColumns(
         op_phase=step.op_phase, op_resource=step.op_resource, op_s=costs.op_s, op_issue_s=costs.issue_s,
-        bytes=step.bytes, tier=step.tier, kind=step.kind, producer=step.producer, held_until=step.held_until,
+        bytes=held_bytes(step, hardware), tier=step.tier, kind=step.kind, producer=step.producer, held_until=step.held_until,
         use_op=step.use_op, use_storage=step.use_storage, use_mutates=step.use_mutates,
         save_storage=step.save_storage, save_until=step.save_until,
         op_stream=step.op_stream, op_prefetch=step.op_prefetch, op_match=step.op_match,
