@@ -20,8 +20,9 @@ from memtune.remembered import remembered
 from memtune.search_spaces import NULL_KINDS, PASS_ORDER
 from memtune.search_spaces._passes import judged, made, parts_seen, run
 from memtune.search_spaces._watched import Watched
-from memtune.search_spaces.recompute._frontier import Frontier, solve
+from memtune.search_spaces.recompute._frontier import solve
 from memtune.search_spaces.recompute._levels import Levels, levels, live_bytes, moments, rewritten
+from memtune.search_spaces.recompute._packs import AnyFrontier, PackFrontier
 from memtune.technique import Target, Technique
 
 _TRIES = 8
@@ -67,21 +68,36 @@ def within(program: Program, budget: Budget, target: Target) -> Solution:
     Solved once for a program, budget and set of later techniques; later calls look it up.
     """
     return _within(
-        program.step, budget, later_techniques(target), target.hardware, program.ranks, program.micro_batch, program.accumulate
-    )
+        program.step, budget, later_techniques(target), target.hardware, program.ranks, program.micro_batch, program.accumulate,
+        budget_of_packs(target),
+    )  # fmt: skip
 
 
-def plain_bytes(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> int:
+def packs_of(target: Target) -> Technique | None:
+    """What runs blocks pack by pack, if anything does."""
+    offload = target.chosen.get("offload.states")
+    return offload if offload is not None and offload.layer_major else None
+
+
+def budget_of_packs(target: Target) -> int | None:
+    """What packs, which come later, are made for; None where there are none: no other pass is for a budget."""
+    return None if packs_of(target) is None else target.budget_bytes
+
+
+def plain_bytes(program: Program, later: tuple[Technique, ...], hardware: Hardware, packs_budget_bytes: int | None = None) -> int:
     """The peak of `program`, in which everything is kept, after every pass of `later`; it needs no plan to be looked for."""
-    return _plain_bytes(program.step, later, hardware, program.ranks, program.micro_batch, program.accumulate)
+    return _plain_bytes(
+        program.step, later, hardware, program.ranks, program.micro_batch, program.accumulate, packs_budget_bytes
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def _plain_bytes(
-    step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
-) -> int:
+    step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
+    packs_budget_bytes: int | None = None,
+) -> int:  # fmt: skip
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    return int(live_bytes(after_later(program, later, hardware).step, hardware).max(initial=0))
+    return int(live_bytes(after_later(program, later, hardware, packs_budget_bytes).step, hardware).max(initial=0))
 
 
 def later_techniques(target: Target, after: str = "recompute") -> tuple[Technique, ...]:
@@ -96,7 +112,9 @@ def later_techniques(target: Target, after: str = "recompute") -> tuple[Techniqu
     return later if parallel is None or parallel.ranks_of_a_copy(target.ranks) == 1 else (parallel, *later)
 
 
-def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> Program:
+def after_later(
+    program: Program, later: tuple[Technique, ...], hardware: Hardware, packs_budget_bytes: int | None = None
+) -> Program:
     """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their first passes.
 
     What is left to the end is not done: sums inside a group are made in place once a step, and a pipeline has `steps_of_stages`.
@@ -104,7 +122,7 @@ def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardwa
     chosen = {each.slot: each for each in later}
 
     def passed(reached: _Reached, technique: Technique) -> _Reached:
-        after = _after(reached.program, technique, chosen, hardware)
+        after = _after(reached.program, technique, chosen, hardware, packs_budget_bytes)
         return replace(reached, refused=True) if after is None else _Reached(after)
 
     done = run(
@@ -133,24 +151,26 @@ class _Reached:
     """The next one does not fit: it refuses the candidate, whatever is planned here."""
 
 
-def _after(program: Program, technique: Technique, chosen: dict[str, Technique], hardware: Hardware) -> Program | None:
+def _after(
+    program: Program, technique: Technique, chosen: dict[str, Technique], hardware: Hardware, budget_bytes: int | None
+) -> Program | None:
     """What the pass of `technique` makes of `program` beside others; None where it does not fit."""
-    known = _ways(program, technique, hardware)
+    known = _ways(program, technique, hardware, budget_bytes)
     for seen, there in known:
         if all(chosen.get(slot) is other or chosen.get(slot) == other for slot, other in seen.items()):
             return there
     watched, after = Watched(chosen), None
-    target, parts = Target(hardware, program.ranks, None, watched), parts_seen(technique, chosen, program.ranks)
+    target, parts = Target(hardware, program.ranks, budget_bytes, watched), parts_seen(technique, chosen, program.ranks)
     if judged(program, technique, target, parts) is None:
         after = made(program, technique, target, parts)[0]
     known.append((watched.seen, after))
-    _ways.holds(after, program, technique, hardware)
+    _ways.holds(after, program, technique, hardware, budget_bytes)
     return after
 
 
 @remembered
 def _ways(
-    program: Program, technique: Technique, hardware: Hardware
+    program: Program, technique: Technique, hardware: Hardware, budget_bytes: int | None
 ) -> list[tuple[Mapping[str, Technique | None], Program | None]]:
     """What `_after` has found so far, with what the technique looked at of the others."""
     return []
@@ -168,9 +188,10 @@ def _acts(technique: Technique) -> bool:
 
 @lru_cache(maxsize=64)
 def _within(
-    step: Step, budget: Budget, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
-) -> Solution:
-    search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate)
+    step: Step, budget: Budget, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
+    packs_budget_bytes: int | None = None,
+) -> Solution:  # fmt: skip
+    search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate, packs_budget_bytes)
     smallest, plain = search.peak_of(0), search.plain_bytes
     budget_bytes = budget.n_bytes
     if budget_bytes is None:
@@ -186,14 +207,28 @@ def _within(
 class _Search:
     """Plans of one program by row of its frontier, with their true peaks as far as they were asked for."""
 
-    def __init__(self, found: Levels, later: tuple[Technique, ...], program: Program, hardware: Hardware) -> None:
+    def __init__(
+        self, found: Levels, later: tuple[Technique, ...], program: Program, hardware: Hardware, packs_budget_bytes: int | None
+    ) -> None:
         self.levels, self._later, self._program, self._hardware = found, later, program, hardware
+        self._packs_budget_bytes = packs_budget_bytes
         after = self._after(found.step)
-        now = moments(after, found.order, hardware)
-        self.plain_bytes = now.peak_bytes
-        self.frontier: Frontier = solve(found.problem(now))
+        self.plain_bytes = int(live_bytes(after.step, hardware).max(initial=0))
+        spans = self._packs()
+        if spans and not found.uniform:
+            self.frontier: AnyFrontier = PackFrontier(found, after, spans, hardware)
+        else:
+            self.frontier = solve(found.problem(moments(after.step, found.order, hardware)))
         self._peaks: dict[int, int] = {}
         self._other_peaks: dict[int, int] = {}
+
+    def _packs(self) -> tuple[tuple[int, int], ...]:
+        """Blocks that run together, of the plain program; none where no packs fit."""
+        packs, program = next((each for each in self._later if each.layer_major), None), self._program
+        target = Target(self._hardware, program.ranks, self._packs_budget_bytes, {each.slot: each for each in self._later})
+        if packs is None or packs.fits(program, target) is not None:
+            return ()
+        return packs.packs_in(packs.plan(program, target))
 
     def peak_of(self, row: int) -> int:
         """Peak of plan `row` after every pass."""
@@ -223,14 +258,14 @@ class _Search:
 
     def _peak(self, choice: I32) -> int:
         step = _rewritten(self.levels, tuple(choice.tolist()))
-        return int(live_bytes(self._after(step), self._hardware).max(initial=0))
+        return int(live_bytes(self._after(step).step, self._hardware).max(initial=0))
 
-    def _after(self, step: Step) -> Step:
-        """`step` after every later pass that fits it."""
-        return after_later(self._program.with_step(step), self._later, self._hardware).step
+    def _after(self, step: Step) -> Program:
+        """The program with `step` after every later pass that fits it."""
+        return after_later(self._program.with_step(step), self._later, self._hardware, self._packs_budget_bytes)
 
 
-def best_row(frontier: Frontier, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES) -> int:
+def best_row(frontier: AnyFrontier, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES) -> int:
     """Row of the fastest plan found within the budget, by true peaks as `peak_of` gives them; the smallest one if none is."""
     low, high, best = 0, len(frontier) - 1, 0
     row = max(frontier.at(budget_bytes + (budget_bytes >> 10)), 0)  # prices may be a little too high
@@ -254,7 +289,8 @@ def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
 
 @lru_cache(maxsize=64)
 def _search(
-    step: Step, host: bool, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
-) -> _Search:
+    step: Step, host: bool, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
+    packs_budget_bytes: int | None = None,
+) -> _Search:  # fmt: skip
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    return _Search(levels(step, hardware, ranks, host), later, program, hardware)
+    return _Search(levels(step, hardware, ranks, host), later, program, hardware, packs_budget_bytes)

@@ -10,7 +10,15 @@ from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
-from memtune.search_spaces.recompute._budget import Budget, Solution, later_techniques, plain_bytes, within
+from memtune.search_spaces.recompute._budget import (
+    Budget,
+    Solution,
+    budget_of_packs,
+    later_techniques,
+    packs_of,
+    plain_bytes,
+    within,
+)
 from memtune.search_spaces.recompute._by_blocks import (
     FoundByBlocks,
     cannot_run_blocks,
@@ -109,7 +117,7 @@ class Planned(Technique):
         budget = self._budget(target)
         if budget is None or budget.n_bytes is None:
             return False
-        return plain_bytes(program, later_techniques(target), target.hardware) <= budget.n_bytes
+        return plain_bytes(program, later_techniques(target), target.hardware, budget_of_packs(target)) <= budget.n_bytes
 
     def plan(self, program: Program, target: Target) -> Plan:
         """What each block keeps and runs again, with what that costs and frees."""
@@ -160,10 +168,11 @@ class Planned(Technique):
         return {"activations.recompute": {**what, **({"by_schedule": True} if self.by_schedule else {})}}
 
     def _budget(self, target: Target) -> Budget | None:
+        host = self.host and packs_of(target) is None  # what a pack saves is used at once
         if self.share is not None:
-            return Budget(share=self.share, host=self.host)
+            return Budget(share=self.share, host=host)
         n_bytes = self.budget_bytes or target.budget_bytes
-        return None if n_bytes is None else Budget(int(n_bytes * (1 - self.spare)), host=self.host)
+        return None if n_bytes is None else Budget(int(n_bytes * (1 - self.spare)), host=host)
 
     def _spared(self) -> str:
         return "" if self.share is not None or not self.spare else f" ({self.spare:.3g} of the budget is spare)"

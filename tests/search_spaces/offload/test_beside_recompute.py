@@ -74,28 +74,23 @@ RECOMPUTES = {
 }
 DIVISIONS = ("one rank", "ddp", "zero2", "fsdp", "zero3")
 STORES = ("l2l", "stronghold", "elixir", "patrickstar", "zero_infinity, weights on the host", "zero_infinity, all on SSD")
-AS_THEY_LAND = ("per_layer", "zero_offload", "zero_offload, a part", "lohan")
 PACKS = ("mobius", "harmony", "harmony, a pipeline")
 ACTIVATIONS = ("copy_out", "pipelined", "tsplit")
-BY_BLOCK = ("full", "selective", "every_nth")
+BY_BLOCK = ("full", "selective", "every_nth", "planned")
 RANKS = ("ddp", "zero2", "fsdp", "zero3")
 REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     ("another technique moves what the plan keeps", ACTIVATIONS, DIVISIONS, ("planned",)),
     ("a frozen schedule runs the model without offload.activations", ACTIVATIONS, DIVISIONS, ("checkmate",)),
-    ("no schedule was found within", ("l2l", "patrickstar"), ("ddp",), ("checkmate",)),
-    ("a schedule takes the place of the blocks' calls", STORES, ("one rank", "ddp"), ("checkmate",)),
-    ("a schedule puts gradients in place itself", AS_THEY_LAND, ("one rank", "ddp", "zero2"), ("checkmate",)),
     ("everything fits into the budget as it is", ("tsplit",), ("zero2",), ("full",)),
-    ("plans and schedules for all blocks at once do not hold for packs", PACKS, DIVISIONS, ("planned", "checkmate")),
+    ("schedules do not hold for packs", PACKS, DIVISIONS, ("checkmate",)),
     ("draws random numbers, and their order would be another", PACKS, ("one rank",), BY_BLOCK),
     ("packs average their gradients themselves", PACKS, RANKS, BY_BLOCK),
     ("whole on each, or gathered from all", STORES, ("zero2",), tuple(RECOMPUTES)),
     ("one rank has the link to itself", ("orchestrated",), ("one rank",), tuple(RECOMPUTES)),
-    ("a schedule takes the place of the blocks' calls", ("orchestrated",), ("ddp",), ("checkmate",)),
     ("it is for replicas: sharded weights come and go by themselves", ("orchestrated",), RANKS[1:], tuple(RECOMPUTES)),
 ]
 """Why, which offload, under which division of states, beside which recompute. The first reason that holds is the one given."""
-BRIEFLY = {"fsdp": [("zero_infinity, all on SSD", "planned")]}
+BRIEFLY = {"one rank": [("stronghold", "checkmate")], "fsdp": [("zero_infinity, all on SSD", "planned")]}
 """What a short run trains."""
 REFERENCES = {"none": (), "own": (OFFLOADS["optimizer_cpu"],), "native": (NATIVE,), "a part": (OFFLOADS["zero_offload, a part"],)}
 """What updates in the same way with nothing run again; `test_on_ranks` holds the one by parts to plain updates."""
