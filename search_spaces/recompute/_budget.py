@@ -69,7 +69,7 @@ def within(program: Program, budget: Budget, target: Target) -> Solution:
     """
     return _within(
         program.step, budget, later_techniques(target), target.hardware, program.ranks, program.micro_batch, program.accumulate,
-        budget_of_packs(target),
+        told_later(target),
     )  # fmt: skip
 
 
@@ -79,25 +79,41 @@ def packs_of(target: Target) -> Technique | None:
     return offload if offload is not None and offload.layer_major else None
 
 
-def budget_of_packs(target: Target) -> int | None:
-    """What packs, which come later, are made for; None where there are none: no other pass is for a budget."""
-    return None if packs_of(target) is None else target.budget_bytes
+@dataclass(frozen=True)
+class Told:
+    """What later techniques look at besides each other."""
+
+    budget_bytes: int | None = None
+    """What packs are made for; no other pass is for a budget."""
+    recompute: Technique | None = None
+    """Where activations move: who decides what runs again, since that is no block's business then to bring back ahead."""
 
 
-def plain_bytes(program: Program, later: tuple[Technique, ...], hardware: Hardware, packs_budget_bytes: int | None = None) -> int:
+_NOTHING = Told()
+
+
+def told_later(target: Target) -> Told:
+    """What the techniques after recompute are told of `target`: as little as can be, so that plans are shared."""
+    budget = None if packs_of(target) is None else target.budget_bytes
+    moves = any(each.slot == "offload.activations" for each in later_techniques(target))
+    recompute = target.chosen.get("recompute") if moves else None
+    return Told(budget, recompute)
+
+
+def plain_bytes(program: Program, later: tuple[Technique, ...], hardware: Hardware, told: Told = _NOTHING) -> int:
     """The peak of `program`, in which everything is kept, after every pass of `later`; it needs no plan to be looked for."""
     return _plain_bytes(
-        program.step, later, hardware, program.ranks, program.micro_batch, program.accumulate, packs_budget_bytes
+        program.step, later, hardware, program.ranks, program.micro_batch, program.accumulate, told
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def _plain_bytes(
     step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
-    packs_budget_bytes: int | None = None,
+    told: Told = _NOTHING,
 ) -> int:  # fmt: skip
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    return int(live_bytes(after_later(program, later, hardware, packs_budget_bytes).step, hardware).max(initial=0))
+    return int(live_bytes(after_later(program, later, hardware, told).step, hardware).max(initial=0))
 
 
 def later_techniques(target: Target, after: str = "recompute") -> tuple[Technique, ...]:
@@ -112,17 +128,15 @@ def later_techniques(target: Target, after: str = "recompute") -> tuple[Techniqu
     return later if parallel is None or parallel.ranks_of_a_copy(target.ranks) == 1 else (parallel, *later)
 
 
-def after_later(
-    program: Program, later: tuple[Technique, ...], hardware: Hardware, packs_budget_bytes: int | None = None
-) -> Program:
+def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware, told: Told = _NOTHING) -> Program:
     """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their first passes.
 
     What is left to the end is not done: sums inside a group are made in place once a step, and a pipeline has `steps_of_stages`.
     """
-    chosen = {each.slot: each for each in later}
+    chosen = {each.slot: each for each in later} | ({} if told.recompute is None else {"recompute": told.recompute})
 
     def passed(reached: _Reached, technique: Technique) -> _Reached:
-        after = _after(reached.program, technique, chosen, hardware, packs_budget_bytes)
+        after = _after(reached.program, technique, chosen, hardware, told.budget_bytes)
         return replace(reached, refused=True) if after is None else _Reached(after)
 
     done = run(
@@ -189,9 +203,9 @@ def _acts(technique: Technique) -> bool:
 @lru_cache(maxsize=64)
 def _within(
     step: Step, budget: Budget, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
-    packs_budget_bytes: int | None = None,
+    told: Told = _NOTHING,
 ) -> Solution:  # fmt: skip
-    search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate, packs_budget_bytes)
+    search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate, told)
     smallest, plain = search.peak_of(0), search.plain_bytes
     budget_bytes = budget.n_bytes
     if budget_bytes is None:
@@ -207,11 +221,9 @@ def _within(
 class _Search:
     """Plans of one program by row of its frontier, with their true peaks as far as they were asked for."""
 
-    def __init__(
-        self, found: Levels, later: tuple[Technique, ...], program: Program, hardware: Hardware, packs_budget_bytes: int | None
-    ) -> None:
+    def __init__(self, found: Levels, later: tuple[Technique, ...], program: Program, hardware: Hardware, told: Told) -> None:
         self.levels, self._later, self._program, self._hardware = found, later, program, hardware
-        self._packs_budget_bytes = packs_budget_bytes
+        self._told = told
         after = self._after(found.step)
         self.plain_bytes = int(live_bytes(after.step, hardware).max(initial=0))
         spans = self._packs()
@@ -225,7 +237,7 @@ class _Search:
     def _packs(self) -> tuple[tuple[int, int], ...]:
         """Blocks that run together, of the plain program; none where no packs fit."""
         packs, program = next((each for each in self._later if each.layer_major), None), self._program
-        target = Target(self._hardware, program.ranks, self._packs_budget_bytes, {each.slot: each for each in self._later})
+        target = Target(self._hardware, program.ranks, self._told.budget_bytes, {each.slot: each for each in self._later})
         if packs is None or packs.fits(program, target) is not None:
             return ()
         return packs.packs_in(packs.plan(program, target))
@@ -262,7 +274,7 @@ class _Search:
 
     def _after(self, step: Step) -> Program:
         """The program with `step` after every later pass that fits it."""
-        return after_later(self._program.with_step(step), self._later, self._hardware, self._packs_budget_bytes)
+        return after_later(self._program.with_step(step), self._later, self._hardware, self._told)
 
 
 def best_row(frontier: AnyFrontier, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES) -> int:
@@ -287,10 +299,16 @@ def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
     return rewritten(found.step, found.chosen(np.asarray(choice, np.int32)))
 
 
+def _mover(later: tuple[Technique, ...]) -> Technique | None:
+    """What of `later` moves the same part of each block whatever the budget; what plans for one shows in the true peaks alone."""
+    found = next((each for each in later if each.slot == "offload.activations"), None)
+    return found if getattr(found, "ratio", None) is not None else None
+
+
 @lru_cache(maxsize=64)
 def _search(
     step: Step, host: bool, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
-    packs_budget_bytes: int | None = None,
+    told: Told = _NOTHING,
 ) -> _Search:  # fmt: skip
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    return _Search(levels(step, hardware, ranks, host), later, program, hardware, packs_budget_bytes)
+    return _Search(levels(step, hardware, ranks, host, _mover(later)), later, program, hardware, told)
