@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.errors import ApplyError
-from memtune.packs import Packs
+from memtune.packs import Packs, Span
 from memtune.parameters import columns_of
 from memtune.passes.chain import not_a_chain
 from memtune.passes.host_optimizer import Native, optimizer_on_host
@@ -25,10 +25,10 @@ from memtune.runtime.ranks import require_ranks
 from memtune.search_spaces.offload.states._layers import cannot_run
 from memtune.technique import Plan, Reason, Target
 
-_BY_BLOCK = ("full", "every_nth", "selective", "attention_output", "balanced")
-"""Ways to recompute that decide for each block by itself: the blocks of a pack run again as they would in a plain step."""
+_BY_BLOCK = ("full", "every_nth", "selective", "attention_output", "balanced", "planned")
+"""Ways to recompute that say of each block what runs again: the blocks of a pack do so as they would in a plain step."""
 _ALONE = {
-    "recompute": "plans and schedules for all blocks at once do not hold for packs, which run one after the other",
+    "recompute": "schedules, and what moves activations, do not hold for packs, which run one after the other",
     "offload.activations": "what a pack saves is used at once",
     "split": "the model's own code runs once more up to the first block",
 }
@@ -187,6 +187,11 @@ def planned_packs(plan: Plan, context: Context, kind: str, **settings: Any) -> P
         return packs
 
     return from_plan(plan, kind, f"packs for {blocks} blocks", read)
+
+
+def spans_of(plan: Plan) -> tuple[Span, ...]:
+    """The blocks that run backward together, in `plan` for one rank or several."""
+    return tuple((first, end) for first, end in plan.decisions["spans" if "spans" in plan.decisions else "backward"])
 
 
 def packs_of(decisions: Mapping[str, Any], **settings: Any) -> Packs:

@@ -36,6 +36,7 @@ from memtune.search_spaces.offload.states._packs import (
     not_in_packs,
     packs_of,
     planned_packs,
+    spans_of,
     within_budget,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
@@ -71,6 +72,7 @@ class Mobius(Technique):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
     averages: ClassVar[bool] = True
+    layer_major: ClassVar[bool] = True
 
     stages: Annotated[int, Field(ge=1)] | None = None
     """Number of stages, on several ranks a multiple of them; none given: solved for, there with `--axes sharding.parallel`."""
@@ -131,6 +133,10 @@ class Mobius(Technique):
         if not isinstance(stages, int) or not isinstance(moved, int):
             return ()
         return (f"{stages} stages over all micro-batches, {format_bytes(moved)} of weights and gradients moved per step", *rest)
+
+    def packs_in(self, plan: Plan) -> tuple[Span, ...]:
+        """Of one rank, or of all."""
+        return spans_of(plan)
 
     def least_share_on_host(self) -> float:
         """All of it."""
