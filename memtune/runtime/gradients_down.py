@@ -16,7 +16,7 @@ Rule 5. One step late (`HostOptimizer.late`): the update begins with the next st
         weights go up at its end. A state dict waits for it, and has its weights.
 Rule 6. The smallest gradient stays on the device until the step, as a witness: whoever scales gradients in between (clipping by
         norm, a loss scaler) changes it, and is refused, since the others would not be scaled. A reduced one lies in one piece
-        with others, and is copied out of it.
+        with others, and is copied out of it. Where there is none in a step, zeros stand in (one rank).
 Rule 7. What was in the bucket or on its way when a backward raised is forgotten, and training goes on; what had landed is the
         user's to clear (`zero_grad`), as in any loop. Where that backward had begun updates, the step cannot be taken back, and
         is refused until a state dict is loaded.
@@ -38,11 +38,11 @@ from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.backward_end import BackwardEnd, EarlyUpdated
 from memtune.runtime.context import Context
-from memtune.runtime.gathered_rows import count_changes
 from memtune.runtime.host_optimizer import add_gradient, before_step
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
 from memtune.runtime.weak_hook import weakly
+from memtune.runtime.witness import Witness
 
 
 class Updates(Protocol):
@@ -79,9 +79,9 @@ class GradientsDown:
         self._before_use = context.before_use
         trained = _trained(context)
         leaving = {p: n_bytes for p, n_bytes in trained.items() if context.represented.get(p, p) not in stays}
-        self._witness = list(leaving)[witness(list(leaving.values()))]
+        self._witness = Witness(list(leaving)[witness(list(leaving.values()))], stands_in=context.ranks == 1)
         mine = [p for p in leaving if p in context.represented]
-        moved = {p: _moved(context, p) for p in mine if p is not self._witness}
+        moved = {p: _moved(context, p) for p in mine if p is not self._witness.parameter}
         self._moved = {parameter: rows for parameter, (rows, _) in moved.items()}
         self._held = {parameter: held for parameter, (_, held) in moved.items()}
         for parameter, held in self._held.items():
@@ -99,7 +99,6 @@ class GradientsDown:
         self._is_last = False
         self._at_end = BackwardEnd(self._backward_ends, self._backward_raised)
         self._updated = EarlyUpdated(context, "parameter")
-        self._version: int | None = None
         self.buckets = self.sent_bytes = 0
         self._listen(context)
         self._outer, context.sync = context.sync, self.sync
@@ -115,7 +114,7 @@ class GradientsDown:
                 fix="sharding: {states: {kind: fsdp}}, ddp, zero1 or zero2, with nothing under sharding.parallel", code="MT315",
             )  # fmt: skip
         else:
-            for parameter in self._held:
+            for parameter in (*self._held, self._witness.parameter):
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)
 
     @contextmanager
@@ -142,6 +141,8 @@ class GradientsDown:
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         self._at_end.expect()
+        if parameter is self._witness.parameter:
+            self._witness.landed()
         if parameter not in self._held:
             parameter.grad = _of_its_own(parameter.grad)
             return
@@ -204,26 +205,22 @@ class GradientsDown:
         if self._bucket:
             self._send()
         self._arrive()
-        if self._witness.grad is not None:
-            count_changes(self._witness.grad)
-        self._version = -1 if self._witness.grad is None else self._witness.grad._version
+        self._witness.note()
 
     def _backward_raised(self) -> None:
         """Rule 7."""
         for _, _, host in self._on_the_way:
             transfer.abandon(host)
         self._updated.raised()
-        self._bucket, self._on_the_way, self._version = [], [], None
+        self._bucket, self._on_the_way = [], []
+        self._witness.forget()
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Rules 6 and 7."""
         self._at_end.settle()
         self._updated.step_goes_on()
         self._updated.forget()
-        version, self._version = self._version, None
-        if version is None:
-            return
-        if self._witness.grad is None or self._witness.grad._version != version:
+        if self._witness.changed():
             raise ApplyError(
                 "Gradients were changed between backward and the optimizer's step, as clipping by norm does.",
                 evidence="All but the smallest have left the device by then, so the norm is not theirs and they are not scaled.",
