@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from memtune.early_updates import ONE_BY_ONE, witness
+from memtune.early_updates import not_one_by_one, witness
 from memtune.errors import ApplyError
 from memtune.runtime.backward_end import BackwardEnd, never_ended
 from memtune.runtime.context import Context
@@ -168,12 +168,11 @@ class UpdateAtGradient:
 
 def _refuse(context: Context) -> None:
     optimizer = context.optimizer
-    kind = type(optimizer)
     why = ""
     if context.ranks > 1 or context.sync is not None or context.represented:
         why = "Gradients are summed over ranks or leave the device, or the optimizer holds other tensors than the model."
-    elif kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in ONE_BY_ONE:
-        why = f"{kind.__name__} is none that is known to update parameters one by one, as {', '.join(sorted(ONE_BY_ONE))} are."
+    elif unknown := not_one_by_one(optimizer):
+        why = f"{unknown}."
     elif any(group.get("differentiable") for group in optimizer.param_groups):
         why = "The optimizer is differentiable."
     elif any(not (each.__module__ or "").startswith("memtune.") for each in optimizer._optimizer_step_pre_hooks.values()):
