@@ -21,7 +21,7 @@ from memtune.runtime import offload_dir
 
 if TYPE_CHECKING:
     from memtune.hardware import Hardware
-    from memtune.program import Program, Recording
+    from memtune.program import OptimizerFacts, Program, Recording
     from memtune.runtime.context import Context
 
 
@@ -71,6 +71,8 @@ class Target:
     """Records the step of one rank with layers cut over ranks; None where nobody asked for such steps."""
     whole: Target | None = None
     """The target of all ranks, where this one is of those that hold the same part (`among_copies`)."""
+    optimizer: OptimizerFacts | None = None
+    """What the user's optimizer cannot do; None where nobody asked it."""
 
     @property
     def device(self) -> str:

@@ -20,6 +20,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import is_gathered
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.store import ParameterStore
+from memtune.search_spaces.offload.states._native_update import unknown_optimizer
 from memtune.technique import Reason, Target, Technique
 
 EAGER_ONLY = "compiled graphs hold the memory of parameters that come and go"
@@ -81,6 +82,8 @@ def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | 
         return Reason("the optimizer has no state of a block to move")
     if in_blocks.all():
         return Reason("nothing outside of the blocks is trained, so clipping by norm could not be noticed", _OTHER)
+    if natively and (unknown := unknown_optimizer(target)) is not None:
+        return unknown
     if natively and (columns.itemsize[trained] != 4).any():
         return Reason("the native update keeps float32 weights", "offload: {states: {kind: optimizer_cpu, update: master}}")
     return None

@@ -84,7 +84,7 @@ class ZeroInfinity(Technique):
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
-        if (reason := no_native_update(step, self.update)) is not None or self.parameters == "device":
+        if (reason := no_native_update(step, self.update, target)) is not None or self.parameters == "device":
             return reason
         return cannot_run_on_ranks(program, target, natively=False)
 
