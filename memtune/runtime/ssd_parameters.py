@@ -8,11 +8,13 @@ Rule 2. Three deep: while a moment computes, units of the next moments come up f
         that come up within the `ahead` moments after it are read from SSD. What is asked for and not being read is read then.
 Rule 3. What was read is let go on the host when it has come up.
 Rule 4. What was read for a use that did not come is dropped when the step begins: it writes new values.
+Rule 5. Weights that come in tiles (`runtime.tiled_weights`) are read and updated with their block, and never whole on the device
+        but while a state dict is loaded. What was read of them is let go when their block is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import torch
@@ -28,7 +30,8 @@ from memtune.runtime.host_parameters import copy_of
 from memtune.runtime.ssd_gradients import SsdGradients
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.store import ParameterStore
-from memtune.runtime.tiers import SSD, mark
+from memtune.runtime.tiers import HOST, SSD, mark
+from memtune.runtime.transfer import host_like
 
 Where = Literal["host", "ssd"]
 
@@ -56,6 +59,7 @@ class KeptParameters(ParameterStore):
         ahead: Moments by which a block is read from SSD before it comes up.
         where: Between uses.
         gradients: Where those are from landing until the step.
+        tiled: Weights that come in tiles.
 
     Raises:
         ApplyError: A block's parameter is used outside of it, or nothing outside of the blocks is trained.
@@ -63,9 +67,19 @@ class KeptParameters(ParameterStore):
     """
 
     def __init__(
-        self, context: Context, residency: Residency, optimizer: SsdOptimizer, ahead: int, where: Where, gradients: Where = "host"
+        self,
+        context: Context,
+        residency: Residency,
+        optimizer: SsdOptimizer,
+        ahead: int,
+        where: Where,
+        gradients: Where = "host",
+        tiled: Collection[nn.Parameter] = (),
     ) -> None:
         self._gradients: SsdGradients | None = None
+        self._tiled, self._is_whole = {id(each) for each in tiled}, False
+        self._sources: dict[Tensor, Tensor] = {}  # of tiles, by what is on SSD
+        self._down: list[tuple[Tensor, Tensor]] = []  # the tile on its way, and the gradient that it becomes part of
         self._where, self._ahead = where, reads_ahead(residency, ahead)
         self._reading: dict[Tensor, Tensor] = {}  # by what is on SSD: where it comes to
         self.read_bytes = 0
@@ -91,6 +105,8 @@ class KeptParameters(ParameterStore):
 
     @torch.no_grad()
     def _landed(self, parameter: Tensor) -> None:
+        if id(parameter) in self._tiled:  # its tiles have landed before autograd comes to it, with nothing
+            return
         super()._landed(parameter)
         if self._gradients is not None:
             assert isinstance(parameter, nn.Parameter)
@@ -104,6 +120,8 @@ class KeptParameters(ParameterStore):
 
     def _backward_raised(self) -> None:
         super()._backward_raised()
+        while self._down:
+            transfer.abandon(self._down.pop()[1])
         if self._gradients is not None:
             self._gradients.flush()
 
@@ -128,9 +146,55 @@ class KeptParameters(ParameterStore):
                 self.read_bytes += piece.host.nbytes
 
     def _bring_pieces(self, pieces: Iterable[Piece]) -> None:
+        pieces = list(pieces)
         if self._where == "ssd":
             self._read(pieces)
-        super()._bring_pieces(pieces)
+        super()._bring_pieces(each for each in pieces if self._is_whole or not self._is_tiled(each))
+
+    def _is_tiled(self, piece: Piece) -> bool:
+        return any(id(each) in self._tiled for each in piece.of)
+
+    def _bring_all(self) -> None:
+        self._is_whole = True
+        self._sources.clear()
+        super()._bring_all()
+
+    def _release(self, units: Any) -> None:
+        for unit in list(units) if self._sources else ():
+            for piece in self._units[unit]:
+                self._sources.pop(piece.host, None)
+        super()._release(units)
+
+    # -- tiles -------------------------------------------------------------------------------------------------------------
+
+    def host_of(self, weight: nn.Parameter) -> Tensor:
+        """Rule 5: where its tiles come from."""
+        kept = self._hosts[weight]
+        if self._where == "host":
+            return kept
+        if kept not in self._sources:
+            read = self._reading.pop(kept, None)
+            self._sources[kept] = torch.ops.memtune.from_ssd(kept) if read is None else read
+            self.read_bytes += kept.nbytes if read is None else 0
+        return self._sources[kept]
+
+    @torch.no_grad()
+    def tile_landed(self, weight: nn.Parameter, rows: slice, gradient: Tensor) -> None:
+        """Rule 3 of `runtime.tiled_weights`."""
+        before, whole = self._down.pop() if self._down else (None, None)
+        if whole is None:
+            whole = host_like(weight)
+            mark(whole, HOST)
+        transfer.finish(whole)
+        del before
+        is_last = rows.stop == len(weight)
+        if is_last:
+            self._arrive_all(self._on_the_way.let_go(gradient.nbytes))
+        torch.ops.memtune.copy_to_host_(whole[rows], gradient)
+        if is_last:
+            self._on_the_way.put((weight, gradient, whole), gradient.nbytes)
+        else:
+            self._down.append((gradient, whole))
 
     def _up(self, there: Tensor, kept: Tensor) -> None:
         """Rule 3."""
@@ -154,8 +218,11 @@ class KeptParameters(ParameterStore):
     @torch.no_grad()
     def _fetch_whole(self, block: int) -> None:
         """Through the mapping: `Tuned.load` has read into it, past the checksums, which `_keep` makes anew."""
+        self._release(self._of_block[block] if self._tiled else ())
         if self._where == "host":
+            self._is_whole = True
             super()._fetch_whole(block)
+            self._is_whole = False
             return
         for unit in set(self._of_block[block]) - self._there:
             self._there.add(unit)

@@ -148,10 +148,15 @@ def finish(host: Tensor) -> None:
 
 def to_host(x: Tensor) -> Tensor:
     """A host tensor of `x`'s layout into which a copy has been started."""
-    with tier(HOST):
-        host = page_locked(partial(_like, x), wanted=x.is_cuda)
+    host = host_like(x)
     _start(host, x)
     return host
+
+
+def host_like(x: Tensor) -> Tensor:
+    """Host memory of `x`'s layout, page-locked where `x` is on a GPU."""
+    with tier(HOST):
+        return page_locked(partial(_like, x), wanted=x.is_cuda)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
+from torch import nn
 
 from memtune.errors import ApplyError
 from memtune.passes.ssd_gradients import gradients_on_ssd
 from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd
 from memtune.passes.stream import stream_parameters
+from memtune.passes.tiled_weights import tile_weights, tileable, weights_before_biases
 from memtune.program import Kind, Program
 from memtune.residency import window
 from memtune.runtime import offload_dir
@@ -17,6 +19,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import is_gathered
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_parameters import KeptParameters
+from memtune.runtime.tiled_weights import install, linear_layers
 from memtune.search_spaces.offload.states._layers import (
     EAGER_ONLY,
     cannot_run_on_ranks,
@@ -75,6 +78,10 @@ class ZeroInfinity(Technique):
     read_ahead: Annotated[int, Field(ge=0, le=64)] = 1
     """Moments by which a block is read from SSD before it comes up; each takes the bytes of a block's weights on the host."""
 
+    tiles: Annotated[int, Field(ge=1, le=64)] = 1
+    """Parts in which the weights of large linear layers come, where parameters come and go: at most two of them, and of their
+    gradients, are on the device at once (section 5.1.3). 1 brings weights whole, with their block."""
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a directory on a drive, and a type that the native update knows; parameters that come and go as `l2l` does."""
         if (reason := no_directory(target)) is not None:
@@ -86,9 +93,29 @@ class ZeroInfinity(Technique):
             return Reason("the optimizer has no state to move")
         if (reason := no_native_update(step, self.update, target)) is not None or self.parameters == "device":
             return reason
-        return cannot_run_on_ranks(program, target, natively=False)
+        return cannot_run_on_ranks(program, target, natively=False) or self._no_tiles(program)
+
+    def _no_tiles(self, program: Program) -> Reason | None:
+        if self.tiles == 1:
+            return None
+        if program.ranks > 1:
+            return Reason("weights come in tiles on one rank only", "tiles: 1")
+        if not tileable(program.step, self.tiles):
+            return Reason("no weight of a block is that of a plain linear layer with so many outputs", "tiles: 1")
+        return None
+
+    def plan(self, program: Program, target: Target) -> Plan:
+        """Which weights come in tiles."""
+        if self.tiles == 1:
+            return Plan()
+        step = program.step
+        return Plan(decisions={"tiled": [step.parameters[each].name for each in tileable(step, self.tiles)]})
 
     def _nonsense(self) -> Reason | None:
+        if self.tiles > 1 and (self.parameters == "device" or self.gradients == "ssd"):
+            return Reason(
+                "weights in tiles come and go, and their gradients wait on the host", "parameters: host or ssd, gradients: host"
+            )
         if self.gradients is None or self.parameters != "device":
             return None
         return Reason("gradients of parameters that stay on the device stay there until the step", "parameters: host or ssd")
@@ -99,7 +126,10 @@ class ZeroInfinity(Technique):
         if self.parameters != "device":
             read_ahead = self.read_ahead if self.parameters == "ssd" else None
             residency = window_of(program, min(self.on_device, len(step.blocks)))
+            tiled = tileable(step, self.tiles) if self.tiles > 1 else ()
+            step = weights_before_biases(step, tiled) if tiled else step
             step = stream_parameters(step, residency, early=False, read_ahead=read_ahead, ranks=replicas(program))
+            step = tile_weights(step, tiled, self.tiles) if tiled else step
             away = Away.of(step)
             if self.gradients == "ssd":
                 step, away = gradients_on_ssd(step, away)
@@ -124,7 +154,23 @@ class ZeroInfinity(Technique):
             where = self.parameters, self.gradients or "host"
             blocks, gathered = len(context.blocks), is_gathered(context.model)
             residency = window(blocks, min(self.on_device, blocks), gathered=gathered)
-            context.checks["offload.states"] = KeptParameters(context, residency, moved, self.read_ahead, *where).check
+            tiled = self._tiled(context, plan)
+            kept = KeptParameters(context, residency, moved, self.read_ahead, *where, tiled)
+            install(context, tiled, self.tiles, kept)
+            context.checks["offload.states"] = kept.check
+
+    def _tiled(self, context: Context, plan: Plan) -> dict[nn.Parameter, nn.Linear]:
+        if self.tiles == 1:
+            return {}
+        names = plan.decisions.get("tiled")
+        if not isinstance(names, list):
+            raise ApplyError(
+                "zero_infinity with tiles needs a plan of which weights come in them.",
+                fix="memtune search  writes it with the config; or tiles: 1", code="MT316",
+            )  # fmt: skip
+        if context.ranks > 1:
+            raise ApplyError("Weights come in tiles on one rank only.", fix="tiles: 1", code="MT315")
+        return linear_layers(context, names)
 
     @property
     def averages_blocks(self) -> bool:  # type: ignore[override]
@@ -142,6 +188,7 @@ class ZeroInfinity(Technique):
             ahead = {"read_ahead": self.read_ahead} if self.parameters == "ssd" else {}
             how |= {"parameters": self.parameters, "on_device": self.on_device, **ahead}
             how |= {"gradients": "ssd"} if self.gradients == "ssd" else {}
+            how |= {"tiles": self.tiles} if self.tiles > 1 else {}
         return {"states.offload": {**how, **({"resume": self.resume} if self.keeps_steps() else {})}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
