@@ -81,7 +81,7 @@ class Moesys(Technique):
             return Reason("the model has no experts: modules of a block, in a list whose name says so, all with equal parameters")
         if (reason := no_directory(target)) is not None:
             return reason
-        return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target)
+        return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target, one_by_one=False)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """How many experts the prediction is of, and what the device needs where a step uses them all."""
