@@ -154,7 +154,8 @@ class Rewriter:
         validate: bool = True,
         compiled: Callable[[Compiling], Recording | Reason] | None = None,
     ) -> None:
-        self.recording, self.target, self.compiled = recording, target, compiled
+        self.recording, self.target = recording, replace(target, optimizer=recording.optimizer)
+        self.compiled = compiled
         self._validate = validate
         self._memory = ProgramMemory()
         self._pairs: dict[Hashable, frozenset[str]] = {}
@@ -238,7 +239,16 @@ class Rewriter:
     def _seen_by(self, watched: Watched, choice: Choice) -> Target:
         target = self.target
         compiled, backend = choice.execution.compile, choice.execution.compile_backend
-        return Target(target.hardware, target.ranks, target.budget_bytes, watched, compiled, backend, cut=target.cut)
+        return Target(
+            target.hardware,
+            target.ranks,
+            target.budget_bytes,
+            watched,
+            compiled,
+            backend,
+            cut=target.cut,
+            optimizer=target.optimizer,
+        )
 
     def _parts(self, technique: Technique, choice: Choice) -> int:
         """Ranks that hold parts of one copy, for `technique` if it works among the copies: what it sees follows from it.

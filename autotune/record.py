@@ -30,12 +30,14 @@ from memtune.autotune.tracer import Tracer
 from memtune.autotune.unfold import Short
 from memtune.autotune.untraced import BatchValues, as_in_training
 from memtune.batches import map_tensors
+from memtune.early_updates import not_one_by_one
 from memtune.edit import Edit
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
-from memtune.program import I64, Hints, Kind, Recording, Step, at_micro_batch
+from memtune.program import I64, Hints, Kind, OptimizerFacts, Recording, Step, at_micro_batch
 from memtune.runtime.compiled import CompiledModel, Compiling
 from memtune.runtime.fake_mode import OneFakeMode
+from memtune.runtime.host_update import no_native_update_for
 from memtune.runtime.loop import Order, SyncContext, accumulate, train_step
 from memtune.runtime.prepare import prepare_model
 from memtune.runtime.tiers import HOST, mark, tier
@@ -273,6 +275,7 @@ def record(
         notes=tuple(notes),
         checked=frozenset({small, large} if same else {small}),
         hints={small: one.hints, large: two.hints} if same else {small: one.hints},
+        optimizer=OptimizerFacts(no_native_update_for(session.optimizer), not_one_by_one(session.optimizer)),
     )
     wanted = sorted(size for size in set(sizes) if session.fake is not None or (not same and _runs_here(recording, size)))
     for size in wanted:

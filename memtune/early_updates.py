@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -12,6 +12,14 @@ Trigger = Literal["end_of_step", "per_gradient", "per_layer"]
 ONE_BY_ONE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
 """torch's optimizers whose step for several parameters is that for each of them: state by parameter, no state of a group's own
 (torch/optim, `_init_group` of each)."""
+
+
+def not_one_by_one(optimizer: Any) -> str:
+    """Why `optimizer` cannot update some parameters now and others later; empty where it can."""
+    kind = type(optimizer)
+    if kind.__module__.split(".")[:2] == ["torch", "optim"] and kind.__name__ in ONE_BY_ONE:
+        return ""
+    return f"{kind.__name__} is none that is known to update parameters one by one, as {', '.join(sorted(ONE_BY_ONE))} are"
 
 
 def witness(n_bytes: Sequence[int]) -> int:

@@ -372,6 +372,16 @@ class Hints:
     """Storages of the optimizer's step counters, which torch keeps on the host beside a model on CUDA."""
 
 
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What the user's optimizer cannot do, which no Step shows; empty where it can."""
+
+    not_natively: str = ""
+    """Why memtune's own update cannot take the place of its step."""
+    not_one_by_one: str = ""
+    """Why it cannot update some parameters now and others later."""
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
     """A step recorded at two micro-batches, so that every size is known as a function of the micro-batch.
@@ -397,6 +407,7 @@ class Recording:
     """Whose kernels the steps hold; `autotune.translate` makes the one of the other."""
     hints: Mapping[int, Hints] = field(default_factory=dict)
     """By micro-batch, for the steps that were recorded themselves."""
+    optimizer: OptimizerFacts = OptimizerFacts()
 
     def at(self, micro_batch: int) -> Step:
         """The step with all sizes evaluated at `micro_batch` samples."""

@@ -21,7 +21,7 @@ from memtune.runtime import offload_dir
 
 if TYPE_CHECKING:
     from memtune.hardware import Hardware
-    from memtune.program import Program, Recording
+    from memtune.program import OptimizerFacts, Program, Recording
     from memtune.runtime.context import Context
 
 
@@ -71,6 +71,8 @@ class Target:
     """Records the step of one rank with layers cut over ranks; None where nobody asked for such steps."""
     whole: Target | None = None
     """The target of all ranks, where this one is of those that hold the same part (`among_copies`)."""
+    optimizer: OptimizerFacts | None = None
+    """What the user's optimizer cannot do; None where nobody asked it."""
 
     @property
     def device(self) -> str:
@@ -163,6 +165,20 @@ class Technique(BaseModel):
     """The same of experts alone."""
     averages_landed: ClassVar[bool] = False
     """Beside `ddp` each gradient is averaged as it lands, since this technique takes it away then; its pass writes that down."""
+
+    layer_major: ClassVar[bool] = False
+    """It runs packs of blocks, one after the other, each over all micro-batches."""
+
+    def packs_in(self, plan: Plan) -> tuple[tuple[int, int], ...]:
+        """Where it is layer-major: first block and the one after the last of each pack that runs backward, in forward order."""
+        return ()
+
+    def follows_calls(self) -> bool:
+        """Whether it acts when blocks are called and as their gradients land.
+
+        A schedule of the whole model would run past it; a schedule for each block leaves the blocks' calls alone.
+        """
+        return self.averages_blocks or self.averages_landed
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Of `ranks`, the consecutive ones that hold one copy of the model together, each a part of it."""

@@ -68,7 +68,8 @@ def _release_after(edit: Edit, step: Step, after: I32, ops: I32, which: npt.NDAr
     """What of the device's storages `which` is let go at `after[i]` is let go at the op `ops[i]`, which comes right after it."""
     op_of = np.full(step.n_ops, -1, np.int32)
     op_of[after] = ops
-    mine = np.flatnonzero(which & (step.tier == Tier.DEVICE) & (step.producer >= 0)).astype(np.int32)
+    ends = which & (step.tier == Tier.DEVICE) & (step.producer >= 0) & (step.end < step.n_ops)
+    mine = np.flatnonzero(ends).astype(np.int32)
     until = op_of[step.end[mine]]
     edit.hold_through(mine[until >= 0], until[until >= 0])
 

@@ -39,6 +39,7 @@ class Context:
         averages_blocks: Whether what moves the blocks' parameters averages their gradients as they land; DDP leaves them out.
         averages_experts: The same of what moves experts, before it updates them.
         averages_landed: Whether replicas average each gradient as it lands, since what comes next takes it away.
+        follows_calls: Whether what moves states acts when blocks are called and as their gradients land.
         later: Run when states have been divided, by techniques whose work depends on how.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
@@ -70,6 +71,7 @@ class Context:
     averages_blocks: bool = False
     averages_experts: bool = False
     averages_landed: bool = False
+    follows_calls: bool = False
     later: list[Callable[[], None]] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None

@@ -16,7 +16,7 @@ Rule 5. One step late (`HostOptimizer.late`): the update begins with the next st
         weights go up at its end. A state dict waits for it, and has its weights.
 Rule 6. The smallest gradient stays on the device until the step, as a witness: whoever scales gradients in between (clipping by
         norm) changes it, or the sums on the host and not it, and is refused (`runtime.watched_gradients`). A reduced one lies in
-        one piece with others, and is copied out of it.
+        one piece with others, and is copied out of it. Where there is none in a step, zeros stand in (one rank).
 Rule 7. What was in the bucket or on its way when a backward raised is forgotten, and training goes on; what had landed is the
         user's to clear (`zero_grad`), as in any loop. Where that backward had begun updates, the step cannot be taken back, and
         is refused until a state dict is loaded.
@@ -44,6 +44,7 @@ from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
 from memtune.runtime.watched_gradients import WatchedGradients
 from memtune.runtime.weak_hook import weakly
+from memtune.runtime.witness import Witness
 
 _OTHER = "offload: {states: {kind: optimizer_cpu}} with  trigger: end_of_step"
 
@@ -82,9 +83,9 @@ class GradientsDown:
         self._before_use = context.before_use
         trained = _trained(context)
         leaving = {p: n_bytes for p, n_bytes in trained.items() if context.represented.get(p, p) not in stays}
-        self._witness = list(leaving)[witness(list(leaving.values()))]
+        self._witness = Witness(list(leaving)[witness(list(leaving.values()))], stands_in=context.ranks == 1)
         mine = [p for p in leaving if p in context.represented]
-        moved = {p: _moved(context, p) for p in mine if p is not self._witness}
+        moved = {p: _moved(context, p) for p in mine if p is not self._witness.parameter}
         self._moved = {parameter: rows for parameter, (rows, _) in moved.items()}
         self._held = {parameter: held for parameter, (_, held) in moved.items()}
         for parameter, held in self._held.items():
@@ -122,7 +123,7 @@ class GradientsDown:
                 fix="sharding: {states: {kind: fsdp}}, ddp, zero1 or zero2, with nothing under sharding.parallel", code="MT315",
             )  # fmt: skip
         else:
-            for parameter in self._held:
+            for parameter in (*self._held, self._witness.parameter):
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)
 
     @contextmanager
@@ -149,6 +150,8 @@ class GradientsDown:
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         self._at_end.expect()
+        if parameter is self._witness.parameter:
+            self._witness.landed()
         if parameter not in self._held:
             parameter.grad = _of_its_own(parameter.grad)
             return
@@ -211,8 +214,9 @@ class GradientsDown:
         if self._bucket:
             self._send()
         self._arrive()
+        self._witness.note()
         self._watched.note()
-        self._is_blind = self._witness.grad is None
+        self._is_blind = self._witness.parameter.grad is None
 
     def _backward_raised(self) -> None:
         """Rule 7."""
@@ -229,17 +233,18 @@ class GradientsDown:
                 self._watched.require_unchanged()
 
     def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._is_blind = self._is_blind and self._witness not in set(parameters)
+        self._is_blind = self._is_blind and self._witness.parameter not in set(parameters)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Rules 6 and 7."""
         self._at_end.settle()
         self._updated.step_goes_on()
         self._watched.require_unchanged()
+        self._witness.withdraw()
         if self._is_blind:
             raise ApplyError(
                 "The smallest parameter got no gradient in this backward, so clipping by norm could not be noticed.",
-                evidence=f"Its shape is {tuple(self._witness.shape)}; {len(self._held)} others leave the device.",
+                evidence=f"Its shape is {tuple(self._witness.parameter.shape)}; {len(self._held)} others leave the device.",
                 fix=_OTHER, code="MT364",
             )  # fmt: skip
         self._updated.forget()

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
-from memtune.early_updates import ONE_BY_ONE, Waiting, room_bytes
+from memtune.early_updates import Waiting, not_one_by_one, room_bytes
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
@@ -401,11 +401,10 @@ class HostOptimizer:
 
 
 def _refuse_parts(optimizer: Optimizer) -> None:
-    kind = type(optimizer)
-    if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in ONE_BY_ONE:
+    if why := not_one_by_one(optimizer):
         raise ApplyError(
-            f"{kind.__name__} cannot update some parameters on the device and others on the host.",
-            evidence=f"It is none that is known to update parameters one by one, as {', '.join(sorted(ONE_BY_ONE))} are.",
+            f"{type(optimizer).__name__} cannot update some parameters on the device and others on the host.",
+            evidence=f"{why}.",
             fix="ratio: 1.0 (zero_offload) or  device_cache: false (angel_ptm)  for offload.states", code="MT318",
         )  # fmt: skip
 

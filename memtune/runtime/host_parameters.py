@@ -192,6 +192,9 @@ class HostParameters:
         assert parameter.grad is not None
         self._average(parameter)
         source, parameter.grad = parameter.grad, None
+        self._leaves(parameter, source)
+
+    def _leaves(self, parameter: nn.Parameter, source: Tensor) -> None:
         n_bytes = local(source).nbytes
         self._arrive_all(self._on_the_way.let_go(n_bytes))
         host = torch.ops.memtune.to_host(local(source))

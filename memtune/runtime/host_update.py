@@ -304,6 +304,15 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(like, dtype=dtype, requires_grad=False)
 
 
+def no_native_update_for(optimizer: Optimizer) -> str:
+    """Why `NativeUpdate` cannot take the place of `optimizer`'s step; empty where it can."""
+    try:
+        NativeUpdate(optimizer, "float32")
+    except ApplyError as error:
+        return f"{error.what.rstrip('.')}{f' ({error.evidence})' if error.evidence else ''}"
+    return ""
+
+
 def _rule_of(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
     if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):

@@ -39,6 +39,7 @@ from memtune.runtime.backward_end import BackwardEnd, EarlyUpdated
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import before_step
 from memtune.runtime.host_parameters import HostCopies, HostParameters
+from memtune.runtime.weak_hook import weakly
 
 
 class ParameterStore(HostParameters):
@@ -92,6 +93,8 @@ class ParameterStore(HostParameters):
         self._updated = EarlyUpdated(context, "block")
         for index in range(len(self._modules)):
             self._watch(context, index)
+        for parameter in self._outside if landing else ():
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._outside_landed)).remove)
         self._outer = context.sync
         if early:
             context.sync = self.sync
@@ -138,6 +141,10 @@ class ParameterStore(HostParameters):
     def _backward(self, moment: int) -> None:
         self._at_end.expect()
         self._begin(moment)
+
+    def _outside_landed(self, parameter: Tensor) -> None:
+        """A backward may run no block (a penalty on the head): its end is the last moment all the same."""
+        self._at_end.expect()
 
     def _backward_ends(self) -> None:
         self._begin(self._end)

@@ -10,7 +10,8 @@ Rule 2. That the micro-batch is the last one is known from `Tuned.step` or `Tune
 Rule 3. `optimizer.step()` updates what has a gradient then: the witness, and parameters whose gradient no backward has completed.
         Its hooks run there, those that run after it find all parameters updated.
 Rule 4. The smallest gradient stays until the step, as a witness: whoever changes gradients before the update (clipping by
-        norm in a hook, a loss scaler) changes it, and is refused, since the others have been used by then.
+        norm in a hook, a loss scaler) changes it, and is refused, since the others have been used by then. Zeros stand in for
+        one that is missing, until the step begins.
 Rule 5. A gradient that lands a second time in the last micro-batch was not complete the first time (a second backward, or a
         reentrant checkpoint around parts that share a weight), and is refused.
 Rule 6. An update cannot be taken back: a step that was begun by one and not ended by `optimizer.step()` (skipped, or ended by an
@@ -29,11 +30,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from memtune.early_updates import ONE_BY_ONE, witness
+from memtune.early_updates import not_one_by_one, witness
 from memtune.errors import ApplyError
 from memtune.runtime.backward_end import BackwardEnd, never_ended
 from memtune.runtime.context import Context
+from memtune.runtime.host_optimizer import before_step
 from memtune.runtime.weak_hook import weakly
+from memtune.runtime.witness import Witness
 
 _PLAIN = "execution: {order: {kind: program}}"
 
@@ -54,23 +57,25 @@ class UpdateAtGradient:
         self._optimizer, self._before_use = context.optimizer, context.before_use
         self._step = type(context.optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks and profiling
         trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
-        self._witness = trained[witness([parameter.nbytes for parameter in trained])]
+        self._witness = Witness(trained[witness([parameter.nbytes for parameter in trained])])
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in context.model.named_parameters()}
         self._groups: dict[Tensor, dict[str, Any]] = {}
         self._is_last = self._begun = self._told = False
         self._at_end = BackwardEnd(self._backward_ends)
-        self._version: int | None = None
+        self._changed = False
         self._landed: set[Tensor] = set()
         self.n_early = 0
         for parameter in trained:
-            if parameter is not self._witness:
-                context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._complete)).remove)
+            lands = self._witness_lands if parameter is self._witness.parameter else self._complete
+            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(lands)).remove)
         context.sync = self.sync
         context.reloaded.append(self._reloaded)
+        before_step(context.optimizer, self._step_begins)
         context.undo.callback(context.optimizer.register_step_post_hook(self._step_ends).remove)
 
     def _reloaded(self) -> None:
-        self._begun, self._version = False, None  # what was updated has been replaced
+        self._begun = False  # what was updated has been replaced
+        self._witness.forget()
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -83,7 +88,8 @@ class UpdateAtGradient:
             fix = f"call optimizer.step() after each last micro-batch, or  {_PLAIN}"
             raise never_ended(len(self._landed), "parameter", fix)
         self._told = True
-        self._is_last, self._version = last, None
+        self._is_last = last
+        self._witness.forget()
         self._landed.clear()
         if last:
             self._groups = {each: group for group in self._optimizer.param_groups for each in group["params"]}
@@ -119,9 +125,17 @@ class UpdateAtGradient:
             self._optimizer.param_groups = groups
         parameter.grad = None
 
+    def _witness_lands(self, parameter: Tensor) -> None:
+        self._witness.landed()
+        if self._is_last:
+            self._at_end.expect()
+
     def _backward_ends(self) -> None:
         self.n_early = len(self._landed)
-        self._version = -1 if self._witness.grad is None else self._witness.grad._version
+        self._witness.note()
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._changed = self._witness.stands_in and self._witness.changed()
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Rule 4; once, a message where nobody says which micro-batch is the last (Rule 2)."""
@@ -133,8 +147,7 @@ class UpdateAtGradient:
                 "train with Tuned.step(batches), or run each micro-batch in  with tuned.micro_batch(last=...).",
                 RuntimeWarning, stacklevel=3,
             )  # fmt: skip
-        version, self._version = self._version, None
-        if version is not None and (self._witness.grad is None or self._witness.grad._version != version):
+        if self._witness.changed() or self._changed:
             raise ApplyError(
                 "Gradients were changed between backward and the optimizer's step, as clipping by norm does.",
                 evidence="All but the smallest had been used by then: parameters were updated inside backward.",
@@ -155,12 +168,11 @@ class UpdateAtGradient:
 
 def _refuse(context: Context) -> None:
     optimizer = context.optimizer
-    kind = type(optimizer)
     why = ""
     if context.ranks > 1 or context.sync is not None or context.represented:
         why = "Gradients are summed over ranks or leave the device, or the optimizer holds other tensors than the model."
-    elif kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in ONE_BY_ONE:
-        why = f"{kind.__name__} is none that is known to update parameters one by one, as {', '.join(sorted(ONE_BY_ONE))} are."
+    elif unknown := not_one_by_one(optimizer):
+        why = f"{unknown}."
     elif any(group.get("differentiable") for group in optimizer.param_groups):
         why = "The optimizer is differentiable."
     elif any(not (each.__module__ or "").startswith("memtune.") for each in optimizer._optimizer_step_pre_hooks.values()):

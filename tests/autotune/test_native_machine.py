@@ -340,3 +340,23 @@ def test_on_a_cpu_nothing_hides_behind_compute_that_needs_its_cores() -> None:
     apart, together = Case([chain(*ops)]).run(), Case([chain(*ops)], shares_cores=True).run()
     assert (apart.step_s, together.step_s) == (3, pytest.approx(9))
     assert list(together.classes[0].busy_s) == pytest.approx([9, 0, 9, 3, 0, 0, 0, 9, 0, 0])
+
+
+def test_links_through_the_host_take_from_copies_behind_the_root() -> None:
+    """A gather of device memory crosses the root, in both directions; a message between hosts does not."""
+    gpu = replace(
+        hardware.find("a100-80g"), gpus_per_pcie_root=2, link_slowdown=0.0, launch_s=0.0, intra_link_latency_s=0.0,
+        host_to_device_bytes_per_s=1e9, device_to_host_bytes_per_s=1e9, intra_link_bytes_per_s=1e9,
+    )  # fmt: skip
+    for tier, slower in ((Tier.DEVICE, 2.0), (Tier.HOST, 1.0)):
+        step = make_step(
+            2, 1, names=("c10d.send.default",), op_resource=[TO_HOST, LINK], op_group=[0, 2], op_traffic_bytes=[10**9, 10**9],
+            producer=[-1], use_op=[1], use_storage=[0], tier=[tier],
+        )  # fmt: skip
+        program = Program((RankClass(2, step),), micro_batch=1)
+        for level, alone, through in (("coarse", 2.0, 2.0 * slower), ("events", 2.0, 2.0 * slower)):
+            found = [
+                simulate(program, replace(gpu, links_through_host=each), level=level).step_s  # type: ignore[arg-type]
+                for each in (False, True)
+            ]
+            assert found == pytest.approx([alone, through]), (tier, level)

@@ -52,6 +52,8 @@ class Roam(Technique):
             return Reason("updates at the gradient are for one rank: gradients of several are summed first", _PLAIN)
         if (why := not_at_gradients(program.step)) != "":
             return Reason(why, _PLAIN)
+        if target.optimizer is not None and target.optimizer.not_one_by_one:
+            return Reason(target.optimizer.not_one_by_one, _PLAIN)
         if no_witness(program.step):
             return Reason("the smallest parameter gets no gradient, so clipping by norm could not be noticed", _PLAIN)
         if takes_a_schedule(target):

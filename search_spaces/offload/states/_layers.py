@@ -20,6 +20,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import is_gathered
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.store import ParameterStore
+from memtune.search_spaces.offload.states._native_update import unknown_optimizer
 from memtune.technique import Reason, Target, Technique
 
 EAGER_ONLY = "compiled graphs hold the memory of parameters that come and go"
@@ -75,8 +76,6 @@ def _not_gathered(states: Technique, program: Program, target: Target) -> Reason
 def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | None:
     if target.compiled:
         return Reason(EAGER_ONLY, "execution.compile: false")
-    if runs_past_blocks(target):
-        return Reason("a schedule takes the place of the blocks' calls", "recompute: {kind: full}")
     if (reason := not_in_layers(step)) != "":
         return Reason(reason, _OTHER)
     columns = columns_of(step.parameters)
@@ -86,16 +85,11 @@ def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | 
         return Reason("the optimizer has no state of a block to move")
     if in_blocks.all():
         return Reason("nothing outside of the blocks is trained, so clipping by norm could not be noticed", _OTHER)
+    if natively and (unknown := unknown_optimizer(target)) is not None:
+        return unknown
     if natively and (columns.itemsize[trained] != 4).any():
         return Reason("the native update keeps float32 weights", "offload: {states: {kind: optimizer_cpu, update: master}}")
     return None
-
-
-def runs_past_blocks(target: Target) -> bool:
-    """Whether a schedule runs the ops of all blocks; where blocks are gathered, each has its own, in its module's calls."""
-    states = target.chosen.get("sharding.states")
-    by_blocks = target.ranks > 1 and states is not None and states.kind in _GATHERING
-    return takes_a_schedule(target) and not by_blocks
 
 
 def takes_a_schedule(target: Target) -> bool:

@@ -8,11 +8,21 @@ import numpy as np
 
 from memtune.parameters import columns_of
 from memtune.program import Step
-from memtune.technique import Reason
+from memtune.technique import Reason, Target
+
+_OWN = "offload: {states: {kind: optimizer_cpu, update: own}}"
 
 
-def no_native_update(step: Step, update: Literal["native", "master"]) -> Reason | None:
-    """Why the host's native update is not for these parameters: `native` is for float32, `master` for what is narrower."""
+def unknown_optimizer(target: Target) -> Reason | None:
+    """Why memtune's own update cannot take the place of the user's optimizer's."""
+    why = "" if target.optimizer is None else target.optimizer.not_natively
+    return Reason(why, _OWN) if why else None
+
+
+def no_native_update(step: Step, update: Literal["native", "master"], target: Target) -> Reason | None:
+    """Why the host's native update is not for them: an unknown optimizer; `native` is for float32, `master` for narrower."""
+    if (reason := unknown_optimizer(target)) is not None:
+        return reason
     columns = columns_of(step.parameters)
     sizes = set(columns.itemsize[columns.gradient >= 0].tolist())
     if update == "native" and sizes != {4}:

@@ -96,7 +96,8 @@ class AngelPtm(Technique):
     def plan(self, program: Program, target: Target) -> Plan:
         """How many frames there are, what is cached, and how many pages come in beside each moment's computation."""
         page_bytes = page_bytes_for(program.step) if self.page_mib is None else _bytes_of(self.page_mib)
-        how = {"scheduled": self.moves == "scheduled", "cache": self._caches}
+        parts = target.optimizer is None or not target.optimizer.not_one_by_one
+        how = {"scheduled": self.moves == "scheduled", "cache": self._caches and parts}
         return plan_of(solved(program, target.hardware, target.budget_bytes, page_bytes, **how))
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:

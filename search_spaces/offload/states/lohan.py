@@ -61,7 +61,7 @@ class Lohan(Technique):
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
-        if (reason := no_native_update(step, self.update)) is not None:
+        if (reason := no_native_update(step, self.update, target)) is not None:
             return reason
         why_not = not_beside_backward(step, _reducing_ranks(program, target))
         return Reason(why_not, "offload: {states: {kind: zero_infinity}}") if why_not else None

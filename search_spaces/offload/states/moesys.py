@@ -9,13 +9,20 @@ from pydantic import Field
 from memtune.errors import ApplyError
 from memtune.experts import Expert, experts_of
 from memtune.passes.experts import How, experts_in, experts_on_ssd, frozen_in, only_experts, used_in
+from memtune.passes.gathered_rows import gathers_of
 from memtune.program import Program
 from memtune.residency import Rule, window
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.experts import ExpertOptimizer, ExpertStore
 from memtune.runtime.gathered_rows import is_gathered
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks, replicas, require_replicas
+from memtune.search_spaces.offload.states._layers import (
+    EAGER_ONLY,
+    cannot_run_on_ranks,
+    replicas,
+    require_replicas,
+    takes_a_schedule,
+)
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import format_bytes
 
@@ -81,6 +88,8 @@ class Moesys(Technique):
             return Reason("the model has no experts: modules of a block, in a list whose name says so, all with equal parameters")
         if (reason := no_directory(target)) is not None:
             return reason
+        if takes_a_schedule(target) and gathers_of(program.step) is None:
+            return Reason("a schedule takes the place of the experts' calls", "recompute: {kind: full}")
         return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target, one_by_one=False)
 
     def plan(self, program: Program, target: Target) -> Plan:

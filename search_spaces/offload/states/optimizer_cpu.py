@@ -67,7 +67,7 @@ class OptimizerCpu(Technique):
             return None
         if self.trigger != "end_of_step" and (reason := not_as_they_land(program, target)) is not None:
             return reason
-        return no_native_update(step, self.update)
+        return no_native_update(step, self.update, target)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """State to the host tier, update to host threads, copies around it."""

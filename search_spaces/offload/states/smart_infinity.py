@@ -66,7 +66,7 @@ class SmartInfinity(Technique):
             return Reason("the optimizer has no state to move")
         if program.ranks == 1 and target.ranks == 1 and (reason := not_rows(step)) is not None:
             return reason
-        return no_native_update(step, self.update)
+        return no_native_update(step, self.update, target)
 
     def _nonsense(self) -> Reason | None:
         if self.keeps_steps() and self.share:

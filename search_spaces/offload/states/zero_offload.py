@@ -10,7 +10,7 @@ from memtune.errors import ApplyError
 from memtune.passes.gradients_down import Early, optimizer_beside_backward
 from memtune.passes.partly_down import partly_beside_backward
 from memtune.passes.stays import cannot_part
-from memtune.program import Kind, Program
+from memtune.program import Kind, Program, Step
 from memtune.runtime.context import Context
 from memtune.runtime.host_update import Moments
 from memtune.search_spaces.offload.states._as_they_land import apply_as_they_land, native_of, not_as_they_land, replicas_of
@@ -76,11 +76,15 @@ class ZeroOffload(Technique):
         step = program.step
         if not any(each.gradient >= 0 for each in step.parameters) or not (step.kind == Kind.OPTIMIZER).any():
             return Reason("the optimizer has no state to move")
-        if self.ratio != 1.0 and (why_not := cannot_part(step)):
+        if self.ratio != 1.0 and (why_not := self._cannot_part(step, target)):
             return Reason(why_not, "ratio: 1.0")
         reason = not_as_they_land(program, target, self.ratio or 1.0) or self._not_late(target)
-        reason = reason or no_native_update(step, self.update)
+        reason = reason or no_native_update(step, self.update, target)
         return reason or (self._not_solved(program, target) if self.ratio is None else None)
+
+    @staticmethod
+    def _cannot_part(step: Step, target: Target) -> str:
+        return cannot_part(step) or ("" if target.optimizer is None else target.optimizer.not_one_by_one)
 
     def _not_solved(self, program: Program, target: Target) -> Reason | None:
         """Why there is no smallest part, or another setting says the same."""

@@ -120,6 +120,21 @@ def test_a_loop_of_the_users_own_updates_in_the_optimizers_step() -> None:
     assert all(torch.equal(runs[0][name], value) for name, value in runs[1].items())
 
 
+def test_a_backward_through_no_block_is_no_change_of_gradients() -> None:
+    """A penalty on what is in no block, in a backward of its own."""
+    ended = []
+    for technique in (ONE, NATIVE):
+        workload, model, optimizer = build(ZOO["tied"])
+        apply(model, optimizer, config_of(ZOO["tied"], technique), strict=False)
+        own = next(p for name, p in model.named_parameters() if not any(name.startswith(each) for each in find_blocks(model)))
+        torch.manual_seed(SEED)
+        workload.loss(model, workload.make_batch(2)).backward()
+        own.square().mean().backward()
+        optimizer.step()
+        ended.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(ended[0][name], value) for name, value in ended[1].items())
+
+
 def test_clipping_of_a_part_of_the_gradients_is_refused() -> None:
     workload, model, optimizer = build(ZOO["tied"])
     apply(model, optimizer, config_of(ZOO["tied"], ONE), strict=False)

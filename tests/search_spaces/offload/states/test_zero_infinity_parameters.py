@@ -17,7 +17,7 @@ from memtune.autotune.fake_ranks import fake_ranks
 from memtune.autotune.record import start_session
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
-from memtune.program import Program, RankClass, Resource, Step, Tier
+from memtune.program import FOREVER, Kind, Program, RankClass, Resource, Step, Tier
 from memtune.read_ahead import WRITES
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
@@ -116,6 +116,20 @@ def test_a_later_micro_batch_is_as_predicted(parameters: str) -> None:
     session.warm_up(2)
     real = session.trace(2, micro_batches=2, trace_last=True)
     assert compare(technique.rewrite(program, technique.plan(program, target), target).step, real) == ""
+
+
+@pytest.mark.usefixtures("ssd")
+def test_what_a_module_keeps_after_the_step_is_no_concern_of_sums_on_ssd() -> None:
+    """A module that writes an activation into an attribute of its own (`self.aux = …`)."""
+    recording, target = recording_of(ZOO["tied"]), target_of(GRADIENTS_TOO)
+    step = accumulate_gradients(recording.at(2))
+    kept = np.flatnonzero((step.kind == Kind.TEMPORARY) & (step.producer >= 0))[0]
+    held_until = step.held_until.copy()
+    held_until[kept] = FOREVER
+    program = Program((RankClass(1, replace(step, held_until=held_until)),), 2, 2)
+    after = GRADIENTS_TOO.rewrite(program, GRADIENTS_TOO.plan(program, target), target).step
+    after.validate()
+    assert (after.end[after.tier == Tier.DEVICE] == FOREVER).any()
 
 
 @pytest.mark.usefixtures("ssd")
