@@ -138,7 +138,7 @@ class Mobius(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, when stages are updated, and how many there are."""
-        settings = {"stages": self.stages or "solved", "boundaries": "host", "prefetch": True}
+        settings: dict[str, Any] = {"stages": self.stages or "solved", "boundaries": "host", "prefetch": True}
         settings |= {"mapping": self.mapping} if target.ranks > 1 else {}
         settings |= {"late": "solved" if self.late is None else list(self.late)}
         return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "in_backward", "packs": settings}}
