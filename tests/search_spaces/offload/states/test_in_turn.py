@@ -129,11 +129,10 @@ def check(
         for what in ("losses", "model", "optimizer"):
             torch.testing.assert_close(run[what], wanted[what], **close)
     if shim.available() is None:
-        steps = {each.step.peak_bytes(): each.step for each in made.program.rank_classes}
-        for run in runs:
-            nearest = steps[min(steps, key=lambda peak: abs(peak - run["peaks"][0]))]
-            assert run["peaks"][0] == pytest.approx(nearest.peak_bytes(), rel=0.02)
-            assert run["peaks"][1] == pytest.approx(nearest.peak_bytes(Tier.HOST), rel=0.02)
+        peaks = [(each.step.peak_bytes(), each.step.peak_bytes(Tier.HOST)) for each in made.program.rank_classes]
+        for run in runs:  # ranks of one device peak may differ on the host
+            nearest = min(peaks, key=lambda each: abs(each[0] - run["peaks"][0]) + abs(each[1] - run["peaks"][1]))
+            assert run["peaks"] == pytest.approx(nearest, rel=0.02)
         assert max(run["peaks"][0] for run in runs) == pytest.approx(made.program.step.peak_bytes(), rel=0.02)
     return runs
 
