@@ -164,7 +164,7 @@ def _weights() -> list[Case]:
         _states("smart_infinity", "a tenth is sent", share=0.1),
         _states("lohan", "defaults", _ssd(_as_they_land), case={"ranks": DIVIDED}),
         _states("lohan", "buckets of 5 KiB", _ssd(_as_they_land), case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
-        _states("moesys", "all cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}),
+        _states("moesys", "all cached", case={"model": "moe"}),
         _states("moesys", "6 cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}, cache=6, on_device=1),
         _states("harmony", "packs of 2", _packs(2), case=chain, backward=2),
         _states("harmony", "boundaries on the host", case=chain, backward=2, boundaries="host"),
