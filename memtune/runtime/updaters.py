@@ -37,6 +37,7 @@ from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_updaters import KeptUpdaters
 from memtune.runtime.largest import Largest
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
+from memtune.runtime.own_writes import OwnWrites
 from memtune.runtime.resume import LastStep
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -132,12 +133,14 @@ class Updaters:
         self._stale: set[nn.Parameter] = set()  # loaded into the model itself: no updater has them
         watch_loads(context, {each.held for each in self._parameters}, self._stale.update)
         self._last: LastStep | None = None
+        self._writes = OwnWrites(context, (each.held for each in self._parameters))
         self._store(first=True)
         if keep and all(each.link is not None for each in self._domains):
             links = [each.link for each in self._domains if each.link is not None]
             self._last = LastStep(context, KeptUpdaters(links, self._layout, self._parameters, self._written_back))
             context.resumed_steps = self._last.resume()
             context.finish = self._last.finish
+            self._know_weights()
         context.reloaded.append(self._store)
         keep_groups(self._optimizer)
         self._optimizer.register_state_dict_pre_hook(lambda _: self._state_comes())
@@ -213,11 +216,17 @@ class Updaters:
             self._store()
         self._refuse_stale()
         self._update_all()
+        self._know_weights()
+
+    def _know_weights(self) -> None:
+        for each in self._parameters:
+            self._writes.wrote(each.held)
 
     def _refuse_stale(self) -> None:
+        self._stale.update(self._writes.by_others(()))
         if self._stale:
             raise ApplyError(
-                f"{len(self._stale)} weights were loaded into the model by its own load_state_dict.",
+                f"{len(self._stale)} weights were loaded into the model by its own load_state_dict, or written on the device.",
                 evidence="The updaters' processes still have the ones before, and would bring them back.",
                 fix="Tuned.load_state_dict or Tuned.load; or optimizer.load_state_dict after the model's", code="MT318",
             )  # fmt: skip
@@ -360,6 +369,7 @@ class Updaters:
     def _store(self, *, first: bool = False) -> None:
         """The device's weights, and what state the optimizer has (none: what the updaters have, at `first` zeros), to SSD."""
         self._stale.clear()
+        self._know_weights()
         held = {each.held: self._optimizer.state.pop(each.held, {}) for each in self._parameters}
         for each in self._parameters:
             each.steps = int(held[each.held].get("step", each.steps))

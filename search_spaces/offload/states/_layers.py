@@ -72,8 +72,6 @@ def _not_gathered(states: Technique, program: Program, target: Target) -> Reason
 def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | None:
     if target.compiled:
         return Reason(EAGER_ONLY, "execution.compile: false")
-    if runs_past_blocks(target):
-        return Reason("a schedule takes the place of the blocks' calls", "recompute: {kind: full}")
     if (reason := not_in_layers(step)) != "":
         return Reason(reason, _OTHER)
     columns = columns_of(step.parameters)
@@ -86,13 +84,6 @@ def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | 
     if natively and (columns.itemsize[trained] != 4).any():
         return Reason("the native update keeps float32 weights", "offload: {states: {kind: optimizer_cpu, update: master}}")
     return None
-
-
-def runs_past_blocks(target: Target) -> bool:
-    """Whether a schedule runs the ops of all blocks; where blocks are gathered, each has its own, in its module's calls."""
-    states = target.chosen.get("sharding.states")
-    by_blocks = target.ranks > 1 and states is not None and states.kind in _GATHERING
-    return takes_a_schedule(target) and not by_blocks
 
 
 def takes_a_schedule(target: Target) -> bool:

@@ -94,7 +94,12 @@ def candidate(path: Path, directory: Path, parts: int, techniques: tuple[Techniq
 
 
 def check(
-    path: Path, directory: Path, parts: int, states: Technique = REPLICAS, beside: tuple[Technique, ...] = ()
+    path: Path,
+    directory: Path,
+    parts: int,
+    states: Technique = REPLICAS,
+    beside: tuple[Technique, ...] = (),
+    experts: Moesys = FEW,
 ) -> list[dict[str, Any]]:
     """Raise AssertionError where ranks do not train as one rank does, or move or hold other bytes than predicted.
 
@@ -104,8 +109,9 @@ def check(
         parts: Micro-batches of a rank's step.
         states: What divides or copies states; where it divides them, weights are those of it alone, to the bit.
         beside: Techniques of other slots.
+        experts: What is done to experts.
     """
-    techniques = (states, FEW, *beside)
+    techniques = (states, experts, *beside)
     found, divided = candidate(path, directory, parts, techniques), states is not REPLICAS
     config, ledger = config_of(found, techniques), shim.available() is None
     reference = {"settings": settings_of(states)} if divided else {}
@@ -118,6 +124,8 @@ def check(
     }
     for link in SSD:  # of the weight and one moment of SGD, where Adam has two
         predicted[link] = predicted[link] * 2 // 3
+    kept = (step.op_resource == Resource.DEVICE_TO_HOST) & (step.op_phase == Phase.OPTIMIZER)
+    predicted["device_to_host"] -= int(step.op_traffic_bytes[kept].sum()) // 3
     for rank in ranks:
         if not divided:  # whoever looks at gradients that are used sees their average
             assert rank["shown"]
@@ -185,6 +193,15 @@ def on_link(step: Step, link: Resource) -> int:
 )
 def test_divided_experts_in_other_steps(ssd: Path, states: Technique, parts: int, beside: tuple[Technique, ...]) -> None:
     check(ZOO["moe"], ssd, parts, states, beside)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=["replicas", "divided"])
+def test_kept_steps_move_what_is_predicted(ssd: Path, states: Technique) -> None:
+    """What each rank has changed, its part of what stays, and a message that it is kept."""
+    ranks = check(ZOO["moe"], ssd, 1, states, experts=FEW.model_copy(update={"resume": "last_step"}))
+    program = candidate(ZOO["moe"], ssd, 1, (states, FEW.model_copy(update={"resume": "last_step"}))).program
+    assert 3 * ranks[0]["audit"]["ssd_bytes"] == 2 * program.step.peak_bytes(Tier.SSD)  # trained with SGD
 
 
 @pytest.mark.slow
