@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from sharded_suite import SPARE_BYTES
+from under_budget import trains_where_the_plain_model_is_out_of_memory
 from zoo_paths import ZOO
 
 from memtune import hardware
@@ -235,6 +236,17 @@ def test_the_others_are_refused_by_name(division: str) -> None:
         for recompute in RECOMPUTES:
             if why := why_refused(row, division, recompute):
                 assert why in str(candidate(row, division, recompute)), (division, row, recompute)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize(
+    ("row", "recompute"),
+    [("stronghold", CHECKMATE), ("zero_offload", CHECKMATE), ("angel_ptm", CHECKMATE), ("copy_out, half to SSD", AROUND)],
+    ids=lambda each: each if isinstance(each, str) else each.kind,
+)
+def test_together_under_a_budget_that_the_plain_step_exceeds(row: str, recompute: Technique) -> None:
+    trains_where_the_plain_model_is_out_of_memory(MODEL, OFFLOADS[row], recompute)
 
 
 def test_plans_are_for_what_moves() -> None:
