@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -280,3 +281,13 @@ def test_online_is_refused_where_gradients_leave_with_calls() -> None:
     online = made("recompute", "dtr", ratio=0.6, online=True)
     said = str(online.fits(plain_program(MODEL, SAMPLES), target_of(online, OFFLOADS["l2l"])))
     assert "l2l moves a block's parameters or gradients with its own calls alone" in said
+
+
+@pytest.mark.parametrize("kind", ["checkmate", "dtr", "planned"])
+def test_searches_leave_out_what_takes_seconds_to_solve(kind: str) -> None:
+    """A config that says the budget is solved for; `fsdp`, where one solution serves many, is searched as ever."""
+    row, technique = "harmony" if kind == "planned" else "l2l", made("recompute", kind)
+    target = replace(target_of(technique, OFFLOADS[row]), budget_bytes=1_000_000)
+    said = str(technique.fits(plain_program(MODEL, SAMPLES), target))
+    assert f"beside {row} it is planned for a budget of its own" in said
+    assert "budget_bytes: 1000000" in said
