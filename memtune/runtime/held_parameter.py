@@ -24,11 +24,6 @@ class HeldParameter(nn.Parameter):
         own: Tensor | None = _GRAD.__get__(self)
         return own if own is not None or self._stands_for is None else self._stands_for.grad
 
-    @property
-    def is_replaced(self) -> bool:
-        """There is a sum that is held, and another gradient on the device: somebody has put it there."""
-        return _GRAD.__get__(self) is not None and self._stands_for is not None and self._stands_for.grad is not None
-
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         _GRAD.__set__(self, gradient)
@@ -36,6 +31,11 @@ class HeldParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__delete__(self)
+
+    @property
+    def is_replaced(self) -> bool:
+        """There is a sum that is held, and another gradient on the device: somebody has put it there."""
+        return _GRAD.__get__(self) is not None and self._stands_for is not None and self._stands_for.grad is not None
 
 
 def held_for(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
