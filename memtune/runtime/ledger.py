@@ -198,7 +198,8 @@ class _CudaLedger(Ledger):
     def __init__(self, device: torch.device, budget_bytes: int | None) -> None:
         super().__init__()
         # Torch sets a limit for a device that has its number only.
-        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        number: int | None = device.index
+        self._device = torch.device("cuda", torch.cuda.current_device() if number is None else number)
         self._limit(budget_bytes)
         self.reset_peak()
 
