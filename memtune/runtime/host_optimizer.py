@@ -27,6 +27,7 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.early_updates import Waiting, not_one_by_one, room_bytes
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
+from memtune.runtime.changed_weights import ChangedWeights
 from memtune.runtime.context import Context
 from memtune.runtime.direct_loads import watch_loads
 from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
@@ -87,6 +88,7 @@ class HostOptimizer:
         self._late_began = False
         self._leaves: LateUpdates | None = None
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
+        self._changed = ChangedWeights(context, () if late_after is not None else [device for device, _ in self._pairs])
         context.represented.update(self._pairs)
         context.reloaded.append(self._reload)
         watch_loads(context, {device for device, _ in self._pairs}, self._loaded, before=lambda: self._settle())
@@ -161,6 +163,7 @@ class HostOptimizer:
 
     def _gradients_down(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         refuse_others(optimizer, self._stays.union(host for _, host in self._pairs))
+        self._follow_changes(device for device, host in self._pairs if host not in self._updated)
         on_the_way: nn.Parameter | None = None
         for parameter, host in self._pairs:
             if parameter.grad is None:
@@ -198,6 +201,7 @@ class HostOptimizer:
     def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
         """Somebody else brings these up when they are used, and their gradients down."""
         self._comes_and_goes.update(parameters)
+        self._changed.leave(self._comes_and_goes)
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients of these are on their way: all that their update needs is in host memory."""
@@ -212,6 +216,7 @@ class HostOptimizer:
         """
         native, wanted = self._native, set(parameters)
         assert native is not None
+        self._follow_changes(wanted)
         gradients = {host: host.grad for device, host in self._pairs if device in wanted and host.grad is not None}
         if at_once:
             self._run(gradients, None)
@@ -320,6 +325,7 @@ class HostOptimizer:
                 narrow = host.dtype is not parameter.dtype
                 if not narrow or gradient is not None:
                     torch.ops.memtune.copy_to_device_(local(parameter), gradient if narrow else host)
+                    self._changed.note(parameter)
             if host.grad is gradient:
                 host.grad = None
 
@@ -336,6 +342,12 @@ class HostOptimizer:
         for parameter, host in self._pairs:
             if parameter in wanted:
                 host.copy_(to_host_now(local(parameter)))
+                self._changed.note(parameter)
+
+    def _follow_changes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """What the user has changed on the device since it went up is what is updated."""
+        if changed := [each for each in parameters if self._changed.has(each)]:
+            self._loaded(changed)
 
     def _states(self) -> list[dict[str, Any]]:
         with as_it_is(self._optimizer):

@@ -100,6 +100,7 @@ class SsdBesideBackward(SsdOptimizer):
             piece, host, gradient = self._updating.pop(0)
             up = piece.parts(host)[0] if gradient.dtype is torch.float32 else gradient
             torch.ops.memtune.copy_to_device_(local(piece.device), up)
+            self._changed.note(piece.device)
             del gradient, up
             self._write(piece, host)
 

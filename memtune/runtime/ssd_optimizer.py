@@ -27,6 +27,7 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.read_ahead import WRITES
 from memtune.runtime import disk, transfer
+from memtune.runtime.changed_weights import ChangedWeights
 from memtune.runtime.context import Context
 from memtune.runtime.direct_loads import watch_loads
 from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_host, to_host_now
@@ -77,6 +78,7 @@ class SsdOptimizer:
             moved = {each: self._move(each, group, names.get(each, "a parameter")) for each in mine}
             group["params"] = [moved[each].held if each in moved else each for each in group["params"]]
             self._pieces += moved.values()
+        self._changed = ChangedWeights(context, [piece.device for piece in self._pieces if chosen is None])
         context.represented.update({piece.device: piece.held for piece in self._pieces})
         context.reloaded.append(self._reload)
         keep_groups(self._optimizer)
@@ -88,6 +90,8 @@ class SsdOptimizer:
         if keep and not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
             self._last = LastStep(context, KeptPieces(self._pieces, self._optimizer.state))
             context.resumed_steps = self._last.resume()
+            for piece in self._pieces:
+                self._changed.note(piece.device)
             context.finish = self._last.finish
         if chosen is None:
             replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
@@ -128,6 +132,7 @@ class SsdOptimizer:
     def keep_in(self, kept: dict[nn.Parameter, Tensor]) -> None:
         """New weights of these parameters go there, not to the device; their gradients will be on the host (Rule 4)."""
         self._kept.update(kept)
+        self._changed.leave(kept)
         for piece in self._pieces:
             if piece.device in kept and piece.held.dtype is not piece.device.dtype:
                 piece.held.grad_dtype = piece.device.dtype
@@ -186,6 +191,7 @@ class SsdOptimizer:
         kept = self._kept.get(piece.device)
         if kept is None:
             torch.ops.memtune.copy_to_device_(local(piece.device), up)
+            self._changed.note(piece.device)
         elif tier_of(kept) == SSD:
             torch.ops.memtune.write_ssd_(kept, up)
             return kept, up
@@ -216,7 +222,7 @@ class SsdOptimizer:
         """Update the piece in `host`, once it has been read; a bfloat16 gradient's memory takes the new weight."""
         transfer.finish(host)
         weight, *moments = piece.parts(host)
-        if piece.device in self._stale:
+        if piece.device in self._stale or self._changed.has(piece.device):
             self._stale.discard(piece.device)
             weight.copy_(self._weight(piece))
         state = self._optimizer.state[piece.held]
@@ -251,6 +257,7 @@ class SsdOptimizer:
             transfer.finish(host)
             weight, *moments = piece.parts(host)
             weight.copy_(self._weight(piece))
+            self._changed.note(piece.device)
             self._adopt(piece, self._optimizer.state[piece.held], moments)
             torch.ops.memtune.write_ssd_(piece.target, host)
             transfer.written(piece.target)

@@ -119,3 +119,40 @@ def test_a_rate_that_is_set_after_a_load_is_used(technique: Technique) -> None:
     before = copy.deepcopy(model.state_dict())
     one_step(workload, model, optimizer, tuned, seed=SEED + 1)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        pytest.param(OptimizerCpu(kind="optimizer_cpu"), id="own"),
+        pytest.param(OptimizerCpu(kind="optimizer_cpu", update="native", trigger="per_layer"), id="per layer"),
+        pytest.param(ZeroInfinity(kind="zero_infinity"), id="ssd"),
+        pytest.param(Lohan(kind="lohan"), id="ssd in backward"),
+    ],
+)
+def test_weights_that_are_clamped_after_a_step_stay_so(technique: Technique) -> None:
+    """As one does with a critic; the next step begins from what is on the device."""
+    ended = []
+    for document in ({"settings": {}}, config_of(ZOO["tied"], technique)):
+        workload, model, optimizer = build(ZOO["tied"])
+        tuned = apply(model, optimizer, document, strict=False)
+        torch.manual_seed(SEED)
+        for _ in range(3):
+            with tuned.micro_batch(last=True):
+                workload.loss(model, workload.make_batch(2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.01, 0.01)
+        ended.append({name: value.clone() for name, value in model.state_dict().items()})
+    torch.testing.assert_close(ended[1], ended[0], rtol=0.0, atol=1e-6)
+
+
+def test_updaters_refuse_weights_that_were_changed_in_place() -> None:
+    workload, model, optimizer, tuned = started(SmartInfinity(kind="smart_infinity", domains=1))
+    one_step(workload, model, optimizer, tuned, seed=SEED)
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+    with pytest.raises(ApplyError, match="MT318 1 weights were changed in the model itself"):
+        one_step(workload, model, optimizer, tuned, seed=SEED + 1)
