@@ -6,6 +6,7 @@ are kept by the power of two that they are within, and handed out for any size o
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import numpy as np
@@ -20,9 +21,12 @@ _MAKE_IT: Final = ("memtune.to_host.default", "memtune.from_ssd.default")
 
 def held_bytes(step: Step, hardware: Hardware) -> I64:
     """(m,) `step.bytes`, those of page-locked memory as they are held on `hardware`."""
-    if hardware.device != "cuda" or not (step.tier == Tier.HOST).any():
+    if hardware.device != "cuda":
         return step.bytes
-    locked = _is_page_locked(step) & (step.bytes > 0)
+    on_host = np.flatnonzero((step.tier == Tier.HOST) & (step.bytes > 0))
+    if not len(on_host):
+        return step.bytes
+    locked = on_host[_is_page_locked(step, on_host)]
     found = step.bytes.copy()
     found[locked] = next_power_of_two(found[locked])
     return found
@@ -34,15 +38,20 @@ def next_power_of_two(n_bytes: I64) -> I64:
     return found
 
 
-def _is_page_locked(step: Step) -> npt.NDArray[np.bool_]:
-    """Copies from the device, what is read from SSD, and weights and sums of gradients that such copies became.
+def _is_page_locked(step: Step, on_host: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+    """Of storages on the host: copies from the device, what is read from SSD, and weights and sums of gradients made of such.
 
     Moments are made on the host, and masters of narrower weights are casts of copies: both are plain memory.
     """
-    names = np.fromiter((name in _MAKE_IT for name in step.names), bool, len(step.names))
-    copied = (step.producer >= 0) & names[step.op_name[step.producer]]
-    columns, owner = columns_of(step.parameters), step.owner
-    own = (owner < 0) | (step.bytes == np.append(columns.numel * columns.itemsize, 0)[owner])
-    stays = (step.producer < 0) & ((step.kind == Kind.PARAMETER) | (step.kind == Kind.GRADIENT)) & own
-    found: npt.NDArray[np.bool_] = (step.tier == Tier.HOST) & (copied | stays)
+    makes = _makes(step.names)
+    producer, kind, owner = step.producer[on_host], step.kind[on_host], step.owner[on_host]
+    copied = (producer >= 0) & makes[step.op_name[producer]]
+    columns = columns_of(step.parameters)
+    own = (owner < 0) | (step.bytes[on_host] == np.append(columns.numel * columns.itemsize, 0)[owner])
+    found: npt.NDArray[np.bool_] = copied | ((producer < 0) & ((kind == Kind.PARAMETER) | (kind == Kind.GRADIENT)) & own)
     return found
+
+
+@functools.lru_cache(maxsize=8)
+def _makes(names: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+    return np.fromiter((name in _MAKE_IT for name in names), bool, len(names))

@@ -93,6 +93,7 @@ class Draft:
         inputs: Call and storage of the blocks' arguments, in order.
         outputs: Storages that the model returned.
         parts: Storages that were saved in parts, see `Step.written_parts`.
+        lazy_values: As in `Step`.
         looks: Storages of which code asked for a number, see `Step.looked_at`.
         ready: Gradient → op after which it was in place.
     """
@@ -112,6 +113,7 @@ class Draft:
         self.modules: dict[str, int] = {"(outside)": 0}
         self.parameters: list[Parameter] = []
         self.model_calls = 0
+        self.lazy_values = False
         self.enter, self.leave = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
         self.inputs: dict[tuple[int, int], None] = {}
         self.outputs: set[int] = set()
@@ -198,6 +200,7 @@ class Draft:
             enter=np.asarray(self.enter, np.int32),
             leave=np.asarray(self.leave, np.int32),
             model_calls=self.model_calls,
+            lazy_values=self.lazy_values,
             input_call=calls.number[np.asarray([call for call, _ in self.inputs], np.int32)],
             input_storage=np.asarray([storage for _, storage in self.inputs], np.int32),
             landing=np.asarray(list(self.ready), np.int32),

@@ -184,6 +184,8 @@ class Tracer(WatchingMode):
                 self._looked_at(inputs)
             return
         name = str(func)
+        if self.phase < Phase.BOUNDARY and any(t.is_conj() or t.is_neg() for t in inputs):
+            self.draft.lazy_values = True
         self._sequence = sequence + 1
         if torch.is_grad_enabled() and any(t._is_view() for t in written) and any(t.requires_grad for t in inputs):
             self._sequence += 2  # writing into a view makes nodes for base and view, before the output is saved

@@ -27,6 +27,8 @@ class Sizes:
     """Of one micro-batch, which goes up."""
     moments: int
     """Of the optimizer, each as large as the weights."""
+    boundary: int
+    """What a block starts from, of one micro-batch."""
 
     @property
     def all(self) -> int:
@@ -83,6 +85,20 @@ def _ssd(link: Formula) -> Formula:
     return lambda s: {**link(s), "ssd_read": (1 + s.moments) * s.all, "ssd_write": (1 + s.moments) * s.all}
 
 
+def _ssd_weights(gradients: bool) -> Formula:
+    """Weights of blocks are read as often as a window brings them up and written once, gradients written once and read once."""
+
+    def links(s: Sizes) -> Links:
+        found, mine = _ssd(_window(2))(s), s.parts * sum(s.blocks) if gradients else 0
+        read = s.parts * (2 * sum(s.blocks) - sum(s.blocks[-2:]))
+        return found | {
+            "ssd_read": found["ssd_read"] + read + mine,
+            "ssd_write": found["ssd_write"] + sum(s.blocks) + mine,
+        }
+
+    return links
+
+
 def _updaters(s: Sizes) -> Links:
     """Smart-Infinity, section 4: gradients to the updaters, weights back."""
     return {**_at_end(s), "to_updaters": s.all, "from_updaters": s.all}
@@ -91,6 +107,19 @@ def _updaters(s: Sizes) -> Links:
 def _packs(last: int) -> Formula:
     """Harmony, section 3: 3|W| less the last pack's, whatever the number of micro-batches; each batch goes up for both passes."""
     return lambda s: _both(s.all, 2 * sum(s.blocks) - sum(s.blocks[-last:]) + s.outside + s.parts * s.batch, s)
+
+
+def _stashed(last: int, packs: int) -> Formula:
+    """The same; what each pack starts from goes down once and comes up for its forward and its backward."""
+
+    def links(s: Sizes) -> Links:
+        found, each = _packs(last)(s), s.parts * s.boundary
+        return {
+            "device_to_host": found["device_to_host"] + packs * each,
+            "host_to_device": found["host_to_device"] + (2 * packs - 1) * each,
+        }
+
+    return links
 
 
 def _states(
@@ -141,7 +170,7 @@ def _weights() -> list[Case]:
         _states("l2l", "defaults", _window(1)),
         _states("l2l", "3 micro-batches", _window(1), case=in_parts),
         _states("l2l", "together", _packs(1), case=chain, micro_batches="together"),
-        _states("l2l", "together, stash on the host", case=chain, micro_batches="together", stash="host"),
+        _states("l2l", "together, stash on the host", _stashed(1, 6), case=chain, micro_batches="together", stash="host"),
         _states("stronghold", "solved"),
         _states("stronghold", "window 2", _window(2), window=2),
         _states("stronghold", "3 micro-batches, late", _window(2), case=in_parts, window=2, late=[0, 2]),
@@ -158,16 +187,16 @@ def _weights() -> list[Case]:
         _states("zero_infinity", "optimizer on SSD", _ssd(_at_end)),
         _states("zero_infinity", "3 micro-batches", _ssd(_at_end), case=in_parts),
         _states("zero_infinity", "parameters on the host", _ssd(_window(2)), parameters="host"),
-        _states("zero_infinity", "parameters on SSD", parameters="ssd"),
-        _states("zero_infinity", "gradients too", parameters="ssd", gradients="ssd"),
+        _states("zero_infinity", "parameters on SSD", _ssd_weights(False), parameters="ssd"),
+        _states("zero_infinity", "gradients too", _ssd_weights(True), parameters="ssd", gradients="ssd"),
         _states("smart_infinity", "2 domains", _updaters),
         _states("smart_infinity", "a tenth is sent", share=0.1),
         _states("lohan", "defaults", _ssd(_as_they_land), case={"ranks": DIVIDED}),
         _states("lohan", "buckets of 5 KiB", _ssd(_as_they_land), case={"ranks": DIVIDED, **in_parts}, bucket_mib=0.005),
-        _states("moesys", "all cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}),
+        _states("moesys", "all cached", case={"model": "moe"}),
         _states("moesys", "6 cached", case={"model": "moe", "ranks": ((1, "none"), (2, "ddp"))}, cache=6, on_device=1),
         _states("harmony", "packs of 2", _packs(2), case=chain, backward=2),
-        _states("harmony", "boundaries on the host", case=chain, backward=2, boundaries="host"),
+        _states("harmony", "boundaries on the host", _stashed(2, 3), case=chain, backward=2, boundaries="host"),
         _states("harmony", "prefetch", _packs(1), case=chain, backward=1, prefetch=True),
         _states("mobius", "3 stages", case=chain, stages=3),
     ]  # fmt: skip

@@ -27,6 +27,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import numpy as np
 import torch
 from gloo import run_ranks
 from offload_cases import EVERYWHERE, Case, Sizes, cases
@@ -161,7 +162,11 @@ def _sizes(case: Case, ranks: int, states: str) -> Sizes:
     batch = _bytes_on_links(step, 1)["host_to_device"]
     blocks = tuple(int(sizes[block == each].sum()) for each in range(len(step.blocks)))
     state = int(step.bytes[(step.kind == Kind.OPTIMIZER) & (step.producer < 0)].sum())
-    return Sizes(blocks, int(sizes[block < 0].sum()), int(sizes.min()), case.parts, batch, round(state / int(sizes.sum())))
+    given, times = np.unique(step.input_storage, return_counts=True)
+    given = given[(times == 1) & (step.producer[given] >= 0)]  # not what is given to all blocks
+    boundary = int(step.bytes[given].max(initial=0))
+    moments = round(state / int(sizes.sum()))
+    return Sizes(blocks, int(sizes[block < 0].sum()), int(sizes.min()), case.parts, batch, moments, boundary)
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------

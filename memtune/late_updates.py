@@ -46,12 +46,22 @@ def period_s(times: BlockTimes, late: frozenset[int]) -> float:
     return end
 
 
-def late_blocks(times: BlockTimes) -> frozenset[int]:
-    """The blocks to leave: those whose turn comes while the thread is busy; none where a step is not shorter by it."""
+def late_blocks(times: BlockTimes, shares: Sequence[float] = ()) -> frozenset[int]:
+    """The blocks to leave: those whose turn comes while the thread is busy; none where a step is not shorter by it.
+
+    Args:
+        times: Of the blocks.
+        shares: Of all blocks, evenly spread, that are looked at as well: updates then run beside all of forward and of backward.
+    """
     _, busy = _backward(times, None, 0.0)
-    found = sorted({frozenset[int](), busy - {0}, busy}, key=len)
+    found = sorted({frozenset[int](), busy - {0}, busy, *(_spread(times.count, share) for share in shares)}, key=len)
     periods = [period_s(times, late) for late in found]
     return next(late for late, seconds in zip(found, periods, strict=True) if seconds * _LEAST_GAIN <= min(periods))
+
+
+def _spread(count: int, share: float) -> frozenset[int]:
+    late = max(1, round(count * share))
+    return frozenset((each + 1) * count // late - 1 for each in range(late))
 
 
 def _backward(times: BlockTimes, late: frozenset[int] | None, begin_s: float) -> tuple[float, frozenset[int]]:

@@ -158,6 +158,8 @@ class Step:
     """(l,) storages of which the model's code asked for a number (`.item()`): what it does next may follow from it."""
     model_calls: int = 1
     """How often the whole model's forward ran; `enter` is that of the first one, `leave` that of the last."""
+    lazy_values: bool = False
+    """Whether an op of forward or backward was given a tensor that torch conjugates or negates as it is read: complex numbers."""
 
     @property
     def n_ops(self) -> int:

@@ -50,6 +50,8 @@ SLOW = (
     "stronghold", "elixir", "lohan", "tsplit", "orchestrated", "smart_infinity", "moesys", "harmony", "mobius", "angel_ptm",
     "head_context", "pipeline",
 )  # fmt: skip
+BY_BLOCKS = ("attention_boundary", "dtr", "megtaichi", "coop")
+"""Schedules that beside `Technique.follows_calls` are for each block, as those of `checkmate` are."""
 TECHNIQUES = [made(each) for each in all_techniques()]
 REAL = [each for each in TECHNIQUES if each.kind != NULL_KINDS[each.slot]]
 PAIRS = [(one, two) for one, two in combinations(REAL, 2) if one.slot != two.slot]
@@ -69,7 +71,9 @@ def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def param(pair: tuple[Technique, ...]) -> object:
     """Two kinds of one mechanism: one of them in the short list."""
-    return pytest.param(pair, id=pair_id(pair), marks=[pytest.mark.slow] if any(each.kind in SLOW for each in pair) else [])
+    alike = any(each.kind in BY_BLOCKS for each in pair) and any(each.follows_calls() for each in pair)
+    slow = alike or any(each.kind in SLOW for each in pair)
+    return pytest.param(pair, id=pair_id(pair), marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.parametrize("pair", [param(each) for each in PAIRS])

@@ -19,18 +19,18 @@ from memtune.testing.drift import plain_program, planned
 from memtune.testing.training import build, config_of
 
 
-def trains_where_the_plain_model_is_out_of_memory(path: Path, technique: Technique) -> None:
+def trains_where_the_plain_model_is_out_of_memory(path: Path, *techniques: Technique) -> None:
     """Five steps under a budget between the two predicted peaks; the measured one is as predicted, and steps leave nothing."""
     predicted, whole = (
         simulate(program, hardware.detect("cpu")).peak_allocated_bytes
-        for program in (planned(path, technique)[0], plain_program(path))
+        for program in (planned(path, *techniques)[0], plain_program(path))
     )
     ledger = Ledger.open("cpu")
     gc.collect()  # models before are in cycles
     empty = ledger.live_bytes()
     budget = empty + (predicted + whole) // 2
     workload, net, optimizer = build(path)
-    tuned = apply(net, optimizer, config_of(path, technique), loss=workload.loss, strict=False)
+    tuned = apply(net, optimizer, config_of(path, *techniques), loss=workload.loss, strict=False)
     gc.collect()
     with tier(HOST):
         batches = [workload.make_batch(2)]

@@ -18,13 +18,15 @@ _NUMBER = "aten._local_scalar_dense.default"
 
 
 def not_foreseen(step: Step, region: Region) -> str:
-    """Why no schedule of `region` can be made before it runs, '' where one can: data decide, or a generator is given to an op.
+    """Why no schedule of `region` can be made before it runs, '' where one can: data decide, an op has a generator, lazy values.
 
     A schedule's ops draw from torch's own generators, whose states it knows; which one a model will hand over, it does not.
     """
     odd = depends_on_data(step, region)
     if odd:
         return f"{odd} runs in the model: what follows it depends on the data"
+    if step.lazy_values:
+        return "an op is given values that torch conjugates as they are read (complex numbers), which no schedule does"
     given = region.rows[step.op_rng[region.rows] == OWN_GENERATOR]
     if not np.size(given):
         return ""

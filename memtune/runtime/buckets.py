@@ -99,10 +99,12 @@ class Buckets:
             self._last = True
 
     def _give_up(self) -> None:
-        """A backward has raised: torch forgets what it was to call at its end."""
+        """A backward has raised: torch forgets what it was to call at its end. What is under way keeps its memory."""
         self._next, self._arrival = 0, []
+        self._buckets = [_bucket(each.parameters) if each.work is not None else each for each in self._buckets]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         for bucket in self._buckets:
-            bucket.work, bucket.missing = None, set(bucket.parameters)
+            bucket.missing = set(bucket.parameters)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

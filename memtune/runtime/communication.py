@@ -180,12 +180,13 @@ class Gather(SeamAllGather):
         parts = whole.chunk(nodes)
         if whole.is_cuda:
             self._ring = self._ring or torch.cuda.Stream(whole.device)
-            self._ring.wait_stream(torch.cuda.current_stream(whole.device))
         part = mine
         for turn in range(nodes):
             arriving, arrived = part, None
             if turn < nodes - 1:
                 arriving = torch.empty(part.numel(), dtype=part.dtype, device=part.device)
+                if self._ring is not None:  # what is received may come where the gather before still reads
+                    self._ring.wait_stream(torch.cuda.current_stream(whole.device))
                 with torch.cuda.stream(self._ring) if self._ring is not None else nullcontext():
                     torch.ops.memtune.send_next_into_(arriving, part, between.group_name, nodes)
                     arrived = None if self._ring is None else self._ring.record_event()

@@ -32,6 +32,11 @@ class HeldParameter(nn.Parameter):
     def grad(self) -> None:
         _GRAD.__delete__(self)
 
+    @property
+    def is_replaced(self) -> bool:
+        """There is a sum that is held, and another gradient on the device: somebody has put it there."""
+        return _GRAD.__get__(self) is not None and self._stands_for is not None and self._stands_for.grad is not None
+
 
 def held_for(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     """A parameter with `value` that an optimizer holds in the place of `parameter`."""

@@ -309,7 +309,8 @@ def no_native_update_for(optimizer: Optimizer) -> str:
     try:
         NativeUpdate(optimizer, "float32")
     except ApplyError as error:
-        return f"{error.what.rstrip('.')}{f' ({error.evidence})' if error.evidence else ''}"
+        what = error.what[:1].lower() + error.what[1:].rstrip(".")
+        return f"{what}{f' ({error.evidence})' if error.evidence else ''}"
     return ""
 
 

@@ -210,6 +210,8 @@ class Rows:
         if earlier:
             torch._foreach_add_([p.own(taken) for p in earlier], [local(p.sum) for p in earlier if p.sum is not None])
         for part in earlier:
+            if self._link is not None and part.sum is not None:  # compute's memory: not to be filled while this reads it
+                local(part.sum).record_stream(self._link)
             part.sum = part.shard.grad = None
         torch.ops.memtune.all_reduce_(taken, copies.group_name, copies.size(), "avg")
 

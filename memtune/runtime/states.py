@@ -139,7 +139,7 @@ class _Levels:
 
     def __init__(self, context: Context, factors: Factors, before: dict[str, nn.Parameter], bucket_cap_mb: int) -> None:
         self._factors = factors
-        self._at_end = BackwardEnd(self._end)
+        self._at_end = BackwardEnd(self._end, self._give_up)
         self.rows: list[Rows] = []
         absent = {} if context.elsewhere is None else context.elsewhere.absent
         held = {n: p for n, p in context.model.named_parameters() if p.requires_grad and p.numel() and n not in absent}
@@ -190,9 +190,17 @@ class _Levels:
         self.rows[0].landed = landed
 
     def _unit_reduced(self, parts: list[Part], shard: Tensor) -> None:
+        self._at_end.settle()  # before anything is added to what a backward that raised has left
         for part in parts:
             self.rows[0].set_aside(part)
         self._at_end.expect()  # FSDP2 has queued its own before any unit is reduced
+
+    def _give_up(self) -> None:
+        """A backward has raised: what it left is let go, sums that passed all boundaries are as they were unless zeroed."""
+        for chain in self._parts:
+            for part in chain:
+                part.parameter.grad = part.sum = None
+            chain[0].parameter.grad = chain[-1].shard.grad
 
     def _end(self) -> None:
         """Backward has ended: pass the boundaries that this micro-batch is to pass."""

@@ -20,6 +20,7 @@ from torch import nn
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import count_changes
+from memtune.runtime.held_parameter import HeldParameter
 from memtune.runtime.host_optimizer import held_in_place
 from memtune.runtime.tiers import SSD, tier_of
 
@@ -66,6 +67,13 @@ class WatchedGradients:
                 f"{len(stayed)} gradients were let go of after a backward, and optimizer.step() has not used them.",
                 evidence=f"They are those on the device; {n_left} others have left it, and are still there.",
                 fix="optimizer.zero_grad() or model.zero_grad()  in place of  parameter.grad = None", code="MT364",
+            )  # fmt: skip
+        put = [each for each in self._held if isinstance(each, HeldParameter) and each.is_replaced]
+        if put:
+            raise ApplyError(
+                f"{len(put)} gradients were put in place after a backward whose own have left the device.",
+                evidence=f"One has the shape {tuple(put[0].shape)}; which of the two the step is to use cannot be told.",
+                fix="change what optimizer.param_groups holds, whose gradients are the ones that a step uses", code="MT364",
             )  # fmt: skip
         changed = [p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version]
         if changed and not self._are_all(changed):

@@ -40,6 +40,7 @@ from memtune.search_spaces.recompute._place import (
     Place,
     cannot_freeze,
     comes_and_goes,
+    not_asked_for,
     not_of_all_blocks,
     place_of,
     under_schedule,
@@ -110,6 +111,8 @@ class _Dynamic(Technique):
             return not_of_all_blocks(program, target, "online it evicts and runs ops of all blocks", "online: false")
         reason = cannot_run_blocks(program, target) or self._no_budget(target)
         if reason is not None:
+            return reason
+        if self.budget_bytes is None and self.ratio is None and (reason := not_asked_for(program, target, self.kind)):
             return reason
         place, budget = place_of(program, target), self._budget_of(target)
         if budget is not None and place.plain_live_bytes <= budget:

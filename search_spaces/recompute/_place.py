@@ -179,6 +179,18 @@ def comes_and_goes(program: Program, target: Target) -> bool:
     return _is_gathered(program, target) or _follows_calls(target) is not None
 
 
+def not_asked_for(program: Program, target: Target, kind: str) -> Reason | None:
+    """Why `kind`, without a budget of its own, is not solved for beside packs, or what moves with the calls of whole blocks.
+
+    Searches ask for the target's budget under each micro-batch and each such technique, which takes seconds.
+    """
+    offload = packs_of(target) or (None if _is_gathered(program, target) else _follows_calls(target))
+    if offload is None:
+        return None
+    fix = f"recompute: {{kind: {kind}, budget_bytes: {target.budget_bytes or 20_000_000_000}}}"
+    return Reason(f"beside {offload.kind} it is planned for a budget of its own", fix)
+
+
 def not_of_all_blocks(program: Program, target: Target, what: str, otherwise: str) -> Reason:
     """Why `what` is impossible, where `comes_and_goes`; `otherwise` it could be."""
     if _is_gathered(program, target):

@@ -20,7 +20,7 @@ from memtune.search_spaces.recompute._by_blocks import (
     rewritten_by_blocks,
 )
 from memtune.search_spaces.recompute._checkmate import Found, schedule_for
-from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, place_of
+from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, not_asked_for, place_of
 from memtune.search_spaces.recompute._schedules import install_schedule, rewritten_by
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -63,6 +63,8 @@ class Checkmate(Technique):
         budget = self.budget_bytes or target.budget_bytes
         if budget is None and self.share is None:
             return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: checkmate, share: 0.5}")
+        if self.budget_bytes is None and self.share is None and (reason := not_asked_for(program, target, self.kind)):
+            return reason
         if self.share is None and budget is not None:
             place = place_of(program, target)
             if (place.plain_live_bytes if by_blocks else place.plain_bytes) <= budget:

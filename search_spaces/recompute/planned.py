@@ -31,7 +31,7 @@ from memtune.search_spaces.recompute._by_blocks import (
 from memtune.search_spaces.recompute._claims import as_planned, claim_planned, entry_of
 from memtune.search_spaces.recompute._explained import explained
 from memtune.search_spaces.recompute._fits import why_not
-from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, place_of
+from memtune.search_spaces.recompute._place import cannot_freeze, comes_and_goes, not_asked_for, place_of
 from memtune.search_spaces.recompute._schedules import (
     NOT_FASTER,
     Found,
@@ -93,6 +93,9 @@ class Planned(Technique):
         if self._budget(target) is None:
             return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: planned, share: 0.5}")
         if (reason := self._moved_by_another(program, target)) is not None:
+            return reason
+        asked = self.budget_bytes is not None or self.share is not None
+        if not asked and (self.by_schedule or packs_of(target)) and (reason := not_asked_for(program, target, self.kind)):
             return reason
         if self.by_schedule and (reason := self._cannot_schedule(program, target)) is not None:
             return reason

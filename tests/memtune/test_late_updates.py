@@ -36,3 +36,13 @@ def test_a_host_that_is_always_busy_decides_the_period() -> None:
     late = late_blocks(slow)
     assert len(late) > 3
     assert 12 * 3.5 < period_s(slow, late) < 1.25 * 12 * 3.5 < period_s(slow, frozenset())
+
+
+@pytest.mark.parametrize("update_s", [1.9, 2.5, 3.0, 4.0])
+def test_blocks_evenly_spread_are_taken_where_they_are_better(update_s: float) -> None:
+    """Half of them: every other one, the last among them, since forward comes to it last."""
+    each = times(12, update_s)
+    alone, among = late_blocks(each), late_blocks(each, (0.25, 0.5))
+    assert period_s(each, among) <= period_s(each, alone)
+    assert among in (alone, frozenset(range(1, 12, 2)), frozenset({3, 7, 11}))
+    assert late_blocks(times(12, 1.9), (0.25, 0.5)) != late_blocks(times(12, 1.9)) == frozenset()

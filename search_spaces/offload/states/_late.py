@@ -17,6 +17,7 @@ from memtune.remembered import remembered
 from memtune.search_spaces.offload.states._packs import block_bytes
 from memtune.technique import Reason
 
+_SHARES = (0.25, 0.33, 0.5, 0.67)
 F64 = npt.NDArray[np.float64]
 
 
@@ -43,11 +44,12 @@ def late_in_stages(
     sharing = min(local, hardware.gpus_per_pcie_root) if hardware.device == "cuda" else 1
     forward, backward = (_of_stages(each, stages) for each in (forward_s, backward_s))
     up, down = sharing / hardware.host_to_device_bytes_per_s, sharing / hardware.device_to_host_bytes_per_s
-    late = late_blocks(BlockTimes(
+    times = BlockTimes(
         forward_s=forward.tolist(), backward_s=(forward + backward).tolist(), outside_s=0.0,
         load_s=(_of_stages(sizes.weights, stages) * up).tolist(), down_s=(_of_stages(sizes.gradients, stages) * down).tolist(),
         update_s=_of_stages(_update_s(program.step, hardware) * local, stages).tolist(),
-    ))  # fmt: skip
+    )  # fmt: skip
+    late = late_blocks(times, _SHARES)
     return tuple(block for stage in sorted(late) for block in range(*stages[stage]))
 
 

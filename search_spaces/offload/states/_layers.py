@@ -38,8 +38,11 @@ def cannot_run(program: Program, target: Target, *, natively: bool = True, alone
     return _cannot_come_and_go(step, target, natively)
 
 
-def cannot_run_on_ranks(program: Program, target: Target, *, natively: bool = True) -> Reason | None:
-    """As `cannot_run`, on one rank, on replicas, or on ranks that gather each block."""
+def cannot_run_on_ranks(program: Program, target: Target, *, natively: bool = True, one_by_one: bool = True) -> Reason | None:
+    """As `cannot_run`, on one rank, on replicas, or on ranks that gather each block.
+
+    `one_by_one`: replicas average each gradient as it lands, without asking who has one.
+    """
     if target.ranks > 1:
         states, parallel = (target.chosen.get(f"sharding.{slot}") for slot in ("states", "parallel"))
         if parallel is not None and parallel.kind != "none":
@@ -47,7 +50,7 @@ def cannot_run_on_ranks(program: Program, target: Target, *, natively: bool = Tr
         if states is None or states.kind not in ("ddp", *_GATHERING):
             why = "blocks that come and go on several ranks are whole on each, or gathered from all"
             return Reason(why, "sharding: {states: {kind: ddp}} or fsdp")
-        if ("find_unused_parameters", True) in states.knobs():
+        if one_by_one and ("find_unused_parameters", True) in states.knobs():
             why = "ranks average gradients of blocks one by one as they land, so every rank must have each of them"
             return Reason(why, "find_unused_parameters: false")
         if states.kind in _GATHERING and (reason := _not_gathered(states, program, target)) is not None:

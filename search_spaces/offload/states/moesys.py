@@ -90,7 +90,7 @@ class Moesys(Technique):
             return reason
         if takes_a_schedule(target) and gathers_of(program.step) is None:
             return Reason("a schedule takes the place of the experts' calls", "recompute: {kind: full}")
-        return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target)
+        return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target, one_by_one=False)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """How many experts the prediction is of, and what the device needs where a step uses them all."""

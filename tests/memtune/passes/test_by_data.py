@@ -99,3 +99,41 @@ def test_a_generator_of_the_models_own_is_refused_by_name_where_a_schedule_is_ma
     decided = Dtr(ratio=0.9)
     assert decided.fits(program, target_of(decided)) is None
     assert ("online" in decided.plan(program, target_of(decided)).decisions) == bool(given)
+
+
+TURNS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        turned = torch.view_as_complex(self.up(x).view(-1, 4, 2)) * torch.polar(torch.ones(4), torch.arange(4.0))
+        return x + torch.view_as_real(turned).flatten(1)
+
+def model():
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 1))
+
+def batch(size):
+    return torch.randn(size, 8)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+def test_rotations_by_complex_numbers_are_for_no_schedule(tmp_path: Path) -> None:
+    """Their backward conjugates as it reads: `checkmate` says so before anything runs, `dtr` decides while the model runs."""
+    path = tmp_path / "turns.py"
+    path.write_text(TURNS)
+    step, program = recording_of(path).at(8), plain_program(path, 8)
+    region = region_of(step)
+    assert isinstance(region, Region)
+    assert "complex numbers" in not_foreseen(step, region)
+    refused = Checkmate(kind="checkmate").fits(program, target_of(Checkmate(kind="checkmate")))
+    assert refused is not None
+    assert "complex numbers" in refused.text
+    assert not recording_of(ZOO["gpt"]).at(2).lazy_values

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo import run_ranks
 from torch import Tensor, nn
 from upset_loops import ALL, STORES, Net, assert_equal, batch, build, loss, made, plain, step, weights
@@ -16,7 +17,11 @@ from upset_loops import ALL, STORES, Net, assert_equal, batch, build, loss, made
 from memtune._apply import apply
 from memtune.errors import ApplyError
 from memtune.runtime import offload_dir
+from memtune.runtime.activations import ActivationTable
 from memtune.runtime.backward_end import BackwardEnd
+from memtune.runtime.buckets import Buckets
+from memtune.runtime.context import Context
+from memtune.runtime.tensor import Average
 
 EARLY = ("l2l", "stronghold", "late", "per_gradient", "one by one")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,6 +154,49 @@ def on_ranks(settings: dict[str, Any], fails: bool) -> dict[str, Tensor]:
     return dict(tuned.state_dict()["model"])
 
 
+def averaged(kind: str, fails: bool) -> list[Tensor]:
+    """Gradients of the second of two steps, averaged by `kind`, after a backward that raised where it `fails`."""
+    model, optimizer = build()
+    context = Context(model, optimizer, [], torch.device("cpu"), ActivationTable(model, []))
+    if kind == "buckets":
+        Buckets(context, bucket_cap_mb=0, find_unused_parameters=False)
+    else:
+        group = dist.distributed_c10d._get_default_group()
+        context.sync = Average(context, group, list(model.parameters())).sync
+    assert context.sync is not None
+    for index in range(2):  # buckets are made in the first step
+        if index and fails:
+            raises_in_backward(model, lambda: loss(model, batch(9)).backward())  # type: ignore[no-untyped-call]
+        model.zero_grad()
+        with context.sync(True):
+            loss(model, batch(10 * index + dist.get_rank())).backward()  # type: ignore[no-untyped-call]
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+def both_ways(kind: str) -> tuple[list[Tensor], list[Tensor]]:
+    return averaged(kind, False), averaged(kind, True)
+
+
+@pytest.mark.parametrize("kind", ["buckets", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_gradients_are_averaged_after_a_backward_that_raised_on_all(kind: str) -> None:
+    (calm, upset), (others, _) = run_ranks(both_ways, 2, kind)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(upset, calm, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(calm, others, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "states",
+    [{"kind": "mics", "group": 2}, {"kind": "amsp", "parameters": 2, "gradients": 2, "optimizer": 4}],
+    ids=["copies of shards", "states over FSDP2"],
+)
+def test_four_ranks_go_on_after_a_backward_that_raised_on_all(states: dict[str, Any]) -> None:
+    settings = {"sharding": {"states": states}}
+    calm, upset = (run_ranks(on_ranks, 4, settings, fails) for fails in (False, True))
+    for rank in range(4):
+        assert_equal(upset[rank], calm[rank])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
@@ -157,8 +205,11 @@ def on_ranks(settings: dict[str, Any], fails: bool) -> dict[str, Tensor]:
         {"sharding": {"states": {"kind": "zero2"}}},
         {"sharding": {"states": {"kind": "ddp"}}, "offload": {"states": {"kind": "zero_offload"}}},
         {"sharding": {"states": {"kind": "ddp"}}, "offload": {"states": {"kind": "l2l"}}},
+        {"sharding": {"states": {"kind": "fsdp"}}},
+        {"sharding": {"states": {"kind": "fsdp"}}, "offload": {"states": {"kind": "zero_offload"}}},
+        {"sharding": {"states": {"kind": "fsdp"}}, "offload": {"states": {"kind": "l2l"}}},
     ],
-    ids=["zero1", "zero2", "ddp, gradients down", "ddp, blocks"],
+    ids=["zero1", "zero2", "ddp, gradients down", "ddp, blocks", "fsdp", "fsdp, gradients down", "fsdp, blocks"],
 )
 def test_ranks_go_on_after_a_backward_that_raised_on_all(settings: dict[str, Any]) -> None:
     calm, upset = (run_ranks(on_ranks, 2, settings, fails) for fails in (False, True))

@@ -138,3 +138,14 @@ def test_a_step_that_a_hook_interrupted_is_made_up_for_or_let_go_of(name: str, a
             optimizer.step()
         found.append(weights(model))
     assert_equal(*found)
+
+
+@pytest.mark.parametrize("name", ["l2l", "zero_offload", "lohan", "patrickstar"])
+def test_a_gradient_put_in_the_place_of_one_that_left_is_noticed(name: str) -> None:
+    model, optimizer, _ = made(name)
+    loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    weight = model.blocks[1].up.weight  # type: ignore[union-attr]
+    assert isinstance(weight, nn.Parameter)
+    weight.grad = torch.ones(16, 8)
+    with pytest.raises(ApplyError, match="MT364 1 gradients were put in place after a backward"):
+        optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from sharded_suite import SPARE_BYTES
+from under_budget import trains_where_the_plain_model_is_out_of_memory
 from zoo_paths import ZOO
 
 from memtune import hardware
@@ -237,6 +239,17 @@ def test_the_others_are_refused_by_name(division: str) -> None:
                 assert why in str(candidate(row, division, recompute)), (division, row, recompute)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize(
+    ("row", "recompute"),
+    [("stronghold", CHECKMATE), ("zero_offload", CHECKMATE), ("angel_ptm", CHECKMATE), ("copy_out, half to SSD", AROUND)],
+    ids=lambda each: each if isinstance(each, str) else each.kind,
+)
+def test_together_under_a_budget_that_the_plain_step_exceeds(row: str, recompute: Technique) -> None:
+    trains_where_the_plain_model_is_out_of_memory(MODEL, OFFLOADS[row], recompute)
+
+
 def test_plans_are_for_what_moves() -> None:
     """Peaks that are planned are those after the move, within the budget, whatever of a block moves by then."""
     plain = plain_program(MODEL, SAMPLES)
@@ -268,3 +281,13 @@ def test_online_is_refused_where_gradients_leave_with_calls() -> None:
     online = made("recompute", "dtr", ratio=0.6, online=True)
     said = str(online.fits(plain_program(MODEL, SAMPLES), target_of(online, OFFLOADS["l2l"])))
     assert "l2l moves a block's parameters or gradients with its own calls alone" in said
+
+
+@pytest.mark.parametrize("kind", ["checkmate", "dtr", "planned"])
+def test_searches_leave_out_what_takes_seconds_to_solve(kind: str) -> None:
+    """A config that says the budget is solved for; `fsdp`, where one solution serves many, is searched as ever."""
+    row, technique = "harmony" if kind == "planned" else "l2l", made("recompute", kind)
+    target = replace(target_of(technique, OFFLOADS[row]), budget_bytes=1_000_000)
+    said = str(technique.fits(plain_program(MODEL, SAMPLES), target))
+    assert f"beside {row} it is planned for a budget of its own" in said
+    assert "budget_bytes: 1000000" in said

@@ -28,7 +28,7 @@ from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.packs import OnRanks
 from memtune.planners.stages_on_ranks import step_s
-from memtune.program import Phase, Program, RankClass, Resource, Tier
+from memtune.program import Kind, Phase, Program, RankClass, Resource, Tier
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.pack_store import PackStore
@@ -129,11 +129,10 @@ def check(
         for what in ("losses", "model", "optimizer"):
             torch.testing.assert_close(run[what], wanted[what], **close)
     if shim.available() is None:
-        steps = {each.step.peak_bytes(): each.step for each in made.program.rank_classes}
-        for run in runs:
-            nearest = steps[min(steps, key=lambda peak: abs(peak - run["peaks"][0]))]
-            assert run["peaks"][0] == pytest.approx(nearest.peak_bytes(), rel=0.02)
-            assert run["peaks"][1] == pytest.approx(nearest.peak_bytes(Tier.HOST), rel=0.02)
+        peaks = [(each.step.peak_bytes(), each.step.peak_bytes(Tier.HOST)) for each in made.program.rank_classes]
+        for run in runs:  # ranks of one device peak may differ on the host
+            nearest = min(peaks, key=lambda each: abs(each[0] - run["peaks"][0]) + abs(each[1] - run["peaks"][1]))
+            assert run["peaks"] == pytest.approx(nearest, rel=0.02)
         assert max(run["peaks"][0] for run in runs) == pytest.approx(made.program.step.peak_bytes(), rel=0.02)
     return runs
 
@@ -247,6 +246,20 @@ def test_a_step_takes_less_when_stages_come_in_early() -> None:
     packs = {"kind": "harmony", "across": "pipeline", "backward": 1}
     times = [simulate(candidate(2, **packs, prefetch=each).program, slow, level="events").step_s for each in (True, False)]
     assert times[0] < 0.98 * times[1]
+
+
+def test_weights_and_gradients_move_in_parts_between_micro_batches() -> None:
+    """What a micro-batch starts from never waits for all of the next stage, nor for all gradients of the last one."""
+    program, micro_batches = candidate(2, **{**MOBIUS, "stages": 8}).program, 4
+    for step in (each.step for each in program.rank_classes):
+        name = np.asarray(step.names)[step.op_name]
+        starts = np.flatnonzero(name == "memtune.to_device.default")
+        gradients = np.unique(step.producer[(step.kind == Kind.GRADIENT) & (step.tier == Tier.HOST)])
+        weights = np.flatnonzero((name == "memtune.copy_to_device_.default") & (step.op_prefetch == 1))
+        stages = len({parameter.block for parameter in step.parameters if parameter.block >= 0})
+        for moved, times in ((weights, 2 * stages - 2), (gradients, stages - 1)):
+            between = np.unique(np.searchsorted(starts, moved[step.op_phase[moved] < Phase.OPTIMIZER]))
+            assert len(between) > (micro_batches - 1) * (times - 1)
 
 
 def test_the_fewest_packs_that_fit_are_taken() -> None:
