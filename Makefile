@@ -23,6 +23,7 @@ DEMO_TRIALS ?= 8
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 DEVICE ?= cuda
+CHECKS ?=
 
 .PHONY: help setup demo test test-slow test-native lint format bench-predict bench-recompute bench-layout bench-order bench-plan bench-sharding bench-offload gpu-check clean
 
@@ -122,12 +123,12 @@ bench-offload: setup  ## the host optimizer against torch's fused AdamW, DeepSpe
 	$(BIN)/python benchmarks/offload_published.py --json benchmarks/results/offload-published.json
 	$(BIN)/python benchmarks/offload_peaks.py --json benchmarks/results/offload-peaks.json --markdown benchmarks/results/offload-peaks.md
 
-gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks/gpu.py (DEVICE=cpu: their CPU form)
+gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks, or CHECKS of them (DEVICE=cpu: their CPU form)
 ifeq ($(DEVICE),cpu)
 	$(MAKE) setup
-	PYTHON=$(BIN)/python .ci/gpu-check cpu
+	PYTHON=$(BIN)/python .ci/gpu-check cpu $(CHECKS)
 else
-	PYTHON=$(PYTHON) .ci/gpu-check $(DEVICE)
+	PYTHON=$(PYTHON) .ci/gpu-check $(DEVICE) $(CHECKS)
 endif
 
 clean:  ## remove builds and caches, keep the environment

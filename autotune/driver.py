@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from memtune.autotune import events
 from memtune.autotune.candidates import Choice
 from memtune.autotune.control import Control
+from memtune.autotune.effects import Effects, effects, kinds
 from memtune.autotune.judge import Measured, judge, loss_tolerance, losses_disagree
 from memtune.autotune.options import SearchOptions
 from memtune.autotune.pruning import Pruner
@@ -81,6 +82,7 @@ class Driver:
         executor: Executor,
         log: events.EventLog,
         control: Control,
+        began_s: float | None = None,
     ) -> None:
         self.setup, self.options, self.control = setup, options, control
         self.pruner = Pruner(setup.budget_bytes)
@@ -95,7 +97,7 @@ class Driver:
         self.executor_name = executor.name
         self._best_number: int | None = None
         self._crashes: list[str] = []
-        self._started_s = time.monotonic()
+        self._started_s = time.monotonic() if began_s is None else began_s
         self._paused = False
         self.unit = 2.0**-8 if matmul_dtype(setup.recording.step) in ("bfloat16", "float16") else 2.0**-24
         self._draws_random = bool(setup.recording.step.op_rng.any())
@@ -110,7 +112,7 @@ class Driver:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the driver was made."""
+        """Since the search was asked for, recording and scoring included."""
         return time.monotonic() - self._started_s
 
     def measured(self) -> list[Measured]:
@@ -332,17 +334,22 @@ class Driver:
                 calibration = calibration.add(scored.prediction, each.result.peak_allocated_bytes, each.result.step_s)
         self.pruner = self.pruner.calibrated(calibration)
 
+    def effects(self) -> Effects:
+        """What the trials say of their techniques."""
+        ok = [(each.job.scored, each.result.step_s) for each in self.finished if each.result.status == "ok"]
+        return effects((kinds(scored.choice), step_s / scored.prediction.step_s) for scored, step_s in ok if step_s)
+
     def refuses(self, choice: Choice) -> bool:
         """Whether `choice` has all that two trials had in common whose techniques refused the live model for the same reason."""
-        return any(struck <= _kinds(choice) for struck in self._struck)
+        return any(struck <= kinds(choice) for struck in self._struck)
 
     def _strike(self, done: Finished) -> None:
         same = [each for each in self.finished if each.result.status == "unfit" and each.result.reason == done.result.reason]
         if len(same) < 2 or not done.result.reason.startswith("MT"):
             return
-        worked = [_kinds(each.job.scored.choice) for each in self.finished if each.result.status == "ok"]
-        common = frozenset.intersection(*(_kinds(each.job.scored.choice) for each in same))
-        if common and not any(common <= kinds for kinds in worked):
+        worked = [kinds(each.job.scored.choice) for each in self.finished if each.result.status == "ok"]
+        common = frozenset.intersection(*(kinds(each.job.scored.choice) for each in same))
+        if common and not any(common <= those for those in worked):
             self._struck.add(common)
 
     def _after(self, done: Finished) -> None:
@@ -416,7 +423,3 @@ def trial_config(setup: Setup, choice: Choice) -> TunedConfig:
     candidate = setup.scorer.rewriter.candidate(choice)
     plans: dict[str, Plan] = {} if isinstance(candidate, Reason) else dict(candidate.plans)
     return TunedConfig(settings=choice, made_for=setup.made_for, plan=plans)
-
-
-def _kinds(choice: Choice) -> frozenset[tuple[str, str]]:
-    return frozenset((each.slot, each.kind) for each in choice.techniques)

@@ -259,14 +259,15 @@ class EventLog:
 
     Args:
         path: The file; its folder is made when missing.
+        began_s: On the monotonic clock, from when on `elapsed_s` counts in a new log; now by default.
 
     Raises:
         EnvironmentFault: The file cannot be written, or it exists and is no event log.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, began_s: float | None = None) -> None:
         self.path = Path(path)
-        self._start_s = time.monotonic()
+        self._start_s = time.monotonic() if began_s is None else began_s
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -13,7 +13,7 @@ from memtune.autotune.candidates import Choice
 from memtune.autotune.driver import Driver, Finished, trial_config
 from memtune.autotune.judge import Measured, Verdict
 from memtune.autotune.moments import Moment, largest_batch, moments
-from memtune.autotune.remedies import describe, remedies, rounded_up
+from memtune.autotune.remedies import describe, more_memory, remedies
 from memtune.autotune.scoring import Scored, Scores
 from memtune.autotune.setup import Setup
 from memtune.config import TunedConfig, load_config
@@ -200,7 +200,7 @@ def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:
         f"(short by {format_bytes(least - budget)}).",
         evidence=f"{setup.made_for.parameters:,} parameters, {format_bytes(setup.parameter_bytes)} in all, on {setup.ranks} rank"
         + ("s." if setup.ranks > 1 else "."),
-        fix=f"--max-memory {rounded_up(least)} at the least; more ranks with sharding.states: fsdp; or fewer parameters",
+        fix=f"{more_memory(setup.hardware, least)}; more ranks with sharding.states: fsdp; or fewer parameters",
         code="MT301",
     )
 

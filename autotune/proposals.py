@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from memtune.autotune.candidates import Choice
+from memtune.autotune.effects import Effects
 from memtune.autotune.pruning import Pruner
 from memtune.autotune.sampler import Sampler
 from memtune.autotune.scoring import EVENTS_FOR, Goal, Scored, Scorer, Scores, alike, fits_budget
@@ -14,6 +15,8 @@ from memtune.technique import Reason
 
 _ASKS = 16
 """Suggestions of the sampler that may be pruned before the ranking is used instead."""
+_CLOSER = 8
+"""So many of those that only look better are simulated op by op for one proposal."""
 _EVERY = 3
 """Each third candidate is the sampler's: it knows what trials showed, the ranking what the simulator believes."""
 
@@ -41,39 +44,53 @@ class Proposer:
     on_pruned: Callable[[int, Scored, str], None]
     _turn: int = field(default=0)
 
-    def next(self, pruner: Pruner, tried: Collection[str], best: float | None) -> Proposal | None:
+    def next(self, pruner: Pruner, tried: Collection[str], best: float | None, effects: Effects) -> Proposal | None:
         """The next candidate, or None when the space is exhausted or no improvement on `best` is predicted.
 
         Args:
             pruner: With the calibration that trials allow now.
             tried: Keys of candidates that ran, run or wait.
             best: Value of the best that was measured, smaller is better.
+            effects: Of the techniques that ran; they order candidates, they prune none.
         """
         self._turn += 1
         if self._turn % _EVERY == 0:
             found = self._from_sampler(pruner, tried, best)
             if found is not None:
                 return found
-        for each in self._ranked(pruner, tried):
-            refined = self._refined(each)
-            if self._may_improve(refined, pruner, best):
-                return Proposal(refined)
+        for each in self._ranked(pruner, tried, effects):
+            if self._may_improve(each, pruner, best):
+                return Proposal(each)
         return None
 
-    def _ranked(self, pruner: Pruner, tried: Collection[str]) -> list[Scored]:
-        """The best few that are not pruned; those expected to fit first, then one of each group that is alike."""
+    def _ranked(self, pruner: Pruner, tried: Collection[str], effects: Effects) -> Iterator[Scored]:
+        """The best few that are not pruned; those expected to fit first, then one of each group that is alike.
+
+        The coarse level is too hopeful, so what it puts first is looked at more closely and put where it belongs.
+        """
         seen = {alike(self.scores.by_key[key].prediction) for key in tried if key in self.scores.by_key}
 
         def order(each: Scored) -> tuple[float, ...]:
             over = not fits_budget(each.prediction, pruner.budget_bytes, pruner.calibration)
             # Over the expected budget the one most likely to fit comes first.
             excess = float(each.prediction.peak_allocated_bytes) if over else 0.0
-            return (over, alike(each.prediction) in seen, excess, *each.rank(self.goal))
+            rank = each.rank_among_levels(self.goal, slower=effects.of(each.choice))
+            return (over, alike(each.prediction) in seen, excess, *rank)
 
         untried = (
             each for each in self.scores.by_key.values() if each.key not in tried and pruner.reason(each.prediction) is None
         )
-        return heapq.nsmallest(EVENTS_FOR, untried, key=order)
+        best = [(order(each), i, each) for i, each in enumerate(heapq.nsmallest(EVENTS_FOR, untried, key=order))]
+        looked_at = 0
+        while best:
+            _, i, each = heapq.heappop(best)  # nsmallest gives them in order, which is a heap
+            if each.prediction.level == "coarse" and looked_at < _CLOSER:
+                looked_at += 1
+                refined = self._refined(each)
+                if pruner.reason(refined.prediction) is None:
+                    heapq.heappush(best, (order(refined), i, refined))
+                continue
+            yield self._refined(each)
 
     def _refined(self, each: Scored) -> Scored:
         refined = self.scorer.refined(each)

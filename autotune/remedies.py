@@ -8,6 +8,7 @@ from typing import Any
 
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.scoring import Scored, Scorer
+from memtune.hardware import Hardware
 from memtune.search_spaces import find, kinds
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason, Technique
@@ -48,7 +49,14 @@ def remedies(rewriter: Rewriter, closest: Scored, budget_bytes: int, count: int 
     unique = {each.change: each for each in sorted(found, key=lambda each: (-each.slowdown, -each.peak_bytes))}
     cheapest = sorted(unique.values(), key=lambda each: (each.slowdown, each.peak_bytes))[: count - 1]
     needs = max(closest.prediction.peak_allocated_bytes, budget_bytes + 1)  # a trial may have needed more than predicted
-    return (*cheapest, Remedy(f"--max-memory {rounded_up(needs)} or a card with more memory", needs, 1.0))
+    return (*cheapest, Remedy(more_memory(rewriter.target.hardware, needs), needs, 1.0))
+
+
+def more_memory(hardware: Hardware, n_bytes: int) -> str:
+    """What to say where `n_bytes` are needed: a limit above what the GPU has is none."""
+    if hardware.device == "cuda" and n_bytes > hardware.memory_bytes:
+        return f"a card with {rounded_up(n_bytes)} of memory"
+    return f"--max-memory {rounded_up(n_bytes)} or a card with more memory"
 
 
 def rounded_up(n_bytes: int) -> str:

@@ -37,6 +37,7 @@ from memtune.runtime.host_memory import available_bytes
 from memtune.runtime.workspace import WorkspaceTable, op_of
 from memtune.search_spaces import null
 from memtune.technique import Reason, Target
+from memtune.units import GIB, format_bytes
 from memtune.workload import Workload
 
 _DEFAULT_SAMPLES = 8
@@ -103,7 +104,7 @@ def prepare(
 
     Raises:
         WorkloadError: `model.py` cannot be used.
-        UsageError: The options contradict each other or the workload.
+        UsageError: The options contradict each other, the machine or the workload.
         EnvironmentFault: There are fewer GPUs than asked for.
         NothingFits: The budget is below the weights.
     """
@@ -113,6 +114,7 @@ def prepare(
         probe(options.workload) if begun is None else begun.report()
     device = _device(options, for_trials)
     machine = _on_nodes(hardware.find(options.gpu_type) if options.gpu_type else hardware.detect(device), options)
+    budget = _budget(options, machine, device)
     workload = Workload.load(options.workload)
     global_batch = options.global_batch or workload.global_batch or _DEFAULT_SAMPLES * options.ranks
     shares = executions(global_batch, options.ranks)  # says at once if the ranks cannot share the batch
@@ -129,7 +131,6 @@ def prepare(
         return translate(each, machine, workspace=scratch)
 
     recording = to_device(recorded)
-    budget = _budget(options, machine, device)
     frozen: Reason | None = None
     checked = options.goal != "batch" and only is None
     if checked:
@@ -161,7 +162,19 @@ def prepare(
 
 
 def _budget(options: TargetOptions, machine: Hardware, device: Device) -> int | None:
-    """Bytes that a rank may use; None: nothing limits it."""
+    """Bytes that a rank may use; None: nothing limits it.
+
+    Raises:
+        UsageError: More than the GPU has.
+    """
+    if device == "cuda" and (options.budget_bytes or 0) > machine.memory_bytes:
+        most = machine.usable_bytes(options.ranks)
+        raise UsageError(
+            f"A limit of {format_bytes(options.budget_bytes or 0)} is over the {format_bytes(machine.memory_bytes)} of "
+            f"{machine.name}.",
+            evidence=f"{format_bytes(most)} of them can be allocated.",
+            fix=f"--max-memory {most * 10 // GIB / 10:g}GiB, or leave it out", code="MT100",
+        )  # fmt: skip
     budget = options.budget_bytes or (machine.usable_bytes(options.ranks) if device == "cuda" else None)
     return machine.memory_bytes // options.ranks if budget is None and options.goal == "batch" else budget
 

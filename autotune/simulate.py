@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune import _native
 from memtune.autotune.allocator_model import AllocatorSettings, event_stream, replay
 from memtune.autotune.exposure import RESOURCES, OpTime, critical_path, exposed_by_op
+from memtune.autotune.page_locked import held_bytes
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
 from memtune.program import Kind, Phase, Program, Resource, Step, Tier
@@ -40,6 +42,9 @@ _SECTIONS: tuple[tuple[Phase, ...], ...] = (
     (Phase.BOUNDARY,),
     (Phase.OPTIMIZER,),
 )
+
+# On a CPU these are all work of the same cores.
+_ON_CORES = frozenset({Resource.COMPUTE, Resource.HOST_THREADS, Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST})
 
 # PyTorch's caching allocator: requests up to 1 MiB come from segments of 2 MiB, larger ones from a pool of their own.
 _SMALL_BYTES = MIB
@@ -177,7 +182,8 @@ def simulate(
 
     `coarse` counts live bytes and sums up resources, taking whatever shares a phase to overlap; `events` runs all rank classes
     together, op by op (`csrc/simulator/machine.h` has the rules), and counts bytes as it goes: a transfer that is late keeps its
-    source alive unless somebody waits for it. The peak is the heaviest rank class's, the time the slowest one's.
+    source alive unless somebody waits for it. The peak is the heaviest rank class's, the time the slowest one's. Beside a GPU
+    page-locked host memory counts as it is held (`page_locked`).
 
     Peak reserved on CUDA: at the events level, under the settings of an `allocator`, its replay of several steps that nothing
     presses; else small and large requests each keep the segments of their own peak, since cached blocks never change pools, and
@@ -248,7 +254,7 @@ def _columns(step: Step, hardware: Hardware, ranks: int) -> _native.StepColumns:
     costs = op_costs(step, hardware, ranks=ranks)
     return _native.StepColumns(
         op_phase=step.op_phase, op_resource=step.op_resource, op_s=costs.op_s, op_issue_s=costs.issue_s,
-        bytes=step.bytes, tier=step.tier, kind=step.kind, producer=step.producer, held_until=step.held_until,
+        bytes=held_bytes(step, hardware), tier=step.tier, kind=step.kind, producer=step.producer, held_until=step.held_until,
         use_op=step.use_op, use_storage=step.use_storage, use_mutates=step.use_mutates,
         save_storage=step.save_storage, save_until=step.save_until,
         op_stream=step.op_stream, op_prefetch=step.op_prefetch, op_match=step.op_match,
@@ -260,7 +266,9 @@ def _coarse(program: Program, hardware: Hardware) -> list[_Run]:
     for each, (_, sharing) in zip(program.rank_classes, places(program, hardware), strict=True):
         columns = _columns(each.step, hardware, program.ranks)
         live = _native.live(columns, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
-        runs.append(_Run(each.step, live, _coarse_time(live, program, sharing)))
+        crossing = _on_roots(each.step, hardware, program.ranks)
+        shares_cores = hardware.device == "cpu"
+        runs.append(_Run(each.step, live, _coarse_time(live, program, sharing, crossing, shares_cores=shares_cores)))
     return runs
 
 
@@ -275,6 +283,8 @@ def _events(program: Program, hardware: Hardware) -> list[_Run]:
         rounding_bytes=hardware.allocation_rounding_bytes,
         small_bytes=_SMALL_BYTES,
         copies_in_turn=program.copies_in_turn,
+        shares_cores=hardware.device == "cpu",
+        link_of_root=_link_of_root(hardware),
     )
     path, by_resource = critical_path(steps, timeline)
     runs = []
@@ -283,6 +293,29 @@ def _events(program: Program, hardware: Hardware) -> list[_Run]:
         time = _Time(at, at, at, list(found.busy_s), list(found.exposed_s))
         runs.append(_Run(step, found, time, exposed_by_op(step, found.op_exposed_s), path, by_resource))
     return runs
+
+
+def _link_of_root(hardware: Hardware) -> tuple[float, float]:
+    """The most of a PCIe root, to the device and to the host, that a device's link takes; 0 where it has a way of its own."""
+    if not hardware.links_through_host:
+        return 0.0, 0.0
+    link = hardware.intra_link_bytes_per_s
+    return min(1.0, link / hardware.host_to_device_bytes_per_s), min(1.0, link / hardware.device_to_host_bytes_per_s)
+
+
+def _on_roots(step: Step, hardware: Hardware, ranks: int) -> npt.NDArray[np.float64]:
+    """(phases, 2) seconds of a PCIe root, to the device and to the host, that ops of links take from copies."""
+    shares = _link_of_root(hardware)
+    if not any(shares):
+        return np.zeros((len(Phase), 2))
+    device = step.tier == Tier.DEVICE
+    uses_device = np.zeros(step.n_ops, bool)
+    uses_device[step.use_op[device[step.use_storage]]] = True
+    uses_device[step.producer[device & (step.producer >= 0)]] = True
+    mine = np.flatnonzero(uses_device & (step.op_resource == Resource.INTRA_LINK))
+    seconds = np.bincount(step.op_phase[mine], op_costs(step, hardware, ranks=ranks).op_s[mine], len(Phase))
+    found: npt.NDArray[np.float64] = np.outer(seconds, shares)
+    return found
 
 
 def _waits(program: Program, step: Step, hardware: Hardware) -> float:
@@ -318,12 +351,16 @@ def _communicators(step: Step) -> int:
     return len(set(zip(step.op_group[talk].tolist(), step.op_resource[talk].tolist(), strict=True)))
 
 
-def _coarse_time(live: _native.Live, program: Program, sharing: int) -> _Time:
+def _coarse_time(
+    live: _native.Live, program: Program, sharing: int, crossing: npt.NDArray[np.float64], *, shares_cores: bool
+) -> _Time:
     """Each section of the step takes as long as its busiest resource, and at most as long as all of them together.
 
-    A pipeline waits besides, while forward and backward would run.
+    A pipeline waits besides, while forward and backward would run. A PCIe root is a resource as well: for copies of one
+    direction, and for what links send over it (`crossing`, as `_on_roots` has it). So are cores that compute shares with others.
     """
     compute = Resource.COMPUTE
+    on_cores = _ON_CORES if shares_cores else frozenset({compute})
     total = low = 0.0
     busy, exposed = [0.0] * len(RESOURCES), [0.0] * len(RESOURCES)
     used = {i: row for i, row in enumerate(live.busy_s) if i == compute or any(row)}
@@ -332,11 +369,14 @@ def _coarse_time(live: _native.Live, program: Program, sharing: int) -> _Time:
         sums = {i: sum(times[phase] * row[phase] for phase in section) for i, row in used.items()}
         for copies in {Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST} & sums.keys():
             sums[copies] *= sharing
-        low += max(sums.values())
+        through = sharing * sum(times[phase] * crossing[phase] for phase in section)
+        up, down = (sums.get(copies, 0.0) for copies in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST))
+        cores = sum(seconds for i, seconds in sums.items() if i in on_cores)
+        low += max(cores, *sums.values(), up + through[0], down + through[1])
         total += sum(sums.values())
         for i, seconds in sums.items():
             busy[i] += seconds
-            exposed[i] += seconds if i == compute else max(0.0, seconds - sums[compute])
+            exposed[i] += seconds if i in on_cores else max(0.0, seconds - sums[compute])
         waits = program.idle * sums[compute] if section[-1] in REPEATED else 0.0
         low, total = low + waits, total + waits
     return _Time(low, low, total, busy, exposed)

@@ -165,7 +165,7 @@ class Stages:
             if driver.n_trials >= min(until, driver.options.trials - kept) or self._out_of_time():
                 return None
             refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
-            proposal = self._proposer.next(driver.pruner, driver.tried | refused, driver.best_value())
+            proposal = self._proposer.next(driver.pruner, driver.tried | refused, driver.best_value(), driver.effects())
             if proposal is None:
                 return None
             return Job("search", proposal.scored, number=proposal.number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,6 +52,7 @@ def search(
         UsageError: The options contradict each other, the workload or the study.
         EnvironmentFault: The study is in use, or its disk, the device or the executor cannot be used.
     """
+    began_s = time.monotonic()
     folder = study_folder(options)
     own = options.resume and folder.wrote(options.out)
     foreign = f"Study '{folder.name}' did not write it as it is now." if options.resume else ""
@@ -75,10 +77,10 @@ def search(
             log_dir=folder.logs,
         )  # fmt: skip
         try:
-            with events.EventLog(folder.events) as log:
+            with events.EventLog(folder.events, began_s) as log:
                 sampler = Sampler(folder.database, setup.space, options.seed)
                 try:
-                    driver = Driver(setup, options, sampler, opened, log, control or Control())
+                    driver = Driver(setup, options, sampler, opened, log, control or Control(), began_s)
                     if aside is not None:
                         driver.note(f"the study was damaged and is now {aside.name}; rebuilt from the event log", warning=True)
                         driver.rebuild(logged)

@@ -114,6 +114,8 @@ class SearchView:
     notes: list[Note] = field(default_factory=list)
     elapsed_s: float = 0.0
     last_t: float = 0.0
+    opened_t: float = field(default_factory=time.time, compare=False)
+    """Since when somebody looks; the log begins when the workload has been recorded and candidates are scored."""
     pid: int = 0
     changes: int = 0
     """Grows with every event that changes something, so that a display can skip what it has drawn."""
@@ -179,7 +181,9 @@ class SearchView:
 
     def now_s(self) -> float:
         """Seconds since the search started: up to this moment while it runs, up to its end when it is over."""
-        return self.elapsed_s if self.finished or not self.last_t else self.elapsed_s + max(0.0, time.time() - self.last_t)
+        if self.finished:
+            return self.elapsed_s
+        return self.elapsed_s + max(0.0, time.time() - (self.last_t or self.opened_t))
 
     @property
     def running(self) -> list[TrialView]:

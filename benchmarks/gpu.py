@@ -4,8 +4,7 @@
     python benchmarks/gpu.py --device cpu         # the same code path on CPU, with the tiny GPT
 
 Results go to `benchmarks/results/<device name>/<budget>.json`: for every trial its settings, status, predicted and measured
-peak allocated, peak reserved and step time; with them the medians of the relative errors. `gpu_allocator.py` follows, with
-rows of its own: allocators under real training.
+peak allocated, peak reserved and step time; with them the medians of the relative errors.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ def main() -> int:
         report["errors"] = _errors(report.get("trials", []))
         (folder / f"{_slug(budget)}.json").write_text(json.dumps(report, indent=1) + "\n")
         print(f"{name} {budget}: {len(report.get('trials', []))} trials, errors {report['errors']}", flush=True)
-    return max(worst, _allocators(arguments))
+    return worst
 
 
-def _allocators(arguments: argparse.Namespace) -> int:
-    """The rows of `gpu_allocator.py`, in a process that has not started CUDA; on CPU three of them."""
-    few = ["--limit", "3", "--steps", "12"] if arguments.device == "cpu" else []
-    script = Path(__file__).with_name("gpu_allocator.py")
-    command = [sys.executable, str(script), "--device", arguments.device, "--results", str(arguments.results), *few]
-    return subprocess.run(command).returncode
+def measured_before(file: Path, rows: list[dict[str, Any]], asked: bool) -> list[dict[str, Any]]:
+    """`rows`, those that ran when `file` was written as they are in it; all anew unless that was `asked` for."""
+    if not asked or not file.exists():
+        return rows
+    known = {row["case"]: row for row in json.loads(file.read_text())["cases"] if row.get("status") == "ok"}
+    return [known.get(row["case"], row) for row in rows]
 
 
 def device_name(device: str) -> str:

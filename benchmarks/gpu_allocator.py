@@ -28,7 +28,7 @@ import memtune  # first: where the environment names an allocator, torch takes i
 # isort: split
 import numpy as np
 import torch
-from gpu import ROOT, device_name
+from gpu import ROOT, device_name, measured_before
 
 from memtune import _native, hardware
 from memtune.arena_settings import ArenaSettings
@@ -62,7 +62,13 @@ def rows_of(device: str) -> list[Row]:
     """All cases that `device` has."""
     kinds = [kind for kind in KINDS if device == "cuda" or kind != "expandable_segments"]
     return [
-        {"under": under, "sizes": sizes, "kind": kind, "settings": {**UNDER[under], "allocator": {"kind": kind}}}
+        {
+            "case": f"{under} {sizes} {kind}",
+            "under": under,
+            "sizes": sizes,
+            "kind": kind,
+            "settings": {**UNDER[under], "allocator": {"kind": kind}},
+        }
         for under, sizes, kind in itertools.product(UNDER, SIZES, kinds)
     ]
 
@@ -172,12 +178,18 @@ def judged(rows: list[Row], stitched: Row) -> dict[str, Any]:
     return found
 
 
+def written(file: Path, rows: list[Row], found: dict[str, Any]) -> None:
+    """The rows that ran so far, and what is judged of all."""
+    file.write_text(json.dumps({"judged": found, "cases": rows}, indent=1) + "\n")
+
+
 def main() -> int:
     """Replay all, train all, write; exit code 1 where something did not run or reads back wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--limit", type=int, help="only so many cases, spread over all")
+    parser.add_argument("--resume", action="store_true", help="keep what the results already have")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--read-back", action="store_true", help=argparse.SUPPRESS)
@@ -189,15 +201,19 @@ def main() -> int:
     rows = rows_of(asked.device)
     rows = rows[:: -(-len(rows) // asked.limit)] if asked.limit else rows
     replayed(rows, asked.device)
+    file = asked.results / device_name(asked.device) / "allocators.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = measured_before(file, rows, asked.resume)
     for row in rows:
+        if "status" in row:
+            continue
         what = json.dumps({"settings": row["settings"], "sizes": SIZES[row["sizes"]], "steps": asked.steps})
         row |= in_a_process(["--device", asked.device, "--train", what], find("allocator", row["kind"])().env())
         print(row["under"], row["sizes"], row["kind"], row["status"], row.get("reason", ""), flush=True)
+        written(file, rows, {})
     stitched = in_a_process(["--device", asked.device, "--read-back"], find("allocator", "gmlake")().env())
     found = judged(rows, stitched)
-    file = asked.results / device_name(asked.device) / "allocators.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"judged": found, "cases": rows}, indent=1) + "\n")
+    written(file, rows, found)
     print(json.dumps(found))
     return int(len(rows) != found["ran"] or not stitched.get("right") or not stitched.get("stitched"))
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu import ROOT, device_name
+from gpu import ROOT, device_name, measured_before
 
 from memtune import hardware
 from memtune.autotune.candidates import Choice, Rewriter
@@ -111,6 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--limit", type=int, help="only so many cases, spread over all")
+    parser.add_argument("--resume", action="store_true", help="keep what the results already have")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
     os.environ |= {"MEMTUNE_GPT_SIZE": "tiny", "OMP_NUM_THREADS": "1"} if asked.device == "cpu" else {"MEMTUNE_GPT_SIZE": "350m"}
@@ -118,6 +119,7 @@ def main() -> int:
     rows = predicted(wanted[:: -(-len(wanted) // asked.limit)] if asked.limit else wanted, asked.device)
     file = asked.results / device_name(asked.device) / "cases.json"
     file.parent.mkdir(parents=True, exist_ok=True)
+    rows = measured_before(file, rows, asked.resume)
     for i, row in enumerate(rows):
         rows[i] = measured(row, asked.device)
         print(rows[i]["case"], rows[i]["status"], rows[i].get("reason", ""), flush=True)

@@ -140,6 +140,8 @@ def _weights() -> list[Case]:
     return [
         _states("l2l", "defaults", _window(1)),
         _states("l2l", "3 micro-batches", _window(1), case=in_parts),
+        _states("l2l", "together", _packs(1), case=chain, micro_batches="together"),
+        _states("l2l", "together, stash on the host", case=chain, micro_batches="together", stash="host"),
         _states("stronghold", "solved"),
         _states("stronghold", "window 2", _window(2), window=2),
         _states("stronghold", "3 micro-batches, late", _window(2), case=in_parts, window=2, late=[0, 2]),

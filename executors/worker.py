@@ -28,6 +28,7 @@ from memtune.config import TunedConfig, load_config
 from memtune.errors import ApplyError, MemtuneError
 from memtune.executors.base import NO_ROOM, Trial
 from memtune.executors.evidence import GradientRecord, gradient_records, gradients_of, record_of, sha256_of, sha256_of_all
+from memtune.out_of_memory import is_out_of_memory
 from memtune.runtime.deferred import deferred
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.no_dropout import no_dropout
@@ -155,8 +156,8 @@ def _model(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
     torch.manual_seed(rank.trial.seed)
     try:
         return workload.build_model().to(rank.device)
-    except torch.OutOfMemoryError as error:
-        if not begins_with_shards(config, rank.world):
+    except RuntimeError as error:
+        if not is_out_of_memory(error) or not begins_with_shards(config, rank.world):
             raise
         too_large = error.with_traceback(None)  # whose frames hold what was made so far
     torch.manual_seed(rank.trial.seed)
@@ -299,8 +300,7 @@ def main() -> int:
         result = {"status": "unfit" if refused else "crash", "reason": " ".join(str(error).split()), "code": error.code, **fault}
     except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
         first_line = str(error).strip().splitlines()[0] if str(error) else ""
-        # memtune's allocator on a GPU knows nothing of torch and cannot raise torch's own class.
-        out_of_memory = isinstance(error, RuntimeError) and first_line.startswith("CUDA out of memory")
+        out_of_memory = is_out_of_memory(error)
         if not out_of_memory:
             traceback.print_exc(file=sys.stderr)
         result = {

@@ -306,7 +306,7 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     _execution(context, config)
     offload = config.settings.technique("offload.states")
     context.averages_blocks, context.averages_experts = offload.averages_blocks, offload.averages_experts
-    context.averages_landed = offload.averages_landed
+    context.averages_landed, context.follows_calls = offload.averages_landed, offload.follows_calls()
     _one(context, config, "sharding.parallel")
     if not _states_divide_parameters(config, context.ranks):
         fill(context.model, context.optimizer, rebind)

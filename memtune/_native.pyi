@@ -286,7 +286,7 @@ def live(columns: StepColumns, rounding_bytes: int = 1, small_bytes: int = 0) ->
     Live bytes of a step by tier and kind, and how long it needs each resource.
     """
 
-def schedule(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], accumulate: int = 1, host_computes: bool = True, link_slowdown: float = 0.0, rounding_bytes: int = 1, small_bytes: int = 0, copies_in_turn: bool = False) -> Timeline:
+def schedule(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], accumulate: int = 1, host_computes: bool = True, link_slowdown: float = 0.0, rounding_bytes: int = 1, small_bytes: int = 0, copies_in_turn: bool = False, shares_cores: bool = False, link_of_root: tuple[float, float] = (0.0, 0.0)) -> Timeline:
     """
     When the ops of one optimizer step run on every rank class. `places`: for each class its PCIe root and how many of its ranks are behind it. `copies_in_turn`: of the ranks behind a root one copies at a time. ValueError where ops wait for each other.
     """

@@ -154,10 +154,19 @@ class Moved(NamedTuple):
 
     written: Units
     read: Units
+    room_for: Units
+    """For which expert each one that is written goes; none at the end of a step, where all stay."""
 
 
 def trace(
-    block_of: Sequence[int], blocks: int, slots: int, rule: Rule, ahead: int, on_device: int, gathered: bool = False
+    block_of: Sequence[int],
+    blocks: int,
+    slots: int,
+    rule: Rule,
+    ahead: int,
+    on_device: int,
+    gathered: bool = False,
+    keeps: bool = False,
 ) -> tuple[Moved, ...]:
     """(moments,) what crosses to and from SSD in a steady step in which every expert is used, by the rules of `runtime.experts`.
 
@@ -169,6 +178,7 @@ def trace(
         ahead: Moments by which experts are read ahead.
         on_device: Blocks whose experts are on the device at once.
         gathered: As in `order_of_use`.
+        keeps: All that has changed is written at the end of the step, which is one moment more.
     """
     cache, members = HostCache(slots, rule, block_of, moments_of(blocks, on_device, gathered)), _members(block_of, blocks)
     residency, dirty = window(blocks, min(on_device, blocks), gathered=gathered), set[int]()
@@ -176,14 +186,16 @@ def trace(
     for _ in range(3):  # what the first steps find is not what later ones do
         found = []
         for moment in range(2 * blocks + 1):
-            written: list[int] = []
+            written: list[tuple[int, int]] = []
             read: list[int] = []
 
-            def bring(expert: int, moment: int = moment, written: list[int] = written, read: list[int] = read) -> None:
+            def bring(
+                expert: int, moment: int = moment, written: list[tuple[int, int]] = written, read: list[int] = read
+            ) -> None:
                 comes, gone = cache.take(expert, moment)
                 if gone is not None and gone in dirty:
                     dirty.discard(gone)
-                    written.append(gone)
+                    written.append((gone, expert))
                 if comes:
                     read.append(expert)
 
@@ -197,7 +209,10 @@ def trace(
                     dirty.add(expert)
             for expert in read_ahead(moment, ahead, slots, members, members, gathered):
                 bring(expert)
-            found.append(Moved(tuple(written), tuple(read)))
+            found.append(Moved(tuple(gone for gone, _ in written), tuple(read), tuple(expert for _, expert in written)))
+        if keeps:
+            found.append(Moved(tuple(expert for expert in cache.held if expert in dirty), (), ()))
+            dirty.clear()
     return tuple(found)
 
 

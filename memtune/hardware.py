@@ -62,6 +62,8 @@ class Hardware:
     """The allocator hands out multiples of this; 1 is exact."""
     gpus_per_pcie_root: int = 1
     """Devices that share the link from one PCIe switch to the host, contiguous ones."""
+    links_through_host: bool = False
+    """Devices of the node reach each other through host memory alone, so what they exchange crosses their PCIe roots."""
     link_slowdown: float = 0.0
     """Part of its time by which compute is slower while a collective runs."""
     communicator_bytes: int = 0
@@ -167,6 +169,8 @@ def _detect_cuda() -> Hardware:
         "host_memory_bytes": (measure.host_memory_bytes(), "the operating system, this machine"),
         "cores": (usable_cores(), "the operating system, this machine"),
     }
+    if torch.cuda.device_count() > 1:
+        constants["links_through_host"] = (not torch.cuda.can_device_access_peer(0, 1), seen)
     return _from_constants(gpu_name(), "cuda", constants)
 
 

@@ -192,6 +192,10 @@ def _constants(card: _Card) -> Constants:
         "ssd_write_bytes_per_s": (4e9, "rule of thumb: one PCIe 4 NVMe drive"),
         "allocation_rounding_bytes": (512, "PyTorch's caching allocator, kMinBlockSize"),
         "gpus_per_pcie_root": (2 if card.node is _HGX4 else 1, "HGX A100: 4 PCIe switches for 8 GPUs; elsewhere taken as 1"),
+        "links_through_host": (
+            card.title.startswith("NVIDIA GeForce"),
+            "drivers of GeForce cards let none read another's memory over PCIe; NVLink not counted",
+        ),
         "link_slowdown": (0.189, "mean over GPT and LLaMA on A100, H100, MI210, MI250: arXiv 2507.03114, abstract"),
         "communicator_bytes": (_communicator_bytes(card.node), _COMMUNICATOR_SOURCE),
         **{name: (value, usual) for name, value in node.items()},
@@ -244,6 +248,7 @@ def cpu(rates: CpuRates) -> Constants:
         "gpus_per_node": (1, "the device is the machine"),
         "allocation_rounding_bytes": (1, "the CPU ledger counts what is asked for"),
         "gpus_per_pcie_root": (1, "the device is the machine"),
+        "links_through_host": (False, "the device is the machine"),
         "link_slowdown": (0.0, "not measured: gloo's threads beside training are in the measured rates of trials only"),
         "communicator_bytes": (0, "gloo's buffers are not in the ledger"),
     }

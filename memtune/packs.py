@@ -30,11 +30,14 @@ class Packs:
     """The next pack's weights come in while one computes."""
     group: int = 0
     """Micro-batches that a pack runs before it is let go; 0: all of a step."""
+    late: tuple[int, ...] = ()
+    """Blocks that the host updates beside the next step's forward."""
 
     def __post_init__(self) -> None:
         """Refuse what leaves blocks out or has them twice."""
         if not self.backward or not _is_chain(self.backward, self.blocks) or not _is_chain(self.forward, self.turn[0]):
             raise ValueError(f"packs {self.forward} and {self.backward} do not follow one another")
+        _require_blocks(self.late, self.blocks)
 
     @property
     def blocks(self) -> int:
@@ -75,6 +78,24 @@ def _is_chain(packs: Sequence[Span], blocks: int) -> bool:
     return firsts[-1] == blocks and all(first == begin < end for first, (begin, end) in zip(firsts, packs, strict=False))
 
 
+def in_parts(n_bytes: Sequence[int], parts: int) -> list[range]:
+    """What comes in with each of `parts` micro-batches of pieces that come in their order, about as many bytes each time."""
+    left, found, first = sum(n_bytes), list[range](), 0
+    for part in range(parts, 0, -1):
+        end, share = first, left / part
+        while end < len(n_bytes) and share > 0:
+            share, left = share - n_bytes[end], left - n_bytes[end]
+            end += 1
+        found.append(range(first, end))
+        first = end
+    return found
+
+
+def _require_blocks(late: Sequence[int], blocks: int) -> None:
+    if any(not 0 <= each < blocks for each in late):
+        raise ValueError(f"blocks {list(late)} are to be updated late, and there are {blocks}")
+
+
 class Use(NamedTuple):
     """A stage that a rank brings in, for all micro-batches."""
 
@@ -98,6 +119,8 @@ class OnRanks:
     """Where each stage is."""
     prefetch: bool = True
     """The next stage's weights come in while one computes."""
+    late: tuple[int, ...] = ()
+    """Blocks that the host updates beside the next step's forward."""
 
     def __post_init__(self) -> None:
         """Refuse what leaves blocks out, or passes nothing between ranks."""
@@ -105,6 +128,7 @@ class OnRanks:
             raise ValueError(f"stages {self.stages} on ranks {self.ranks} do not follow one another")
         if any(one == other for one, other in pairwise(self.ranks)):
             raise ValueError(f"stages that follow one another are on one rank: {self.ranks}")
+        _require_blocks(self.late, self.stages[-1][1])
 
     def mine(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank."""

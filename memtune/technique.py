@@ -166,6 +166,20 @@ class Technique(BaseModel):
     averages_landed: ClassVar[bool] = False
     """Beside `ddp` each gradient is averaged as it lands, since this technique takes it away then; its pass writes that down."""
 
+    layer_major: ClassVar[bool] = False
+    """It runs packs of blocks, one after the other, each over all micro-batches."""
+
+    def packs_in(self, plan: Plan) -> tuple[tuple[int, int], ...]:
+        """Where it is layer-major: first block and the one after the last of each pack that runs backward, in forward order."""
+        return ()
+
+    def follows_calls(self) -> bool:
+        """Whether it acts when blocks are called and as their gradients land.
+
+        A schedule of the whole model would run past it; a schedule for each block leaves the blocks' calls alone.
+        """
+        return self.averages_blocks or self.averages_landed
+
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Of `ranks`, the consecutive ones that hold one copy of the model together, each a part of it."""
         return 1

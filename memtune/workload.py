@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtune.batches import batch_size_of, map_tensors, shapes_of, split_batch, tensors_of, to_device
 from memtune.blocks import find_blocks
 from memtune.errors import MemtuneError, WorkloadError
+from memtune.out_of_memory import is_out_of_memory
 from memtune.user_file import UserFile, load_user_file, raised_in_user_code
 
 __all__ = ["Workload", "batch_size_of", "map_tensors", "shapes_of", "split_batch", "tensors_of", "to_device"]
@@ -216,6 +217,8 @@ class Workload:
         except _NOT_THE_USERS:
             raise
         except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise
             shown = f"batch({args[0]})" if name == "batch" else f"{name}()"
             message = raised_in_user_code(error, self.path, shown, fix=fix, code=code)
             if name == "loss":

@@ -63,14 +63,17 @@ memtune::Live live(const Columns& columns, std::int64_t rounding_bytes, std::int
 
 memtune::Timeline schedule(const std::vector<const Columns*>& classes, const std::vector<std::pair<std::int32_t, std::int32_t>>& places,
                            std::int64_t accumulate, bool host_computes, double link_slowdown, std::int64_t rounding_bytes,
-                           std::int64_t small_bytes, bool copies_in_turn) {
+                           std::int64_t small_bytes, bool copies_in_turn, bool shares_cores,
+                           const std::pair<double, double>& link_of_root) {
   if (rounding_bytes < 1) throw std::invalid_argument("rounding_bytes must be at least 1");
   std::vector<memtune::Step> steps;
   for (const Columns* columns : classes) steps.push_back(columns->step());
   std::vector<memtune::Place> stand;
   for (const auto& [root, ranks_on_root] : places) stand.push_back({root, ranks_on_root});
   nb::gil_scoped_release released;
-  return memtune::schedule(steps, stand, {accumulate, host_computes, link_slowdown, {rounding_bytes, small_bytes}, copies_in_turn});
+  const memtune::AllocatorRules allocator{rounding_bytes, small_bytes};
+  return memtune::schedule(steps, stand, {accumulate, host_computes, link_slowdown, allocator, copies_in_turn, shares_cores,
+                                          {link_of_root.first, link_of_root.second}});
 }
 
 // Arrays, since lists of objects would take longer than the simulation.
@@ -139,7 +142,11 @@ void bind_simulator(nb::module_& m) {
   m.def("live", &live, "columns"_a, "rounding_bytes"_a = 1, "small_bytes"_a = 0,
         "Live bytes of a step by tier and kind, and how long it needs each resource.");
   m.def("schedule", &schedule, "classes"_a, "places"_a, "accumulate"_a = 1, "host_computes"_a = true, "link_slowdown"_a = 0.0,
-        "rounding_bytes"_a = 1, "small_bytes"_a = 0, "copies_in_turn"_a = false,
+        "rounding_bytes"_a = 1, "small_bytes"_a = 0, "copies_in_turn"_a = false, "shares_cores"_a = false,
+        "link_of_root"_a = std::pair(0.0, 0.0),
         "When the ops of one optimizer step run on every rank class. `places`: for each class its PCIe root and how many of its "
-        "ranks are behind it. `copies_in_turn`: of the ranks behind a root one copies at a time. ValueError where ops wait for each other.");
+        "ranks are behind it. `copies_in_turn`: of the ranks behind a root one copies at a time. "
+        "`shares_cores`: compute, host threads and copies share the cores of a class. "
+        "`link_of_root`: where ranks reach each other through the host, the most of a root's rate, up and down, that a rank's link "
+        "can take; 0 where links have a way of their own. ValueError where ops wait for each other.");
 }

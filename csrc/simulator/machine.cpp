@@ -45,6 +45,18 @@ std::size_t queue_of(const Step& step, std::int32_t op) {
   return stream == kComputeStream ? std::size_t{kCompute} : std::size_t{kHostThreads} + stream;
 }
 
+// By op whether it uses device memory.
+std::vector<bool> uses_device(const Step& step) {
+  std::vector<bool> found(step.n_ops());
+  for (std::size_t u = 0; u < step.use_op.size(); ++u) {
+    if (step.tier[step.use_storage[u]] == kDevice) found[step.use_op[u]] = true;
+  }
+  for (std::size_t s = 0; s < step.n_storages(); ++s) {
+    if (step.tier[s] == kDevice && step.producer[s] >= 0) found[step.producer[s]] = true;
+  }
+  return found;
+}
+
 // The rate of a copy that waits for its turn: none, but for what keeps its end finite.
 constexpr double kWaits = 1e-9;
 
@@ -60,7 +72,10 @@ class Machine {
         if (steps[c].op_resource[op] != kNothing) ranks_[c].queues[queue_of(steps[c], op)].tasks.push_back(t);
       }
     }
-    rates_vary_ = rules.link_slowdown > 0 || steps.size() > 1;
+    rates_vary_ = rules.link_slowdown > 0 || rules.shares_cores || steps.size() > 1 || rules.link_of_root[0] > 0;
+    if (rules.link_of_root[0] > 0) {
+      for (const Step& step : steps) on_root_.push_back(uses_device(step));
+    }
     for (const Place& place : places) rates_vary_ |= place.ranks_on_root > 1;
   }
 
@@ -225,20 +240,71 @@ class Machine {
     for (std::size_t c = 0; c < ranks_.size(); ++c) {
       auto& slots = ranks_[c].slots;
       const bool links = slots[kIntraLink].runs || slots[kInterLink].runs;
-      set_rate(slots[kCompute], links ? 1 / (1 + rules_.link_slowdown) : 1);
+      const double cores = part_of_cores(slots);
+      set_rate(slots[kCompute], links ? cores / (1 + rules_.link_slowdown) : cores);
+      set_rate(slots[kHostThreads], cores);
       for (const Resource copy : {kHostToDevice, kDeviceToHost}) {
-        if (!slots[copy].runs) continue;
-        if (rules_.copies_in_turn) {
-          set_rate(slots[copy], has_turn(c, copy) ? 1.0 / places_[c].ranks_on_root : kWaits);
-          continue;
-        }
-        std::int32_t sharing = 0;
-        for (std::size_t other = 0; other < ranks_.size(); ++other) {
-          if (places_[other].root == places_[c].root && ranks_[other].slots[copy].runs) sharing += places_[other].ranks_on_root;
-        }
-        set_rate(slots[copy], 1.0 / std::max(sharing, 1));
+        if (slots[copy].runs) set_rate(slots[copy], copies(c, copy) ? cores * copy_rate(c, copy) : kWaits);
       }
+      if (link_on_root(c)) set_rate(slots[kIntraLink], link_rate(c));
     }
+  }
+
+  double part_of_cores(const std::array<Slot, kNothing>& slots) const {
+    if (!rules_.shares_cores) return 1;
+    const auto runs = [&](Resource each) { return int{slots[each].runs}; };
+    return 1.0 / std::max(runs(kCompute) + runs(kHostThreads) + runs(kHostToDevice) + runs(kDeviceToHost), 1);
+  }
+
+  // What is under way in one direction behind the root of a class.
+  struct Flows {
+    std::int32_t copies = 0, links = 0;
+  };
+
+  Flows flows(std::size_t c, Resource copy) const {
+    Flows found;
+    for (std::size_t other = 0; other < ranks_.size(); ++other) {
+      if (places_[other].root != places_[c].root) continue;
+      if (copies(other, copy)) found.copies += places_[other].ranks_on_root;
+      if (link_on_root(other)) found.links += places_[other].ranks_on_root;
+    }
+    return found;
+  }
+
+  // The part of a root's rate that a link has in one direction: an even one, and no more than it can take.
+  double link_share(const Flows& flows, Resource copy) const {
+    return std::min(rules_.link_of_root[copy == kDeviceToHost], 1.0 / std::max(flows.copies + flows.links, 1));
+  }
+
+  double copy_rate(std::size_t c, Resource copy) const {
+    const Flows found = flows(c, copy);
+    return (1 - found.links * link_share(found, copy)) / std::max(found.copies, 1);
+  }
+
+  // As fast as the slower direction, and as the slowest of the classes that the op is matched with.
+  double link_rate(std::size_t c) const {
+    const std::int32_t task = ranks_[c].slots[kIntraLink].task, match = graph_.tasks[task].match;
+    if (match == kNone) return rate_on_root(c);
+    double slowest = 1;
+    for (const std::int32_t t : graph_.matches[match].tasks) slowest = std::min(slowest, rate_on_root(class_of(t)));
+    return slowest;
+  }
+
+  double rate_on_root(std::size_t c) const {
+    double slower = 1;
+    for (const Resource copy : {kHostToDevice, kDeviceToHost}) {
+      slower = std::min(slower, link_share(flows(c, copy), copy) / rules_.link_of_root[copy == kDeviceToHost]);
+    }
+    return slower;
+  }
+
+  bool copies(std::size_t c, Resource copy) const {
+    return ranks_[c].slots[copy].runs && (!rules_.copies_in_turn || has_turn(c, copy));
+  }
+
+  bool link_on_root(std::size_t c) const {
+    const Slot& slot = ranks_[c].slots[kIntraLink];
+    return !on_root_.empty() && slot.runs && on_root_[c][graph_.tasks[slot.task].op];
   }
 
   // Of the classes behind one root the one whose copy began to wait first; of several at once the first one.
@@ -278,6 +344,7 @@ class Machine {
   Graph graph_;
   std::vector<Rank> ranks_;
   std::vector<Memory> memories_;
+  std::vector<std::vector<bool>> on_root_;  // by class and op: an op of a link takes from the root; empty where none does
   std::vector<std::int32_t> done_;
   double now_ = 0;
   bool rates_vary_ = false;
@@ -288,6 +355,10 @@ class Machine {
 Timeline schedule(std::span<const Step> steps, std::span<const Place> places, const Rules& rules) {
   if (places.size() != steps.size()) throw std::invalid_argument("every rank class needs a place");
   if (!(rules.link_slowdown >= 0)) throw std::invalid_argument("link_slowdown must not be negative");
+  const auto [up, down] = rules.link_of_root;
+  if (!(up >= 0 && up <= 1 && down >= 0 && down <= 1) || (up > 0) != (down > 0)) {
+    throw std::invalid_argument("link_of_root must be two parts of a root, both 0 or neither");
+  }
   return Machine(steps, places, rules).run();
 }
 

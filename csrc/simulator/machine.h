@@ -17,6 +17,10 @@ struct Rules {
   double link_slowdown = 0;  // by how much of its time an op of the compute resource takes longer while a link is busy
   AllocatorRules allocator;
   bool copies_in_turn = false;  // ranks behind one PCIe root copy one at a time in each direction, first come first served
+  bool shares_cores = false;    // compute, host threads and copies of a class are work of the same cores, as on a CPU
+  // Where devices of a node reach each other through host memory alone: the most of a root, to the device and to the host, that a
+  // rank's link can take. 0: links have a way of their own.
+  std::array<double, 2> link_of_root{};
 };
 
 // Where the ranks of a class stand: how many of them are behind the same PCIe root, and which root that is.
@@ -57,7 +61,10 @@ struct Timeline {
 //   6. the ops of other classes with its `op_match` have come as far: they hold their resources, start together, and each takes
 //      as long as the slowest of them.
 // Compute is slower while a link of its class is busy; copies between host and device share the PCIe root evenly,
-// or with `copies_in_turn` have it one after the other.
+// or with `copies_in_turn` have it one after the other. With `shares_cores` compute, host threads and copies of a class that run
+// at the same time have equal parts of its cores: nothing is hidden behind compute but links and drives.
+// With `link_of_root` the root is shared as well by ops of `kIntraLink` that use device memory, in both directions at once; each
+// takes its even share, and copies have what these leave.
 // Throws std::invalid_argument where ops wait for each other.
 Timeline schedule(std::span<const Step> steps, std::span<const Place> places, const Rules& rules);
 

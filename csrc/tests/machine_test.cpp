@@ -147,6 +147,42 @@ void a_root_is_shared() {
   CHECK(near(memtune::schedule(steps, apart, {}).step_s, 4));
 }
 
+// Op 0 copies up, op 1 talks to other devices about device memory, or to their hosts about host memory.
+StepData copy_beside_link(Tier tier) {
+  StepData step = copy_beside_compute();
+  step.op_resource = {kToDevice, kIntraLink, kNothing, kNothing};
+  step.op_s = {4, 4, 0, 0};
+  step.tier = {tier, kHost};
+  step.producer = {-1, -1};
+  step.use_op = {1};
+  step.use_storage = {0};
+  step.use_mutates = {0};
+  return step;
+}
+
+void links_through_the_host_share_the_root() {
+  const StepData step = copy_beside_link(kDevice), of_hosts = copy_beside_link(kHost);
+  const auto takes = [](const Step& one, Place place, std::array<double, 2> link_of_root) {
+    return memtune::schedule({&one, 1}, {&place, 1}, {.host_computes = false, .link_of_root = link_of_root}).step_s;
+  };
+  CHECK(near(takes(step.view(), {}, {}), 4));
+  CHECK(near(takes(step.view(), {}, {1, 1}), 8));           // half of the root each, from begin to end
+  CHECK(near(takes(step.view(), {0, 2}, {1, 1}), 16));      // as much of two ranks
+  CHECK(near(takes(step.view(), {}, {0.25, 0.25}), 5));     // the copy gets what the link cannot take, then all of it
+  CHECK(near(takes(step.view(), {}, {0.25, 1}), 5));        // down nothing else moves
+  CHECK(near(takes(of_hosts.view(), {}, {1, 1}), 4));       // between hosts no root is crossed
+}
+
+void matched_links_are_as_fast_as_the_slowest() {
+  StepData one = copy_beside_link(kDevice), other = one;
+  other.op_resource[0] = kNothing;
+  one.op_match = other.op_match = {0, 1, 0, 0};
+  const std::array<Place, 2> apart = {Place{0, 1}, Place{1, 1}};
+  const std::array<Step, 2> steps = {one.view(), other.view()};
+  const Timeline out = memtune::schedule(steps, apart, {.host_computes = false, .link_of_root = {1, 1}});
+  CHECK(near(out.classes[1].finish_s, 8));  // alone behind its root it waits for the class that shares its own with a copy
+}
+
 void matched_ops_start_together_or_never() {
   StepData one = copy_beside_compute(), other = copy_beside_compute();
   one.op_resource = other.op_resource = {kIntraLink, kIntraLink, kNothing, kNothing};
@@ -186,6 +222,8 @@ int main() {
   what_is_let_go_of_is_waited_for();
   compute_is_slower_beside_a_link();
   a_root_is_shared();
+  links_through_the_host_share_the_root();
+  matched_links_are_as_fast_as_the_slowest();
   matched_ops_start_together_or_never();
   no_classes_and_no_ops();
 }

@@ -17,6 +17,7 @@ from memtune.edit import Edit
 from memtune.experts import Expert, find_experts, trace
 from memtune.parameters import columns_of
 from memtune.passes.gathered_rows import gathers_of
+from memtune.passes.kept_experts import hold_to_the_end, spare_places, write_what_stays
 from memtune.passes.own_gradients import with_own_gradients
 from memtune.passes.shares import raw_gradients
 from memtune.passes.stream import first_ops, stream_parameters
@@ -36,6 +37,8 @@ class How:
     rule: Rule
     ahead: int
     on_device: int
+    keeps: bool = False
+    """Each complete step stays on SSD."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -129,18 +132,26 @@ def experts_on_ssd(step: Step, experts: tuple[Expert, ...], how: How, used: tupl
     streamed = stream_parameters(shown, window(blocks, min(how.on_device, blocks), gathered=gathered))
     streamed = replace(streamed, parameters=replace(columns_of(streamed.parameters), numel=before.numel))
     edit, mine = Edit(streamed), _parameters(experts)
+    gradients = (streamed.tier == Tier.HOST) & (streamed.kind == Kind.GRADIENT) & np.isin(streamed.owner, mine)
+    edit.held_until[gradients & (streamed.producer >= 0)] = -1  # each is let go when its own update is over
     state = _on_ssd(edit, streamed, step, mine)
     _not_of_the_optimizer(edit, streamed, step, mine)
     pieces, experts = _piece_bytes(streamed, mine, state), used
     n_bytes = np.asarray([sum(pieces[i] for i in expert.parameters) for expert in experts])
-    held = min(how.slots, len(experts)) * int(n_bytes.max())
-    if how.slots < len(experts):  # pieces that are being written
-        held += max(int(pieces[list(expert.parameters[-WRITES:])].sum()) for expert in experts)
     nowhere, forever = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32)
-    edit.add_storages(np.asarray([held]), producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
-    _moves(edit, streamed, experts, how, n_bytes)
+    held = np.asarray([min(how.slots, len(experts)) * int(n_bytes.max())])
+    edit.add_storages(held, producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
+    leaves, at_end = _moves(edit, streamed, experts, how, n_bytes)
+    if how.slots < len(experts) and (len(leaves) or not how.keeps):  # pieces that are being written
+        held = np.asarray([max(int(pieces[list(expert.parameters[-WRITES:])].sum()) for expert in experts)])
+        from_, until = (leaves, None) if how.keeps else (nowhere, forever)
+        some = edit.add_storages(held, producer=from_, tier=Tier.HOST, kind=Kind.BUFFER, held_until=until)
+        if how.keeps:
+            edit.hold_through(some, at_end)
     if ranks > 1:
         _averages(edit, streamed, mine, ranks)
+    if how.keeps:
+        _keep(edit, streamed, mine, pieces, ranks)
     edit.parameters = replace(columns_of(streamed.parameters), block=before.block)
     return edit.done()
 
@@ -185,42 +196,70 @@ def _piece_bytes(step: Step, mine: npt.NDArray[np.intp], moments: I32) -> npt.ND
     return found
 
 
-def _moves(edit: Edit, step: Step, experts: tuple[Expert, ...], how: How, n_bytes: npt.NDArray[np.int64]) -> None:
-    """Reads and writes of a steady step, before the first op of each moment."""
+def _keep(edit: Edit, step: Step, mine: npt.NDArray[np.intp], pieces: npt.NDArray[np.int64], ranks: int) -> None:
+    """All that is trained has two places on SSD; what stays on the device is written to one, and ranks wait for each other."""
+    spare_places(edit, pieces[mine])
+    last = write_what_stays(edit, step, mine)
+    if ranks > 1:
+        end = np.full(1, step.n_ops, np.int32)
+        last = _flags(edit, end, np.full(1, 4, np.int64), ranks, Phase.OPTIMIZER)
+    if len(last):
+        hold_to_the_end(edit, step, last)
+
+
+def _moves(edit: Edit, step: Step, experts: tuple[Expert, ...], how: How, n_bytes: npt.NDArray[np.int64]) -> tuple[I32, I32]:
+    """Reads and writes of a steady step, before the first op of each moment.
+
+    Returns the op from which on an expert leaves the cache to be written, if any does, and the first write at the step's end.
+    """
     end = int(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1]) + 1
-    begins = np.append(first_ops(step), np.int32(end))
+    begins = np.append(first_ops(step), np.asarray([end, step.n_ops], np.int32))
+    boundary = len(begins) - 2
     gathered = gathers_of(step) is not None
-    moved = trace([each.block for each in experts], len(step.blocks), how.slots, how.rule, how.ahead, how.on_device, gathered)
+    knobs = how.slots, how.rule, how.ahead, how.on_device, gathered, how.keeps
+    moved = trace([each.block for each in experts], len(step.blocks), *knobs)
     turns = [(kind, expert, moment) for moment, each in enumerate(moved) for kind in (0, 1) for expert in each[kind]]
-    if not turns:
-        return
-    kind, expert, moment = np.asarray(turns, np.int32).T
-    phase = np.where(
-        moment < len(step.blocks), Phase.FORWARD, np.where(moment == len(begins) - 1, Phase.BOUNDARY, Phase.BACKWARD)
-    )
+    kind, expert, moment = np.asarray(turns, np.int32).reshape(-1, 3).T
+    phase = np.where(moment < len(step.blocks), Phase.FORWARD, Phase.BACKWARD)
+    phase = np.where(moment == boundary, Phase.BOUNDARY, np.where(moment > boundary, Phase.OPTIMIZER, phase))
     names = np.asarray([edit.name_id(f"memtune.{name}.default") for name, _ in _OPS], np.int32)
-    edit.add_ops(
+    rows = edit.add_ops(
         names[kind],
         before=begins[moment].astype(np.int32),
         phase=phase.astype(np.uint8),
         resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
         traffic_bytes=n_bytes[expert],
     )
+    first = next((at for at, each in enumerate(moved) if each.room_for), -1)
+    leaves = rows[(kind == 0) & (moment == first)][:1]
+    if len(leaves):
+        leaves = _since(step, experts, first, moved[first].room_for[0], leaves)
+    return leaves, rows[moment > boundary][:1]
+
+
+def _since(step: Step, experts: tuple[Expert, ...], moment: int, comes: int, write: I32) -> I32:
+    """The op from which on an expert is being written that leaves the cache for the one that `comes`.
+
+    Those of a block are updated one after the other: what has been updated before has let go of its gradients.
+    """
+    block = experts[comes].block
+    if moment != 2 * len(step.blocks) - block:  # it comes to go up to the device
+        return write
+    updates, parameter = _updates(step)
+    before = [index for each in experts[:comes] if each.block == block for index in each.parameters]
+    over = updates[np.isin(parameter, before)][-1:]
+    return over if len(over) else write
 
 
 def _averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks: int) -> None:
     """Before a block's updates flags, and each gradient up, averaged and down again; flags once more in the optimizer's step."""
     columns = columns_of(step.parameters)
-    updates = np.flatnonzero(step.op_name == step.names.index("memtune.host_update_.default")).astype(np.int32)
-    weights, reads = np.isin(step.use_op, updates), step.kind[step.use_storage] == Kind.PARAMETER
-    owner = np.full(step.n_ops, -1, np.int32)
-    owner[step.use_op[weights & reads]] = step.owner[step.use_storage[weights & reads]]
-    parameter = owner[updates]
+    updates, parameter = _updates(step)
     of_block = np.bincount(columns.block[parameter], minlength=len(step.blocks))
     _, first = np.unique(columns.block[parameter], return_index=True)
     last = np.flatnonzero(step.op_phase == Phase.OPTIMIZER)[:1].astype(np.int32)
     before = np.concatenate([updates[first], last])
-    _flags(edit, before, np.append(of_block[columns.block[parameter[first]]], len(mine)), ranks)
+    _flags(edit, before, 8 * np.append(of_block[columns.block[parameter[first]]], len(mine)).astype(np.int64), ranks)
     n_bytes = (columns.numel * columns.itemsize)[parameter]
     names = ("memtune.to_device.default", "memtune.all_reduce_.default", "memtune.to_host.default")
     resource = (Resource.HOST_TO_DEVICE, Resource.INTRA_LINK, Resource.DEVICE_TO_HOST)
@@ -237,11 +276,20 @@ def _averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks: int) ->
     edit.add_uses(rows[:, 2], there)
 
 
-def _flags(edit: Edit, before: I32, parameters: npt.NDArray[np.int64], ranks: int) -> None:
-    n_bytes = 2 * 4 * parameters.astype(np.int64)
+def _updates(step: Step) -> tuple[I32, I32]:
+    """Updates on the host, and whose each is."""
+    updates = np.flatnonzero(step.op_name == step.names.index("memtune.host_update_.default")).astype(np.int32)
+    weights, reads = np.isin(step.use_op, updates), step.kind[step.use_storage] == Kind.PARAMETER
+    owner = np.full(step.n_ops, -1, np.int32)
+    owner[step.use_op[weights & reads]] = step.owner[step.use_storage[weights & reads]]
+    return updates, owner[updates]
+
+
+def _flags(edit: Edit, before: I32, n_bytes: npt.NDArray[np.int64], ranks: int, phase: Phase = Phase.BOUNDARY) -> I32:
+    """A message of `n_bytes` before each op `before`; returns its row."""
     make, share = (
         edit.add_ops(
-            name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=traffic, group=group
+            name, before=before, phase=phase, resource=resource, traffic_bytes=traffic, group=group
         )
         for name, resource, traffic, group in (
             ("aten.new_empty.default", Resource.NOTHING, 0, 0),
@@ -250,3 +298,4 @@ def _flags(edit: Edit, before: I32, parameters: npt.NDArray[np.int64], ranks: in
     )  # fmt: skip
     flags = edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
     edit.add_uses(share, flags, mutates=True)
+    return share

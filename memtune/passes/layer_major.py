@@ -132,7 +132,7 @@ class _Writer:
     def __init__(self, step: Step, packs: Packs, micro_batches: int, boundaries: Where, ranks: int) -> None:
         self._step, self._packs, self._count = step, packs, micro_batches
         self._parts, self._new = parts_of(step), Replay(step)
-        self._weights, self._gradients = Weights(self._new, step), Gradients(self._new, step, ranks)
+        self._weights, self._gradients = Weights(self._new, step), Gradients(self._new, step, ranks, packs.late)
         self._boundaries = _Boundaries(self._new, step, boundaries == "host")
         # By micro-batch: numbers of what forward packs made, and of all else; where forward ran; what the turn made, and its end.
         self._forward_made, self._made = (self._table(step.n_storages) for _ in range(2))
@@ -147,6 +147,7 @@ class _Writer:
         self._tied = self._two_parts()
         """What is a part of a tied weight's gradient → the weight."""
         self._other_batches()
+        self._gradients.update_late(self._weights.hosts)
         if micro_batches > 1 and self._parts.is_scaled:
             self._ignore[list(self._loss_and_seed())] = True
 

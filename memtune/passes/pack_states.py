@@ -1,9 +1,9 @@
-"""Weights and gradients of blocks under `passes.layer_major`, as `runtime.pack_store` treats them (Rules 1 to 3 there)."""
+"""Weights and gradients of blocks under `passes.layer_major`, as `runtime.pack_store` treats them (Rules 1 to 3 and 6 there)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _DOWN = NewOp("memtune.to_host.default", Phase.BACKWARD, Resource.DEVICE_TO_HOST
 _ADD = NewOp("aten.add_.Tensor", Phase.BACKWARD, Resource.HOST_THREADS)
 _ADD_HERE = NewOp("aten.add_.Tensor", Phase.BACKWARD, Resource.COMPUTE)
 _UPDATE = NewOp("memtune.host_update_.default", Phase.BOUNDARY, Resource.HOST_THREADS)
+_UPDATE_LATE = NewOp("memtune.host_update_.default", Phase.PROLOGUE, Resource.HOST_THREADS)
 
 
 @functools.lru_cache(maxsize=8)
@@ -78,7 +79,7 @@ class Weights:
 class Gradients:
     """Gradients of all parameters; those of blocks are sent down when their pack's last micro-batch makes them."""
 
-    def __init__(self, new: Replay, step: Step, ranks: int) -> None:
+    def __init__(self, new: Replay, step: Step, ranks: int, late: Iterable[int] = ()) -> None:
         columns, count = columns_of(step.parameters), len(step.parameters)
         self._new, self._step, self._columns = new, step, columns
         self._average = (
@@ -105,6 +106,7 @@ class Gradients:
         self._arriving = -1
         self._native_bytes, self._state_of = native_update_bytes(step), _state_of(step)
         self._waiting: Waiting[I32] = Waiting(waiting_room(step))
+        self._late = np.isin(columns.block, list(late))
         self.is_outside = columns.block < 0
         """(parameters,) True where it belongs to no block."""
 
@@ -161,16 +163,30 @@ class Gradients:
             n_bytes = int(self._step.bytes[self._raw[row]])
             self._new.new_op(_ADD, 3 * n_bytes, reads=(self._arriving,), writes=(int(self._down[row]),))
 
+    def update_late(self, hosts: I32) -> None:
+        """Rule 6: what the last step has left."""
+        if not self._late.any():
+            return
+        for block in parameters_by_block(self._step):
+            rows = np.asarray([row for row in block if self._late[row] and self._raw[row] >= 0], np.int32)
+            gradients = self._new.add_storages(self._step.bytes[self._raw[rows]], Tier.HOST, Kind.GRADIENT, -1, rows, -1)
+            for row, gradient in zip(rows.tolist(), gradients.tolist(), strict=True):
+                used = gradients.tolist() if row == rows[-1] else [gradient]  # those of a block are let go together
+                self._update(row, used, hosts, _UPDATE_LATE)
+
+    def _update(self, row: int, gradients: Sequence[int], hosts: I32, op: NewOp) -> None:
+        state = self._new.here[self._state_of.get(row, [])].tolist()
+        self._new.new_op(op, int(self._native_bytes[row]), reads=gradients, writes=(int(hosts[row]), *state))
+
     def update(self, pack: Span, hosts: I32) -> None:
-        """Rule 3."""
+        """Rules 3 and 6."""
         rows = sorted(row for block in range(*pack) for row in parameters_by_block(self._step)[block] if self._down[row] >= 0)
+        self._new.hold([int(self._down[row]) for row in rows if self._late[row]], FOREVER)
+        rows = [row for row in rows if not self._late[row]]
         n_bytes = sum(int(self._step.bytes[self._raw[row]]) for row in rows)
         self._let_go(self._waiting.let_go(n_bytes), self._new.n_ops - 1)
         for row in rows:
-            state = self._new.here[self._state_of.get(row, [])].tolist()
-            self._new.new_op(
-                _UPDATE, int(self._native_bytes[row]), reads=(int(self._down[row]),), writes=(int(hosts[row]), *state)
-            )
+            self._update(row, (int(self._down[row]),), hosts, _UPDATE)
         self._waiting.put(self._down[rows], n_bytes)
 
     def _let_go(self, turns: Iterable[I32], op: int) -> None:

@@ -81,6 +81,8 @@ def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, sums_
     _broadcast_buffers(edit, step, how)
     buckets = _buckets(step, arrivals, how.bucket_bytes)
     n_bytes = np.asarray([sum(int(step.bytes[a.storage]) for a in bucket) for bucket in buckets], np.int64)
+    if how.find_unused:
+        n_bytes[-1] += _unused_bytes(step, how)
     rows = _there_before(edit, n_bytes, Kind.GRADIENT)
     if how.find_unused:  # which parameters took part: a count of this rank and one of all ranks
         trainable = sum(p.trainable for p in step.parameters)
@@ -140,6 +142,14 @@ def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[li
             full.append(filling.pop(itemsize))
             filled_bytes[itemsize] = 0
     return sorted([*full, *filling.values()], key=lambda bucket: bucket[0].at)
+
+
+def _unused_bytes(step: Step, how: Replication) -> int:
+    """Of parameters that get no gradient: they have their places in the buckets, and zeros are sent."""
+    columns, others = columns_of(step.parameters), _others(step, how.of_blocks, how.of_experts)
+    unused = columns.trainable & (columns.gradient < 0)
+    unused[list(others)] = False
+    return int((columns.numel * columns.itemsize)[unused].sum())
 
 
 def _there_before(edit: Edit, n_bytes: I64, kind: Kind) -> I32:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from memtune.early_updates import Waiting
-from memtune.packs import OnRanks, Use
+from memtune.packs import OnRanks, Use, in_parts
 from memtune.parameters import columns_of
 from memtune.passes.beside import waiting_room
 from memtune.passes.layer_major import Where
@@ -23,7 +23,7 @@ from memtune.passes.stages import batch_on_host, chain_of
 from memtune.passes.stream import native_update_bytes, whole_state
 from memtune.passes.unroll import Key, Rows
 from memtune.pipeline_order import Action
-from memtune.program import I32, READS, WRITES, Kind, Phase, Resource, Step, Tier
+from memtune.program import FOREVER, I32, READS, WRITES, Kind, Phase, Resource, Step, Tier
 
 _ALLOCATE, _IN = "memtune.allocate", "memtune.copy_to_device_.default"
 _DOWN, _UP = "memtune.to_host.default", "memtune.to_device.default"
@@ -76,14 +76,32 @@ class _Rank:
         self._hosts = self._to_host()
         self._there: dict[int, list[int]] = {}
         """By stage: its weights on the device."""
+        self._coming: list[list[tuple[int, int]]] = []
+        """Parts of what comes in ahead, the last one first: parameter and number."""
         self._given: dict[Key, int] = {}
         """What a stage starts from, where it waits."""
         self._leaving: tuple[int, Phase] | None = None
-        self._gradient: int | None = None
-        """On its way to the host."""
+        self._leave_at_once = True
+        self._on_the_way: Waiting[int] = Waiting(self._room_bytes())
+        """Gradients, the oldest first."""
+        self._staying: list[tuple[int, int]] = []
+        """Gradients of the last stage, which leave beside the next one: parameter and number."""
+        self._going: list[list[tuple[int, int]]] = []
+        """Parts of these, the last one first."""
+        self._gone: dict[int, int] = {}
+        """Of those that have left, by parameter: the number on the host."""
         self._sent: list[int] = []
         self._sent_before: list[int] = []
         self._adds = self._landing()
+        self._late = self._inside & np.isin(self._columns.block, layout.late)
+
+    def _room_bytes(self) -> int:
+        """Of gradients that are on their way at once: where stages come in ahead, a stage's."""
+        if not self._layout.prefetch:
+            return 0
+        columns, mine = self._columns, self._inside & (self._columns.gradient >= 0)
+        stages = [mine & np.isin(columns.block, list(self._layout.blocks(stage))) for stage in self._layout.mine(self._rank)]
+        return max(int(self._n_bytes[each].sum()) for each in stages)
 
     def _to_host(self) -> dict[int, int]:
         """Blocks' weights and state are on the host from before the step."""
@@ -106,6 +124,7 @@ class _Rank:
     def done(self) -> Step:
         """The rank's step."""
         rows, parts = self._rows, self._parts
+        self._update_late()
         self._other_batches()
         generator = rows.new(_generator_bytes(), Tier.HOST, Kind.WORKSPACE)
         upload(parts, rows)
@@ -129,6 +148,25 @@ class _Rank:
         used = np.where(columns.block >= 0, -1, columns.gradient).astype(np.int32)
         return replace(step, parameters=replace(columns, gradient=used))
 
+    def _update_late(self) -> None:
+        """Rule 6 of `runtime.pack_store`: what the last step has left."""
+        columns = self._columns
+        for block in np.unique(columns.block[self._late]).tolist():
+            mine = np.flatnonzero(self._late & (columns.block == block) & (columns.gradient >= 0)).tolist()
+            gradients = [self._rows.new(int(self._n_bytes[row]), Tier.HOST, Kind.GRADIENT, row, left=True) for row in mine]
+            for row, gradient in zip(mine, gradients, strict=True):
+                used = gradients if row == mine[-1] else [gradient]  # those of a block are let go together
+                self._update_one(row, used, Phase.PROLOGUE)
+
+    def _update_one(self, parameter: int, gradients: list[int], phase: Phase) -> None:
+        rows, step = self._rows, self._step
+        state = whole_state(step)
+        mine = [rows.once(each) for each in state[step.owner[state] == parameter].tolist()]
+        rows.add(
+            _UPDATE, phase, resource=Resource.HOST_THREADS, traffic_bytes=int(native_update_bytes(step)[parameter]),
+            uses=[*((each, READS) for each in gradients), *((each, WRITES) for each in (self._hosts[parameter], *mine))],
+        )  # fmt: skip
+
     def _other_batches(self) -> None:
         """The rank's own micro-batches wait in host memory for the step to end; the step at hand has one."""
         ranks = max(self._layout.ranks) + 1
@@ -151,6 +189,11 @@ class _Rank:
         self._begin(use.stage, phase, ahead=False)
         if following is not None and self._layout.prefetch:
             self._begin(following.stage, phase, ahead=True)
+        if self._staying:
+            parts = in_parts([int(self._n_bytes[row]) for row, _ in self._staying], self._count)
+            self._going = [[self._staying[n] for n in part] for part in reversed(parts)]
+            self._staying = []
+        self._leave_at_once = following is None or not self._layout.prefetch
         if backward:
             self._sums_begin(use.stage)
         down: dict[int, int] = {}
@@ -166,7 +209,9 @@ class _Rank:
         if following is None or following.stage != use.stage:
             for number in self._there.pop(use.stage):
                 rows.hold_number(number, rows.n_ops - 1)
-        self._update(down)
+        gone, self._gone = self._gone, {}
+        for each in (gone, down):
+            self._update(each)
 
     def _posts(self, use: Use, phase: Phase) -> list[int]:
         """Rule 2 of messages: the host memory that is received into."""
@@ -179,21 +224,36 @@ class _Rank:
         return found
 
     def _begin(self, stage: int, phase: Phase, *, ahead: bool) -> None:
-        """Rule 4."""
+        """Rule 4; what comes in ahead does so in parts (`_go_on`)."""
         if stage in self._there:
             return
         rows, columns, numbers = self._rows, self._columns, []
-        inside = np.flatnonzero(self._inside & np.isin(columns.block, list(self._layout.blocks(stage))))
-        for row in inside.tolist():
+        inside = np.flatnonzero(self._inside & np.isin(columns.block, list(self._layout.blocks(stage)))).tolist()
+        for row in inside:
             number = rows.new(int(self._n_bytes[row]), Tier.DEVICE, Kind.COMMUNICATION, row)
             rows.add(_ALLOCATE, phase, resource=Resource.NOTHING, uses=[])
-            rows.add(
-                _IN, phase, resource=Resource.HOST_TO_DEVICE, traffic_bytes=int(self._n_bytes[row]),
-                uses=[(self._hosts[row], READS), (number, WRITES)], stream=0 if ahead else 1, prefetch=1 if ahead else 0,
-            )  # fmt: skip
+            if not ahead:
+                self._bring(row, number, phase, ahead=False)
             rows.stands_for(int(columns.storage[row]), number)
             numbers.append(number)
         self._there[stage] = numbers
+        if ahead:
+            pieces = list(zip(inside, numbers, strict=True))
+            parts = in_parts([int(self._n_bytes[row]) for row in inside], self._count)
+            self._coming = [[pieces[n] for n in part] for part in reversed(parts)]
+
+    def _bring(self, row: int, number: int, phase: Phase, *, ahead: bool) -> None:
+        self._rows.add(
+            _IN, phase, resource=Resource.HOST_TO_DEVICE, traffic_bytes=int(self._n_bytes[row]),
+            uses=[(self._hosts[row], READS), (number, WRITES)], stream=0 if ahead else 1, prefetch=1 if ahead else 0,
+        )  # fmt: skip
+
+    def _go_on(self, phase: Phase) -> None:
+        """Rules 1 and 2 of `runtime.pack_store`: a part of the next stage comes in, one of the last stage's gradients leaves."""
+        for row, number in self._coming.pop() if self._coming else ():
+            self._bring(row, number, phase, ahead=True)
+        for row, number in self._going.pop() if self._going else ():
+            self._gone[row] = self._leave(row, number)
 
     def _sums_begin(self, stage: int) -> None:
         """The first micro-batch's gradients become the sums, on the device for as long as the stage is."""
@@ -235,6 +295,7 @@ class _Rank:
         """Rule 2."""
         rows, key = self._rows, (("forward", stage), index)
         given = self._start(Use(stage, "forward"), index, key, posted)
+        self._go_on(Phase.FORWARD)
         rows.take(self._ops(stage, backward=False), key)
         output = rows.of(key, self._parts.given(stage + 1))
         self._send(output, Phase.FORWARD)
@@ -245,6 +306,7 @@ class _Rank:
         """Rule 2; `down` gets the host's gradients in the last micro-batch."""
         rows, parts, key = self._rows, self._parts, (use.stage, index)
         held = [self._start(use, index, key, posted)]
+        self._go_on(Phase.BACKWARD if use.kind == "backward" else Phase.FORWARD)
         rows.take(self._ops(use.stage, backward=False), key)
         if use.kind == "backward":
             self._receive(posted[index], Phase.BACKWARD)
@@ -277,18 +339,25 @@ class _Rank:
                 uses = [(rows.of(key, each.part), READS), (rows.of(key, each.sum), WRITES)]
                 rows.add(_ADD, Phase.BACKWARD, traffic_bytes=3 * int(step.bytes[each.sum]), uses=uses)
             if down is not None and op in self._adds:
-                down[self._adds[op]] = self._leave(self._adds[op])
+                self._lands(self._adds[op], down)
         rows.take(ops, key, backward=True)
 
     # -- on the way ----------------------------------------------------------------------------------------------------------
 
-    def _leave(self, parameter: int) -> int:
-        """A gradient leaves; the device lets go of the one before it. Returns what is on the host."""
-        rows, number = self._rows, self._rows.once(int(self._columns.gradient[parameter]))
-        if self._gradient is not None:
-            rows.hold_number(self._gradient, rows.n_ops - 1)
-        self._gradient = number
-        return self._down(number, Phase.BACKWARD, int(self._n_bytes[parameter]), Kind.GRADIENT, parameter)
+    def _lands(self, parameter: int, down: dict[int, int]) -> None:
+        number = self._rows.once(int(self._columns.gradient[parameter]))
+        if self._leave_at_once:
+            down[parameter] = self._leave(parameter, number)
+        else:
+            self._staying.append((parameter, number))
+
+    def _leave(self, parameter: int, number: int) -> int:
+        """A gradient leaves; the device lets go of those for which there is no room. Returns what is on the host."""
+        n_bytes = int(self._n_bytes[parameter])
+        for before in self._on_the_way.let_go(n_bytes):
+            self._rows.hold_number(before, self._rows.n_ops - 1)
+        self._on_the_way.put(number, n_bytes)
+        return self._down(number, Phase.BACKWARD, n_bytes, Kind.GRADIENT, parameter)
 
     def _send(self, number: int, phase: Phase) -> None:
         """Rule 1 of messages."""
@@ -312,20 +381,16 @@ class _Rank:
         self._rows.add(_SEND, phase, resource=self._link, traffic_bytes=n_bytes, group=2, uses=uses)
 
     def _update(self, down: dict[int, int]) -> None:
-        """Rule 4: what has come down is used."""
-        rows, step = self._rows, self._step
-        if self._gradient is not None:
-            rows.hold_number(self._gradient, rows.n_ops - 1)
-            self._gradient = None
+        """Rule 4: what has come down is used, but for what is left to the next step."""
+        rows = self._rows
+        for number in self._on_the_way.rest():
+            rows.hold_number(number, rows.n_ops - 1)
+        for parameter in [each for each in down if self._late[each]]:
+            rows.hold_number(down.pop(parameter), int(FOREVER))
         used = sum(int(self._n_bytes[parameter]) for parameter in down)
         self._let_go(self._waiting.let_go(used), rows.n_ops - 1)
-        n_bytes, state = native_update_bytes(step), whole_state(step)
         for parameter in sorted(down):
-            mine = state[step.owner[state] == parameter].tolist()
-            rows.add(
-                _UPDATE, Phase.BOUNDARY, resource=Resource.HOST_THREADS, traffic_bytes=int(n_bytes[parameter]),
-                uses=[(down[parameter], READS), (self._hosts[parameter], WRITES), *((rows.once(each), WRITES) for each in mine)],
-            )  # fmt: skip
+            self._update_one(parameter, [down[parameter]], Phase.BOUNDARY)
         self._waiting.put(list(down.values()), used)
 
     def _let_go(self, turns: Iterable[list[int]], op: int) -> None:

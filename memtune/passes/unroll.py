@@ -155,10 +155,12 @@ class Rows:
         copy.received.add(number)
         return number
 
-    def new(self, n_bytes: int, tier: Tier, kind: Kind, owner: int = -1, *, forever: bool = False) -> int:
-        """A storage that the next op makes, or that is there from before the step for ever; its number."""
+    def new(
+        self, n_bytes: int, tier: Tier, kind: Kind, owner: int = -1, *, forever: bool = False, left: bool = False
+    ) -> int:  # fmt: skip
+        """A storage that the next op makes, or that is there from before the step, for ever or `left` to be used; its number."""
         self._storages.append({"bytes": [n_bytes], "tier": [tier], "kind": [kind], "owner": [owner]})
-        self._storages[-1] |= {"held_until": FOREVER} if forever else {"producer": self.n_ops}
+        self._storages[-1] |= {"held_until": FOREVER} if forever else {} if left else {"producer": self.n_ops}
         self._n_storages += 1
         return self._n_storages - 1
 

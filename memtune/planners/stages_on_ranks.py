@@ -144,14 +144,21 @@ class TurnBytes:
 
 
 def needed_bytes(sizes: TurnBytes, bounds: I64, ranks: Sequence[int], *, prefetch: bool) -> F64:
-    """(p, ranks) most bytes of blocks on the device: a stage, what comes in beside it, and in backward what that makes."""
+    """(p, ranks) most bytes of blocks on the device: a stage, what comes in beside it, and in backward what that makes.
+
+    With prefetch a stage's gradients leave beside the next stage.
+    """
     weights, gradients, saved = (stage_sums(each, bounds) for each in (sizes.weights, sizes.gradients, sizes.saved))
     layout = OnRanks(tuple((n, n + 1) for n in range(len(ranks))), tuple(ranks), prefetch)
     most = np.zeros((len(bounds), max(ranks) + 1))
     for rank in range(most.shape[1]):
         uses = layout.uses(rank)
+        before = None
         for use, following in zip_longest(uses, uses[1:]):
             need = weights[:, use.stage].copy()
+            if prefetch and before is not None and before.kind != "forward":
+                need += gradients[:, before.stage]
+            before = use
             if prefetch and following is not None and following.stage != use.stage:
                 need += weights[:, following.stage]
             if use.kind != "forward":

@@ -11,7 +11,7 @@ Rule 3. Buffers follow the first rank's, as under DistributedDataParallel (`runt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,17 +82,29 @@ class AverageLanded:
     def _ends(self) -> None:
         """Rule 2."""
         missing, self._missing = self._missing, set()
-        if missing:
-            raise ApplyError(
-                f"{len(missing)} parameters got no gradient in this backward.",
-                evidence="Ranks average gradients one by one as they land, so every rank must have each of them, every time.",
-                fix="sharding: {states: {kind: fsdp}}, or a model whose ranks use the same parameters", code="MT346",
-            )  # fmt: skip
+        require_all_averaged(missing)
 
     def _check(self) -> dict[str, Any]:
         if _trained(self._model) != self._parameters:
             raise ApplyError("the model's parameters are no longer those whose gradients are averaged.", code="MT324")
         return {"ranks": self._ranks, "averaged_bytes": self._averaged_bytes}
+
+
+def require_all_averaged(missing: Collection[nn.Parameter]) -> None:
+    """Rule 2: a rank that lacks a gradient would have averaged others with others.
+
+    Args:
+        missing: Parameters whose gradients were not averaged in this backward.
+
+    Raises:
+        ApplyError: There are some.
+    """
+    if missing:
+        raise ApplyError(
+            f"{len(missing)} parameters got no gradient in this backward.",
+            evidence="Ranks average gradients one by one as they land, so every rank must have each of them, every time.",
+            fix="sharding: {states: {kind: fsdp}}, or a model whose ranks use the same parameters", code="MT346",
+        )  # fmt: skip
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

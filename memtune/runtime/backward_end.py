@@ -40,6 +40,11 @@ class BackwardEnd:
         Variable._execution_engine.queue_callback(queued)
         return True
 
+    @property
+    def is_near(self) -> bool:
+        """Inside a backward in which `expect` was called."""
+        return self._queued is not None and self._queued() is not None
+
     def settle(self) -> None:
         """Forget a backward that has raised, if one has."""
         if self._queued is not None and self._queued() is None:

@@ -7,8 +7,8 @@ Rule 1. Gradients of a block's bytes may be on their way to the host at once, in
 Rule 2. A block is updated then, on a thread, beside what comes next; its gradients wait for it as `early_updates.Waiting` has
         it, so the update of the block before has ended. `optimizer.step()` waits for the last ones.
 Rule 3. The updates of the blocks that are `late` are left to `optimizer.step()`, which goes on without them (`late_updates`).
-Rule 4. Memory of a block whose update is under way is taken when the block is to come in, its weights follow when there is
-        something to copy: looked for when a moment begins, waited for before the block is used.
+Rule 4. A block whose update is under way comes in as `late_blocks` has it: what is owed is looked for when a moment begins, and
+        waited for when the block before has been issued.
 Rule 5. Between two steps gradients of the late blocks are in host memory, and nothing else that the steps before have made.
 """
 
@@ -19,15 +19,16 @@ from typing import Any
 from torch import nn
 
 from memtune.early_updates import room_bytes
-from memtune.residency import Residency, Units
+from memtune.residency import Residency
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
 from memtune.runtime.host_optimizer import HostOptimizer, held_in_place
+from memtune.runtime.late_blocks import LateBlocks
 from memtune.runtime.store import ParameterStore
 from memtune.runtime.tree import local
 
 
-class BesideStore(ParameterStore):
+class BesideStore(LateBlocks, ParameterStore):
     """Makes the blocks' parameters of `context` come and go.
 
     Args:
@@ -41,12 +42,11 @@ class BesideStore(ParameterStore):
     def __init__(
         self, context: Context, residency: Residency, optimizer: HostOptimizer, late: frozenset[int], *, at_end: bool = False
     ) -> None:
-        self._late_blocks, self._beside, self._in_step = late, optimizer, at_end
+        self._late_blocks, self._in_step = late, at_end
         self._fresh = 0  # gradients that have landed in this moment
         self._leaving: int | None = None  # the block whose last gradients are on their way
-        self._owed: set[int] = set()  # blocks that have memory, and no values yet
         blocks = [list(context.model.get_submodule(name).parameters()) for name in context.blocks]
-        self._late = optimizer.leave_late(context, {block: blocks[block] for block in late})
+        self._leave(context, optimizer, {block: blocks[block] for block in late})
         super().__init__(context, residency, optimizer, room_bytes=_largest_bytes(context, blocks))
 
     # -- gradients -------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class BesideStore(ParameterStore):
             self._show(self._blocks[each])
             if each not in self._late_blocks and not self._in_step:
                 self._updated.add([each])
-                self._beside.update(self._blocks[each], at_once=False)
+                self._updates.update(self._blocks[each], at_once=False)
 
     def _backward_raised(self) -> None:
         self._fresh, self._leaving = 0, None
@@ -81,21 +81,8 @@ class BesideStore(ParameterStore):
 
     def sync(self, last: bool) -> Any:
         """The context of a micro-batch, in which what the last step left is under way."""
-        self._beside.start_late()
+        self.start_late()
         return super().sync(last)
-
-    def _bring_ahead(self, units: Units) -> None:
-        """Rule 4."""
-        for unit in [each for each in self._owed if self._late.is_over(each)]:
-            self._pay(unit)
-        for unit in units:
-            if unit in self._there or self._late.is_over(unit):
-                self._fetch(unit)
-                continue
-            self._there.add(unit)
-            self._owed.add(unit)
-            for piece in self._units[unit]:
-                piece.take()
 
     def _returned(self, index: int, args: Any, output: Any) -> None:
         super()._returned(index, args, output)
@@ -103,33 +90,9 @@ class BesideStore(ParameterStore):
             with transfer.ahead(self._device):
                 self._pay(index + 1)
 
-    def _fetch(self, index: int) -> None:
-        if index in self._owed:
-            self._pay(index)
-            return
-        if index not in self._there:
-            self._late.finish(index)
-        super()._fetch(index)
-
-    def _pay(self, unit: int) -> None:
-        self._late.finish(unit)
-        self._owed.discard(unit)
-        self._there.discard(unit)
-        super()._fetch(unit)
-
-    def _release(self, units: Any) -> None:
-        units = list(units)
-        self._owed.difference_update(units)
-        super()._release(units)
-
-    def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self._beside.start_late()
-        self._late.finish_all()
-        super()._into_state_dict(module, state, prefix, metadata)
-
     def check(self) -> dict[str, Any]:
         """Where the blocks' parameters are, and how much was left to the next step at most."""
-        return super().check() | {"late_blocks": self._late.blocks, "late_bytes": self._late.most_left_bytes}
+        return super().check() | self._late_facts()
 
 
 def _largest_bytes(context: Context, blocks: list[list[nn.Parameter]]) -> int:

@@ -12,6 +12,7 @@ from memtune.chunks import Chunks
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import GatheredBlocks
 from memtune.runtime.host_optimizer import to_host_now
+from memtune.runtime.let_go import are_back, let_go, require_own_memory
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
 
@@ -25,16 +26,26 @@ class Piece(NamedTuple):
     """The memory stays, others come to it in turn; else it is given back and taken anew."""
     padded_bytes: int = 0
     """Of the memory, where it is more than what is copied."""
+    of: tuple[nn.Parameter, ...] = ()
+    """The parameters that lie there, where nobody else moves them (`runtime.let_go`)."""
 
     def take(self) -> None:
-        """Have the memory."""
+        """Have the memory.
+
+        Raises:
+            ApplyError: A parameter is in other memory.
+        """
         if not self.in_frame:
+            require_own_memory(self.of, self.there)
             self.there.untyped_storage().resize_(self.padded_bytes or self.host.nbytes)
+            are_back(self.of)
 
     def give_back(self) -> None:
-        """What is there is not needed any more."""
+        """What is there is not needed any more; raises as `take` does."""
         if not self.in_frame:
+            require_own_memory(self.of, self.there)
             self.there.untyped_storage().resize_(0)
+            let_go(self.of)
 
 
 def in_chunks(
@@ -73,7 +84,7 @@ def in_chunks(
             hosts[parameter] = place_in(host, local(parameter.detach()), at)
             if parameter in context.represented:
                 context.represented[parameter].data = hosts[parameter]
-        pieces.append(Piece(there, host))
+        pieces.append(Piece(there, host, of=() if gathered is not None else tuple(parameter for parameter, _ in members)))
     return pieces
 
 

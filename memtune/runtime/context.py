@@ -39,6 +39,7 @@ class Context:
         averages_blocks: Whether what moves the blocks' parameters averages their gradients as they land; DDP leaves them out.
         averages_experts: The same of what moves experts, before it updates them.
         averages_landed: Whether replicas average each gradient as it lands, since what comes next takes it away.
+        follows_calls: Whether what moves states acts when blocks are called and as their gradients land.
         later: Run when states have been divided, by techniques whose work depends on how.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
@@ -53,6 +54,7 @@ class Context:
         gather_rows: Brings in the rows of weights that other ranks hold for the optimizer; all ranks call it.
         compiled: What runs through torch.compile, if anything does.
         before_use: Called with each parameter whose gradient is about to be used, and let go, inside backward, and with that.
+        cleared: Called with parameters of the model and what is held in their place whose gradients `zero_grad` has let go of.
         reloaded: Called when weights and optimizer state have been loaded, by whoever keeps copies of them.
         resumed_steps: Optimizer steps that an earlier run did, from whose end this one goes on.
         finish: Takes away what is kept for resuming.
@@ -69,6 +71,7 @@ class Context:
     averages_blocks: bool = False
     averages_experts: bool = False
     averages_landed: bool = False
+    follows_calls: bool = False
     later: list[Callable[[], None]] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
@@ -81,6 +84,7 @@ class Context:
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     gather_rows: Callable[[], None] | None = None
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)
+    cleared: list[Callable[[Iterable[nn.Parameter]], None]] = field(default_factory=list)
     reloaded: list[Callable[[], None]] = field(default_factory=list)
     resumed_steps: int = 0
     finish: Callable[[], None] | None = None

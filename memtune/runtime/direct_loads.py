@@ -14,8 +14,8 @@ from torch import nn
 from memtune.runtime.context import Context
 
 
-class _Hook:
-    """Calls what it is given; stays behind when the module is copied or pickled."""
+class StaysBehind:
+    """A hook of a module: calls what it is given, without arguments; stays behind when the module is copied or pickled."""
 
     __slots__ = ("_call",)
 
@@ -23,6 +23,7 @@ class _Hook:
         self._call = call
 
     def __call__(self, *_: Any) -> None:
+        """As torch calls any hook."""
         self._call()
 
     def __reduce__(self) -> Any:
@@ -57,8 +58,8 @@ def watch_loads(
         if not mine:
             continue
         if before is not None:
-            module.register_load_state_dict_pre_hook(_Hook(before))
-        module.register_load_state_dict_post_hook(_Hook(lambda mine=mine: loaded(mine)))  # type: ignore[misc]
+            module.register_load_state_dict_pre_hook(StaysBehind(before))
+        module.register_load_state_dict_post_hook(StaysBehind(lambda mine=mine: loaded(mine)))  # type: ignore[misc]
 
 
 def _of(context: Context, kept: set[nn.Parameter], parameter: nn.Parameter) -> nn.Parameter | None:

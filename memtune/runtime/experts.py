@@ -21,6 +21,8 @@ Rule 7. Replicas have all experts, each its own copy on SSD. Before a block's ex
 Rule 8. Where FSDP2 divides the blocks, a rank has its rows of each expert on SSD, which are gathered and reduced with all else of
         their block (`runtime.gathered_rows`): all are used. What stays of a block has its reduced gradients copied out of the
         piece that all lie in, or those of experts would stay with them.
+
+With `keep` each complete step stays on SSD, by the rules of `runtime.kept_experts`.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from memtune.runtime.chunks import Piece as Place
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import divided_like, is_gathered
 from memtune.runtime.host_optimizer import before_step, to_host_now
+from memtune.runtime.kept_experts import KeptBeside, KeptExperts, Staying
+from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.store import ParameterStore
@@ -60,13 +64,19 @@ class ExpertOptimizer(SsdOptimizer):
         slots: Experts that host memory holds.
         rule: Which one goes where there is no room.
         on_device: Blocks whose experts are on the device at once.
+        keep: Every complete step is kept, as `SsdOptimizer` has it.
+
+    Attributes:
+        hosts: Where others look for experts' weights while they are not on the device; kept steps turn from place to place.
 
     Raises:
         ApplyError: The optimizer or a parameter's type is none that the native update knows.
         EnvironmentFault: There is no room on SSD; says for which parameter.
     """
 
-    def __init__(self, context: Context, experts: Sequence[Expert], slots: int, rule: Rule, on_device: int) -> None:
+    def __init__(
+        self, context: Context, experts: Sequence[Expert], slots: int, rule: Rule, on_device: int, keep: bool = False
+    ) -> None:
         parameters = list(context.model.parameters())
         mine = {parameters[index] for expert in experts for index in expert.parameters}
         gathered = is_gathered(context.model)
@@ -74,7 +84,7 @@ class ExpertOptimizer(SsdOptimizer):
         self._group = dist.new_group() if averages else None  # of its own: DDP's messages go at other moments
         if self._group is not None:
             context.undo.callback(dist.destroy_process_group, self._group)
-        super().__init__(context, master=False, ahead=0, chosen=mine)
+        super().__init__(context, master=False, ahead=0, keep=keep, chosen=mine)
         piece_of = {piece.device: piece for piece in self._pieces}
         self.pieces = [[piece_of[parameters[i]] for i in each.parameters if parameters[i] in piece_of] for each in experts]
         self.expert_of = {piece.device: expert for expert, pieces in enumerate(self.pieces) for piece in pieces}
@@ -85,10 +95,34 @@ class ExpertOptimizer(SsdOptimizer):
         self._there: dict[int, list[Tensor]] = {}
         self._dirty: set[int] = set()
         self._zero: set[nn.Parameter] = set()
+        context.cleared.append(self._zero.difference_update)
         self._missed: dict[nn.Parameter, list[dict[str, Any]]] = {}
         self.moment = 0
         self.made_up = 0
+        self.hosts: dict[nn.Parameter, Tensor] | None = None
         before_step(self._optimizer, lambda *_: self._update_rest())
+        self._beside: KeptBeside | None = None
+        self._is_loaded = False
+        if keep:
+            self._optimizer.register_load_state_dict_post_hook(lambda _: self._loaded())
+            self._beside = KeptBeside(self._staying(context), self._optimizer)
+            self._optimizer.register_step_post_hook(lambda *_: self._complete())
+            experts_ = KeptPieces(self._pieces, self._optimizer)
+            self._keep_steps(context, KeptExperts(experts_, self._pieces, self._beside, self._missed))
+
+    def _staying(self, context: Context) -> list[Staying]:
+        """What the optimizer trains on the device, with two places on SSD for each tensor of it."""
+        names = {parameter: name for name, parameter in context.model.named_parameters()}
+        held = {piece.held for piece in self._pieces}
+        found = []
+        for group in self._optimizer.param_groups:
+            moments = self._native.moment_names(group)
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in held:
+                    name, host = names.get(parameter, "a parameter"), to_host_now(local(parameter))
+                    places = (self._on_ssd(host, name) for _ in range(2 * (1 + len(moments))))
+                    found.append(Staying.of(name, parameter, group, moments, places))
+        return found
 
     # -- host memory -------------------------------------------------------------------------------------------------------
 
@@ -141,6 +175,14 @@ class ExpertOptimizer(SsdOptimizer):
         missed = {self.expert_of[parameter] for parameter in self._missed}
         for expert in sorted(missed):
             self.host(expert)
+        self._write_changed()
+
+    def _turn(self, piece: Piece) -> None:
+        super()._turn(piece)
+        if self.hosts is not None:
+            self.hosts[piece.device] = piece.held.detach()
+
+    def _write_changed(self) -> None:
         for expert, hosts in self._there.items():
             self._write_back(expert, hosts)
         while self._writing:
@@ -156,11 +198,38 @@ class ExpertOptimizer(SsdOptimizer):
     @torch.no_grad()
     def _reload(self) -> None:
         """State that was read is not on SSD yet; weights have been set block by block."""
+        self._adopt_all()
+        if self._beside is not None:
+            self._complete(steps=0)
+
+    def _loaded(self) -> None:
+        self._is_loaded = True
+
+    def _adopt_all(self) -> None:
+        self._is_loaded = False
         for expert, pieces in enumerate(self.pieces):
             for piece, host in zip(pieces, self.host(expert), strict=True):
                 self._adopt(piece, self._optimizer.state[piece.held], piece.parts(host)[1:])
             self._dirty.add(expert)
         self.flush()
+
+    @torch.no_grad()
+    def _complete(self, steps: int = 1) -> None:
+        """All that a step has changed is on SSD, and on all ranks."""
+        assert self._beside is not None
+        if self._is_loaded:  # by the optimizer's own method, which nobody else hears of
+            self._adopt_all()
+        self._write_changed()
+        self._beside.write()
+        if self._last is not None:
+            self._last.complete(steps)
+        if self._group is not None:
+            done = torch.zeros(1, device=self._pieces[0].device.device)
+            torch.ops.memtune.all_reduce_(done, self._group.group_name, self._group.size(), "avg")
+
+    def nothing_missed(self) -> None:
+        """What apply took up is given back."""
+        self._missed.clear()
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
@@ -223,6 +292,8 @@ class ExpertOptimizer(SsdOptimizer):
 
     def _update_rest(self) -> None:
         """Rules 4 and 5: those that have not been updated in backward, and those that got zeros alone."""
+        if self._beside is not None:
+            self._beside.require_known({piece.held for piece in self._pieces})
         self.share(self.expert_of)
         self.update(self.expert_of)
         settings: dict[int, dict[str, Any]] = {}
@@ -239,7 +310,9 @@ class ExpertOptimizer(SsdOptimizer):
             ApplyError: Some state is elsewhere.
         """
         cached = sum(host.nbytes for hosts in self._there.values() for host in hosts)
-        return {**super().check(), "cached_bytes": cached, "made_up": self.made_up}
+        facts = super().check()
+        facts["ssd_bytes"] += self._beside.n_bytes if self._beside is not None else 0
+        return {**facts, "cached_bytes": cached, "made_up": self.made_up}
 
 
 class ExpertStore(ParameterStore):
@@ -268,6 +341,7 @@ class ExpertStore(ParameterStore):
         members = [[piece.device for i in mine for piece in optimizer.pieces[i]] for mine in self._members]
         self._places: dict[nn.Parameter, Place] = {}
         super().__init__(context, residency, optimizer, members=members)
+        optimizer.hosts = self._hosts
         if self._gathered is not None:  # Rule 8
             self._last = self._used = [set(mine) for mine in self._members]
             self._keep_others_apart(context)
@@ -364,6 +438,7 @@ class ExpertStore(ParameterStore):
                         self._places[piece.device].give_back()
 
     def _bring_all(self) -> None:
+        self._held_by.nothing_missed()
         for expert, pieces in enumerate(self._held_by.pieces):
             if any(self._places[piece.device].there.untyped_storage().nbytes() == 0 for piece in pieces):
                 self._on_device.discard(expert)
@@ -384,17 +459,16 @@ class ExpertStore(ParameterStore):
 
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """As copies: whoever loads a state dict may write into the tensors of this one."""
-        self._held_by.verify(set(module.parameters()))
+        self._held_by.verify(set(module.parameters(recurse=False)))
         super()._into_state_dict(module, state, prefix, metadata)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state and parameter in self._hosts:
                 with tier(HOST):
                     state[prefix + name] = state[prefix + name].clone()
 
-    def _loaded(self, index: int) -> None:
-        for expert in self._members[index]:
+    def _keep(self, loaded: list[nn.Parameter]) -> None:
+        for expert in dict.fromkeys(self._held_by.expert_of[each] for each in loaded if each in self._held_by.expert_of):
             self._held_by.set_weights(expert)
-        self._release([index])
 
     def check(self) -> dict[str, Any]:
         """Where the experts are.

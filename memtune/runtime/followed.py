@@ -179,8 +179,10 @@ class _FollowedRegion(FrozenRegion):
         return _Followed(self, Route(tape, path, self._noted, self._followers.parts, random_state, self._device))
 
     def begin(self, route: Route, state: Sequence[Tensor], inputs: Sequence[Any]) -> FollowedRun:
-        """A run with books of its own."""
-        return FollowedRun(route, *self._followers.opened(inputs), state, inputs)
+        """A run with books of its own, on which is what other threads' forwards hold."""
+        with self._followers.turn:
+            opened = self._followers.opened(inputs)
+        return FollowedRun(route, *opened, state, inputs)
 
     def taken(self, saved: list[Any]) -> FollowedRun:
         """The run whose backward begins: a forward in another thread cannot ask it to give way any more."""

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from memtune import _native
 from memtune.calls import BATCH_NORMS
 from memtune.errors import ApplyError
+from memtune.out_of_memory import is_out_of_memory
 from memtune.remat import ALONG, EVICT, OVERWRITE, REPLAY
 from memtune.runtime.below_autograd import ASK_GRAD_MODE, as_recorded
 from memtune.runtime.call_text import bases_of, slots_in
@@ -207,7 +208,9 @@ class FollowedRun:
                 self._obey(done, at)
             try:
                 run(there, state, inputs, random)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 self._with_more_room(at, run)
         self._tell(path.ops[len(route.forward) - 1].end, path.forward_end, "the loss", len(route.forward))
         self._note_versions()
@@ -235,7 +238,9 @@ class FollowedRun:
                 self._obey(done, at)
             try:
                 run(there, state, inputs, random)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 self._with_more_room(at, run)
         found = self._landing(last) if last in due else []
         self._tell(path.ops[-1].end, len(route.script), "the model", last)
@@ -336,8 +341,8 @@ class FollowedRun:
             self._obey(self.books.drain(), at)
             try:
                 run(self._there, self._state, self._inputs, self._random)
-            except torch.OutOfMemoryError:
-                if attempt == TRIES - 1:
+            except RuntimeError as error:
+                if attempt == TRIES - 1 or not is_out_of_memory(error):
                     raise
             else:
                 return

@@ -15,8 +15,8 @@ Rule 4. Weights go up in `optimizer.step()`, whenever they were updated: within 
 Rule 5. One step late (`HostOptimizer.late`): the update begins with the next step, beside its forward and backward, and the
         weights go up at its end. A state dict waits for it, and has its weights.
 Rule 6. The smallest gradient stays on the device until the step, as a witness: whoever scales gradients in between (clipping by
-        norm, a loss scaler) changes it, and is refused, since the others would not be scaled. A reduced one lies in one piece
-        with others, and is copied out of it. Where there is none in a step, zeros stand in (one rank).
+        norm) changes it, or the sums on the host and not it, and is refused (`runtime.watched_gradients`). A reduced one lies in
+        one piece with others, and is copied out of it. Where there is none in a step, zeros stand in (one rank).
 Rule 7. What was in the bucket or on its way when a backward raised is forgotten, and training goes on; what had landed is the
         user's to clear (`zero_grad`), as in any loop. Where that backward had begun updates, the step cannot be taken back, and
         is refused until a state dict is loaded.
@@ -38,11 +38,15 @@ from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.backward_end import BackwardEnd, EarlyUpdated
 from memtune.runtime.context import Context
+from memtune.runtime.direct_loads import StaysBehind
 from memtune.runtime.host_optimizer import add_gradient, before_step
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
+from memtune.runtime.watched_gradients import WatchedGradients
 from memtune.runtime.weak_hook import weakly
 from memtune.runtime.witness import Witness
+
+_OTHER = "offload: {states: {kind: optimizer_cpu}} with  trigger: end_of_step"
 
 
 class Updates(Protocol):
@@ -99,6 +103,11 @@ class GradientsDown:
         self._is_last = False
         self._at_end = BackwardEnd(self._backward_ends, self._backward_raised)
         self._updated = EarlyUpdated(context, "parameter")
+        stay = [parameter for parameter in trained if parameter not in self._held]
+        self._watched = WatchedGradients(context, stay, self._held.values(), _OTHER)
+        self._is_blind = False
+        context.cleared.append(self._cleared)
+        context.undo.callback(context.model.register_forward_pre_hook(StaysBehind(weakly(self._forward_begins))).remove)
         self.buckets = self.sent_bytes = 0
         self._listen(context)
         self._outer, context.sync = context.sync, self.sync
@@ -206,26 +215,40 @@ class GradientsDown:
             self._send()
         self._arrive()
         self._witness.note()
+        self._watched.note()
+        self._is_blind = self._witness.parameter.grad is None
 
     def _backward_raised(self) -> None:
         """Rule 7."""
         for _, _, host in self._on_the_way:
             transfer.abandon(host)
         self._updated.raised()
-        self._bucket, self._on_the_way = [], []
-        self._witness.forget()
+        self._watched.forget()
+        self._bucket, self._on_the_way, self._is_blind = [], [], False
+
+    def _forward_begins(self) -> None:
+        if torch.is_grad_enabled():
+            self._at_end.settle()
+            if not self._at_end.is_near:
+                self._watched.require_unchanged()
+
+    def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._is_blind = self._is_blind and self._witness.parameter not in set(parameters)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Rules 6 and 7."""
         self._at_end.settle()
         self._updated.step_goes_on()
-        self._updated.forget()
-        if self._witness.changed():
+        self._watched.require_unchanged()
+        self._witness.withdraw()
+        if self._is_blind:
             raise ApplyError(
-                "Gradients were changed between backward and the optimizer's step, as clipping by norm does.",
-                evidence="All but the smallest have left the device by then, so the norm is not theirs and they are not scaled.",
-                fix="offload: {states: {kind: optimizer_cpu}} with  trigger: end_of_step", code="MT364",
+                "The smallest parameter got no gradient in this backward, so clipping by norm could not be noticed.",
+                evidence=f"Its shape is {tuple(self._witness.parameter.shape)}; {len(self._held)} others leave the device.",
+                fix=_OTHER, code="MT364",
             )  # fmt: skip
+        self._updated.forget()
+        self._watched.forget()
 
     def check(self) -> dict[str, Any]:
         """What went down, and when the host updates.

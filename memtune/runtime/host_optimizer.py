@@ -27,12 +27,13 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.early_updates import Waiting, not_one_by_one, room_bytes
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
-from memtune.runtime.changed_weights import ChangedWeights
 from memtune.runtime.context import Context
 from memtune.runtime.direct_loads import watch_loads
+from memtune.runtime.held_parameter import held_for
 from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
 from memtune.runtime.late_updates import LateUpdates
 from memtune.runtime.own_step import replace_step, with_hooks
+from memtune.runtime.own_writes import OwnWrites
 from memtune.runtime.settled_state import as_it_is, settle_reads
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -88,9 +89,9 @@ class HostOptimizer:
         self._late_began = False
         self._leaves: LateUpdates | None = None
         self._whole = {shard: whole for whole, shard in context.represented.items()}  # both have the shard's gradient
-        self._changed = ChangedWeights(context, () if late_after is not None else [device for device, _ in self._pairs])
         context.represented.update(self._pairs)
         context.reloaded.append(self._reload)
+        context.cleared.append(self._cleared)
         watch_loads(context, {device for device, _ in self._pairs}, self._loaded, before=lambda: self._settle())
         self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
         own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
@@ -101,6 +102,7 @@ class HostOptimizer:
         hooks.move_to_end(up.id, last=False)  # before those that hand the new weights on to other ranks
         if late_after is not None:
             self._settle_before_checkpoints(context)
+        self._writes = OwnWrites(context, (device for device, _ in self._pairs))
 
     def _room_bytes(self, context: Context) -> int:
         """Of gradients that wait for updates beside backward: of what is trained here, in the order of the blocks."""
@@ -153,7 +155,7 @@ class HostOptimizer:
         host = to_host_now(local(parameter))
         if self._native is not None:
             host = master_of(host, self._master)
-        copy = nn.Parameter(host, requires_grad=parameter.requires_grad)
+        copy = held_for(parameter, host)
         mark(copy, HOST)
         state = self._optimizer.state.pop(parameter, None)
         if state is not None:
@@ -163,7 +165,7 @@ class HostOptimizer:
 
     def _gradients_down(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         refuse_others(optimizer, self._stays.union(host for _, host in self._pairs))
-        self._follow_changes(device for device, host in self._pairs if host not in self._updated)
+        self._take_writes()
         on_the_way: nn.Parameter | None = None
         for parameter, host in self._pairs:
             if parameter.grad is None:
@@ -201,7 +203,6 @@ class HostOptimizer:
     def leave_down(self, parameters: Iterable[nn.Parameter]) -> None:
         """Somebody else brings these up when they are used, and their gradients down."""
         self._comes_and_goes.update(parameters)
-        self._changed.leave(self._comes_and_goes)
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients of these are on their way: all that their update needs is in host memory."""
@@ -216,7 +217,6 @@ class HostOptimizer:
         """
         native, wanted = self._native, set(parameters)
         assert native is not None
-        self._follow_changes(wanted)
         gradients = {host: host.grad for device, host in self._pairs if device in wanted and host.grad is not None}
         if at_once:
             self._run(gradients, None)
@@ -270,6 +270,7 @@ class HostOptimizer:
 
     def start_late(self) -> None:
         """Begin the update that the last step left, if it did, beside what comes next."""
+        self._take_writes()
         if self._leaves is not None:
             self._leaves.start(self._run)
         if self._late and not self._late_began:
@@ -325,12 +326,21 @@ class HostOptimizer:
                 narrow = host.dtype is not parameter.dtype
                 if not narrow or gradient is not None:
                     torch.ops.memtune.copy_to_device_(local(parameter), gradient if narrow else host)
-                    self._changed.note(parameter)
+                    self._writes.wrote(parameter)
             if host.grad is gradient:
                 host.grad = None
 
+    def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
+        """What a step had taken that raised; early updates' are in use."""
+        for each in parameters:
+            if each in self._gradients and each not in self._updated:
+                del self._gradients[each]
+
     def _reload(self) -> None:
-        """The device's weights are others, and so is the state, wherever it was read into."""
+        """The device's weights are others, and so is the state, wherever it was read into; what was updated early is replaced."""
+        self._join()
+        self._updated.clear()
+        self._gradients.clear()
         self._loaded([parameter for parameter, _ in self._pairs])
         for state in self._states():
             state.update({name: state_to_host(value) for name, value in state.items()})
@@ -339,15 +349,33 @@ class HostOptimizer:
     def _loaded(self, parameters: Collection[nn.Parameter]) -> None:
         """These are others on the device: their host copies follow."""
         wanted = set(parameters) - self._comes_and_goes  # whoever brings those up has written their host copies
+        if wanted:
+            self._join()
         for parameter, host in self._pairs:
             if parameter in wanted:
                 host.copy_(to_host_now(local(parameter)))
-                self._changed.note(parameter)
+                self._writes.wrote(parameter)
+                if host in self._updated:  # its narrow weight is not wanted any more
+                    self._gradients.pop(host, None)
 
-    def _follow_changes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """What the user has changed on the device since it went up is what is updated."""
-        if changed := [each for each in parameters if self._changed.has(each)]:
-            self._loaded(changed)
+    def _take_writes(self) -> None:
+        """What others have written on the device is what the next update begins with.
+
+        Raises:
+            ApplyError: The update before is late, or this step's was early.
+        """
+        written = set(self._writes.by_others(self._comes_and_goes))
+        if written and (self._is_late() or any(host in self._updated for device, host in self._pairs if device in written)):
+            raise ApplyError(
+                f"{len(written)} weights were written on the device while an update of theirs is under way.",
+                evidence="It would undo the write, or be undone.",
+                fix="write weights by load_state_dict; or updates at the end of the step, not late", code="MT318",
+            )  # fmt: skip
+        if written:
+            self._loaded(written)
+
+    def _is_late(self) -> bool:
+        return bool(self._late)
 
     def _states(self) -> list[dict[str, Any]]:
         with as_it_is(self._optimizer):

@@ -20,14 +20,16 @@ from memtune.early_updates import Waiting
 from memtune.errors import ApplyError
 from memtune.pages import Pages
 from memtune.runtime import transfer
+from memtune.runtime.average_landed import require_all_averaged
 from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
-from memtune.runtime.gathered_rows import GatheredBlocks, count_changes, divided_like, is_gathered
+from memtune.runtime.gathered_rows import GatheredBlocks, divided_like, is_gathered
 from memtune.runtime.host_optimizer import add_gradient, to_host_now
 from memtune.runtime.released import guard_reads
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
+from memtune.runtime.watched_gradients import WatchedGradients
 from memtune.runtime.weak_hook import weakly
 
 
@@ -97,8 +99,10 @@ class HostParameters:
             self._units, self._of_block = self._put_into(context, mine, chunks), chunks.of_block
         self._there: set[int] = set(range(len(self._units)))
         self._on_the_way: Waiting[tuple[nn.Parameter, Tensor, Tensor]] = Waiting(room_bytes)
-        self._versions: dict[nn.Parameter, int] = {}
+        stay, leave = (self._outside, list(self._trained.values())) if landing else ([], [])
+        self._watched = WatchedGradients(context, stay, leave, "offload: {states: {kind: optimizer_cpu}}, or no clipping")
         self._averaged: set[nn.Parameter] = set()
+        self._loading: dict[int, nn.Module] = {}  # by block: itself or the part of it that a state dict is loaded into
         self.loaded_bytes = 0
         context.undo.callback(self._bring_all)
         if self._gathered is not None:
@@ -113,7 +117,7 @@ class HostParameters:
         """What comes and goes of a parameter that is in no chunk."""
         host = self._hosts[parameter]
         if self._gathered is None:
-            return Piece(parameter, host)
+            return Piece(parameter.detach(), host, of=(parameter,))
         return Piece(local(parameter.detach()), host, padded_bytes=self._gathered.rows_of(parameter).nbytes)
 
     def _put_into(self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages) -> list[list[Piece]]:
@@ -124,14 +128,16 @@ class HostParameters:
     def _watch_block(self, context: Context, index: int) -> None:
         """Gradients of the block land here, and checkpoints find its weights."""
         block = self._modules[index]
-        for module in (block, context.model) if index == 0 else (block,):
+        for module in block.modules():
             guard_reads(module)
+            module.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
+            module.register_load_state_dict_pre_hook(lambda module, *_: self._load_begins(index, module))
+            module.register_load_state_dict_post_hook(lambda module, _: self._load_ends(index, module))
+        if index == 0:
+            guard_reads(context.model)
         for parameter in self._blocks[index]:
             if parameter.requires_grad and self._landing:
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)
-        block.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
-        block.register_load_state_dict_pre_hook(lambda module, *_: self._fetch_whole(index))
-        block.register_load_state_dict_post_hook(lambda module, _: self._loaded(index))
 
     def _bring_for_gathers(self, gathered: GatheredBlocks, index: int) -> None:
         units = self._of_block[index]
@@ -186,6 +192,9 @@ class HostParameters:
         assert parameter.grad is not None
         self._average(parameter)
         source, parameter.grad = parameter.grad, None
+        self._leaves(parameter, source)
+
+    def _leaves(self, parameter: nn.Parameter, source: Tensor) -> None:
         n_bytes = local(source).nbytes
         self._arrive_all(self._on_the_way.let_go(n_bytes))
         host = torch.ops.memtune.to_host(local(source))
@@ -226,52 +235,48 @@ class HostParameters:
         """A backward, or a step, has raised: what is on its way is part of no gradient."""
         for _, _, host in self._on_the_way.rest():
             transfer.abandon(host)
+        self._watched.forget()
         self._averaged = set()
 
     def _note_versions(self) -> None:
         """Backward has ended: gradients that are changed from here on are noticed."""
         self._require_all_averaged()
-        left = {p: p.grad for p in self._outside if p.grad is not None and self._landing}
-        for gradient in left.values():
-            count_changes(gradient)
-        held = {each: each.grad for each in self._trained.values() if each.grad is not None and self._landing}
-        self._versions = {p: gradient._version for p, gradient in [*left.items(), *held.items()]}
+        self._watched.note()
 
     def _require_all_averaged(self) -> None:
-        """Ranks average gradients one by one as they land: one that runs other blocks would have averaged others with others."""
         averaged, self._averaged = self._averaged, set()
-        missing = [] if self._group is None or not self._landing else [p for p in self._trained if p not in averaged]
-        if missing:
-            raise ApplyError(
-                f"{len(missing)} parameters of the blocks got no gradient in this backward.",
-                evidence="Ranks average gradients of blocks one by one, so every rank must have each of them, every time.",
-                fix="sharding: {states: {kind: fsdp}}, or a model whose ranks run the same blocks", code="MT364",
-            )  # fmt: skip
+        if self._group is not None and self._landing:
+            require_all_averaged([each for each in self._trained if each not in averaged])
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """All are let go before the weights change, and gradients must be those that backward left."""
         self._release(list(self._there))
-        changed = [p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version]
-        self._versions = {}
-        if changed:
-            raise ApplyError(
-                f"{len(changed)} gradients were changed between backward and the optimizer's step, as clipping by norm does.",
-                evidence="Those of the blocks are on the host by then, the others on the device: the norm is that of a part.",
-                fix="offload: {states: {kind: optimizer_cpu}}, or no clipping", code="MT364",
-            )  # fmt: skip
+        self._watched.require_unchanged()
+        self._watched.forget()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state and parameter in self._hosts:
                 state[prefix + name] = divided_like(parameter, self._hosts[parameter])
 
+    def _load_begins(self, index: int, module: nn.Module) -> None:
+        self._loading.setdefault(index, module)
+        self._fetch_whole(index)
+
+    def _load_ends(self, index: int, module: nn.Module) -> None:
+        """Of the block, or the part of it that is loaded, and before that of each module within."""
+        self._keep([each for each in module._parameters.values() if each is not None and each in self._hosts])
+        if self._loading.get(index) is module:
+            del self._loading[index]
+            self._release(self._of_block[index])
+
     @torch.no_grad()
-    def _loaded(self, index: int) -> None:
-        for parameter in self._blocks[index]:
+    def _keep(self, loaded: list[nn.Parameter]) -> None:
+        """These have new values on the device."""
+        for parameter in loaded:
             self._hosts[parameter].copy_(local(parameter))
-        self._release(self._of_block[index])
 
     def _left_bytes(self) -> int:
         """Bytes of the blocks' parameters that are on the device."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from memtune.domains import Layout
 from memtune.errors import EnvironmentFault
 from memtune.runtime import offload_dir
-from memtune.runtime.manifest import DeadRun, Manifest, coded
+from memtune.runtime.manifest import DeadRun, Durable, Manifest, coded
 from memtune.runtime.ssd_file import Extent
 from memtune.runtime.updater_link import UpdaterLink
 
@@ -86,7 +86,7 @@ class KeptUpdaters:
     def holders(self) -> object:
         """The places are the updaters'."""
 
-    def durable(self) -> tuple[list[Extent], list[float | None], list[str]]:
+    def durable(self) -> Durable:
         """Two extents for each sub-group, weights and moments, and one counter for each parameter."""
         for link in self._links:
             link.order(["keep", self._name])
@@ -95,7 +95,8 @@ class KeptUpdaters:
             sizes = [4 * count for group in groups for count in (group.numel, group.moments)]
             for (offset, sums), n_bytes in zip(link.answer("kept"), sizes, strict=True):
                 extents.append(Extent("", offset, n_bytes, np.frombuffer(base64.b64decode(sums), np.uint64)))
-        return extents, [float(each.steps) for each in self._parameters], [link.path.parent.name for link in self._links]
+        counters: list[float | None] = [float(each.steps) for each in self._parameters]
+        return Durable(extents, counters, [link.path.parent.name for link in self._links], {})
 
     def complete(self) -> None:
         """The next step writes the other slots."""

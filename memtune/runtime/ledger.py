@@ -197,7 +197,9 @@ class _ModeBackend(Ledger):
 class _CudaLedger(Ledger):
     def __init__(self, device: torch.device, budget_bytes: int | None) -> None:
         super().__init__()
-        self._device = device
+        # Torch sets a limit for a device that has its number only.
+        has_number = getattr(device, "index", None) is not None  # torch's types say that it always has
+        self._device = device if has_number else torch.device("cuda", torch.cuda.current_device())
         self._limit(budget_bytes)
         self.reset_peak()
 

@@ -162,6 +162,9 @@ class LockFreeOptimizer(HostOptimizer):
             self._take_up(wait=True)
         self._up({}, self._updated_now())
 
+    def _is_late(self) -> bool:
+        return bool(self._delivered) or self._sweep is not None
+
     def check(self) -> dict[str, Any]:
         """Bytes of weights and state on the host, the version at hand, and how stale weights have been.
 

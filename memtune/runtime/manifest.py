@@ -3,8 +3,9 @@
 Rule 1. Every piece has two slots. A step writes into the one that the last manifest does not name.
 Rule 2. When all pieces of a step are written, the data is flushed to the drive; then manifest `step % 2` is written beside its
         place, flushed and renamed into it. So the last two complete steps are there until the next step's first write.
-Rule 3. No rank writes a piece of a step before all ranks have ended the step before: they sum gradients in between. So ranks are
-        at most one step apart, and every rank still has the newest step of the one that is behind.
+Rule 3. No rank writes a piece of a step before all ranks have ended the step before: they sum gradients in between, or wait for
+        each other (`runtime.kept_experts`, Rule 3). So ranks are at most one step apart, and every rank still has the newest step
+        of the one that is behind.
 Rule 4. A dead run's folder that has a manifest stays until the run that goes on from it has ended a step of its own; others with
         the same steps go when all ranks have taken them up.
 """
@@ -20,7 +21,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,15 @@ from memtune.runtime.ssd_file import Extent
 
 SCHEMA: Final = 1
 _PATIENCE_S: Final = 1.0
+
+
+class Durable(NamedTuple):
+    """What a step has written and is on the drive; fields are those of `Manifest`."""
+
+    pieces: list[Extent]
+    counters: list[float | None]
+    folders: list[str]
+    notes: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +58,15 @@ class Manifest:
     """Buffers that a checkpoint would hold, and the states of random number generators."""
     folders: list[str] = field(default_factory=list)
     """Names of the folders that have the pieces, where it is not the run's own; never paths."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What else whoever wrote the pieces has to know of them, as plain JSON."""
 
     def text(self) -> bytes:
         """The file: one line of JSON, one with its hash."""
         pieces = [[each.name, each.offset, each.n_bytes, coded(each.sums.tobytes())] for each in self.pieces]
         values = {name: _tensor_coded(value) for name, value in self.values.items()}
         document = {"schema": SCHEMA, "key": self.key, "step": self.step, "pieces": pieces, "counters": self.counters}
-        line = json.dumps({**document, "values": values, "folders": self.folders}).encode()
+        line = json.dumps({**document, "values": values, "folders": self.folders, "notes": self.notes}).encode()
         return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
     @classmethod
@@ -72,7 +84,8 @@ class Manifest:
                 for name, offset, n_bytes, sums in document["pieces"]
             ]
             values = {name: _tensor_decoded(*value) for name, value in document["values"].items()}
-            return cls(document["key"], document["step"], pieces, document["counters"], values, document.get("folders", []))
+            more = document.get("folders", []), document.get("notes", {})
+            return cls(document["key"], document["step"], pieces, document["counters"], values, *more)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 

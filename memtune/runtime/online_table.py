@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from memtune import _native
 from memtune.errors import ApplyError
+from memtune.out_of_memory import is_out_of_memory
 from memtune.program import ON_GPU_ONLY
 from memtune.remat import ALONG, EVICT, OVERWRITE, REPLAY, Policy
 from memtune.runtime.by_element import element_bytes
@@ -134,8 +135,9 @@ class OnlineTable:
                 self._note(attempt)
             try:
                 return about.func(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                if writes or attempt == TRIES - 1 or needs_bytes << (attempt + 1) > self.budget_bytes:
+            except RuntimeError as error:
+                last = writes or attempt == TRIES - 1 or needs_bytes << (attempt + 1) > self.budget_bytes
+                if last or not is_out_of_memory(error):
                     raise
         raise AssertionError
 

@@ -83,7 +83,7 @@ class LayerMajor:
             ApplyError: The blocks are no chain (`runtime.chain`).
         """
         self.order = []
-        self._store.is_stepping = True
+        self._store.step_starts()
         total: Tensor | None = None
         try:
             for group in self._packs.groups(len(batches)):
@@ -120,6 +120,7 @@ class LayerMajor:
                 for index in group:
                     self._store.is_last = backward and index == group[-1]
                     self._backward(pack, index) if backward else self._forward(pack, index)
+                    self._store.go_on()
             self._store.is_last = False
             self._boundaries.arrive()
             self._store.end(pack, update=backward and update)

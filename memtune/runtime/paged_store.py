@@ -15,6 +15,7 @@ from memtune.runtime.chunks import Piece
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import GatheredBlocks
 from memtune.runtime.host_parameters import HostCopies, copy_of
+from memtune.runtime.let_go import are_back, let_go, require_own_memory
 from memtune.runtime.pages import InFrames, in_frames
 from memtune.runtime.store import ParameterStore
 from memtune.runtime.tiers import SSD, tier_of
@@ -54,6 +55,8 @@ class PagedStore(ParameterStore):
 
     def _put_into(self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages) -> list[list[Piece]]:
         assert isinstance(chunks, Pages)
+        pages = [[span.page for span in chunks.spans(index)] for index in range(len(mine))]
+        self._on_page = [[each for each, on in zip(mine, pages, strict=True) if page in on] for page in range(chunks.count)]
         self._take(in_frames(context, mine, self._hosts, chunks, self._gathered))
         return []  # none is there, and none is anything by itself
 
@@ -76,21 +79,34 @@ class PagedStore(ParameterStore):
         missing = [unit for unit in units if unit not in self._there]
         for page in missing:
             frame = self._in_frames.pages.frame[page]
-            self._there.discard(self._in_frame.get(frame, page))
+            self._gives_way(self._in_frame.get(frame, page))
             self._in_frame[frame] = page
         if missing and self._gathered is not None:
             self._gathered.wait_for_reads()
         self._bring_pieces(self._in_frames.pieces(missing))
         self._there.update(missing)
 
+    def _gives_way(self, page: int) -> None:
+        self._there.discard(page)
+        if self._gathered is None:
+            let_go(self._on_page[page])
+
+    def _fetch_block(self, block: int) -> None:
+        mine = self._blocks[block] if self._gathered is None else []
+        require_own_memory(mine, self._in_frames.frames)
+        super()._fetch_block(block)
+        are_back(mine)
+
     def _bring_for_gathers(self, gathered: GatheredBlocks, index: int) -> None:
         gathered.before_gathers(index, lambda: self._fetch_block(index), lambda: [])  # frames are never given back
 
     def _release(self, units: Any) -> None:
-        self._there.difference_update(list(units))
+        for unit in list(units):
+            self._gives_way(unit)
 
     def _bring_all(self) -> None:
-        """Nothing: frames are not enough for all pages, and `in_frames` takes back what it did."""
+        """Of pages nothing: frames are not enough for all, and `in_frames` takes back what it did."""
+        are_back(each for block in self._blocks for each in block)
 
     def _left_bytes(self) -> int:
         frames = self._in_frames.frames.untyped_storage()._cdata

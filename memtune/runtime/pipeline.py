@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from memtune.errors import ApplyError, MemtuneError
+from memtune.out_of_memory import is_out_of_memory
 from memtune.pipeline_order import Action, Schedule, order
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context
@@ -291,7 +292,7 @@ def _itself(output: Tensor, target: Tensor) -> Tensor:
 
 def _own_error(error: BaseException) -> BaseException | None:
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, MemtuneError | torch.OutOfMemoryError):
+    while cause is not None and not (isinstance(cause, MemtuneError) or is_out_of_memory(cause)):
         cause = cause.__cause__
     return cause
 

@@ -8,8 +8,6 @@ Imported only where tensors are on a GPU; torch's CUDA builds bring Triton along
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -67,7 +65,7 @@ def _tiles(count: int, block: int, rows: int) -> tuple[int, int, tuple[int, int]
 
 
 @triton.jit
-def _signed(code: Any, BITS: tl.constexpr) -> Any:
+def _signed(code, BITS: tl.constexpr):
     """The integer in the low bits."""
     if BITS == 8:
         return (((code & 255) ^ 128) - 128).to(tl.float32)

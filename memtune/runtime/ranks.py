@@ -95,7 +95,7 @@ def require_plain(model: nn.Module) -> None:
 
 
 def require_whole_parameters(context: Context, what: str, *, ahead: bool = False) -> None:
-    """Check, when states have been divided, that each rank has all parameters while the model runs.
+    """Check, when states have been divided, that all parameters are there while the model runs.
 
     Args:
         context: Model and what was applied to it.
@@ -103,7 +103,8 @@ def require_whole_parameters(context: Context, what: str, *, ahead: bool = False
         ahead: `what` hides the model's graph until backward, so that nobody can look through it for unused parameters.
 
     Raises:
-        ApplyError: Parameters come and go block by block, ranks have parts of the model, or the graph would be looked through.
+        ApplyError: Parameters or gradients come and go block by block, ranks have parts of the model, or the graph would be
+            looked through.
     """
     require_whole_layers(context, what)
     if any(isinstance(module, FSDPModule) for module in context.model.modules()):
@@ -111,6 +112,12 @@ def require_whole_parameters(context: Context, what: str, *, ahead: bool = False
             f"{what} does not work where parameters are divided over ranks.",
             evidence="It runs ops of all blocks, and FSDP2 gathers a block's parameters for its own calls alone.",
             fix="recompute: {kind: planned}, or sharding: {states: {kind: zero1}}", code="MT315",
+        )  # fmt: skip
+    if context.follows_calls:
+        raise ApplyError(
+            f"{what} does not work beside what this config has under offload.states.",
+            evidence="It runs ops of all blocks, and parameters or gradients of a block are moved with its own calls alone.",
+            fix="memtune search  or  memtune trial --config  makes a plan for each block", code="MT315",
         )  # fmt: skip
     runner = context.runner
     if ahead and isinstance(runner, DistributedDataParallel) and runner.find_unused_parameters:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.errors import ApplyError
+from memtune.runtime.let_go import are_back, is_let_go, let_go
 from memtune.runtime.tree import local
 
 
@@ -26,7 +27,12 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs
         probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         if fn(probe) is not probe:
             _refuse("changed in type or place", "model.double(), .to(...) or the like before memtune.apply")
-    module: nn.Module = type(self)._apply(self, fn, *args, **kwargs)
+    gone = [each for each in self.parameters() if is_let_go(each)]
+    are_back(gone)  # for calls that change nothing
+    try:
+        module: nn.Module = type(self)._apply(self, fn, *args, **kwargs)
+    finally:
+        let_go(gone)
     return module
 
 
@@ -42,7 +48,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _released(module: nn.Module) -> list[nn.Parameter]:
     found = (each for each in module.parameters() if not isinstance(local(each.detach()), FakeTensor))
-    return [each for each in found if local(each.detach()).untyped_storage().nbytes() == 0 and each.numel()]
+    return [each for each in found if is_let_go(each) or (local(each.detach()).untyped_storage().nbytes() == 0 and each.numel())]
 
 
 def _refuse(what: str, fix: str) -> None:

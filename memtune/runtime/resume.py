@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
@@ -21,8 +22,7 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import EnvironmentFault
 from memtune.runtime import disk, offload_dir
 from memtune.runtime.context import Context
-from memtune.runtime.manifest import DeadRun, Manifest, dead_runs, forget
-from memtune.runtime.ssd_file import Extent
+from memtune.runtime.manifest import DeadRun, Durable, Manifest, dead_runs, forget
 from memtune.runtime.tree import local
 
 _CPU_RANDOM: Final = "random numbers, cpu"
@@ -30,7 +30,7 @@ _DEVICE_RANDOM: Final = "random numbers, device"
 
 
 class Kept(Protocol):
-    """What is on SSD, with two slots for everything: `kept_pieces`, or with updaters `kept_updaters`."""
+    """What is on SSD, two slots for everything: `kept_pieces`; with updaters `kept_updaters`, with experts `kept_experts`."""
 
     def facts(self) -> list[Any]:
         """What must be the same where this is taken up."""
@@ -41,8 +41,8 @@ class Kept(Protocol):
     def holders(self) -> object:
         """What holds the places of all slots in this run's folder."""
 
-    def durable(self) -> tuple[list[Extent], list[float | None], list[str]]:
-        """Flush all that the step has written; its places, counters of steps, and names of folders besides the run's own."""
+    def durable(self) -> Durable:
+        """Flush all that the step has written; says where that is."""
 
     def complete(self) -> None:
         """A manifest has that: what is written next goes to the other slots."""
@@ -100,7 +100,8 @@ class LastStep:
         for each in (run for run in self._before if run is not source):  # runs that crash one after the other fill no drive
             each.remove()
         self._before = [source]
-        warnings.warn(f"memtune goes on after step {agreed}, the last complete one of a run that ended.", stacklevel=8)
+        told = f"memtune goes on after step {agreed}, the last complete one of a run that ended."
+        warnings.warn(told, stacklevel=_level_of_caller())
         return agreed
 
     def complete(self, steps: int = 1) -> None:
@@ -128,9 +129,9 @@ class LastStep:
         """Its places stay this run's when the optimizer is gone and the process goes on with something else."""
         run = disk.folder()
         run.kept[self._key] = self._kept.holders()
-        extents, counters, folders = self._kept.durable()
+        pieces, counters, folders, notes = self._kept.durable()
         values = _random(self._context) | {name: local(value) for name, value in self._buffers()}
-        Manifest(self._key, self.steps, extents, counters, values, folders).write(run.path)
+        Manifest(self._key, self.steps, pieces, counters, values, folders, notes).write(run.path)
         self._kept.complete()
 
     def _forget(self) -> None:
@@ -206,6 +207,14 @@ class LastStep:
         context = self._context
         facts: list[Any] = [type(context.optimizer).__name__, context.rank, context.ranks, self._kept.facts()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` at which whoever calls this was called from outside of memtune; techniques are at different depths."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "memtune":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _random(context: Context) -> dict[str, Tensor]:

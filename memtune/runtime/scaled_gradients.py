@@ -5,13 +5,14 @@ Three rules:
 Rule 1. What is unscaled is each trained parameter's gradient and that of everything the optimizer holds in its place, each once:
         one that is on the device and one that has left it. Where ranks hold other rows, all of them find what one finds.
 Rule 2. A parameter whose gradient was used inside backward was updated with the scaled one: refused, as are gradients on SSD.
-Rule 3. A step that the scaler skips leaves gradients where they are; `zero_grad` lets go of all of them, as in any training loop.
+Rule 3. A step that the scaler, or the user, skips leaves gradients where they are; `zero_grad` of the optimizer and of the model
+        lets go of all of them, as in any training loop, and that of a part of the model of its own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -51,7 +52,7 @@ class Gradients:
         held |= {each: parameter for parameter, chain in self._chains.items() for each in chain}
         context.before_use.append(lambda parameter, _: self._used.add(held.get(parameter, parameter)))
         before_step(context.optimizer, lambda *_: self._used.clear())
-        self._own_zero_grad = context.optimizer.zero_grad
+        self._own_zero_grad, self._cleared = context.optimizer.zero_grad, context.cleared
 
     def all(self) -> list[Tensor]:
         """Rule 1.
@@ -98,12 +99,19 @@ class Gradients:
         """Rule 3."""
         self._used.clear()
         self._own_zero_grad(set_to_none)
-        for chain in self._chains.values():
-            for each in chain:
-                if each.grad is not None and set_to_none:
-                    each.grad = None
-                elif each.grad is not None:
-                    each.grad.detach_().zero_()
+        self.zero_of(self._chains, set_to_none)
+
+    def zero_of(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
+        """Rule 3, of these parameters of the model."""
+        every = [each for parameter in parameters for each in self._chains.get(parameter, ())]
+        self._used.difference_update(every)
+        for each in every:
+            if each.grad is not None and (set_to_none or tier_of(each.grad) == SSD):
+                each.grad = None
+            elif each.grad is not None:
+                each.grad.detach_().zero_()
+        for cleared in self._cleared:
+            cleared(every)
 
 
 def unscale_everywhere(context: Context) -> None:
@@ -115,10 +123,26 @@ def unscale_everywhere(context: Context) -> None:
         gradients.zero(set_to_none)
 
     optimizer.zero_grad = MethodType(functools.wraps(type(optimizer).zero_grad)(zero_grad), optimizer)
+    for module in {*context.model.modules(), *([] if context.runner is None else [context.runner])}:
+        vars(module)["zero_grad"] = _ZeroGrad(module, gradients)
     optimizer._step_supports_amp_scaling = False  # a fused step would unscale what the optimizer itself updates, and that alone
     vars(optimizer)[_GRADIENTS] = gradients
     for scaler in (GradScaler, ShardedGradScaler):
         _tell(scaler)
+
+
+class _ZeroGrad:
+    """`zero_grad` of a module; a copy of the module, or one that has been pickled, has its class's own."""
+
+    def __init__(self, module: nn.Module, gradients: Gradients) -> None:
+        self._module, self._gradients = module, gradients
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        type(self._module).zero_grad(self._module, set_to_none)
+        self._gradients.zero_of(self._module.parameters(), set_to_none)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, "zero_grad")
 
 
 def _chain(context: Context, parameter: nn.Parameter) -> Iterator[nn.Parameter]:

@@ -60,7 +60,8 @@ class SsdBesideBackward(SsdOptimizer):
         self.n_early = 0
 
     def start_late(self) -> None:
-        """No update is late."""
+        """No update is late; updates in backward begin with what others have written."""
+        self._take_writes()
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Rule 1."""
@@ -100,7 +101,7 @@ class SsdBesideBackward(SsdOptimizer):
             piece, host, gradient = self._updating.pop(0)
             up = piece.parts(host)[0] if gradient.dtype is torch.float32 else gradient
             torch.ops.memtune.copy_to_device_(local(piece.device), up)
-            self._changed.note(piece.device)
+            self._writes.wrote(piece.device)
             del gradient, up
             self._write(piece, host)
 

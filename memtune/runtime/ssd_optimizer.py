@@ -27,14 +27,15 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.read_ahead import WRITES
 from memtune.runtime import disk, transfer
-from memtune.runtime.changed_weights import ChangedWeights
 from memtune.runtime.context import Context
 from memtune.runtime.direct_loads import watch_loads
+from memtune.runtime.held_parameter import held_for
 from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
-from memtune.runtime.resume import LastStep
+from memtune.runtime.own_writes import OwnWrites
+from memtune.runtime.resume import Kept, LastStep
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -48,7 +49,8 @@ class SsdOptimizer:
         master: bfloat16 parameters have float32 masters.
         ahead: Pieces that are read ahead.
         keep: Every complete step is kept (`runtime.resume`), and the newest one that was kept is taken up.
-        chosen: What is moved; the optimizer's own step goes on for all else. None: everything, and there is no own step.
+        chosen: What is moved; the optimizer's own step goes on for all else, and who chose says what is kept of it
+            (`_keep_steps`). None: everything, and there is no own step.
 
     Raises:
         ApplyError: The optimizer or a parameter's type is none that the native update knows.
@@ -78,7 +80,6 @@ class SsdOptimizer:
             moved = {each: self._move(each, group, names.get(each, "a parameter")) for each in mine}
             group["params"] = [moved[each].held if each in moved else each for each in group["params"]]
             self._pieces += moved.values()
-        self._changed = ChangedWeights(context, [piece.device for piece in self._pieces if chosen is None])
         context.represented.update({piece.device: piece.held for piece in self._pieces})
         context.reloaded.append(self._reload)
         keep_groups(self._optimizer)
@@ -87,14 +88,18 @@ class SsdOptimizer:
             watch_loads(context, {piece.device for piece in self._pieces}, self._stale.update)
         self._optimizer.register_state_dict_pre_hook(lambda _: self.verify())
         self._last: LastStep | None = None
-        if keep and not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
-            self._last = LastStep(context, KeptPieces(self._pieces, self._optimizer.state))
-            context.resumed_steps = self._last.resume()
-            for piece in self._pieces:
-                self._changed.note(piece.device)
-            context.finish = self._last.finish
+        if keep and chosen is None:
+            self._keep_steps(context, KeptPieces(self._pieces, self._optimizer))
+        self._writes = OwnWrites(context, (piece.device for piece in self._pieces if chosen is None))
         if chosen is None:
             replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
+
+    def _keep_steps(self, context: Context, kept: Kept) -> None:
+        """Each complete step is kept from here on, and the newest one that was kept is taken up; nothing is of fake tensors."""
+        if not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
+            self._last = LastStep(context, kept)
+            context.resumed_steps = self._last.resume()
+            context.finish = self._last.finish
 
     def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
         weight = master_of(to_host_now(local(parameter)), self._master)
@@ -105,7 +110,7 @@ class SsdOptimizer:
             together = torch.cat([part.detach().float().reshape(-1) for part in parts])
         ssd = self._on_ssd(together, name)
         spare = self._on_ssd(together, name) if self._keep else None
-        held = nn.Parameter(ssd[: weight.numel()].view(weight.shape), requires_grad=parameter.requires_grad)
+        held = held_for(parameter, ssd[: weight.numel()].view(weight.shape))
         piece = Piece(name, parameter, held, ssd, group, moments, spare)
         mine = self._optimizer.state[held]
         mine.update(state)
@@ -132,12 +137,16 @@ class SsdOptimizer:
     def keep_in(self, kept: dict[nn.Parameter, Tensor]) -> None:
         """New weights of these parameters go there, not to the device; their gradients will be on the host (Rule 4)."""
         self._kept.update(kept)
-        self._changed.leave(kept)
         for piece in self._pieces:
             if piece.device in kept and piece.held.dtype is not piece.device.dtype:
                 piece.held.grad_dtype = piece.device.dtype
 
+    def _take_writes(self) -> None:
+        """What others have written on the device is what the next update begins with."""
+        self._stale.update(self._writes.by_others(self._kept))
+
     def _update_all(self) -> None:
+        self._take_writes()
         self._stream([piece for piece in self._pieces if piece.device.grad is not None or piece.held.grad is not None])
 
     def _stream(self, pieces: list[Piece]) -> None:
@@ -191,7 +200,7 @@ class SsdOptimizer:
         kept = self._kept.get(piece.device)
         if kept is None:
             torch.ops.memtune.copy_to_device_(local(piece.device), up)
-            self._changed.note(piece.device)
+            self._writes.wrote(piece.device)
         elif tier_of(kept) == SSD:
             torch.ops.memtune.write_ssd_(kept, up)
             return kept, up
@@ -202,7 +211,7 @@ class SsdOptimizer:
     def _gradient(self, piece: Piece) -> Tensor:
         """The gradient, on the host and no longer on the device."""
         parameter = piece.device
-        landed: Tensor | None = piece.held.grad
+        landed = piece.held.grad if parameter.grad is None else None
         if landed is not None:  # came down as it landed
             piece.held.grad = None
             if (coming := self._coming.pop(piece.held, None)) is None:
@@ -222,7 +231,7 @@ class SsdOptimizer:
         """Update the piece in `host`, once it has been read; a bfloat16 gradient's memory takes the new weight."""
         transfer.finish(host)
         weight, *moments = piece.parts(host)
-        if piece.device in self._stale or self._changed.has(piece.device):
+        if piece.device in self._stale:
             self._stale.discard(piece.device)
             weight.copy_(self._weight(piece))
         state = self._optimizer.state[piece.held]
@@ -257,7 +266,6 @@ class SsdOptimizer:
             transfer.finish(host)
             weight, *moments = piece.parts(host)
             weight.copy_(self._weight(piece))
-            self._changed.note(piece.device)
             self._adopt(piece, self._optimizer.state[piece.held], moments)
             torch.ops.memtune.write_ssd_(piece.target, host)
             transfer.written(piece.target)

@@ -146,14 +146,14 @@ class KeptParameters(ParameterStore):
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for parameter in module.parameters() if self._where == "ssd" else ():
+        for parameter in module.parameters(recurse=False) if self._where == "ssd" else ():
             if parameter in self._hosts:
                 disk.verified(self._hosts[parameter])
         super()._into_state_dict(module, state, prefix, metadata)
 
     @torch.no_grad()
     def _fetch_whole(self, block: int) -> None:
-        """Through the mapping: `Tuned.load` has read into it, past the checksums, which `_loaded` makes anew."""
+        """Through the mapping: `Tuned.load` has read into it, past the checksums, which `_keep` makes anew."""
         if self._where == "host":
             super()._fetch_whole(block)
             return
@@ -167,14 +167,13 @@ class KeptParameters(ParameterStore):
                     piece.there.detach().copy_(piece.host)
 
     @torch.no_grad()
-    def _loaded(self, index: int) -> None:
+    def _keep(self, loaded: list[nn.Parameter]) -> None:
         if self._where == "host":
-            super()._loaded(index)
+            super()._keep(loaded)
             return
-        for parameter in self._blocks[index]:
+        for parameter in loaded:
             torch.ops.memtune.write_ssd_(self._hosts[parameter], copy_of(parameter))
             transfer.written(self._hosts[parameter])
-        self._release(self._of_block[index])
 
     def check(self) -> dict[str, Any]:
         """Where the blocks' parameters are, and what has been read of them.

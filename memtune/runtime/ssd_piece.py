@@ -35,10 +35,16 @@ class Piece:
         return self.ssd if self.spare is None or self.fresh else self.spare
 
     def turn(self, state: dict[str, Any]) -> None:
-        """What is written in `target` is the piece from now on; `state` and what the optimizer holds follow."""
+        """What is written in `target` is the piece from now on; `state` and what the optimizer holds follow.
+
+        State that was loaded, and that nobody has put into the piece yet, stays what it is.
+        """
         if self.spare is None or self.fresh:
             return
+        was = self.ssd.untyped_storage()._cdata
         self.ssd, self.spare, self.fresh = self.spare, self.ssd, True
         weight, *moments = self.parts(self.ssd)
         self.held.data = weight
-        state.update(zip(self.moments, moments, strict=True))
+        for name, moment in zip(self.moments, moments, strict=True):
+            if (value := state.get(name)) is not None and value.untyped_storage()._cdata == was:
+                state[name] = moment

@@ -9,8 +9,9 @@ Rule 2. Stages run forward in order, each over all micro-batches, with autograd 
         turn, runs forward and backward at once; the others then run forward again and backward, from last to first.
 Rule 3. What passes between stages does so by way of the hosts (`runtime.messages`). What a stage starts from waits there for its
         backward, and comes to the device for each of the two; or, with `boundaries` "device", comes once and waits there.
-Rule 4. The stage that a rank uses next comes in while one computes (`packs.OnRanks`); gradients leave once, with the last
-        micro-batch, and the host updates a stage when its backward is done (`runtime.pack_store`).
+Rule 4. The stage that a rank uses next comes in while one computes (`packs.OnRanks`), a part with each micro-batch; gradients
+        leave once, with the last micro-batch, and the host updates a stage when its backward is done, or beside the next step
+        (`runtime.pack_store`).
 Rule 5. Each rank brings its own micro-batches, and all ranks work on all of them in one order (`runtime.turns`), so each weight's
         gradient is the plain step's sum, to the bit. A micro-batch draws the same random numbers in a stage each time.
 Rule 6. A weight before the blocks and after them has a sum in each of the two stages. They are added up at the end, where the
@@ -89,7 +90,7 @@ class StagesInTurn:
         """
         turns, losses = self.turns.of(batches), list[Tensor]()
         self.order = []
-        self._store.is_stepping = True
+        self._store.step_starts()
         try:
             with self.turns.own_numbers(self._context.device):
                 here = [self.turns.upload(turn, self._context.device) for turn in turns]
@@ -117,7 +118,7 @@ class StagesInTurn:
         ahead = self._spans[uses[number + 1].stage] if self._layout.prefetch and number + 1 < len(uses) else None
         for index in range(count):
             self._post(use, like, index, count)
-        self._store.begin(self._spans[use.stage], ahead)
+        self._store.begin(self._spans[use.stage], ahead, count)
         for index in range(count):
             self.order.append((use.kind, use.stage, index))
             self._store.is_last = use.kind != "forward" and index == count - 1
@@ -170,6 +171,7 @@ class StagesInTurn:
         """Rule 2."""
         count = len(step.batches)
         given = self._start(Use(stage, "forward"), index, count)
+        self._store.go_on()
         with nothing_saved():
             output = self._stage(step, stage, index, given)
         tag = self._tag(stage + 1, index, count, backward=False)
@@ -179,6 +181,7 @@ class StagesInTurn:
         """Rule 2."""
         count = len(step.batches)
         given = self._start(use, index, count)
+        self._store.go_on()
         output, gradient = self._stage(step, use.stage, index, given), None
         if use.kind == "turn":
             output = output / count if count > 1 else output
@@ -262,16 +265,28 @@ def stages_in_turn(
     keep_own(context, everything, [rank], context.ranks, world)
     run = Run(len(names))
     become_pieces(context, names, run, first, before)
-    context.blocks = [names[block] for stage in layout.mine(rank) for block in layout.blocks(stage)]
+    mine = [block for stage in layout.mine(rank) for block in layout.blocks(stage)]
+    context.blocks = [names[block] for block in mine]
     absent = [p for name, p in context.model.named_parameters() if rank not in everything[name]]
     optimizer = HostOptimizer(context, "native")
     optimizer.leave_down(absent)  # of one value, which nobody uses
-    store = PackStore(context, optimizer, averages=False)
+    late = frozenset(here for here, block in enumerate(mine) if block in layout.late)
+    room_bytes = _most_bytes(context, layout, rank) if layout.prefetch else 0
+    store = PackStore(context, optimizer, averages=False, late=late, room_bytes=room_bytes)
     group = world if context.device.type == "cpu" else dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     here = StagesInTurn(context, store, layout, run, group, tied if rank in ends else None, shared, boundaries)
     context.pipeline, context.turns = here, here.turns
     context.checks["offload.states"] = lambda: store.check() | {"stages": len(layout.stages), "mine": list(layout.mine(rank))}
+
+
+def _most_bytes(context: Context, layout: OnRanks, rank: int) -> int:
+    """Of the trained parameters of a stage of this rank."""
+    blocks, sizes = iter(context.blocks), list[int]()
+    for stage in layout.mine(rank):
+        modules = [context.model.get_submodule(next(blocks)) for _ in layout.blocks(stage)]
+        sizes.append(sum(p.nbytes for module in modules for p in module.parameters() if p.requires_grad))
+    return max(sizes)
 
 
 class _Owners:

@@ -153,6 +153,8 @@ class ParameterStore(HostParameters):
     def _begin(self, moment: int) -> None:
         """Rules 1 and 2."""
         self._at_end.settle()
+        if moment == 0 and not self._at_end.is_near:
+            self._watched.require_unchanged()
         if moment == self._moment:
             self._fetch_used(moment)  # the forward in which it began may have raised, and all have been let go since
             return
@@ -193,8 +195,8 @@ class ParameterStore(HostParameters):
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._at_end.settle()
         self._updated.step_goes_on()
-        self._updated.forget()
         super()._step_begins(optimizer, args, kwargs)
+        self._updated.forget()
 
     # -- proof -----------------------------------------------------------------------------------------------------------
 

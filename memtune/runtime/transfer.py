@@ -56,6 +56,8 @@ _pending: dict[int, Future[None] | torch.cuda.Event | Ticket] = {}
 _coming: dict[int, Future[None] | torch.cuda.Event] = {}
 """What comes `ahead_apart`, by address of the storage on the device."""
 _is_apart = False
+_room = _ROOM = 256
+"""As many copies may be under way before those that are over are looked for."""
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -101,9 +103,20 @@ def _start(host: Tensor, x: Tensor) -> None:
             host.copy_(x, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
+        _forget_passed()
         _pending[key] = event
     else:
         _pending[key] = _threads().submit(_copy, [host, x])
+
+
+def _forget_passed() -> None:
+    """Drop the events that have passed, of host tensors that nobody may ask about any more."""
+    global _room
+    if len(_pending) >= _room:
+        over = [key for key, each in _pending.items() if isinstance(each, torch.cuda.Event) and each.query()]
+        for key in over:
+            del _pending[key]
+        _room = max(_ROOM, 2 * len(_pending))
 
 
 def _copy(pair: list[Tensor]) -> None:
@@ -120,6 +133,8 @@ def wait(host: Tensor) -> None:
         pending.result()
     elif pending is not None:
         pending.wait()
+        if not pending.query():  # the host has not waited: `finish` has to yet
+            _pending[host.untyped_storage()._cdata] = pending
 
 
 def finish(host: Tensor) -> None:

@@ -31,13 +31,13 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.domains import DOWN, LATER, READ, SLOTS, UPDATE, WRITE, Layout, Segment, SubGroup, divide, sent, turns
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
-from memtune.runtime.changed_weights import ChangedWeights
 from memtune.runtime.context import Context
 from memtune.runtime.direct_loads import watch_loads
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_updaters import KeptUpdaters
 from memtune.runtime.largest import Largest
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
+from memtune.runtime.own_writes import OwnWrites
 from memtune.runtime.resume import LastStep
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -131,16 +131,16 @@ class Updaters:
         self._largest = None if share is None else Largest([each.device for each in self._parameters], share)
         self._domains = self._opened(context, directories)
         self._stale: set[nn.Parameter] = set()  # loaded into the model itself: no updater has them
-        self._changed = ChangedWeights(context, [each.held for each in self._parameters])
         watch_loads(context, {each.held for each in self._parameters}, self._stale.update)
         self._last: LastStep | None = None
+        self._writes = OwnWrites(context, (each.held for each in self._parameters))
         self._store(first=True)
         if keep and all(each.link is not None for each in self._domains):
             links = [each.link for each in self._domains if each.link is not None]
             self._last = LastStep(context, KeptUpdaters(links, self._layout, self._parameters, self._written_back))
             context.resumed_steps = self._last.resume()
-            self._note_weights()
             context.finish = self._last.finish
+            self._know_weights()
         context.reloaded.append(self._store)
         keep_groups(self._optimizer)
         self._optimizer.register_state_dict_pre_hook(lambda _: self._state_comes())
@@ -216,17 +216,17 @@ class Updaters:
             self._store()
         self._refuse_stale()
         self._update_all()
-        self._note_weights()
+        self._know_weights()
 
-    def _note_weights(self) -> None:
+    def _know_weights(self) -> None:
         for each in self._parameters:
-            self._changed.note(each.held)
+            self._writes.wrote(each.held)
 
     def _refuse_stale(self) -> None:
-        stale = self._stale.union(each.held for each in self._parameters if self._changed.has(each.held))
-        if stale:
+        self._stale.update(self._writes.by_others(()))
+        if self._stale:
             raise ApplyError(
-                f"{len(stale)} weights were changed in the model itself, by its own load_state_dict or in place.",
+                f"{len(self._stale)} weights were loaded into the model by its own load_state_dict, or written on the device.",
                 evidence="The updaters' processes still have the ones before, and would bring them back.",
                 fix="Tuned.load_state_dict or Tuned.load; or optimizer.load_state_dict after the model's", code="MT318",
             )  # fmt: skip
@@ -369,7 +369,7 @@ class Updaters:
     def _store(self, *, first: bool = False) -> None:
         """The device's weights, and what state the optimizer has (none: what the updaters have, at `first` zeros), to SSD."""
         self._stale.clear()
-        self._note_weights()
+        self._know_weights()
         held = {each.held: self._optimizer.state.pop(each.held, {}) for each in self._parameters}
         for each in self._parameters:
             each.steps = int(held[each.held].get("step", each.steps))

@@ -49,8 +49,13 @@ class Witness:
 
     def changed(self) -> bool:
         """Whether the gradient is another one than the last `note` saw; forgets that, and what stood in is gone."""
-        (version, self._version), (zeros, self._zeros) = (self._version, None), (self._zeros, None)
+        version, self._version = self._version, None
         gradient = self.parameter.grad
-        if zeros is not None and gradient is zeros:
-            self.parameter.grad = None
+        self.withdraw()
         return version is not None and (gradient is None or gradient._version != version)
+
+    def withdraw(self) -> None:
+        """What stood in is gone."""
+        zeros, self._zeros = self._zeros, None
+        if zeros is not None and self.parameter.grad is zeros:
+            self.parameter.grad = None

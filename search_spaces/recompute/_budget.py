@@ -20,8 +20,9 @@ from memtune.remembered import remembered
 from memtune.search_spaces import NULL_KINDS, PASS_ORDER
 from memtune.search_spaces._passes import judged, made, parts_seen, run
 from memtune.search_spaces._watched import Watched
-from memtune.search_spaces.recompute._frontier import Frontier, solve
+from memtune.search_spaces.recompute._frontier import solve
 from memtune.search_spaces.recompute._levels import Levels, levels, live_bytes, moments, rewritten
+from memtune.search_spaces.recompute._packs import AnyFrontier, PackFrontier
 from memtune.technique import Target, Technique
 
 _TRIES = 8
@@ -67,21 +68,52 @@ def within(program: Program, budget: Budget, target: Target) -> Solution:
     Solved once for a program, budget and set of later techniques; later calls look it up.
     """
     return _within(
-        program.step, budget, later_techniques(target), target.hardware, program.ranks, program.micro_batch, program.accumulate
-    )
+        program.step, budget, later_techniques(target), target.hardware, program.ranks, program.micro_batch, program.accumulate,
+        told_later(target),
+    )  # fmt: skip
 
 
-def plain_bytes(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> int:
+def packs_of(target: Target) -> Technique | None:
+    """What runs blocks pack by pack, if anything does."""
+    offload = target.chosen.get("offload.states")
+    return offload if offload is not None and offload.layer_major else None
+
+
+@dataclass(frozen=True)
+class Told:
+    """What later techniques look at besides each other."""
+
+    budget_bytes: int | None = None
+    """What packs are made for; no other pass is for a budget."""
+    recompute: Technique | None = None
+    """Where activations move: who decides what runs again, since that is no block's business then to bring back ahead."""
+
+
+_NOTHING = Told()
+
+
+def told_later(target: Target) -> Told:
+    """What the techniques after recompute are told of `target`: as little as can be, so that plans are shared."""
+    budget = None if packs_of(target) is None else target.budget_bytes
+    moves = any(each.slot == "offload.activations" for each in later_techniques(target))
+    recompute = target.chosen.get("recompute") if moves else None
+    return Told(budget, recompute)
+
+
+def plain_bytes(program: Program, later: tuple[Technique, ...], hardware: Hardware, told: Told = _NOTHING) -> int:
     """The peak of `program`, in which everything is kept, after every pass of `later`; it needs no plan to be looked for."""
-    return _plain_bytes(program.step, later, hardware, program.ranks, program.micro_batch, program.accumulate)
+    return _plain_bytes(
+        program.step, later, hardware, program.ranks, program.micro_batch, program.accumulate, told
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def _plain_bytes(
-    step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
-) -> int:
+    step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
+    told: Told = _NOTHING,
+) -> int:  # fmt: skip
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    return int(live_bytes(after_later(program, later, hardware).step, hardware).max(initial=0))
+    return int(live_bytes(after_later(program, later, hardware, told).step, hardware).max(initial=0))
 
 
 def later_techniques(target: Target, after: str = "recompute") -> tuple[Technique, ...]:
@@ -96,15 +128,15 @@ def later_techniques(target: Target, after: str = "recompute") -> tuple[Techniqu
     return later if parallel is None or parallel.ranks_of_a_copy(target.ranks) == 1 else (parallel, *later)
 
 
-def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware) -> Program:
+def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware, told: Told = _NOTHING) -> Program:
     """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their first passes.
 
     What is left to the end is not done: sums inside a group are made in place once a step, and a pipeline has `steps_of_stages`.
     """
-    chosen = {each.slot: each for each in later}
+    chosen = {each.slot: each for each in later} | ({} if told.recompute is None else {"recompute": told.recompute})
 
     def passed(reached: _Reached, technique: Technique) -> _Reached:
-        after = _after(reached.program, technique, chosen, hardware)
+        after = _after(reached.program, technique, chosen, hardware, told.budget_bytes)
         return replace(reached, refused=True) if after is None else _Reached(after)
 
     done = run(
@@ -133,24 +165,26 @@ class _Reached:
     """The next one does not fit: it refuses the candidate, whatever is planned here."""
 
 
-def _after(program: Program, technique: Technique, chosen: dict[str, Technique], hardware: Hardware) -> Program | None:
+def _after(
+    program: Program, technique: Technique, chosen: dict[str, Technique], hardware: Hardware, budget_bytes: int | None
+) -> Program | None:
     """What the pass of `technique` makes of `program` beside others; None where it does not fit."""
-    known = _ways(program, technique, hardware)
+    known = _ways(program, technique, hardware, budget_bytes)
     for seen, there in known:
         if all(chosen.get(slot) is other or chosen.get(slot) == other for slot, other in seen.items()):
             return there
     watched, after = Watched(chosen), None
-    target, parts = Target(hardware, program.ranks, None, watched), parts_seen(technique, chosen, program.ranks)
+    target, parts = Target(hardware, program.ranks, budget_bytes, watched), parts_seen(technique, chosen, program.ranks)
     if judged(program, technique, target, parts) is None:
         after = made(program, technique, target, parts)[0]
     known.append((watched.seen, after))
-    _ways.holds(after, program, technique, hardware)
+    _ways.holds(after, program, technique, hardware, budget_bytes)
     return after
 
 
 @remembered
 def _ways(
-    program: Program, technique: Technique, hardware: Hardware
+    program: Program, technique: Technique, hardware: Hardware, budget_bytes: int | None
 ) -> list[tuple[Mapping[str, Technique | None], Program | None]]:
     """What `_after` has found so far, with what the technique looked at of the others."""
     return []
@@ -168,9 +202,10 @@ def _acts(technique: Technique) -> bool:
 
 @lru_cache(maxsize=64)
 def _within(
-    step: Step, budget: Budget, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
-) -> Solution:
-    search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate)
+    step: Step, budget: Budget, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
+    told: Told = _NOTHING,
+) -> Solution:  # fmt: skip
+    search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate, told)
     smallest, plain = search.peak_of(0), search.plain_bytes
     budget_bytes = budget.n_bytes
     if budget_bytes is None:
@@ -186,14 +221,26 @@ def _within(
 class _Search:
     """Plans of one program by row of its frontier, with their true peaks as far as they were asked for."""
 
-    def __init__(self, found: Levels, later: tuple[Technique, ...], program: Program, hardware: Hardware) -> None:
+    def __init__(self, found: Levels, later: tuple[Technique, ...], program: Program, hardware: Hardware, told: Told) -> None:
         self.levels, self._later, self._program, self._hardware = found, later, program, hardware
+        self._told = told
         after = self._after(found.step)
-        now = moments(after, found.order, hardware)
-        self.plain_bytes = now.peak_bytes
-        self.frontier: Frontier = solve(found.problem(now))
+        self.plain_bytes = int(live_bytes(after.step, hardware).max(initial=0))
+        spans = self._packs()
+        if spans and not found.uniform:
+            self.frontier: AnyFrontier = PackFrontier(found, after, spans, hardware)
+        else:
+            self.frontier = solve(found.problem(moments(after.step, found.order, hardware)))
         self._peaks: dict[int, int] = {}
         self._other_peaks: dict[int, int] = {}
+
+    def _packs(self) -> tuple[tuple[int, int], ...]:
+        """Blocks that run together, of the plain program; none where no packs fit."""
+        packs, program = next((each for each in self._later if each.layer_major), None), self._program
+        target = Target(self._hardware, program.ranks, self._told.budget_bytes, {each.slot: each for each in self._later})
+        if packs is None or packs.fits(program, target) is not None:
+            return ()
+        return packs.packs_in(packs.plan(program, target))
 
     def peak_of(self, row: int) -> int:
         """Peak of plan `row` after every pass."""
@@ -223,14 +270,14 @@ class _Search:
 
     def _peak(self, choice: I32) -> int:
         step = _rewritten(self.levels, tuple(choice.tolist()))
-        return int(live_bytes(self._after(step), self._hardware).max(initial=0))
+        return int(live_bytes(self._after(step).step, self._hardware).max(initial=0))
 
-    def _after(self, step: Step) -> Step:
-        """`step` after every later pass that fits it."""
-        return after_later(self._program.with_step(step), self._later, self._hardware).step
+    def _after(self, step: Step) -> Program:
+        """The program with `step` after every later pass that fits it."""
+        return after_later(self._program.with_step(step), self._later, self._hardware, self._told)
 
 
-def best_row(frontier: Frontier, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES) -> int:
+def best_row(frontier: AnyFrontier, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES) -> int:
     """Row of the fastest plan found within the budget, by true peaks as `peak_of` gives them; the smallest one if none is."""
     low, high, best = 0, len(frontier) - 1, 0
     row = max(frontier.at(budget_bytes + (budget_bytes >> 10)), 0)  # prices may be a little too high
@@ -252,9 +299,16 @@ def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
     return rewritten(found.step, found.chosen(np.asarray(choice, np.int32)))
 
 
+def _mover(later: tuple[Technique, ...]) -> Technique | None:
+    """What of `later` moves the same part of each block whatever the budget; what plans for one shows in the true peaks alone."""
+    found = next((each for each in later if each.slot == "offload.activations"), None)
+    return found if getattr(found, "ratio", None) is not None else None
+
+
 @lru_cache(maxsize=64)
 def _search(
-    step: Step, host: bool, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int
-) -> _Search:
+    step: Step, host: bool, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
+    told: Told = _NOTHING,
+) -> _Search:  # fmt: skip
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
-    return _Search(levels(step, hardware, ranks, host), later, program, hardware)
+    return _Search(levels(step, hardware, ranks, host, _mover(later)), later, program, hardware, told)

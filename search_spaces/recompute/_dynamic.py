@@ -36,7 +36,14 @@ from memtune.search_spaces.recompute._by_blocks import (
     rewritten_by_blocks,
 )
 from memtune.search_spaces.recompute._online import enough_online, peak_online, settings_online, told_online, too_little_online
-from memtune.search_spaces.recompute._place import Place, cannot_freeze, comes_and_goes, place_of, under_schedule
+from memtune.search_spaces.recompute._place import (
+    Place,
+    cannot_freeze,
+    comes_and_goes,
+    not_of_all_blocks,
+    place_of,
+    under_schedule,
+)
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -98,11 +105,9 @@ class _Dynamic(Technique):
         return None
 
     def _fits_by_blocks(self, program: Program, target: Target) -> Reason | None:
-        """Where parameters are there for a block's own calls alone: the policy is played on each block, before training."""
+        """Where parameters or gradients come and go with a block's own calls: the policy is played on each block beforehand."""
         if self.online:
-            kind = target.chosen["sharding.states"].kind
-            why = f"online it evicts and runs ops of all blocks, and {kind} gathers a block's parameters for its own calls alone"
-            return Reason(why, "online: false, or sharding.states: {kind: zero1}")
+            return not_of_all_blocks(program, target, "online it evicts and runs ops of all blocks", "online: false")
         reason = cannot_run_blocks(program, target) or self._no_budget(target)
         if reason is not None:
             return reason

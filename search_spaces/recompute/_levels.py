@@ -20,11 +20,12 @@ from memtune.passes.calls import split_calls
 from memtune.passes.first_part import forward_and_backward
 from memtune.passes.move import MoveClaim, move_activations
 from memtune.passes.recompute import calls_of, recompute_blocks
-from memtune.program import F64, FOREVER, I32, I64, Phase, Resource, Step, Tier
+from memtune.program import F64, FOREVER, I32, I64, Phase, Program, RankClass, Resource, Step, Tier
 from memtune.search_spaces.recompute._calls import Block, blocks_of, calls_for, core_attention, inputs_of_products
 from memtune.search_spaces.recompute._frontier import Problem
 from memtune.search_spaces.recompute._keeps import is_attention, is_matmul_or_attention
 from memtune.search_spaces.recompute._options import Action, Combination, Made, combinations, keeping
+from memtune.technique import Target, Technique
 
 LIMIT = 26
 """Options of a block."""
@@ -127,8 +128,11 @@ def move_claims(chosen: list[Option], on_ssd: frozenset[int] = frozenset()) -> l
 
 
 @lru_cache(maxsize=8)
-def levels(step: Step, hardware: Hardware, ranks: int, host: bool) -> Levels:
-    """The options of every block of `step`, measured; with `host` tensors may go to host memory."""
+def levels(step: Step, hardware: Hardware, ranks: int, host: bool, mover: Technique | None = None) -> Levels:
+    """The options of every block of `step`, measured; with `host` tensors may go to host memory.
+
+    With a `mover`, a technique that moves as much of each block whatever the budget, they are measured on what it leaves of them.
+    """
     split = split_calls(step)
     links = hardware if host and split is step else None  # calls of a block that runs several times have no addresses yet
     seconds = op_seconds(step, hardware, ranks)
@@ -149,7 +153,7 @@ def levels(step: Step, hardware: Hardware, ranks: int, host: bool) -> Levels:
             options.append(mine)
             others.append(theirs)
         class_of.append(known[key])
-    found = _measured(step, order, tuple(options), np.asarray(class_of, np.int32), hardware, ranks)
+    found = _measured(step, order, tuple(options), np.asarray(class_of, np.int32), hardware, ranks, mover)
     if split is not step or not _in_order(step, order):
         return found
     return replace(found, uniform=(), others=_other_plans(order, np.asarray(others, np.int32)[class_of]))
@@ -224,17 +228,18 @@ def _away_s(n_bytes: int, links: Hardware | None) -> dict[Action, float]:
 
 
 def _measured(
-    step: Step, order: I32, options: tuple[tuple[Option, ...], ...], class_of: I32, hardware: Hardware, ranks: int
-) -> Levels:
+    step: Step, order: I32, options: tuple[tuple[Option, ...], ...], class_of: I32, hardware: Hardware, ranks: int,
+    mover: Technique | None,
+) -> Levels:  # fmt: skip
     n_levels = max(map(len, options), default=1)
     shape = len(order), n_levels
     held, forward, backward = (np.zeros(shape, np.int64) for _ in range(3))
     seconds, after, uniform = np.zeros(shape), [], []
-    plain, first = moments(step, order, hardware), forward_and_backward(step)
+    plain, first = moments(_moved(step, mover, hardware), order, hardware), forward_and_backward(step)
     rest = int(live_bytes(step, hardware)[first.n_ops :].max(initial=0))
     found = Levels(step, order, options, class_of, plain, held, forward, backward, 0, seconds, ((0, 0.0),))
     for level in range(n_levels):
-        new = rewritten(first, found.chosen(np.asarray([level], np.int32)))
+        new = _moved(rewritten(first, found.chosen(np.asarray([level], np.int32))), mover, hardware)
         seconds[:, level] = _seconds(new, op_seconds(new, hardware, ranks))[order] - seconds[:, 0] * (level > 0)
         now = moments(new, order, hardware)
         uniform.append((max(now.peak_bytes, rest), float(seconds[:, level].sum()) * (level > 0)))
@@ -244,6 +249,14 @@ def _measured(
         after.append(now.after - int(held[:, level].sum()))
     seconds[:, 0] = 0.0  # what the model's own checkpoints run again, it does in any case
     return replace(found, after_bytes=int(np.median(after)), uniform=tuple(uniform))
+
+
+def _moved(step: Step, mover: Technique | None, hardware: Hardware) -> Step:
+    """`step` as `mover` leaves it."""
+    if mover is None:
+        return step
+    program, target = Program((RankClass(1, step),), 1), Target(hardware, chosen={mover.slot: mover})
+    return mover.rewrite(program, mover.plan(program, target), target).step
 
 
 def op_seconds(step: Step, hardware: Hardware, ranks: int) -> F64:

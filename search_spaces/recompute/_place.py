@@ -21,7 +21,7 @@ from memtune.program import Program, RankClass, Step, Tier
 from memtune.remembered import remembered
 from memtune.schedule import Schedule
 from memtune.search_spaces import NULL_KINDS
-from memtune.search_spaces.recompute._budget import after_later, later_techniques, plain_bytes
+from memtune.search_spaces.recompute._budget import after_later, later_techniques, packs_of, plain_bytes
 from memtune.technique import NO_PLAN, Reason, Target, Technique
 from memtune.units import format_bytes
 
@@ -134,7 +134,7 @@ def under_schedule(step: Step, schedule: Schedule) -> Step:
 
 def place_of(program: Program, target: Target) -> Place:
     """Where a schedule of `program` is put: the same object for equal ones."""
-    if program.ranks == 1:
+    if program.ranks == 1 and not comes_and_goes(program, target):
         return _place(program.step, target.hardware, 1, 1, 1, ())
     later = later_techniques(target)
     return _place(program.step, target.hardware, program.ranks, program.micro_batch, program.accumulate, later)
@@ -151,9 +151,7 @@ def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> 
     if reason is not None:
         return reason
     if comes_and_goes(program, target):
-        kind = target.chosen["sharding.states"].kind
-        why = f"a frozen schedule runs ops of all blocks, and {kind} gathers a block's parameters for its own calls alone"
-        return Reason(why, "recompute: {kind: planned}, or sharding.states: {kind: zero1}")
+        return not_of_all_blocks(program, target, "a frozen schedule runs ops of all blocks", "recompute: {kind: planned}")
     region = region_of(program.step)
     if isinstance(region, str):
         return Reason(region, "recompute: {kind: planned}")
@@ -167,6 +165,8 @@ def schedules_nothing(target: Target, alone: tuple[str, ...] = _ALONE_IN_BLOCKS)
     """Why no schedule, of a block if left out, runs beside what else is chosen: nothing may be chosen of the axes in `alone`."""
     if target.compiled:
         return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
+    if packs_of(target) is not None:
+        return Reason("schedules do not hold for packs, which run one after the other", "recompute: {kind: planned}")
     for slot in alone:
         if slot in target.chosen and target.chosen[slot].kind != NULL_KINDS[slot]:
             kind = target.chosen[slot].kind
@@ -175,7 +175,23 @@ def schedules_nothing(target: Target, alone: tuple[str, ...] = _ALONE_IN_BLOCKS)
 
 
 def comes_and_goes(program: Program, target: Target) -> bool:
-    """Whether parameters are gathered for a block and dropped after it: by hooks of modules, which only its own calls call."""
+    """Whether parameters, or their gradients, come and go with a block's own calls: by hooks, which nothing else calls."""
+    return _is_gathered(program, target) or _follows_calls(target) is not None
+
+
+def not_of_all_blocks(program: Program, target: Target, what: str, otherwise: str) -> Reason:
+    """Why `what` is impossible, where `comes_and_goes`; `otherwise` it could be."""
+    if _is_gathered(program, target):
+        kind = target.chosen["sharding.states"].kind
+        why = f"{what}, and {kind} gathers a block's parameters for its own calls alone"
+        return Reason(why, f"{otherwise}, or sharding.states: {{kind: zero1}}")
+    offload = _follows_calls(target)
+    assert offload is not None, "the caller has asked `comes_and_goes`"
+    why = f"{what}, and {offload.kind} moves a block's parameters or gradients with its own calls alone"
+    return Reason(why, f"{otherwise}, or offload.states: {{kind: optimizer_cpu}}")
+
+
+def _is_gathered(program: Program, target: Target) -> bool:
     states = target.chosen.get("sharding.states")
     if states is None or program.ranks == 1:
         return False
@@ -183,3 +199,8 @@ def comes_and_goes(program: Program, target: Target) -> bool:
         return states.divides_parameters(program.ranks, NO_PLAN)
     except ApplyError:  # its own plan says so, which is made after this one
         return True
+
+
+def _follows_calls(target: Target) -> Technique | None:
+    offload = target.chosen.get("offload.states")
+    return offload if offload is not None and offload.follows_calls() else None

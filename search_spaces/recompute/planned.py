@@ -10,7 +10,15 @@ from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces import null
-from memtune.search_spaces.recompute._budget import Budget, Solution, later_techniques, plain_bytes, within
+from memtune.search_spaces.recompute._budget import (
+    Budget,
+    Solution,
+    later_techniques,
+    packs_of,
+    plain_bytes,
+    told_later,
+    within,
+)
 from memtune.search_spaces.recompute._by_blocks import (
     FoundByBlocks,
     cannot_run_blocks,
@@ -68,7 +76,8 @@ class Planned(Technique):
     spare: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Part of a budget in bytes that stays free for what no recording shows, such as a kernel's scratch; more is safer."""
     host: bool = True
-    """Tensors may go to host memory where that is faster than to run them again; False keeps to recomputation."""
+    """Tensors may go to host memory where that is faster than to run them again; False keeps to recomputation, as it must beside
+    a technique of `offload.activations`, which then moves what is kept."""
 
     by_schedule: bool = False
     """Where frozen schedules are faster within the same budget, they take the plan's place: one of all ops, or where ranks
@@ -83,8 +92,8 @@ class Planned(Technique):
             return Reason("budget_bytes and share both say what the budget is", "give one of them")
         if self._budget(target) is None:
             return Reason("there is no budget to plan for", "--max-memory 20GiB, or recompute: {kind: planned, share: 0.5}")
-        if target.chosen.get("offload.activations", null("offload.activations")) != null("offload.activations"):
-            return Reason("another technique moves what the plan keeps", "offload.activations: {kind: none}")
+        if (reason := self._moved_by_another(program, target)) is not None:
+            return reason
         if self.by_schedule and (reason := self._cannot_schedule(program, target)) is not None:
             return reason
         if self._fits_as_it_is(program, target):
@@ -101,6 +110,15 @@ class Planned(Technique):
             )
         return None
 
+    def _moved_by_another(self, program: Program, target: Target) -> Reason | None:
+        """Why another technique may not move what is kept."""
+        if target.chosen.get("offload.activations", null("offload.activations")) == null("offload.activations"):
+            return None
+        if program.stages is not None:
+            return Reason("what moves on the stages of a pipeline is not planned for", "offload.activations: {kind: none}")
+        fix = "recompute: {kind: planned, host: false}, or offload.activations: {kind: none}"
+        return Reason("another technique moves what the plan may move itself", fix) if self.host else None
+
     def _cannot_schedule(self, program: Program, target: Target) -> Reason | None:
         return cannot_run_blocks(program, target) if comes_and_goes(program, target) else cannot_freeze(program, target)
 
@@ -109,7 +127,7 @@ class Planned(Technique):
         budget = self._budget(target)
         if budget is None or budget.n_bytes is None:
             return False
-        return plain_bytes(program, later_techniques(target), target.hardware) <= budget.n_bytes
+        return plain_bytes(program, later_techniques(target), target.hardware, told_later(target)) <= budget.n_bytes
 
     def plan(self, program: Program, target: Target) -> Plan:
         """What each block keeps and runs again, with what that costs and frees."""
@@ -160,10 +178,11 @@ class Planned(Technique):
         return {"activations.recompute": {**what, **({"by_schedule": True} if self.by_schedule else {})}}
 
     def _budget(self, target: Target) -> Budget | None:
+        host = self.host and packs_of(target) is None  # what a pack saves is used at once
         if self.share is not None:
-            return Budget(share=self.share, host=self.host)
+            return Budget(share=self.share, host=host)
         n_bytes = self.budget_bytes or target.budget_bytes
-        return None if n_bytes is None else Budget(int(n_bytes * (1 - self.spare)), host=self.host)
+        return None if n_bytes is None else Budget(int(n_bytes * (1 - self.spare)), host=host)
 
     def _spared(self) -> str:
         return "" if self.share is not None or not self.spare else f" ({self.spare:.3g} of the budget is spare)"

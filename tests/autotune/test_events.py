@@ -2,6 +2,7 @@ import itertools
 import json
 import math
 import os
+import time
 
 import pytest
 from hypothesis import given
@@ -38,6 +39,15 @@ def test_what_is_written_is_read_back_with_the_time_set(tmp_path):
     assert [e.model_dump(exclude={"t", "elapsed_s"}) for e in rest] == [e.model_dump(exclude={"t", "elapsed_s"}) for e in written]
     assert rest[0].t > 1e9
     assert rest[1].elapsed_s >= rest[0].elapsed_s
+
+
+def test_what_was_done_before_the_log_counts_too(tmp_path):
+    with EventLog(tmp_path / "log", time.monotonic() - 100) as log:
+        log.write(Note(text="first"))
+    with EventLog(tmp_path / "log", time.monotonic() - 100) as log:  # gone on with: only what passes from now on is added
+        again = log.write(Note(text="second"))
+    assert 200 <= again.elapsed_s < 290
+    assert list(read_events(tmp_path / "log"))[1].elapsed_s >= 100
 
 
 def test_a_diverged_loss_survives_and_the_file_stays_strict_json(tmp_path):

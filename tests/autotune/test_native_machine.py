@@ -30,14 +30,17 @@ class Case:
     times: int = 1
     host_computes: bool = False
     slowdown: int = 0
+    shares_cores: bool = False
 
     def run(self) -> _native.Timeline:
         columns = [columns_of(each.step, each.op_s, each.issue_s) for each in self.classes]
         places = [(each.root, each.ranks_on_root) for each in self.classes]
-        return _native.schedule(columns, places, self.times, self.host_computes, float(self.slowdown))
+        return _native.schedule(
+            columns, places, self.times, self.host_computes, float(self.slowdown), shares_cores=self.shares_cores
+        )
 
     def reference(self) -> Machine:
-        return Machine(self.classes, self.times, self.host_computes, Fraction(self.slowdown))
+        return Machine(self.classes, self.times, self.host_computes, Fraction(self.slowdown), self.shares_cores)
 
 
 @st.composite
@@ -71,14 +74,17 @@ def steps(draw: st.DrawFn, matches: int, resources: list[int]) -> Step:
 @st.composite
 def cases(draw: st.DrawFn, *, max_classes: int = 2, resources: list[int] | None = None) -> Case:
     host_computes, count = draw(st.booleans()), draw(st.integers(1, max_classes))
+    # With one resource beside compute the cores' parts are halves, which a float holds exactly.
+    beside = draw(st.sampled_from([0, TO_DEVICE, TO_HOST, Resource.HOST_THREADS]))
+    some = [0, 0, 0, beside, beside, 3, 3, 8] if beside else [0, 0, 0, 1, 1, 2, 2, 3, 3, 7, 8]
     classes = []
     on_root, one_root = draw(st.sampled_from([1, 2])), draw(st.booleans())
     for number in range(count):
-        step = draw(steps(3 if count > 1 else 0, resources or [0, 0, 0, 1, 1, 2, 2, 3, 3, 7, 8]))
+        step = draw(steps(3 if count > 1 else 0, resources or some))
         seconds = draw(st.lists(st.integers(0, 6), min_size=step.n_ops, max_size=step.n_ops))
         issue = draw(st.lists(st.integers(0, 0 if host_computes else 2), min_size=step.n_ops, max_size=step.n_ops))
         classes.append(Ranks(step, seconds, issue, 0 if one_root else number, on_root))
-    return Case(classes, draw(st.integers(1, 3)), host_computes, draw(st.sampled_from([0, 0, 1])))
+    return Case(classes, draw(st.integers(1, 3)), host_computes, draw(st.sampled_from([0, 0, 1])), bool(beside))
 
 
 @given(cases())
@@ -326,3 +332,31 @@ def test_where_rank_classes_stand() -> None:
     gpu = replace(hardware.find("a100-80g"), gpus_per_pcie_root=2)
     assert places(Program((RankClass(1, step), RankClass(1, step), RankClass(5, step)), 1), gpu) == [(0, 1), (0, 1), (1, 2)]
     assert places(Program((RankClass(1, step), RankClass(2, step)), 1), gpu) == [(0, 1), (0, 1)]
+
+
+def test_on_a_cpu_nothing_hides_behind_compute_that_needs_its_cores() -> None:
+    """Three seconds each of compute, a copy and a host update, all started at once, have a third of the cores each."""
+    ops = [(TO_HOST, 3), (Resource.HOST_THREADS, 3), (LINK, 3), (COMPUTE, 3)]
+    apart, together = Case([chain(*ops)]).run(), Case([chain(*ops)], shares_cores=True).run()
+    assert (apart.step_s, together.step_s) == (3, pytest.approx(9))
+    assert list(together.classes[0].busy_s) == pytest.approx([9, 0, 9, 3, 0, 0, 0, 9, 0, 0])
+
+
+def test_links_through_the_host_take_from_copies_behind_the_root() -> None:
+    """A gather of device memory crosses the root, in both directions; a message between hosts does not."""
+    gpu = replace(
+        hardware.find("a100-80g"), gpus_per_pcie_root=2, link_slowdown=0.0, launch_s=0.0, intra_link_latency_s=0.0,
+        host_to_device_bytes_per_s=1e9, device_to_host_bytes_per_s=1e9, intra_link_bytes_per_s=1e9,
+    )  # fmt: skip
+    for tier, slower in ((Tier.DEVICE, 2.0), (Tier.HOST, 1.0)):
+        step = make_step(
+            2, 1, names=("c10d.send.default",), op_resource=[TO_HOST, LINK], op_group=[0, 2], op_traffic_bytes=[10**9, 10**9],
+            producer=[-1], use_op=[1], use_storage=[0], tier=[tier],
+        )  # fmt: skip
+        program = Program((RankClass(2, step),), micro_batch=1)
+        for level, alone, through in (("coarse", 2.0, 2.0 * slower), ("events", 2.0, 2.0 * slower)):
+            found = [
+                simulate(program, replace(gpu, links_through_host=each), level=level).step_s  # type: ignore[arg-type]
+                for each in (False, True)
+            ]
+            assert found == pytest.approx([alone, through]), (tier, level)

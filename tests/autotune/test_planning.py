@@ -138,6 +138,12 @@ def test_what_is_misspelt_is_said(tmp_path: Path):
         plan(asked(gpu_type="h100-80x"))
 
 
+def test_a_limit_above_what_the_gpu_has_is_refused():
+    with pytest.raises(UsageError, match=r"200 GiB is over the 79\.1 GiB of h100") as caught:
+        plan(asked(budget_bytes=200 * 2**30))
+    assert caught.value.fix.startswith("--max-memory 78.")
+
+
 def test_planning_loads_neither_optuna_nor_ray():
     code = "import sys, memtune.autotune.planning; print([m for m in ('optuna', 'ray', 'textual', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from zoo_paths import ZOO
 from memtune import hardware
 from memtune.autotune.candidates import Choice, Rewriter
 from memtune.autotune.record import record
-from memtune.autotune.remedies import Remedy, _one_change, _wider, describe, remedies, rounded_up
+from memtune.autotune.remedies import Remedy, _one_change, _wider, describe, more_memory, remedies, rounded_up
 from memtune.autotune.scoring import Scored, Scorer
 from memtune.search_spaces import find
 from memtune.search_spaces.execution import Execution
@@ -60,6 +60,12 @@ def test_two_changes_are_named_before_more_ranks_where_those_alone_are_enough(re
 
 def test_where_no_change_is_enough_only_the_limit_is_left(rewriter: Rewriter) -> None:
     assert len(remedies(rewriter, closest(rewriter, 2), 1000)) == 1
+
+
+def test_a_limit_above_what_the_gpu_has_is_no_remedy() -> None:
+    gpu = hardware.find("h100-80g")
+    assert more_memory(gpu, 70 * 2**30) == "--max-memory 70GiB or a card with more memory"
+    assert more_memory(gpu, 90 * 2**30) == "a card with 90GiB of memory"
 
 
 def test_a_rounded_size_is_never_too_small() -> None:

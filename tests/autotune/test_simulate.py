@@ -105,7 +105,11 @@ def test_coarse_and_events_agree_on_bytes_and_bound_each_other_in_time(step: Ste
         assert events.peak_allocated_bytes >= coarse.peak_allocated_bytes == sum(coarse.peak_by_kind.values())
         assert sum(events.peak_by_kind.values()) == events.peak_allocated_bytes
         assert min(each.peak_reserved_bytes - each.peak_allocated_bytes for each in (coarse, events)) >= 0
-        assert events.busy_s == pytest.approx(coarse.busy_s)
+        # Whatever shares the cores of a CPU is busy for longer when it runs beside the others.
+        shared = {"compute", "host_to_device", "device_to_host", "host_threads"} if machine is CPU else set()
+        for name, seconds in coarse.busy_s.items():
+            assert events.busy_s[name] == pytest.approx(seconds) or (name in shared and events.busy_s[name] > seconds)
+        assert sum(coarse.busy_s.get(name, 0.0) for name in shared) <= events.step_s * (1 + 1e-9)
         assert max(events.busy_s.values(), default=0.0) <= events.step_s * (1 + 1e-9)
         assert events.step_s <= sum(coarse.busy_s.values()) * (1 + 1e-9)
         assert sum(events.critical_s.values()) == pytest.approx(events.step_s)

@@ -13,6 +13,7 @@ ONCE_AFTER = (Phase.BOUNDARY, Phase.OPTIMIZER)
 BODY = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
 COPIES = (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST)
 LINKS = (Resource.INTRA_LINK, Resource.INTER_LINK)
+CORES = (Resource.COMPUTE, Resource.HOST_THREADS, *COPIES)
 
 
 @dataclass(eq=False)
@@ -51,8 +52,11 @@ class Deadlock(Exception):
 class Machine:
     """Runs all classes together; afterwards `tasks` hold their times and `log` what happened in which order."""
 
-    def __init__(self, classes: list[Ranks], times: int, host_computes: bool, slowdown: Fraction) -> None:
+    def __init__(
+        self, classes: list[Ranks], times: int, host_computes: bool, slowdown: Fraction, shares_cores: bool = False
+    ) -> None:
         self.classes, self.times, self.host_computes, self.slowdown = classes, times, host_computes, slowdown
+        self.shares_cores = shares_cores
         self.now = Fraction(0)
         self.log: list[tuple[str, Task]] = []
         self._uses = [set(zip(r.step.use_op.tolist(), r.step.use_storage.tolist(), strict=True)) for r in classes]
@@ -237,13 +241,16 @@ class Machine:
 
     def _rate(self, task: Task, running: list[Task]) -> Fraction:
         mine = [t for t in running if t.rank_class == task.rank_class]
+        rate = Fraction(1)
         if self._resource(task) == Resource.COMPUTE and any(self._resource(t) in LINKS for t in mine):
-            return 1 / (1 + self.slowdown)
+            rate /= 1 + self.slowdown
         if self._resource(task) in COPIES:
             root = self.classes[task.rank_class].root
             users = [self.classes[t.rank_class] for t in running if self._resource(t) == self._resource(task)]
-            return Fraction(1, sum(each.ranks_on_root for each in users if each.root == root))
-        return Fraction(1)
+            rate /= sum(each.ranks_on_root for each in users if each.root == root)
+        if self.shares_cores and self._resource(task) in CORES:
+            rate /= sum(self._resource(t) in CORES for t in mine)
+        return rate
 
     def _next(self) -> Fraction | None:
         moments = [self.now + task.left / rate for task, rate in self._running()]

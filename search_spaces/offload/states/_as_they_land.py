@@ -10,7 +10,6 @@ from memtune.runtime.context import Context
 from memtune.runtime.gradients_down import GradientsDown, staying_in
 from memtune.runtime.host_optimizer import HostOptimizer, Update
 from memtune.runtime.host_update import BLOCK, DTYPES, Moments
-from memtune.search_spaces.offload.states._layers import runs_past_blocks
 from memtune.technique import Reason, Target
 
 _OTHER = "offload: {states: {kind: optimizer_cpu}} with trigger: end_of_step"
@@ -36,8 +35,6 @@ def not_as_they_land(program: Program, target: Target, ratio: float = 1.0) -> Re
         return reason
     if target.compiled:
         return Reason("a compiled graph hands its gradients over at its end, not as they are made", "execution.compile: false")
-    if runs_past_blocks(target):
-        return Reason("a schedule puts gradients in place itself", "recompute: {kind: full}")
     if no_witness(program.step, ratio):
         return Reason("the smallest parameter gets no gradient, so clipping by norm could not be noticed", _OTHER)
     return None

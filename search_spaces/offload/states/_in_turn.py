@@ -21,7 +21,14 @@ from memtune.planners.stages_on_ranks import F64, TurnBytes, TurnCosts, cross_ma
 from memtune.program import Program, RankClass, Resource, Step
 from memtune.remembered import remembered
 from memtune.runtime.context import Context
-from memtune.search_spaces.offload.states._packs import block_bytes, from_plan, not_in_packs, require_packs_alone, within_budget
+from memtune.search_spaces.offload.states._packs import (
+    block_bytes,
+    from_plan,
+    late_in,
+    not_in_packs,
+    require_packs_alone,
+    within_budget,
+)
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes
 
@@ -137,7 +144,7 @@ def layout_of(plan: Plan, kind: str, *, prefetch: bool) -> OnRanks:
 
     def read(decisions: Mapping[str, Any]) -> OnRanks:
         spans = tuple((int(first), int(end)) for first, end in decisions["spans"])
-        return OnRanks(spans, tuple(int(rank) for rank in decisions["ranks"]), prefetch)
+        return OnRanks(spans, tuple(int(rank) for rank in decisions["ranks"]), prefetch, late_in(decisions))
 
     return from_plan(plan, kind, "stages for several ranks", read)
 

@@ -38,8 +38,11 @@ def cannot_run(program: Program, target: Target, *, natively: bool = True, alone
     return _cannot_come_and_go(step, target, natively)
 
 
-def cannot_run_on_ranks(program: Program, target: Target, *, natively: bool = True) -> Reason | None:
-    """As `cannot_run`, on one rank, on replicas, or on ranks that gather each block."""
+def cannot_run_on_ranks(program: Program, target: Target, *, natively: bool = True, one_by_one: bool = True) -> Reason | None:
+    """As `cannot_run`, on one rank, on replicas, or on ranks that gather each block.
+
+    `one_by_one`: replicas average each gradient as it lands, without asking who has one.
+    """
     if target.ranks > 1:
         states, parallel = (target.chosen.get(f"sharding.{slot}") for slot in ("states", "parallel"))
         if parallel is not None and parallel.kind != "none":
@@ -47,7 +50,7 @@ def cannot_run_on_ranks(program: Program, target: Target, *, natively: bool = Tr
         if states is None or states.kind not in ("ddp", *_GATHERING):
             why = "blocks that come and go on several ranks are whole on each, or gathered from all"
             return Reason(why, "sharding: {states: {kind: ddp}} or fsdp")
-        if ("find_unused_parameters", True) in states.knobs():
+        if one_by_one and ("find_unused_parameters", True) in states.knobs():
             why = "ranks average gradients of blocks one by one as they land, so every rank must have each of them"
             return Reason(why, "find_unused_parameters: false")
         if states.kind in _GATHERING and (reason := _not_gathered(states, program, target)) is not None:
@@ -73,8 +76,6 @@ def _not_gathered(states: Technique, program: Program, target: Target) -> Reason
 def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | None:
     if target.compiled:
         return Reason(EAGER_ONLY, "execution.compile: false")
-    if runs_past_blocks(target):
-        return Reason("a schedule takes the place of the blocks' calls", "recompute: {kind: full}")
     if (reason := not_in_layers(step)) != "":
         return Reason(reason, _OTHER)
     columns = columns_of(step.parameters)
@@ -89,13 +90,6 @@ def _cannot_come_and_go(step: Step, target: Target, natively: bool) -> Reason | 
     if natively and (columns.itemsize[trained] != 4).any():
         return Reason("the native update keeps float32 weights", "offload: {states: {kind: optimizer_cpu, update: master}}")
     return None
-
-
-def runs_past_blocks(target: Target) -> bool:
-    """Whether a schedule runs the ops of all blocks; where blocks are gathered, each has its own, in its module's calls."""
-    states = target.chosen.get("sharding.states")
-    by_blocks = target.ranks > 1 and states is not None and states.kind in _GATHERING
-    return takes_a_schedule(target) and not by_blocks
 
 
 def takes_a_schedule(target: Target) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.errors import ApplyError
-from memtune.packs import Packs
+from memtune.packs import Packs, Span
 from memtune.parameters import columns_of
 from memtune.passes.chain import not_a_chain
 from memtune.passes.host_optimizer import Native, optimizer_on_host
@@ -25,10 +25,10 @@ from memtune.runtime.ranks import require_ranks
 from memtune.search_spaces.offload.states._layers import cannot_run
 from memtune.technique import Plan, Reason, Target
 
-_BY_BLOCK = ("full", "every_nth", "selective", "attention_output", "balanced")
-"""Ways to recompute that decide for each block by itself: the blocks of a pack run again as they would in a plain step."""
+_BY_BLOCK = ("full", "every_nth", "selective", "attention_output", "balanced", "planned")
+"""Ways to recompute that say of each block what runs again: the blocks of a pack do so as they would in a plain step."""
 _ALONE = {
-    "recompute": "plans and schedules for all blocks at once do not hold for packs, which run one after the other",
+    "recompute": "schedules, and what moves activations, do not hold for packs, which run one after the other",
     "offload.activations": "what a pack saves is used at once",
     "split": "the model's own code runs once more up to the first block",
 }
@@ -150,7 +150,7 @@ def apply_packs(context: Context, packs: Packs, boundaries: Where, kind: str) ->
     require_packs_alone(context, kind)
     if context.ranks > 1:
         require_ranks(context, kind)
-    store = PackStore(context, HostOptimizer(context, "native"))
+    store = PackStore(context, HostOptimizer(context, "native"), late=frozenset(packs.late))
     order = LayerMajor(context, store, packs, boundaries)
     context.order = order
     context.checks["offload.states"] = lambda: store.check() | order.check()
@@ -189,6 +189,11 @@ def planned_packs(plan: Plan, context: Context, kind: str, **settings: Any) -> P
     return from_plan(plan, kind, f"packs for {blocks} blocks", read)
 
 
+def spans_of(plan: Plan) -> tuple[Span, ...]:
+    """The blocks that run backward together, in `plan` for one rank or several."""
+    return tuple((first, end) for first, end in plan.decisions["spans" if "spans" in plan.decisions else "backward"])
+
+
 def packs_of(decisions: Mapping[str, Any], **settings: Any) -> Packs:
     """The packs in the decisions of a plan.
 
@@ -198,4 +203,14 @@ def packs_of(decisions: Mapping[str, Any], **settings: Any) -> Packs:
         ValueError: They are not those of one chain.
     """
     forward, backward = (tuple((int(first), int(last)) for first, last in decisions[name]) for name in ("forward", "backward"))
-    return Packs(forward, backward, **settings)
+    return Packs(forward, backward, late=late_in(decisions), **settings)
+
+
+def late_in(decisions: Mapping[str, Any]) -> tuple[int, ...]:
+    """The blocks that a plan leaves to the next step, none where it says nothing of them.
+
+    Raises:
+        TypeError: They are no list.
+        ValueError: They are no numbers.
+    """
+    return tuple(int(each) for each in decisions.get("late", ()))

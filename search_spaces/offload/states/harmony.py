@@ -34,6 +34,7 @@ from memtune.search_spaces.offload.states._packs import (
     not_in_packs,
     packs_of,
     planned_packs,
+    spans_of,
     within_budget,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
@@ -70,6 +71,7 @@ class Harmony(Technique):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
     averages: ClassVar[bool] = True
+    layer_major: ClassVar[bool] = True
 
     packing: Packing = "balanced"
     """`balanced`: packs as even in bytes as can be; `greedy`: filled from the last block on."""
@@ -129,6 +131,10 @@ class Harmony(Technique):
             return ()
         widest = max(last - first for first, last in backward)
         return (f"{len(backward)} packs of up to {widest} blocks over all micro-batches, {format_bytes(swapped)} moved per step",)
+
+    def packs_in(self, plan: Plan) -> tuple[Span, ...]:
+        """Of one rank, or of all."""
+        return spans_of(plan)
 
     def least_share_on_host(self) -> float:
         """All of it."""

@@ -18,6 +18,7 @@ from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces.offload.states._in_turn import (
     apply_in_turn,
+    costs_of,
     decisions_of,
     layout_of,
     not_in_turn,
@@ -26,6 +27,7 @@ from memtune.search_spaces.offload.states._in_turn import (
     told_on_ranks,
     within,
 )
+from memtune.search_spaces.offload.states._late import late_in_stages, no_such_block
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY
 from memtune.search_spaces.offload.states._packs import (
     apply_packs,
@@ -34,6 +36,7 @@ from memtune.search_spaces.offload.states._packs import (
     not_in_packs,
     packs_of,
     planned_packs,
+    spans_of,
     within_budget,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
@@ -43,12 +46,13 @@ from memtune.units import format_bytes
 class Mobius(Technique):
     """Trades one more forward for the blocks' weights, gradients and state, and hides the weights' way behind compute.
 
-    Blocks are joined to stages, more than there are devices, which take them in turn. All micro-batches of a
-    stage run before the next one; meanwhile the next one's weights come in, forward and back, so two stages' weights are on the
-    device. What stages start from waits on the host. Backward runs a stage forward again; its gradients leave once and the host
-    updates it at once. A step moves the weights twice, but for the last stage's, which stay between forward and backward, and
-    the gradients once: 2|W| - |W of the last stage| + |gradients|. The planner finds the partition of smallest step time under
-    which a stage, what comes in, its gradients and its activations stay within the budget; it is exact.
+    Blocks are joined to stages, more than there are devices, which take them in turn. All micro-batches of a stage run before the
+    next one; meanwhile the next one's weights come in, forward and back, so two stages' weights are on the device. What stages
+    start from waits on the host. Backward runs a stage forward again; its gradients leave once and the host updates it at once.
+    Updates that the host does not come to in backward go on beside the next step's forward, each over before its weights come in;
+    the planner chooses which ones. A step moves the weights twice, but for the last stage's, which stay between forward and
+    backward, and the gradients once: 2|W| - |W of the last stage| + |gradients|. The planner finds the partition of smallest step
+    time under which a stage, what comes in, its gradients and its activations stay within the budget; it is exact.
 
     On g ranks stage j is on the rank of place j mod g, each rank holds its stages alone, and ranks bring their own micro-batches
     and work on all of them; what passes between stages goes by way of the hosts. The last stage of each rank stays between its
@@ -58,7 +62,7 @@ class Mobius(Technique):
     a block's weights are on one rank's host. Such a config is written by hand, with `sharding: {states: {kind: none}}`.
 
     Distinguishing test: weights of every stage but the first come in while another computes, the partition is the fastest of all
-    (brute force), and no mapping has less contention.
+    (brute force), no mapping has less contention, and late updates are under way when the step returns.
     """
 
     kind: Literal["mobius"] = "mobius"
@@ -68,14 +72,19 @@ class Mobius(Technique):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     eager_only: ClassVar[str] = EAGER_ONLY
     averages: ClassVar[bool] = True
+    layer_major: ClassVar[bool] = True
 
     stages: Annotated[int, Field(ge=1)] | None = None
     """Number of stages, on several ranks a multiple of them; none given: solved for, there with `--axes sharding.parallel`."""
     mapping: Literal["cross", "in_order"] = "cross"
     """Of stages to ranks: away from the root complex of their neighbours, or rank by rank."""
+    late: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Blocks whose updates go on beside the next step's forward; none given: solved for; []: all end within the step."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs blocks that are a chain without random numbers and statistics, in float32, and enough of them."""
+        if (reason := no_such_block(self.late, program)) is not None:
+            return reason
         if target.ranks > 1:
             if self.stages is None and target.cut is None:
                 return Reason(
@@ -90,12 +99,16 @@ class Mobius(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """Which blocks are in which stage, and where."""
+        """Which blocks are in which stage, where, and which are updated late."""
+        hardware, late = target.hardware, self.late
         if program.ranks > 1:
-            layout = _on_ranks(program, target.hardware, target.budget_bytes, self.stages, self.mapping == "cross")
-            return Plan(decisions={**decisions_of(program, layout), "stages": len(layout.stages)})
-        packs = _solved(program, target.hardware, target.budget_bytes, self.stages)
-        return Plan(decisions={**packs.document(), "stages": len(packs.backward), "moved_bytes": _moved(program, packs)})
+            layout = _on_ranks(program, hardware, target.budget_bytes, self.stages, self.mapping == "cross")
+            late = _late_on_ranks(program, hardware, layout) if late is None else late
+            return Plan(decisions={**decisions_of(program, layout), "stages": len(layout.stages), "late": sorted(late)})
+        packs = _solved(program, hardware, target.budget_bytes, self.stages)
+        late = _late(program, hardware, packs) if late is None else late
+        told = {"stages": len(packs.backward), "moved_bytes": _moved(program, packs), "late": sorted(late)}
+        return Plan(decisions={**packs.document(), **told})
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """All micro-batches, stage by stage."""
@@ -111,13 +124,19 @@ class Mobius(Technique):
         apply_packs(context, planned_packs(plan, context, self.kind, prefetch=True), "host", self.kind)
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
-        """How many stages there are, and what they move."""
+        """How many stages there are, what they move, and how many blocks are updated late."""
+        late = plan.decisions.get("late")
+        rest = (f"{len(late)} blocks updated beside the next step's forward",) if isinstance(late, list) and late else ()
         if "spans" in plan.decisions:
-            return told_on_ranks(plan)
+            return told_on_ranks(plan) + rest
         stages, moved = plan.decisions.get("stages"), plan.decisions.get("moved_bytes")
         if not isinstance(stages, int) or not isinstance(moved, int):
             return ()
-        return (f"{stages} stages over all micro-batches, {format_bytes(moved)} of weights and gradients moved per step",)
+        return (f"{stages} stages over all micro-batches, {format_bytes(moved)} of weights and gradients moved per step", *rest)
+
+    def packs_in(self, plan: Plan) -> tuple[Span, ...]:
+        """Of one rank, or of all."""
+        return spans_of(plan)
 
     def least_share_on_host(self) -> float:
         """All of it."""
@@ -125,9 +144,29 @@ class Mobius(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of parameters and optimizer, when stages are updated, and how many there are."""
-        settings = {"stages": self.stages or "solved", "boundaries": "host", "prefetch": True}
+        settings: dict[str, Any] = {"stages": self.stages or "solved", "boundaries": "host", "prefetch": True}
         settings |= {"mapping": self.mapping} if target.ranks > 1 else {}
+        settings |= {"late": "solved" if self.late is None else list(self.late)}
         return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "in_backward", "packs": settings}}
+
+
+@functools.lru_cache(maxsize=64)
+def _late(program: Program, hardware: Hardware, packs: Packs) -> tuple[int, ...]:
+    """The blocks whose updates one host does not come to in backward."""
+    costs = _costs(program, hardware)
+    return late_in_stages(program, hardware, packs.backward, costs.forward_s, costs.backward_s)
+
+
+@functools.lru_cache(maxsize=32)
+def _late_on_ranks(program: Program, hardware: Hardware, layout: OnRanks) -> tuple[int, ...]:
+    """The same of each rank, which all use one host; neighbours compute meanwhile, so a stage takes as long as its compute."""
+    costs, count = costs_of(program.step, hardware), program.accumulate * program.ranks
+    forward, backward = ([count * each for each in column] for column in (costs.forward_s, costs.backward_s))
+    found = [
+        late_in_stages(program, hardware, [layout.stages[stage] for stage in layout.mine(rank)], forward, backward)
+        for rank in range(program.ranks)
+    ]
+    return tuple(sorted(block for each in found for block in each))
 
 
 def _moved(program: Program, packs: Packs) -> int:

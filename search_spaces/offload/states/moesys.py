@@ -9,13 +9,20 @@ from pydantic import Field
 from memtune.errors import ApplyError
 from memtune.experts import Expert, experts_of
 from memtune.passes.experts import How, experts_in, experts_on_ssd, frozen_in, only_experts, used_in
+from memtune.passes.gathered_rows import gathers_of
 from memtune.program import Program
 from memtune.residency import Rule, window
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.experts import ExpertOptimizer, ExpertStore
 from memtune.runtime.gathered_rows import is_gathered
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, cannot_run_on_ranks, replicas, require_replicas
+from memtune.search_spaces.offload.states._layers import (
+    EAGER_ONLY,
+    cannot_run_on_ranks,
+    replicas,
+    require_replicas,
+    takes_a_schedule,
+)
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import format_bytes
 
@@ -63,6 +70,10 @@ class Moesys(Technique):
     """Blocks whose experts are read from SSD ahead."""
     on_device: Annotated[int, Field(ge=1, le=64)] = 2
     """Blocks whose experts are on the device: with 2 those of the next one come up while the current one computes."""
+    resume: Literal["checkpoint", "last_step"] = "checkpoint"
+    """After a crash training goes on from the user's own checkpoint, or from the last complete step: then experts have two slots
+    on SSD, and so has all else that is trained. Each step writes the experts that it has changed and all of the rest, and ends
+    with a flush of the drive."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs experts, a drive, and blocks that run one after the other, in float32; several ranks: `fsdp`, or replicas."""
@@ -77,7 +88,9 @@ class Moesys(Technique):
             return Reason("the model has no experts: modules of a block, in a list whose name says so, all with equal parameters")
         if (reason := no_directory(target)) is not None:
             return reason
-        return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target)
+        if takes_a_schedule(target) and gathers_of(program.step) is None:
+            return Reason("a schedule takes the place of the experts' calls", "recompute: {kind: full}")
+        return cannot_run_on_ranks(program.with_step(only_experts(program.step, experts)), target, one_by_one=False)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """How many experts the prediction is of, and what the device needs where a step uses them all."""
@@ -92,7 +105,7 @@ class Moesys(Technique):
         return self._on_ssd(program, _used(program))
 
     def _on_ssd(self, program: Program, used: tuple[Expert, ...]) -> Program:
-        step, how = program.step, How(self.cache, self.rule, self.ahead, self.on_device)
+        step, how = program.step, How(self.cache, self.rule, self.ahead, self.on_device, self.keeps_steps())
         return program.with_step(experts_on_ssd(step, experts_in(step), how, used, replicas(program)))
 
     def explain(self, plan: Plan) -> tuple[str, ...]:
@@ -112,14 +125,19 @@ class Moesys(Technique):
             raise ApplyError(
                 "The model has no experts.", fix="offload: {states: {kind: zero_infinity}}", code="MT381"
             )  # fmt: skip
-        optimizer = ExpertOptimizer(context, experts, self.cache, self.rule, self.on_device)
+        optimizer = ExpertOptimizer(context, experts, self.cache, self.rule, self.on_device, self.keeps_steps())
         residency = window(blocks, min(self.on_device, blocks), gathered=is_gathered(context.model))
         store = ExpertStore(context, experts, residency, optimizer, self.ahead)
         context.checks["offload.states"] = store.check
 
+    def keeps_steps(self) -> bool:
+        """With `resume: last_step`."""
+        return self.resume == "last_step"
+
     def record(self, target: Target) -> dict[str, Any]:
         """Tier of experts and of all else, and what is kept where."""
-        how = {"cache": self.cache, "rule": self.rule, "ahead": self.ahead, "on_device": self.on_device}
+        how: dict[str, Any] = {"cache": self.cache, "rule": self.rule, "ahead": self.ahead, "on_device": self.on_device}
+        how |= {"resume": self.resume} if self.keeps_steps() else {}
         return {"states.offload": {"experts": "ssd", "optimizer": "device", "trigger": "in_backward", **how}}
 
 

@@ -16,7 +16,7 @@ from memtune.program import Kind, Program, RankClass, Step
 from memtune.residency import window
 from memtune.runtime.context import Context
 from memtune.runtime.orchestrated import Orchestrated, place_of, swapped_blocks
-from memtune.search_spaces.offload.states._layers import EAGER_ONLY, takes_a_schedule
+from memtune.search_spaces.offload.states._layers import EAGER_ONLY
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import MIB
 
@@ -61,6 +61,10 @@ class TensorMovement(Technique):
     slot_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Of a copy, for which the token is held at most; small pieces are fairer and cost more turns."""
 
+    def follows_calls(self) -> bool:
+        """Weights come in when blocks are called."""
+        return True
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs replicas behind one link, and blocks that run one after the other."""
         if target.compiled:
@@ -72,8 +76,6 @@ class TensorMovement(Technique):
         states = target.chosen.get("sharding.states")
         if states is None or states.kind != "ddp":
             return Reason("it is for replicas: sharded weights come and go by themselves", "sharding: {states: {kind: ddp}}")
-        if takes_a_schedule(target):
-            return Reason("a schedule takes the place of the blocks' calls", "recompute: {kind: full}")
         return self._blocks_fit(program.step, target)
 
     def _blocks_fit(self, step: Step, target: Target) -> Reason | None:

@@ -19,6 +19,7 @@ from memtune.passes.stream import native_update_bytes, not_in_layers
 from memtune.program import Program, Step
 from memtune.residency import smallest_window
 from memtune.runtime.context import Context
+from memtune.search_spaces.offload.states._late import no_such_block
 from memtune.search_spaces.offload.states._layers import (
     EAGER_ONLY,
     apply_layers,
@@ -74,9 +75,7 @@ class Stronghold(Technique):
             return reason
         if self.window is not None and self.window > len(program.step.blocks):
             return Reason(f"the model has {len(program.step.blocks)} blocks only", "a smaller window, or none to have it solved")
-        if self.late and max(self.late) >= len(program.step.blocks):
-            return Reason(f"there is no block {max(self.late)} to update late, blocks count from 0", "no late, to have it solved")
-        return None
+        return no_such_block(self.late, program)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """The width of the window, and the blocks that are updated late."""

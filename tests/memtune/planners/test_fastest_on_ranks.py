@@ -57,10 +57,12 @@ def most_bytes(sizes: TurnBytes, layout: OnRanks, rank: int) -> int:
         for s in range(len(layout.stages))
     ]
     most, uses = 0, layout.uses(rank)
-    for use, following in zip(uses, [*uses[1:], None], strict=True):
+    for before, use, following in zip([None, *uses[:-1]], uses, [*uses[1:], None], strict=True):
         need = of[use.stage]["weights"]
         if layout.prefetch and following is not None and following.stage != use.stage:
             need += of[following.stage]["weights"]
+        if layout.prefetch and before is not None and before.kind != "forward":
+            need += of[before.stage]["gradients"]  # on their way beside this use
         most = max(most, need + (use.kind != "forward") * (of[use.stage]["gradients"] + of[use.stage]["saved"]))
     return most
 

@@ -11,27 +11,13 @@ import pytest
 import torch
 from gloo import run_ranks
 from torch import Tensor, nn
+from upset_loops import ALL, STORES, Net, assert_equal, batch, build, loss, made, plain, step, weights
 
-from memtune._apply import Tuned, apply
+from memtune._apply import apply
 from memtune.errors import ApplyError
 from memtune.runtime import offload_dir
 from memtune.runtime.backward_end import BackwardEnd
 
-SLIDING = {"slots": 2, "late": []}
-STORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "l2l": ({"kind": "l2l"}, {}),
-    "stronghold": ({"kind": "stronghold", "window": 2}, SLIDING),
-    "late": ({"kind": "stronghold", "window": 2, "late": [0, 2]}, SLIDING | {"late": [0, 2]}),
-    "zero_infinity": ({"kind": "zero_infinity", "parameters": "host"}, {}),
-    "gradients on SSD": ({"kind": "zero_infinity", "parameters": "host", "gradients": "ssd"}, {}),
-}
-DOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "zero_offload": ({"kind": "zero_offload"}, {}),
-    "per_gradient": ({"kind": "optimizer_cpu", "update": "native", "trigger": "per_gradient"}, {}),
-    "lohan": ({"kind": "lohan"}, {}),
-    "one by one": ({"kind": "lohan", "bucket_mib": 0}, {}),
-}
-ALL = STORES | DOWN
 EARLY = ("l2l", "stronghold", "late", "per_gradient", "one by one")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,58 +25,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.down(torch.relu(self.up(self.norm(x))))
-        if self.fails:
-            raise RuntimeError("forward raised")
-        return x
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.blocks, self.last = nn.Linear(8, 8), nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-
-
-def loss(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def build() -> tuple[Net, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = Net()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def made(name: str) -> tuple[Net, torch.optim.Optimizer, Tuned]:
-    model, optimizer = build()
-    settings, plan = ALL[name]
-    config = {"settings": {"offload": {"states": settings}}, "plan": {"offload.states": plan} if plan else {}}
-    return model, optimizer, apply(model, optimizer, config, loss=loss, strict=False)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
-    optimizer.zero_grad()
-    loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
 
 
 def raises_in_backward(model: Net, run: Callable[[], Any]) -> None:
@@ -101,21 +35,6 @@ def raises_in_backward(model: Net, run: Callable[[], Any]) -> None:
     with pytest.raises(RuntimeError, match="backward raised"):
         run()
     handle.remove()
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def plain(steps: int) -> dict[str, Tensor]:
-    model, optimizer = build()
-    for index in range(steps):
-        step(model, optimizer, index)
-    return weights(model)
-
-
-def assert_equal(mine: dict[str, Tensor], others: dict[str, Tensor]) -> None:
-    assert [name for name in others if not torch.equal(mine[name], others[name])] == []
 
 
 def test_each_backward_that_ends_is_heard_of_once_and_one_that_raises_is_forgotten() -> None:
@@ -178,6 +97,17 @@ def test_a_step_that_updated_before_it_raised_is_refused_until_state_is_loaded(n
     for index in (1, 2):
         tuned.step([batch(index)])
     assert_equal(weights(model), plain(3))
+
+
+@pytest.mark.parametrize("name", ["stronghold", "late", "per_gradient"])
+def test_all_is_updated_at_the_end_of_the_step_after_early_updates_were_replaced(name: str) -> None:
+    model, optimizer, tuned = made(name)
+    tuned.step([batch(0)])
+    saved = copy.deepcopy(tuned.state_dict())
+    raises_in_backward(model, lambda: tuned.step([batch(9)]))
+    tuned.load_state_dict(saved)
+    step(model, optimizer, 1)
+    assert_equal(weights(model), plain(2))
 
 
 def evaluate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

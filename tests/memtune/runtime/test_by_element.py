@@ -44,6 +44,9 @@ def called(name: str, dtype: torch.dtype, device: str) -> tuple[Any, list[Tensor
         tensors[masks[packet]] = tensors[masks[packet]] > 0
     if packet == "bitwise_not":
         tensors[0] = tensors[0] > 0
+    if packet == "elu_backward":  # its second tensor comes last
+        elu_backward = op
+        op = lambda gradient, given, *numbers: elu_backward(gradient, *numbers, given)  # noqa: E731
     more = next((MORE[key] for key in (f"{packet}.{overload}", packet) if key in MORE), ())
     return op, [each.to(device) for each in tensors], more, {"dtype": torch.float64} if packet == "_to_copy" else {}
 
@@ -63,6 +66,12 @@ def bits_differ(name: str, dtype: torch.dtype, device: str) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
     assert {name: bits for name in sorted(BY_ELEMENT) if (bits := bits_differ(name, dtype, "cpu"))} == {}
+
+
+def test_those_of_a_gpu_alone_can_be_called() -> None:
+    for name in sorted(BY_ELEMENT_ON_GPU):
+        op, tensors, more, kwargs = called(name, torch.float32, "cpu")
+        assert op(*tensors, *more, **kwargs).shape == tensors[0].shape
 
 
 @pytest.mark.gpu

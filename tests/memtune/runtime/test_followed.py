@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import threading
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -369,3 +370,24 @@ def test_zoo_decides_as_under_the_mode(name: str, percent: int, policy: str) -> 
     assert same(found[0][0], found[2][0])
     assert found[1][1] == found[2][1]
     assert region.runs.replays > 0
+
+
+def test_books_are_opened_while_no_other_thread_begins_or_ends_a_forward() -> None:
+    """Captured code that runs again, inside a backward, has no turn of its own."""
+    net, region = small()
+    x = torch.randn(64, 32)
+    _ = [gradients(net, x) for _ in range(2)]
+    (followed,) = next(iter(region.followers._regions.values()))
+    opened, begin, held, calls = region.followers.opened, followed.begin, list[bool](), list[Any]()
+    followed.begin = lambda *args: calls.append(args) or begin(*args)  # type: ignore[func-returns-value, method-assign]
+    gradients(net, x)
+
+    def opening(inputs: Any) -> Any:
+        thread = threading.Thread(target=lambda: held.append(not region.turn.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        return opened(inputs)
+
+    region.followers.opened = opening
+    begin(*calls[0])
+    assert held == [True]

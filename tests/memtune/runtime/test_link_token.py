@@ -46,6 +46,7 @@ def holds_on(path: Path, place: int, ready: Any, lease_s: float = 5.0) -> None:
 
 
 def test_one_copy_at_a_time_and_in_turn(path: Path) -> None:
+    """The mechanism of `orchestrated: {mode: token}`: who holds the token is alone, and turns are first come, first served."""
     results = SPAWN.Queue()  # type: ignore[attr-defined]
     children = [SPAWN.Process(target=takes_turns, args=(path, place, 12, results)) for place in range(3)]  # type: ignore[attr-defined]
     for child in children:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +132,18 @@ def test_half_precision_takes_the_reference() -> None:
     row = Form(8, 16, 0).row([40], [False])
     x = torch.linspace(-1, 1, 40).half()
     assert (unpacked(row, packed(row, x), torch.float16) - x).abs().max() <= 0.5 / 127 + 1e-3
+
+
+def test_gpu_kernels_use_no_name_that_triton_refuses() -> None:
+    """Triton compiles a kernel at its first launch, and takes neither globals nor imports but its own; annotations count."""
+    tree = ast.parse((Path(quantised.__file__).parent / "quantised_triton.py").read_text())
+    kernels = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.decorator_list]
+    known = {"tl", "triton", "range", "float", *(kernel.name for kernel in kernels)}
+    assert len(kernels) == 3
+    for kernel in kernels:
+        names = [each for each in ast.walk(kernel) if isinstance(each, ast.Name)]
+        own = {argument.arg for argument in kernel.args.args} | {each.id for each in names if isinstance(each.ctx, ast.Store)}
+        assert {each.id for each in names} - own <= known
 
 
 @pytest.mark.gpu

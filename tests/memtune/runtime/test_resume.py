@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from gloo import run_ranks
+from routed import STATES, routed
 from torch import nn
 
 import memtune
@@ -33,6 +34,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "lohan": {"kind": "lohan", "bucket_mib": 0},
     "updaters": {"kind": "smart_infinity", "sub_group_mib": 0.0002, "buffers": 2},
     "pages": {"kind": "angel_ptm", "optimizer": "ssd"},
+    "experts": STATES,
 }
 PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "ahead": [0] * 4}}
 
@@ -41,6 +43,12 @@ def fresh(blocks: int = 1) -> nn.Module:
     torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 6)) for _ in range(blocks)]
     return nn.Sequential(*layers, nn.Linear(6, 2))
+
+
+def model_for(resume: str) -> nn.Module:
+    if not resume.endswith(",experts"):
+        return fresh(2 if "," in resume else 1)
+    return routed()
 
 
 def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
@@ -60,11 +68,11 @@ def train(directory: str, resume: str, kill_at: int, log: str) -> None:
     torch.set_num_threads(1)
     if kill_at >= 0:
         kill_at_durable_act(kill_at)
-    tuned = tuned_of(fresh(2 if "," in resume else 1), resume)
+    tuned = tuned_of(model_for(resume), resume)
     with open(log, "a") as out:
         print("start", tuned.resumed_steps, file=out, flush=True)
         for step in range(tuned.resumed_steps, STEPS):
-            tuned.step([torch.randn(4, 6)])
+            tuned.step([torch.randn(2 if resume.endswith(",experts") else 4, 6)])
             print("done", step + 1, file=out, flush=True)
         torch.save((tuned.state_dict(), torch.get_rng_state()), f"{log}.pt")
     tuned.finish()
@@ -148,15 +156,17 @@ def test_killed_in_a_step_it_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_with_parameters_on_ssd_it_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """Weights that come and go are made from the masters that were kept."""
-    assert killed_and_resumed(tmp_path, range(20, 140, 17), resume="last_step,ssd") > 5
+@pytest.mark.parametrize(("kind", "acts", "least"), [("ssd", 140, 6), ("pages", 200, 5)])
+def test_killed_with_weights_that_come_and_go_it_goes_on_to_the_bit(tmp_path: Path, kind: str, acts: int, least: int) -> None:
+    """Weights on SSD are made from the masters that were kept, pages of them on the host from what was taken up."""
+    assert killed_and_resumed(tmp_path, range(20, acts, 17), resume=f"last_step,{kind}") >= least
 
 
 @pytest.mark.slow
-def test_killed_with_pages_it_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """Pages of weights on the host are made from what was taken up."""
-    assert killed_and_resumed(tmp_path, range(20, 200, 17), resume="last_step,pages") > 4
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("again", [-1, 60])
+def test_with_experts_and_killed_anywhere_it_goes_on_to_the_bit(tmp_path: Path, again: int) -> None:
+    assert killed_and_resumed(tmp_path, range(20, 300, 5), again, "last_step,experts") > 10
 
 
 def test_killed_inside_backward_it_goes_on_to_the_bit(tmp_path: Path) -> None:
@@ -320,20 +330,26 @@ def test_a_rank_finds_its_step_while_others_look_at_its_folder(tmp_path: Path) -
 def train_on_rank(
     directory: str, sharding: str, kill_at: int, kind: str = "zero_infinity"
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`. All ranks have the same samples."""
+    """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`.
+
+    All ranks have the same samples, but of a model with experts, of which ranks then use different ones.
+    """
     os.environ[offload_dir.VARIABLE] = directory
     if kill_at >= 0 and torch.distributed.get_rank() == 1:
         kill_at_durable_act(kill_at)
-    model = fresh(2)
+    has_experts = kind == "moesys"
+    model = model_for("last_step,experts") if has_experts else fresh(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    states: dict[str, Any] = {"kind": kind, "resume": "last_step"}
+    states: dict[str, Any] = {"kind": kind, "resume": "last_step", **(OTHERS["experts"] if has_experts else {})}
     settings = {"sharding": {"states": {"kind": sharding}}, "offload": {"states": states}}
+    if has_experts:
+        torch.manual_seed(torch.distributed.get_rank())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it goes on
         tuned = memtune.apply(model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean(), strict=False)
     began = tuned.resumed_steps
     for _ in range(began, STEPS):
-        tuned.step([torch.randn(4, 6)])
+        tuned.step([torch.randn(2 if has_experts else 4, 6)])
     found = {name: value.clone() for name, value in tuned.state_dict()["model"].items()}
     tuned.finish()
     end_updaters()
@@ -374,6 +390,13 @@ def test_a_killed_rank_that_updates_inside_backward_goes_on_with_the_others(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("act", [91, 105, 118])
+def test_a_killed_rank_with_experts_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
+    a_killed_rank_goes_on(tmp_path, sharding, act, "moesys")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "zero1", "zero2"])
 @pytest.mark.parametrize("act", [52, 63, 75])
 def test_a_killed_rank_goes_on_with_the_others(tmp_path: Path, sharding: str, act: int) -> None:
@@ -384,15 +407,15 @@ def a_killed_rank_goes_on(tmp_path: Path, sharding: str, act: int, kind: str) ->
     plain, killed = tmp_path / "plain", tmp_path / "killed"
     plain.mkdir()
     killed.mkdir()
-    (_, wanted), _ = run_ranks(train_on_rank, 2, str(plain), sharding, -1, kind)
+    wanted = run_ranks(train_on_rank, 2, str(plain), sharding, -1, kind)
     assert None in run_ranks(train_on_rank, 2, str(killed), sharding, act, kind, may_fail=True)
     assert any(killed.iterdir())
     resumed = run_ranks(train_on_rank, 2, str(killed), sharding, -1, kind)
     starts = {began for began, _ in resumed}
     assert len(starts) == 1
     assert 0 < starts.pop() < STEPS
-    for _, found in resumed:
-        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    for (_, found), (_, own) in zip(resumed, wanted, strict=True):
+        assert all(torch.equal(value, own[name]) for name, value in found.items())
     assert not list(killed.iterdir())
 
 

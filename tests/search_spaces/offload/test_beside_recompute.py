@@ -18,12 +18,13 @@ from zoo_paths import ZOO
 from memtune import hardware
 from memtune._apply import apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.errors import ApplyError
 from memtune.runtime import offload_dir, shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.tiers import HOST, tier
 from memtune.search_spaces import find
 from memtune.technique import Reason, Target, Technique
-from memtune.testing.drift import recording_of
+from memtune.testing.drift import plain_program, planned, recording_of, target_of
 from memtune.testing.training import build, settings_of
 
 MODEL, SAMPLES, STEPS = ZOO["gpt"], 6, 3
@@ -62,9 +63,12 @@ OFFLOADS = {
     "zero_infinity": states("zero_infinity"),
     "zero_infinity, weights on the host": states("zero_infinity", parameters="host"),
     "zero_infinity, all on SSD": states("zero_infinity", parameters="ssd", gradients="ssd"),
+    "angel_ptm": states("angel_ptm", page_mib=0.02),
+    "angel_ptm, optimizer on SSD": states("angel_ptm", page_mib=0.02, optimizer="ssd"),
     "smart_infinity": states("smart_infinity", sub_group_mib=0.1),
     "lohan": states("lohan", bucket_mib=0.005),
     "copy_out": activations("copy_out", min_bytes=0),
+    "copy_out, half to SSD": activations("copy_out", min_bytes=0, ratio=0.5, target="ssd"),
     "pipelined": activations("pipelined", ratio=0.5, min_bytes=0),
     "tsplit": activations("tsplit", share=0.5, parts=1, min_bytes=64),
 }
@@ -72,30 +76,33 @@ RECOMPUTES = {
     kind: made("recompute", kind, **({"share": 0.5} if kind in ("planned", "checkmate") else {}))
     for kind in ("full", "selective", "planned", "every_nth", "checkmate")
 }
+CHECKMATE = RECOMPUTES["checkmate"]
+AROUND = made("recompute", "planned", share=0.5, host=False)
+"""Plans for what another technique moves."""
 DIVISIONS = ("one rank", "ddp", "zero2", "fsdp", "zero3")
-STORES = ("l2l", "stronghold", "elixir", "patrickstar", "zero_infinity, weights on the host", "zero_infinity, all on SSD")
-AS_THEY_LAND = ("per_layer", "zero_offload", "zero_offload, a part", "lohan")
+STORES = (
+    "l2l", "stronghold", "elixir", "patrickstar", "zero_infinity, weights on the host", "zero_infinity, all on SSD",
+    "angel_ptm", "angel_ptm, optimizer on SSD",
+)  # fmt: skip
 PACKS = ("mobius", "harmony", "harmony, a pipeline")
-ACTIVATIONS = ("copy_out", "pipelined", "tsplit")
-BY_BLOCK = ("full", "selective", "every_nth")
+ACTIVATIONS = ("copy_out", "copy_out, half to SSD", "pipelined", "tsplit")
+BY_BLOCK = ("full", "selective", "every_nth", "planned")
 RANKS = ("ddp", "zero2", "fsdp", "zero3")
 REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
-    ("another technique moves what the plan keeps", ACTIVATIONS, DIVISIONS, ("planned",)),
     ("a frozen schedule runs the model without offload.activations", ACTIVATIONS, DIVISIONS, ("checkmate",)),
-    ("no schedule was found within", ("l2l", "patrickstar"), ("ddp",), ("checkmate",)),
-    ("a schedule takes the place of the blocks' calls", STORES, ("one rank", "ddp"), ("checkmate",)),
-    ("a schedule puts gradients in place itself", AS_THEY_LAND, ("one rank", "ddp", "zero2"), ("checkmate",)),
     ("everything fits into the budget as it is", ("tsplit",), ("zero2",), ("full",)),
-    ("plans and schedules for all blocks at once do not hold for packs", PACKS, DIVISIONS, ("planned", "checkmate")),
+    ("schedules do not hold for packs", PACKS, DIVISIONS, ("checkmate",)),
     ("draws random numbers, and their order would be another", PACKS, ("one rank",), BY_BLOCK),
     ("packs average their gradients themselves", PACKS, RANKS, BY_BLOCK),
     ("whole on each, or gathered from all", STORES, ("zero2",), tuple(RECOMPUTES)),
     ("one rank has the link to itself", ("orchestrated",), ("one rank",), tuple(RECOMPUTES)),
-    ("a schedule takes the place of the blocks' calls", ("orchestrated",), ("ddp",), ("checkmate",)),
     ("it is for replicas: sharded weights come and go by themselves", ("orchestrated",), RANKS[1:], tuple(RECOMPUTES)),
 ]
 """Why, which offload, under which division of states, beside which recompute. The first reason that holds is the one given."""
-BRIEFLY = {"fsdp": [("zero_infinity, all on SSD", "planned")]}
+BRIEFLY = {
+    "one rank": [("stronghold", "checkmate"), ("pipelined", "planned")],
+    "fsdp": [("zero_infinity, all on SSD", "planned")],
+}
 """What a short run trains."""
 REFERENCES = {"none": (), "own": (OFFLOADS["optimizer_cpu"],), "native": (NATIVE,), "a part": (OFFLOADS["zero_offload, a part"],)}
 """What updates in the same way with nothing run again; `test_on_ranks` holds the one by parts to plain updates."""
@@ -103,7 +110,7 @@ REFERENCES = {"none": (), "own": (OFFLOADS["optimizer_cpu"],), "native": (NATIVE
 
 def reference_of(row: str) -> str:
     """Of `REFERENCES`: the user's own optimizer, the native update, or for each part of the state another one."""
-    own = ("optimizer_cpu", "elixir", "patrickstar", "orchestrated")
+    own = ("optimizer_cpu", "elixir", "patrickstar", "orchestrated", "angel_ptm")
     return {**dict.fromkeys(ACTIVATIONS, "none"), **dict.fromkeys(own, "own"), "zero_offload, a part": "a part"}.get(
         row, "native"
     )
@@ -114,7 +121,8 @@ def dividing(division: str) -> list[Technique]:
 
 
 def techniques(row: str, division: str, recompute: str) -> list[Technique]:
-    return [OFFLOADS[row], RECOMPUTES[recompute], *dividing(division)]
+    around = recompute == "planned" and row in ACTIVATIONS
+    return [OFFLOADS[row], AROUND if around else RECOMPUTES[recompute], *dividing(division)]
 
 
 def parts_of(division: str) -> int:
@@ -227,3 +235,36 @@ def test_the_others_are_refused_by_name(division: str) -> None:
         for recompute in RECOMPUTES:
             if why := why_refused(row, division, recompute):
                 assert why in str(candidate(row, division, recompute)), (division, row, recompute)
+
+
+def test_plans_are_for_what_moves() -> None:
+    """Peaks that are planned are those after the move, within the budget, whatever of a block moves by then."""
+    plain = plain_program(MODEL, SAMPLES)
+    for mover in (activations("copy_out", min_bytes=0, ratio=0.5), OFFLOADS["tsplit"]):
+        for share in (0.2, 0.5, 0.8):
+            mine = made("recompute", "planned", share=share, host=False)
+            target = target_of(mine, mover)
+            assert mine.fits(plain, target) is None
+            plan = mine.plan(plain, target)
+            after = mine.rewrite(plain, plan, target)
+            peak = mover.rewrite(after, mover.plan(after, target), target).step.peak_bytes()
+            low, high, budget = (plan.decisions[f"{name}_bytes"] for name in ("smallest", "plain", "budget"))
+            assert peak == plan.decisions["peak_bytes"]
+            assert budget - (high - low) // 6 < peak <= budget
+
+
+@pytest.mark.parametrize("row", ["stronghold", "zero_offload", "angel_ptm"])
+def test_a_schedule_of_the_whole_model_is_refused_by_apply(row: str) -> None:
+    """A plan for each block is what `memtune search` writes; a config may say the other all the same."""
+    alone, beside = (planned(MODEL, *each)[1] for each in ((CHECKMATE,), (CHECKMATE, OFFLOADS[row])))
+    assert ("schedule" in alone["recompute"].decisions, "block_schedules" in beside["recompute"].decisions) == (True, True)
+    settings, plan = settings_of(CHECKMATE, OFFLOADS[row]), {slot: each.decisions for slot, each in (beside | alone).items()}
+    workload, model, optimizer = build(MODEL)
+    with pytest.raises(ApplyError, match=r"checkmate.* does not work beside what this config has under offload.states"):
+        apply(model, optimizer, {"settings": settings, "plan": plan}, loss=workload.loss, strict=False)
+
+
+def test_online_is_refused_where_gradients_leave_with_calls() -> None:
+    online = made("recompute", "dtr", ratio=0.6, online=True)
+    said = str(online.fits(plain_program(MODEL, SAMPLES), target_of(online, OFFLOADS["l2l"])))
+    assert "l2l moves a block's parameters or gradients with its own calls alone" in said

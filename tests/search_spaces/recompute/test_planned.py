@@ -211,7 +211,7 @@ class TestPlanned(TechniqueSuite):
         assert Planned(spare=0.0).fits(program, replace(target_of(), budget_bytes=smallest)) is None
         assert "0.01 of the budget is spare" in str(Planned().fits(program, replace(target_of(), budget_bytes=smallest)))
         assert Planned().fits(program, replace(target_of(), budget_bytes=smallest * 100 // 98)) is None
-        assert "moves what the plan keeps" in str(Planned(share=0.5).fits(program, target_of(CopyOut())))
+        assert "moves what the plan may move itself" in str(Planned(share=0.5).fits(program, target_of(CopyOut())))
 
     def test_without_a_plan_or_with_one_for_another_model_nothing_is_applied(self) -> None:
         for config in ({"settings": settings_of(self.default())}, config_of(ZOO["hf_llama"], self.default())):

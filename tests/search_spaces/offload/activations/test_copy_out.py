@@ -81,6 +81,7 @@ class TestCopyOut(TechniqueSuite):
 
     @pytest.mark.parametrize(("variant", "blocks"), [(ALL, 4), (HALF, 2)], ids=["all", "half"])
     def test_the_claimed_share_leaves_once_and_comes_back_once(self, variant: CopyOut, blocks: int) -> None:
+        """The mechanism: bytes on the link. Of a half, half as much moves."""
         before, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], variant)
         down = int(step.op_traffic_bytes[step.op_resource == Resource.DEVICE_TO_HOST].sum())
         up = int(step.op_traffic_bytes[step.op_resource == Resource.HOST_TO_DEVICE].sum())
@@ -105,6 +106,7 @@ class TestCopyOut(TechniqueSuite):
 
     @pytest.mark.parametrize("ahead", [0, 2])
     def test_ssd_is_written_and_read_once_and_host_memory_holds_a_few_tensors(self, ahead: int) -> None:
+        """The mechanism of `target: ssd`: what goes on to the drive is not kept on the host."""
         host, step = rewritten(ZOO["gpt"], ALL), rewritten(ZOO["gpt"], SSD.model_copy(update={"ahead": ahead}))
         moved = int(host.op_traffic_bytes[host.op_resource == Resource.DEVICE_TO_HOST].sum())
         for resource in (Resource.DEVICE_TO_HOST, Resource.SSD_WRITE, Resource.SSD_READ):

@@ -285,6 +285,7 @@ def assert_in_slots(trace: list[Any], actions: list[Action], n_bytes: dict[int, 
 
 
 def test_copies_keep_to_the_slots_of_the_schedule() -> None:
+    """The mechanism: event order by slots, bytes and peaks; what switches it off is `test_fails_without_its_mechanism`."""
     check(4, ratio=1.0, **PIPELINED)
 
 

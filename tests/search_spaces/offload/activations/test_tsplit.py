@@ -50,7 +50,7 @@ class TestTSplit(TechniqueSuite):
         return PARTS
 
     def test_each_tensor_has_its_own_action(self) -> None:
-        """One action for all, `copy_out`, at the smallest ratio that meets the same budget, moves more."""
+        """The mechanism: with one action for all, `copy_out`, at the smallest ratio that meets the same budget, more moves."""
         program, mine = plain_program(WIDE), TSplit(share=0.5, parts=1, min_bytes=64)
         found = rewritten(WIDE, mine)
         alike = [rewritten(WIDE, CopyOut(ratio=each / 20, min_bytes=64)) for each in range(1, 21)]
@@ -60,7 +60,7 @@ class TestTSplit(TechniqueSuite):
         assert told["moved_bytes"] == down_bytes(found)
 
     def test_large_tensors_leave_in_parts(self) -> None:
-        """With whole tensors only, the smallest budget that parts reach cannot be met; no op runs twice for it."""
+        """The mechanism: with whole tensors only, the smallest budget that parts reach cannot be met; no op runs twice."""
         program, step = plain_program(WIDE), rewritten(WIDE, PARTS)
         budget = PARTS.plan(program, target_of(PARTS)).decisions["told"]["peak_bytes"]
         assert step.peak_bytes() <= budget < rewritten(WIDE, WHOLE).peak_bytes() * 0.95

@@ -26,6 +26,7 @@ from memtune.errors import ApplyError
 from memtune.pages import Pages, loads_of, paged, timeline
 from memtune.passes.stream import moment_of_ops, sizes_in_blocks
 from memtune.program import Kind, Phase, Program, Resource, Step, Tier
+from memtune.runtime.let_go import are_back
 from memtune.runtime.lock_free import LockFreeOptimizer
 from memtune.runtime.loop import accumulate
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
@@ -115,6 +116,7 @@ class TestAngelPtm(LayersSuite):
 
     def sabotage(self, tuned: Tuned) -> bool:
         parameter = next(tuned._context.model.get_submodule(tuned._context.blocks[0]).parameters())
+        are_back([parameter])
         parameter.data = parameter.detach().clone()
         return True
 

@@ -24,6 +24,7 @@ from memtune.experts import trace
 from memtune.program import Phase, Resource, Step, Tier
 from memtune.runtime import offload_dir, shim
 from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.search_spaces.offload.states.moesys import Moesys
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
@@ -42,6 +43,13 @@ HASHED = ZOO["moe"].parent / "experts" / "hashed.py"
 LINKS = {
     "host_to_device": Resource.HOST_TO_DEVICE, "device_to_host": Resource.DEVICE_TO_HOST, "intra_link": Resource.INTRA_LINK,
 }  # fmt: skip
+SPARE = """
+
+def model():
+    net = whole()
+    net.spare = torch.nn.Linear(2, 2)
+    return net
+"""
 pytestmark = [pytest.mark.usefixtures("one_thread", "ssd")]
 
 
@@ -94,7 +102,12 @@ def candidate(path: Path, directory: Path, parts: int, techniques: tuple[Techniq
 
 
 def check(
-    path: Path, directory: Path, parts: int, states: Technique = REPLICAS, beside: tuple[Technique, ...] = ()
+    path: Path,
+    directory: Path,
+    parts: int,
+    states: Technique = REPLICAS,
+    beside: tuple[Technique, ...] = (),
+    experts: Moesys = FEW,
 ) -> list[dict[str, Any]]:
     """Raise AssertionError where ranks do not train as one rank does, or move or hold other bytes than predicted.
 
@@ -104,9 +117,10 @@ def check(
         parts: Micro-batches of a rank's step.
         states: What divides or copies states; where it divides them, weights are those of it alone, to the bit.
         beside: Techniques of other slots.
+        experts: What is done to experts.
     """
-    techniques = (states, FEW, *beside)
-    found, divided = candidate(path, directory, parts, techniques), states is not REPLICAS
+    techniques = (states, experts, *beside)
+    found, divided = candidate(path, directory, parts, techniques), states.kind != "ddp"
     config, ledger = config_of(found, techniques), shim.available() is None
     reference = {"settings": settings_of(states)} if divided else {}
     ranks = run_ranks(on_rank, RANKS, str(directory), str(path), config, reference, parts, ledger, deadline_s=300)
@@ -118,6 +132,8 @@ def check(
     }
     for link in SSD:  # of the weight and one moment of SGD, where Adam has two
         predicted[link] = predicted[link] * 2 // 3
+    kept = (step.op_resource == Resource.DEVICE_TO_HOST) & (step.op_phase == Phase.OPTIMIZER)
+    predicted["device_to_host"] -= int(step.op_traffic_bytes[kept].sum()) // 3
     for rank in ranks:
         if not divided:  # whoever looks at gradients that are used sees their average
             assert rank["shown"]
@@ -126,7 +142,7 @@ def check(
             assert torch.equal(rank["weights"][name], ranks[0]["weights"][name]), name
             assert torch.allclose(rank["weights"][name], weight, rtol=0, atol=1e-6), name
             assert not divided or torch.equal(rank["weights"][name], rank["wanted"][name]), name
-        if path == ZOO["moe"] or divided:  # all experts are used, as in the step that is predicted
+        if path != HASHED or divided:  # all experts are used, as in the step that is predicted
             moved = divided_by(rank["moved"], divided)
             assert all(moved[link] == predicted[link] for link in LINKS), (moved, predicted)
             for link in SSD:  # of several micro-batches only the last one changes experts, so that is an upper end
@@ -188,6 +204,23 @@ def test_divided_experts_in_other_steps(ssd: Path, states: Technique, parts: int
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=["replicas", "divided"])
+def test_kept_steps_move_what_is_predicted(ssd: Path, states: Technique) -> None:
+    """What each rank has changed, its part of what stays, and a message that it is kept."""
+    ranks = check(ZOO["moe"], ssd, 1, states, experts=FEW.model_copy(update={"resume": "last_step"}))
+    program = candidate(ZOO["moe"], ssd, 1, (states, FEW.model_copy(update={"resume": "last_step"}))).program
+    assert 3 * ranks[0]["audit"]["ssd_bytes"] == 2 * program.step.peak_bytes(Tier.SSD)  # trained with SGD
+
+
+@pytest.mark.slow
+def test_replicas_of_a_model_with_parameters_that_get_no_gradient(ssd: Path, tmp_path: Path) -> None:
+    """DDP asks which of its own parameters have none; ranks ask each other about experts."""
+    path = tmp_path / "spare.py"
+    path.write_text(ZOO["moe"].read_text().replace("def model()", "def whole()") + SPARE)
+    check(path, ssd, 1, Ddp(kind="ddp", find_unused_parameters=True))
+
+
+@pytest.mark.slow
 def test_divided_experts_that_no_row_is_sent_to(ssd: Path) -> None:
     """They are gathered all the same, and get zeros from all ranks as under FSDP2 alone."""
     check(HASHED, ssd, 3, DIVIDED)
@@ -197,6 +230,9 @@ def test_what_it_cannot_do_is_refused(ssd: Path) -> None:
     program = plain_program(ZOO["moe"])
     why = FEW.fits(program, replace(target_of(Zero1(kind="zero1")), ranks=RANKS, offload_dir=str(ssd)))
     assert "whole on each, or gathered from all" in str(why)
+    asks = replace(target_of(Ddp(kind="ddp", find_unused_parameters=True)), ranks=RANKS, offload_dir=str(ssd))
+    assert FEW.fits(program, asks) is None
+    assert "one by one as they land" in str(L2L(kind="l2l").fits(program, asks))
 
 
 def refusal(directory: str, path: str, config: dict[str, Any]) -> str:

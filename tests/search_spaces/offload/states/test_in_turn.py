@@ -168,8 +168,14 @@ def assert_bytes(ranks: int, runs: list[Any], **states: Any) -> None:
 
 
 def test_mobius_on_two_ranks_trains_as_one_and_moves_what_the_formula_says() -> None:
-    runs = check(2, **MOBIUS)
-    assert_bytes(2, runs, **MOBIUS)
+    """Some blocks are updated beside the next step's forward: the first, the last, and one of a stage."""
+    states = {**MOBIUS, "late": (0, 3, 7)}
+    runs = check(2, **states)
+    assert_bytes(2, runs, **states)
+    where = layout(2, **states)
+    late = [sum(block in states["late"] for stage in where.mine(rank) for block in where.blocks(stage)) for rank in range(2)]
+    assert [run["audit"]["offload.states"]["late_blocks"] for run in runs] == late
+    assert all(late)
     kinds = [list(dict.fromkeys((kind, stage) for kind, stage, _ in run["order"])) for run in runs]
     assert kinds[0] == [("forward", 0), ("forward", 2), ("backward", 2), ("backward", 0)]
     assert kinds[1] == [("forward", 1), ("turn", 3), ("backward", 1)]
@@ -285,6 +291,7 @@ def test_no_partition_within_the_budget_is_faster(share: float) -> None:
     [
         ({"kind": "mobius", "stages": 3}, "no multiple of 2 ranks"),
         ({"kind": "mobius", "stages": 10}, "8 blocks are fewer than 10 stages"),
+        ({**MOBIUS, "late": (8,)}, "no block 8 to update late"),
         ({**HARMONY, "forward": 3}, "forward and backward alike"),
         ({**HARMONY, "group": 1}, "forward and backward alike"),
     ],

@@ -8,15 +8,23 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from layers_suite import LayersSuite, block_bytes, total
+from packs_suite import CHAIN, PacksSuite, config, drifts, planned
+from pydantic import ValidationError
 from zoo_paths import ZOO
 
+from memtune._apply import Tuned, apply
 from memtune.program import Kind, Phase, Resource, Tier
+from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.offload.states.harmony import Harmony
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.testing import drift, rewritten
 from memtune.testing.drift import plain_program, target_of
+from memtune.testing.training import build
 
 DEFAULT = L2L(kind="l2l")
+TOGETHER = L2L(kind="l2l", micro_batches="together")
+ON_THE_HOST = L2L(kind="l2l", micro_batches="together", stash="host")
 
 
 class TestL2L(LayersSuite):
@@ -72,3 +80,71 @@ class TestL2L(LayersSuite):
         assert "more than once" in str(DEFAULT.fits(program.with_step(twice), target_of()))
         ranks = replace(target_of(), ranks=2)
         assert "whole on each" in str(DEFAULT.fits(program, ranks))
+
+
+@pytest.mark.slow
+class TestTogether(PacksSuite):
+    technique = L2L
+    variants = (TOGETHER, ON_THE_HOST)
+
+    @classmethod
+    def default(cls) -> L2L:
+        return TOGETHER
+
+    @pytest.mark.parametrize("technique", [TOGETHER, ON_THE_HOST], ids=["device", "host"])
+    def test_the_pass_is_the_runtime_s_step_with_several_micro_batches(self, technique: L2L) -> None:
+        assert not drifts(technique, 3)
+
+    def sabotage(self, tuned: Tuned) -> bool:
+        block = tuned._context.model.get_submodule(tuned._context.blocks[0])
+        vars(block).pop("forward")
+        return True
+
+
+def test_together_bytes_on_the_link_do_not_grow_with_the_number_of_micro_batches() -> None:
+    """The mechanism: layer-major. Weights come in once a pass and gradients leave once; one by one both grow with each."""
+    sizes, micro_batches = block_bytes(rewritten(CHAIN)), (1, 2, 4)
+    steps = [planned(TOGETHER, n).program.step for n in micro_batches]
+    batch = total(steps[1], Resource.HOST_TO_DEVICE) - total(steps[0], Resource.HOST_TO_DEVICE)
+    outside = sum(int(s.bytes[p.storage]) for s in (steps[0],) for p in s.parameters if p.block < 0)
+    for n, step in zip(micro_batches, steps, strict=True):
+        assert total(step, Resource.HOST_TO_DEVICE) - n * batch == 2 * sum(sizes) - sizes[-1] + outside
+        assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes) + outside
+    assert batch < sizes[0]
+
+
+def test_together_each_layer_runs_all_micro_batches_before_the_next_one() -> None:
+    """The mechanism, by events of a live step; and the bytes that the links counted are the pass's."""
+    step = planned(TOGETHER, 2).program.step
+    workload, model, optimizer = build(CHAIN)
+    tuned = apply(model, optimizer, config(TOGETHER, 2), loss=workload.loss)
+    for _ in range(2):  # the first one looks at the chain as well
+        COUNTERS.take()
+        tuned.step([workload.make_batch(2) for _ in range(2)])
+    counted, ran = COUNTERS.take(), tuned._context.order.order  # type: ignore[union-attr]
+    there, back = [("forward", i) for i in range(5)], [("backward", i) for i in reversed(range(5))]
+    assert [(what, first) for what, (first, _), _ in ran[::2]] == [*there, ("turn", 5), *back]
+    assert [index for _, _, index in ran] == [0, 1] * 11
+    assert counted["host_to_device"] == total(step, Resource.HOST_TO_DEVICE)
+    assert counted["device_to_host"] == total(step, Resource.DEVICE_TO_HOST)
+
+
+def test_with_the_stash_on_the_host_the_device_does_not_grow_with_depth_or_micro_batches() -> None:
+    """The paper's constant memory: what layers start from is on the host."""
+    peaks = [[planned(each, n).program.step.peak_bytes() for n in (2, 4)] for each in (TOGETHER, ON_THE_HOST)]
+    boundary = 2 * 16 * 32 * 4
+    assert peaks[0][1] - peaks[0][0] >= 2 * 5 * boundary  # two more micro-batches before each of five layers
+    assert peaks[1][1] - peaks[1][0] < 2 * 5 * boundary / 2
+
+
+def test_together_it_is_the_candidate_that_packs_of_one_block_are() -> None:
+    for each, where in ((TOGETHER, "device"), (ON_THE_HOST, "host")):
+        for ranks in (1, 2):
+            target = replace(target_of(), ranks=ranks)
+            assert each.record(target) == Harmony(kind="harmony", backward=1, boundaries=where).record(target)
+
+
+def test_together_what_is_no_chain_is_refused() -> None:
+    assert "random numbers" in str(TOGETHER.fits(plain_program(ZOO["gpt"]), target_of()))
+    with pytest.raises(ValidationError, match="nothing waits"):
+        L2L(kind="l2l", stash="host")

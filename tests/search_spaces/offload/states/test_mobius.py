@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from layers_suite import block_bytes, total
-from packs_suite import CHAIN, PacksSuite, drifts, planned
+from packs_suite import CHAIN, PacksSuite, config, drifts, planned
 
 from memtune._apply import Tuned, apply
+from memtune.autotune.simulate import simulate
 from memtune.errors import ApplyError
 from memtune.program import Phase, Resource, Step
+from memtune.runtime import host_update
+from memtune.runtime.late_updates import LateUpdates
 from memtune.search_spaces.offload.states.harmony import Harmony
 from memtune.search_spaces.offload.states.mobius import Mobius
 from memtune.testing import rewritten
@@ -22,6 +30,7 @@ from memtune.testing.training import build, settings_of
 
 THREE = Mobius(kind="mobius", stages=3)
 DEFAULT = Mobius(kind="mobius")
+LATE = Mobius(kind="mobius", stages=3, late=(0, 2, 5))
 
 
 def loads(step: Step) -> np.ndarray[Any, Any]:
@@ -32,7 +41,7 @@ def loads(step: Step) -> np.ndarray[Any, Any]:
 
 class TestMobius(PacksSuite):
     technique = Mobius
-    variants = (THREE,)
+    variants = (LATE,)
 
     def test_bytes_are_twice_the_weights_and_the_gradients_once(self) -> None:
         """The mechanism: 2|W| - |W of the last stage| + |gradients|, whatever the number of micro-batches."""
@@ -80,9 +89,72 @@ class TestMobius(PacksSuite):
 
     @pytest.mark.slow
     def test_the_pass_is_the_runtime_s_step_with_several_micro_batches(self) -> None:
-        assert not drifts(THREE, 3)
+        assert not drifts(LATE, 3)
+
+    @pytest.mark.parametrize("reads", ["state dict", "evaluation", "the next step"])
+    def test_late_updates_are_under_way_when_the_step_returns_and_are_waited_for(self, reads: str) -> None:
+        """The mechanism: late blocks' updates wait for a thread that is kept busy; the step does not, and whoever reads does."""
+        workload, model, optimizer = build(CHAIN)
+        tuned = apply(model, optimizer, config(LATE, 2), loss=workload.loss, strict=False)
+        batches = [[workload.make_batch(2) for _ in range(2)] for _ in range(3)]
+        tuned.step(batches[0])
+        tuned.state_dict()  # nothing is under way
+        goes_on, begun = Event(), Event()
+
+        def held(late: LateUpdates, run: Any, real: Any = LateUpdates.start) -> None:
+            if late._left:
+                host_update._threads().submit(goes_on.wait, 60)
+                begun.set()
+            real(late, run)
+
+        def read() -> None:
+            if reads == "state dict":
+                model.state_dict()
+            elif reads == "evaluation":
+                with torch.no_grad():
+                    workload.loss(model, batches[0][0])
+            else:
+                tuned.step(batches[2])
+
+        try:
+            with patch.object(LateUpdates, "start", held):
+                tuned.step(batches[1])
+            assert begun.is_set()
+            with ThreadPoolExecutor(1) as reader:
+                reading = reader.submit(read)
+                assert wait([reading], timeout=0.2).not_done
+                goes_on.set()
+                reading.result(60)
+        finally:
+            goes_on.set()
+        steps = 3 if reads == "the next step" else 2
+        found = model.state_dict()
+        _, plain, its_optimizer = build(CHAIN)
+        other = apply(plain, its_optimizer, config(Mobius(kind="mobius", stages=3, late=()), 2), loss=workload.loss, strict=False)
+        for each in batches[:steps]:
+            other.step(each)
+        assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+
+    def test_a_slow_host_updates_beside_the_next_forward(self) -> None:
+        """In the simulator, too, where the planner leaves what backward would wait for."""
+        program, target = plain_program(CHAIN), target_of(DEFAULT)
+        slow = replace(
+            target.hardware, host_adam_bytes_per_s=target.hardware.host_adam_bytes_per_s / 10, device="cuda", launch_s=0.0
+        )
+        target = replace(target, hardware=slow)
+        plans = [Mobius(kind="mobius", stages=6, late=late).plan(program, target) for late in (None, ())]
+        assert plans[0].decisions["late"]
+        across, within = (simulate(DEFAULT.rewrite(program, plan, target), slow, level="events") for plan in plans)
+        assert across.step_s < 0.95 * within.step_s
+        assert across.busy_s["host_threads"] == pytest.approx(within.busy_s["host_threads"])
 
     def test_what_it_cannot_do_is_refused(self) -> None:
+        late = Mobius(kind="mobius", stages=3, late=(6,))
+        assert "no block 6 to update late" in str(late.fits(plain_program(CHAIN), target_of(DEFAULT)))
+        document = copy.deepcopy(config(LATE, 2).document())
+        document["plan"]["offload.states"]["late"] = [6]
+        with pytest.raises(ApplyError, match="no packs for 6 blocks"):
+            apply(*build(CHAIN)[1:], document, strict=False)
         assert "6 blocks only" in str(Mobius(kind="mobius", stages=9).fits(plain_program(CHAIN), target_of(DEFAULT)))
         _, model, optimizer = build(CHAIN)
         with pytest.raises(ApplyError, match="no packs for 6 blocks"):

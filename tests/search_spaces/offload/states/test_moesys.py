@@ -23,7 +23,7 @@ from memtune.errors import ApplyError
 from memtune.parameters import columns_of
 from memtune.passes.experts import experts_in, used_in
 from memtune.program import Kind, Resource, Step, Tier
-from memtune.runtime import offload_dir, shim
+from memtune.runtime import disk, offload_dir, shim
 from memtune.runtime.experts import ExpertOptimizer, ExpertStore
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.tiers import DEVICE, HOST, mark, tier
@@ -34,13 +34,14 @@ from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite
 from memtune.testing.drift import plain_program, planned, target_of
-from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, train
+from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, settings_of, train
 
 HASHED = ZOO["moe"].parent / "experts" / "hashed.py"
 EXPERT = 4 * (32 * 128 + 128 + 128 * 32 + 32)
 """Bytes of the weights of one of its experts."""
 LAYERS = 3
 FEW = Moesys(kind="moesys", cache=6, on_device=1)
+KEEPS = FEW.model_copy(update={"resume": "last_step"})
 ALL = Moesys(kind="moesys")
 LINKS = {
     "host_to_device": Resource.HOST_TO_DEVICE, "device_to_host": Resource.DEVICE_TO_HOST,
@@ -124,10 +125,12 @@ class TestMoesys(TechniqueSuite):
         on_device = (program.step.tier == Tier.DEVICE) & (program.step.kind == Kind.OPTIMIZER)
         held = sum(each.nbytes for state in tuned.optimizer.state.values() for each in state.values() if _is_on_device(each))
         assert int(program.step.bytes[on_device].sum()) == held
+        assert tuned.audit()["offload.states"]["ssd_bytes"] == program.step.peak_bytes(Tier.SSD)
         if shim.available() is None:
             predicted = simulate(program, hardware.detect("cpu")).peak_allocated_bytes
             assert ledger.peak_allocated_bytes() - empty == pytest.approx(predicted, rel=0.02)
             assert ledger.peak_allocated_bytes(HOST) - empty_host == pytest.approx(program.step.peak_bytes(Tier.HOST), rel=0.02)
+        tuned.finish()
         del net
 
     @pytest.mark.slow
@@ -135,6 +138,32 @@ class TestMoesys(TechniqueSuite):
                                        {"rule": "lru", "cache": 3}, {"cache": 1}])  # fmt: skip
     def test_bytes_of_any_cache_are_those_of_its_trace(self, knobs: dict[str, Any]) -> None:
         self.check_drift("moe", FEW.model_copy(update=knobs))
+
+    def test_the_last_step_is_kept_in_twice_the_space(self) -> None:
+        """The mechanism, by bytes: a step writes what it has changed once, and all that stays on the device."""
+        self.check_drift("moe", KEEPS)
+        few, kept = (planned(HASHED, each)[0].step for each in (ALL, ALL.model_copy(update={"resume": "last_step"})))
+        numel = sum(each.numel() for each in build(HASHED)[1].parameters())
+        experts = 4 * LAYERS * EXPERT // 4
+        assert kept.peak_bytes(Tier.SSD) == 2 * 12 * numel
+        assert few.peak_bytes(Tier.SSD) == 12 * experts
+        assert total(few, Resource.SSD_WRITE) == 0  # the cache has all that is used
+        assert total(kept, Resource.SSD_WRITE) == 12 * (numel - experts) + LAYERS * 3 * EXPERT
+        assert total(kept, Resource.SSD_READ) == total(few, Resource.SSD_READ)
+        assert kept.peak_bytes() == few.peak_bytes()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("knobs", [{"on_device": 2}, {"cache": 3, "ahead": 0}, {"cache": 8}, {"rule": "belady", "cache": 3},
+                                       {"cache": 5}, {"cache": 1}])  # fmt: skip
+    def test_bytes_of_kept_steps_are_those_of_the_trace(self, knobs: dict[str, Any]) -> None:
+        self.check_drift("moe", KEEPS.model_copy(update=knobs))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("micro_batches", [1, 3])
+    def test_with_two_slots_it_has_the_bits_of_the_plain_run(self, micro_batches: int) -> None:
+        wanted = without_gradients(train(HASHED, steps=5, micro_batches=micro_batches))
+        assert not differences(without_gradients(train(HASHED, KEEPS, steps=5, micro_batches=micro_batches)), wanted)
+        disk.folder().remove()
 
     @pytest.mark.parametrize("micro_batches", [1, 3])
     def test_five_steps_have_the_bits_of_the_plain_run(self, micro_batches: int) -> None:
@@ -223,9 +252,10 @@ class TestMoesys(TechniqueSuite):
         assert not differences(without_gradients(train(HASHED, FEW, other, steps=4)), wanted)
 
     @pytest.mark.slow
-    def test_a_state_dict_is_whole_and_can_be_loaded(self) -> None:
+    @pytest.mark.parametrize("technique", [FEW, KEEPS], ids=["one slot", "two slots"])
+    def test_a_state_dict_is_whole_and_can_be_loaded(self, technique: Moesys) -> None:
         """With what experts have missed so far made up for."""
-        workload, net, optimizer, tuned = tuned_with(FEW)
+        workload, net, optimizer, tuned = tuned_with(technique)
         plain_workload, plain_net, plain_optimizer = build(HASHED)
         for step in range(3):
             one_step(workload, net, optimizer, tuned, seed=SEED + step)
@@ -236,19 +266,22 @@ class TestMoesys(TechniqueSuite):
             assert all(torch.equal(value, saved["optimizer"]["state"][index][name]) for name, value in state.items())
         wanted = one_step(workload, net, optimizer, tuned, seed=SEED + 9)
         after = copy.deepcopy(tuned.state_dict()["model"])
-        workload, net, optimizer, tuned = tuned_with(FEW)
+        workload, net, optimizer, tuned = tuned_with(technique)
         tuned.load_state_dict(saved)
         got = one_step(workload, net, optimizer, tuned, seed=SEED + 9)
         assert torch.equal(got[0], wanted[0])
         assert all(torch.equal(after[name], value) for name, value in tuned.state_dict()["model"].items())
+        tuned.finish()
 
-    def test_what_is_verified_is_what_a_state_dict_reads(self) -> None:
+    @pytest.mark.parametrize("technique", [FEW, KEEPS], ids=["one slot", "two slots"])
+    def test_what_is_verified_is_what_a_state_dict_reads(self, technique: Moesys) -> None:
         """All that has changed in the cache is written first: what is verified before it would be what has been."""
-        workload, net, optimizer, tuned = tuned_with(FEW)
+        workload, net, optimizer, tuned = tuned_with(technique)
         one_step(workload, net, optimizer, tuned, seed=SEED)
         seen = verified_and_read(tuned.optimizer)
         assert len(seen) == 4 * 4 * LAYERS
         assert all(torch.equal(then, now) for then, now in seen)
+        tuned.finish()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("knobs", [{"on_device": 3, "ahead": 0}, {"cache": 1, "ahead": 3}, {"cache": 12, "rule": "belady"},
@@ -278,11 +311,11 @@ class TestMoesys(TechniqueSuite):
     def test_what_it_cannot_do_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = plain_program(ZOO["moe"])
         assert "no experts" in str(ALL.fits(plain_program(ZOO["gpt"]), target_of()))
-        assert "replicas" in str(ALL.fits(program, replace(target_of(), ranks=2)))
+        assert "whole on each" in str(ALL.fits(program, replace(target_of(), ranks=2)))
         assert "hold the memory" in str(ALL.fits(program, replace(target_of(), compiled="blocks")))
         _, net, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="no experts"):
-            apply(net, optimizer, config_of(ZOO["gpt"], ALL), strict=False)
+            apply(net, optimizer, {"settings": settings_of(ALL)}, strict=False)
         workload, net, optimizer, tuned = tuned_with(ALL)
         with tier(HOST):
             workload.loss(tuned.model, of_task(0)).backward()

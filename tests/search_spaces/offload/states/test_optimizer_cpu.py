@@ -60,6 +60,7 @@ class TestOptimizerCpu(TechniqueSuite):
 
     @pytest.mark.parametrize("model", ZOO)
     def test_bytes_on_the_links_and_nothing_left_behind(self, model: str) -> None:
+        """The mechanism: residency and bytes. No state is on the device, gradients go down once and weights come up once."""
         plain, step = rewritten(ZOO[model]), rewritten(ZOO[model], self.default())
         mine = [p for p in plain.parameters if p.gradient >= 0]
         batch = int(plain.op_traffic_bytes[plain.op_resource == Resource.HOST_TO_DEVICE].sum())

@@ -81,6 +81,7 @@ def test_groups_do_not_cross_nodes() -> None:
 
 
 def test_ranks_of_a_link_bring_in_other_blocks_in_every_moment() -> None:
+    """The mechanism: disjoint selection. Without it both ranks bring in the same blocks at once."""
     whole, machine = program(ranks=2), chosen(PAIR, 2)
     plan = PAIR.plan(whole, machine)
     one, other = (loaded(each.step) for each in PAIR.rewrite(whole, plan, machine).rank_classes)

@@ -16,7 +16,9 @@ from memtune.errors import ApplyError
 from memtune.passes.stream import bytes_beside_chunks, moment_of_ops, sizes_in_blocks
 from memtune.program import Kind, Resource, Tier
 from memtune.residency import cached
+from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
+from memtune.technique import Plan
 from memtune.testing import rewritten
 from memtune.testing.drift import plain_program, target_of
 from memtune.testing.training import build, settings_of, train, train_under
@@ -57,7 +59,7 @@ class TestPatrickStar(LayersSuite):
         assert step.peak_bytes() <= BUDGET_BYTES < program.step.peak_bytes()
 
     def test_what_crosses_the_link_is_the_chunks_that_furthest_next_use_makes_come_in(self) -> None:
-        """The mechanism: bytes are moves times the chunk, and no other rule's are fewer."""
+        """Bytes are moves times the chunk, and no other rule's are fewer."""
         program, plain = plain_program(ZOO["gpt"]), rewritten(ZOO["gpt"])
         plan = with_budget(SMALL)
         chunks, slots = pack(*sizes_in_blocks(plain), plan["chunk_bytes"]), tuple(plan["slots"])
@@ -70,6 +72,26 @@ class TestPatrickStar(LayersSuite):
         up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE)
         assert up == moves["belady"] * plan["chunk_bytes"] + outside
         assert total(step, Resource.DEVICE_TO_HOST) == weights
+
+    def test_what_is_not_used_again_goes_first(self) -> None:
+        """The mechanism: furthest next use. Where room is short in backward alone, what was used longest ago is needed next."""
+        program, plain = plain_program(ZOO["gpt"]), rewritten(ZOO["gpt"])
+        chunks = pack(*sizes_in_blocks(plain), 70_000)
+        slots = [chunks.count] * 8
+        slots[5] = len({*chunks.of_block[1], *chunks.of_block[2]})  # while block 2 runs backward
+        plan = Plan(decisions={"chunk_bytes": 70_000, "slots": slots})
+        moves, lru = (cached(chunks.uses(), tuple(slots), rule).moves for rule in ("belady", "lru"))
+        assert moves < lru
+        step = SMALL.rewrite(program, plan, target_of(SMALL)).step
+        outside = sum(int(plain.bytes[p.storage]) for p in plain.parameters if p.block < 0)
+        batch = total(plain, Resource.HOST_TO_DEVICE)
+        assert total(step, Resource.HOST_TO_DEVICE) == batch + moves * 70_000 + outside
+        workload, model, optimizer = build(ZOO["gpt"])
+        document = {"settings": settings_of(SMALL), "plan": {"offload.states": plan.decisions}}
+        tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
+        COUNTERS.take()
+        tuned.step([workload.make_batch(2)])
+        assert COUNTERS.take()["host_to_device"] == total(step, Resource.HOST_TO_DEVICE)
 
     def test_a_plan_for_a_budget_trains_to_the_same_bits_and_moves_what_it_says(self) -> None:
         document = {"settings": settings_of(SMALL), "plan": {"offload.states": with_budget(SMALL)}}

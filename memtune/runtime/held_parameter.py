@@ -1,0 +1,40 @@
+"""What an optimizer holds in the place of a parameter: on the host, on SSD.
+
+Who goes through `optimizer.param_groups`, as trainers do to clip by norm, finds there the gradients that a step would use,
+wherever they are: the parameter's own on the device, or, once that has left it, the sum that is held.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+_GRAD: Any = Tensor.grad
+
+
+class HeldParameter(nn.Parameter):
+    """Shows the gradient of the parameter that it stands for while it has none of its own; a copy stands for nothing."""
+
+    _stands_for: nn.Parameter | None = None
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Its own, or that of what it stands for."""
+        own: Tensor | None = _GRAD.__get__(self)
+        return own if own is not None or self._stands_for is None else self._stands_for.grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+
+def held_for(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter with `value` that an optimizer holds in the place of `parameter`."""
+    held: nn.Parameter = HeldParameter(value, requires_grad=parameter.requires_grad)
+    held._stands_for = parameter  # type: ignore[attr-defined]
+    return held

@@ -1,0 +1,122 @@
+"""Weights without memory: whoever reads or writes one is told so. torch's kernels would end the process, or compute with noise.
+
+Three rules:
+
+Rule 1. While a parameter's memory is given back, or has other values, it is of a class of its own, which looks at every call of
+        torch in which it takes part: what asks for its shape, its gradient and the like is answered, all else is refused. What is
+        there is a plain parameter, and costs nothing.
+Rule 2. A `detach` of one, which state dicts are made of, and its `data` are looked at in the same way, for as long as it is gone.
+Rule 3. Memory that the user has put in the place of a parameter's own (`parameter.data = ...`) would never come and go: it is
+        noticed when that is given back or taken, and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memtune.errors import ApplyError
+
+_ALIASES: Final = frozenset({"data", "detach"})
+_READ: Final = frozenset({"T", "H", "mT", "mH", "real", "imag"})
+"""Attributes that are tensors of the same memory."""
+_TEXTS: Final = frozenset({"__repr__", "__format__", "__str__"})
+_HARMLESS: Final = frozenset(
+    {"size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "untyped_storage", "__len__"}
+    | {"is_contiguous", "is_floating_point", "is_complex", "is_pinned", "is_shared", "get_device", "data_ptr", "__hash__"}
+    | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "grad", "backward", "_backward_hooks"}
+    | {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
+    | {"new_empty", "new_zeros", "new_ones", "new_full"}
+)
+"""Functions and methods that do not look at values; `torch.autograd.grad` is one."""
+_FIX: Final = "Tuned.state_dict() or model.state_dict(), which have the values, and load_state_dict to change them"
+
+
+class _Looked(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, kind = _called(func)
+        gone = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Looked) and _is_gone(each)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if gone and kind == "text":
+                return f"a weight of shape {tuple(gone[0].shape)} that is not on the device now"
+            if gone and kind == "values":
+                _refuse(name, gone[0])
+            found = func(*args, **kwargs)
+            if gone and kind == "alias":
+                found.__class__, found._owner = _Alias, getattr(gone[0], "_owner", gone[0])
+            return found
+
+
+class _Alias(_Looked):
+    """Rule 2."""
+
+    _owner: Tensor
+
+
+class _LetGo(_Looked, nn.Parameter):
+    """Rule 1."""
+
+
+def _called(func: Any) -> tuple[str, str]:
+    """The name of what was called, and whether that is harmless, an alias, a text, or takes values."""
+    name, owner = str(getattr(func, "__name__", func)), getattr(func, "__self__", None)
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = str(getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", ""))
+        takes = attribute in _READ if name == "__get__" else attribute == "data"
+        alias = name == "__get__" and attribute in _ALIASES
+        return f"parameter.{attribute}", "values" if takes else "alias" if alias else "harmless"
+    kind = "alias" if name in _ALIASES else "text" if name in _TEXTS else "harmless" if name in _HARMLESS else "values"
+    return name, kind
+
+
+def _is_gone(tensor: _Looked) -> bool:
+    return isinstance(tensor._owner if isinstance(tensor, _Alias) else tensor, _LetGo)
+
+
+def _refuse(name: str, tensor: Tensor) -> None:
+    raise ApplyError(
+        f"A weight of shape {tuple(tensor.shape)} is on the host, and let go on the device between uses.",
+        evidence=f"{name} has nothing to work on.",
+        fix=_FIX, code="MT364",
+    )  # fmt: skip
+
+
+def let_go(parameters: Iterable[nn.Parameter]) -> None:
+    """Their memory has been given back, or others' values come to it (Rule 1); other classes stay what they are."""
+    for each in parameters:
+        if type(each) is nn.Parameter:
+            each.__class__ = _LetGo
+
+
+def is_let_go(parameter: nn.Parameter) -> bool:
+    """Whether it is gone, and no parameter of a class of its own."""
+    return type(parameter) is _LetGo
+
+
+def are_back(parameters: Iterable[nn.Parameter]) -> None:
+    """They have memory, and are about to have their values."""
+    for each in parameters:
+        if type(each) is _LetGo:
+            each.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> None:
+    """Rule 3.
+
+    Raises:
+        ApplyError: One of `parameters` is not in that of `memory`.
+    """
+    own = memory.untyped_storage()._cdata
+    wrong = [each for each in parameters if each.untyped_storage()._cdata != own]
+    if wrong:
+        raise ApplyError(
+            f"The memory of a weight of shape {tuple(wrong[0].shape)} was replaced, as  parameter.data = ...  does.",
+            evidence="It comes and goes between device and host, in memory of its own.",
+            fix="model.load_state_dict, of the whole model or a part, or Tuned.load_state_dict", code="MT364",
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+"""Blocks' weights that are let go between uses: reading, writing, replacing and loading them is right, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from upset_loops import STORES, Net, assert_equal, batch, build, loss, made, plain, step, weights
+
+from memtune._apply import apply
+from memtune.errors import ApplyError
+from memtune.runtime import offload_dir
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SORTS = ["l2l", "patrickstar", "angel_ptm"]
+"""Blocks, chunks, pages."""
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "norm": lambda weight: weight.norm(),
+    "foreach": lambda weight: torch._foreach_norm([weight]),
+    "alias": lambda weight: weight.detach()[0].clone(),
+    "data": lambda weight: weight.data.sum(),
+    "write": lambda weight: weight.data.mul_(2),
+    "numpy": lambda weight: weight.detach().numpy(),
+    "copy": copy.deepcopy,
+    "replaced": lambda weight: setattr(weight, "data", torch.zeros_like(weight)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+
+
+def weight_of(model: Net, block: int = 1) -> nn.Parameter:
+    found = model.blocks[block].up.weight  # type: ignore[union-attr]
+    assert isinstance(found, nn.Parameter)
+    return found
+
+
+@pytest.mark.parametrize("name", SORTS)
+def test_who_reads_or_writes_what_is_let_go_is_told_so(name: str) -> None:
+    """Where torch's kernels would end the process, or look at other weights."""
+    model, optimizer, _ = made(name)
+    step(model, optimizer, 0)
+    weight = weight_of(model)
+    for read in READS.values():
+        with pytest.raises(ApplyError, match=r"MT364 A weight of shape \(16, 8\)(.|\n)*state_dict"):
+            read(weight)
+    assert (weight.shape, weight.dtype, weight.grad, weight.requires_grad) == ((16, 8), torch.float32, None, True)
+    assert "not on the device" in repr(weight)
+    assert isinstance(weight, nn.Parameter)
+    step(model, optimizer, 1)
+    assert_equal(weights(model), plain(2))
+
+
+@pytest.mark.parametrize("name", SORTS)
+def test_memory_put_in_the_place_of_a_weights_own_is_noticed(name: str) -> None:
+    model, _, _ = made(name)
+    out = loss(model, batch(0))
+    weight = weight_of(model, 3)  # used last, and first in backward
+    weight.data = torch.zeros_like(weight)
+
+    def goes_on() -> None:
+        out.backward()  # type: ignore[no-untyped-call]
+        loss(model, batch(1))
+
+    with pytest.raises(ApplyError, match=r"MT364 The memory of a weight of shape \(16, 8\) was replaced"):
+        goes_on()
+
+
+def test_gradients_for_what_is_let_go_are_asked_for_by_name() -> None:
+    """Between forward and backward, of blocks that have been let go."""
+    model, _, _ = made("l2l")
+    plain_model, _ = build()
+    found = [torch.autograd.grad(loss(net, batch(0)), [net.first.weight, net.blocks[0].up.weight])  # type: ignore[union-attr, list-item]
+             for net in (model, plain_model)]  # fmt: skip
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", [*STORES, "harmony", "parameters on SSD"])
+def test_a_part_of_a_block_is_saved_and_loaded(name: str) -> None:
+    if name == "harmony":
+        model, optimizer = build()
+        plan = {"offload.states": {"forward": [[0, 2]], "backward": [[0, 2], [2, 4]]}}
+        apply(model, optimizer, {"settings": {"offload": {"states": {"kind": name}}}, "plan": plan}, loss=loss, strict=False)
+    elif name == "parameters on SSD":
+        model, optimizer = build()
+        states = {"kind": "zero_infinity", "parameters": "ssd"}
+        apply(model, optimizer, {"settings": {"offload": {"states": states}}}, loss=loss, strict=False)
+    else:
+        model, optimizer, _ = made(name)
+    other, others = build()
+    for net, own in ((model, optimizer), (other, others)):
+        if name != "harmony":
+            step(net, own, 0)
+        for part in (net.blocks[2].up, net.blocks[1].norm):  # type: ignore[union-attr]
+            assert isinstance(part, nn.Module)
+            doubled: dict[str, Tensor] = {key: 2 * value for key, value in part.state_dict().items()}
+            part.load_state_dict(doubled)
+        if name != "harmony":
+            step(net, own, 1)
+    assert_equal(weights(model), weights(other))
