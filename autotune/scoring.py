@@ -144,7 +144,9 @@ class Scorer:
         if known is None or known[0] is not program:  # an id may come again when its program is gone
             if len(self._known) >= _KEPT:
                 del self._known[next(iter(self._known))]  # the oldest
-            known = self._known[id(program)] = program, simulate(program, self._hardware, calibration=self._calibration)
+            as_held = self._host_bytes is not None  # else nobody asks, of candidates that nobody sees
+            prediction = simulate(program, self._hardware, calibration=self._calibration, as_held=as_held)
+            known = self._known[id(program)] = program, prediction
         return known[1]
 
     def again(self, scored: Scored, *, taught_by: Iterable[OpTime] | None = None) -> Scored:

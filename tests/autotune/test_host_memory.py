@@ -27,7 +27,7 @@ ON_HOST = {"execution": {"micro_batch": 4}, "offload": {"states": {"kind": "zero
 def test_what_the_host_cannot_hold_is_refused_with_the_numbers_of_all_its_ranks() -> None:
     made = search_world.rewriter("gpt")
     choice = Choice.from_document(ON_HOST)
-    fitting = Scorer(made).score(choice)
+    fitting = Scorer(made, host_bytes=1 << 50).score(choice)
     assert isinstance(fitting, Scored)
     needed = fitting.prediction.host_peak_bytes
     assert isinstance(Scorer(made, host_bytes=needed).score(choice), Scored)

@@ -42,6 +42,7 @@ def test_copies_are_held_as_powers_of_two_beside_a_gpu_alone(technique: CopyOut 
     assert host_peak(program, GPU) == host_peak(rounded, CPU) > host_peak(program, CPU)
 
 
+@pytest.mark.slow
 def test_masters_are_casts_and_plain_memory() -> None:
     step = planned(ZOO["tobf16"], OptimizerCpu(kind="optimizer_cpu", update="master"))[0].step
     masters = (step.tier == Tier.HOST) & (step.kind == Kind.PARAMETER)

@@ -53,7 +53,6 @@ ELSEWHERE = {"none", "harmony", "mobius", "moesys", "smart_infinity", "orchestra
 """`packs_suite` for chains, `under_budget` for experts and for updaters in processes of their own; replicas have no such run."""
 CLIPPED = ("optimizer_cpu", "optimizer_cpu, native", "zero_infinity", *ACTIVATIONS, "planned")
 """Gradients wait for the step, so clipping by norm is right; the others refuse it."""
-BRIEFLY = "zero_infinity"
 CASES = [*STATES, *ACTIVATIONS, "planned"]
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("ssd")]
 
@@ -122,7 +121,8 @@ def test_no_technique_is_left_out() -> None:
 
 
 @pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
-@pytest.mark.parametrize("case", [each if each == BRIEFLY else pytest.param(each, marks=pytest.mark.slow) for each in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_it_trains_to_the_bit_where_the_plain_run_is_out_of_memory(case: str) -> None:
     """With accumulation, and clipped where that is not refused. After the third step no tier holds more."""
     norm = NORM if case in CLIPPED else 0.0
