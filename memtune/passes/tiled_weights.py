@@ -198,7 +198,7 @@ class _Layer:
 
 
 def _made_by(step: Step, op: int) -> int:
-    return int(np.flatnonzero(step.producer == op)[0])
+    return int(np.flatnonzero(step.producer == op)[0].item())
 
 
 class _Turn:
@@ -273,9 +273,9 @@ class _Turn:
         )  # fmt: skip
         made = np.empty(0, np.int32)
         if self._new:
-            op, n_bytes, owner, kind = (np.asarray(each) for each in zip(*self._new, strict=True))
+            by, n_bytes, owner, kind = (np.asarray(each) for each in zip(*self._new, strict=True))
             made = edit.add_storages(
-                n_bytes.astype(np.int64), producer=rows[op], kind=kind.astype(np.uint8), owner=owner.astype(np.int32)
+                n_bytes.astype(np.int64), producer=rows[by], kind=kind.astype(np.uint8), owner=owner.astype(np.int32)
             )
 
         def real(storages: tuple[int, ...]) -> I32:

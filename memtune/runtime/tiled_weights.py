@@ -54,19 +54,27 @@ def linear_layers(context: Context, weights: Iterable[str]) -> dict[nn.Parameter
                 evidence="The model has no such layer." if module is None else f"It is in a {type(module).__name__}.",
                 fix="tiles: 1  for offload.states", code="MT364",
             )  # fmt: skip
-        found[module.weight] = module
+        found[next(module.parameters())] = module
     return found
 
 
 def install(context: Context, layers: Mapping[nn.Parameter, nn.Linear], tiles: int, store: TileStore) -> None:
     """Let these layers run tile by tile (Rules 1 and 2)."""
     for weight, module in layers.items():
-        module.forward = partial(_forward, module, weight, tiles, store)
+        vars(module)["forward"] = partial(_forward, module, weight, tiles, store)
         context.undo.callback(vars(module).pop, "forward", None)
 
 
 def _forward(module: nn.Linear, weight: nn.Parameter, tiles: int, store: TileStore, x: Tensor) -> Tensor:
-    out: Tensor = _Tiled.apply(x, weight, module.bias, tiles, store)  # type: ignore[no-untyped-call]
+    if torch.is_autocast_enabled(x.device.type):
+        raise ApplyError(
+            "A weight that comes in tiles is used under autocast.",
+            evidence="It would be cast whole; the step that the plan was made for casts none.",
+            fix="tiles: 1  for offload.states, or a plan made under autocast", code="MT364",
+        )  # fmt: skip
+    kept: list[Any] = []
+    x = _Kept.apply(x, kept)  # type: ignore[no-untyped-call]
+    out: Tensor = _Tiled.apply(x, weight, module.bias, tiles, store, kept)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -93,11 +101,30 @@ def _bring(weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
     return there
 
 
+class _Kept(torch.autograd.Function):
+    """Saves the input before the first tile comes, as a product of matrices does.
+
+    So a block that runs again for what it saved stops there, and does not run the layer once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: list[Any]) -> Tensor:
+        ctx.save_for_backward(x)
+        kept.append(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class _Tiled(torch.autograd.Function):
     """Legend: M = tokens, K = input features, N = output features."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, tiles: int, store: TileStore) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, tiles: int, store: TileStore, kept: list[Any]
+    ) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])  # (M, K)
         out = x.new_empty(len(tokens), len(weight))  # (M, N)
         for rows, take in _brought(weight, store.host_of(weight), tiles):
@@ -105,14 +132,18 @@ class _Tiled(torch.autograd.Function):
                 torch.mm(tokens, take().t(), out=out[:, rows])
             else:
                 torch.addmm(bias[rows], tokens, take().t(), out=out[:, rows])
-        ctx.save_for_backward(x)
+        if not x.requires_grad:
+            ctx.save_for_backward(x)
+        ctx.kept = kept if x.requires_grad else [ctx]
         ctx.weight, ctx.has_bias, ctx.tiles, ctx.store = weight, bias is not None, tiles, store
         return out.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        (kept,), weight = ctx.kept, ctx.weight
+        (x,) = kept.saved_tensors
+        kept.maybe_clear_saved_tensors()  # not if the graph is kept; else its node would have them until its turn
         tokens, given = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         of_x = tokens.new_empty(tokens.shape) if ctx.needs_input_grad[0] else None
         for rows, take in (
@@ -127,4 +158,4 @@ class _Tiled(torch.autograd.Function):
                 ctx.store.tile_landed(weight, rows, of_tile)
         of_bias = given.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         ctx.store.tile_landed(weight, rows, of_tile)
-        return None if of_x is None else of_x.view_as(x), None, of_bias, None, None
+        return None if of_x is None else of_x.view_as(x), None, of_bias, None, None, None

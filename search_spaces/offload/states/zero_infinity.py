@@ -43,12 +43,12 @@ class ZeroInfinity(Technique):
     written once a step. Their gradients go down as they land and wait on the host, so clipping by norm is noticed and refused.
     With `gradients: ssd` they wait there: each is written once per micro-batch, and read once more in the step, and before every
     further micro-batch is added. On several ranks each has all of that on a host and drive of its own beside `ddp`, and its rows
-    of it beside `fsdp`, which gathers a block's from them. Not in it: tiles of a single large layer whose weights come one after
-    the other (a block's weights are there together), and optimizer state on the host beside parameters on SSD.
+    of it beside `fsdp`, which gathers a block's from them. With `tiles` a large layer's weight is never whole on the device. Not in it:
+    optimizer state on the host beside parameters on SSD.
 
     Distinguishing test: 12 bytes per parameter are read and 12 written in a step, the read of the third parameter begins before
     the first is updated, and host memory holds no more pieces than are on their way; a block is read from SSD while the one two
-    before it computes.
+    before it computes; of a weight in tiles, and of its gradient, two tiles at most are on the device.
     """
 
     kind: Literal["zero_infinity"] = "zero_infinity"
@@ -147,6 +147,7 @@ class ZeroInfinity(Technique):
             require_replicas(context, f"zero_infinity with parameters: {self.parameters}")
         if (why := self._nonsense()) is not None:
             raise ApplyError(f"zero_infinity: {why.text}.", fix=why.fix, code="MT315")
+        tiled = self._tiled(context, plan)
         offload_dir.checked()
         moved = SsdOptimizer(context, master=self.update == "master", ahead=self.ahead, keep=self.keeps_steps())
         context.checks["offload.states"] = moved.check
@@ -154,7 +155,6 @@ class ZeroInfinity(Technique):
             where = self.parameters, self.gradients or "host"
             blocks, gathered = len(context.blocks), is_gathered(context.model)
             residency = window(blocks, min(self.on_device, blocks), gathered=gathered)
-            tiled = self._tiled(context, plan)
             kept = KeptParameters(context, residency, moved, self.read_ahead, *where, tiled)
             install(context, tiled, self.tiles, kept)
             context.checks["offload.states"] = kept.check
@@ -193,7 +193,7 @@ class ZeroInfinity(Technique):
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """One way for each type of parameter."""
-        return {"update": ("native", "master"), "parameters": ("device", "host", "ssd")}
+        return {"update": ("native", "master"), "parameters": ("device", "host", "ssd"), "tiles": (1, 4)}
 
     def exactly(self) -> Exactness:
         """Lossy with masters: it trains as bfloat16 with float32 masters does, not as the user's optimizer."""
