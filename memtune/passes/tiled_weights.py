@@ -67,11 +67,11 @@ def weights_before_biases(step: Step, weights: tuple[int, ...]) -> Step:
     index = {name: i for i, name in enumerate(columns.names)}
     adds = adding(step)
     landing, use_op = step.landing.copy(), step.use_op.copy()
+    at = {each: i for i, each in enumerate(step.landing.tolist())}
     for p in weights:
         bias = index.get(columns.names[p].removesuffix("weight") + "bias", -1)
         if bias < 0 or columns.gradient[bias] < 0:
             continue
-        at = {int(each): i for i, each in enumerate(step.landing.tolist())}
         one, other = at.get(int(columns.gradient[bias]), -1), at.get(int(columns.gradient[p]), -1)
         if one >= 0 and other == one + 1:
             landing[[one, other]] = step.landing[[other, one]]
@@ -92,15 +92,15 @@ def tile_weights(step: Step, weights: tuple[int, ...], tiles: int) -> Step:
         weights: What `tileable` found.
         tiles: At least 2.
     """
-    edit, dropped, unused = Edit(step), np.zeros(step.n_ops, bool), np.zeros(len(step.use_op), bool)
+    edit, dropped, whole = Edit(step), np.zeros(step.n_ops, bool), np.zeros(step.n_storages, bool)
     edit.producer, edit.bytes = step.producer.copy(), step.bytes.copy()
     for p in weights:
         layer = _Layer(step, edit, p, tiles)
         layer.runs_in_tiles()
         dropped[layer.replaced] = True
-        unused |= np.isin(step.use_storage, layer.there)
+        whole[layer.there] = True
     edit.drop_ops(dropped)
-    edit.drop_uses(unused)
+    edit.drop_uses(whole[step.use_storage])
     return edit.done()
 
 
@@ -125,7 +125,7 @@ class _Layer:
         """Forward, what runs again, and backward."""
         step = self._step
         down = int(step.producer[self._sum])
-        gradient = int(step.use_storage[step.use_op == down][0])
+        gradient = int(_used_by(step, down)[0])
         product, is_read = int(step.producer[gradient]), False
         for there in self.there.tolist():
             source, users = self._let_go(there)
@@ -143,14 +143,14 @@ class _Layer:
         step = self._step
         uses = np.flatnonzero(step.use_storage == there)
         load = int(step.use_op[uses[step.use_mutates[uses] == WRITES][0]])
-        source = int(step.use_storage[(step.use_op == load) & (step.use_storage != there)][0])
+        source = next(int(each) for each in _used_by(step, load) if each != there)
         if step.producer[source] >= 0:
             self._edit.held_until[source] = max(int(self._edit.held_until[source]), int(step.held_until[there]))
         self.replaced += [int(step.producer[there]), load]
         return source, [int(op) for op in step.use_op[uses] if op != load]
 
     def _bytes(self, rows: slice) -> int:
-        return (rows.stop - rows.start) * self._row_bytes
+        return int(rows.stop - rows.start) * self._row_bytes
 
     def _last_down(self, down: int, gradient: int, product: int) -> None:
         """The last tile's gradient goes down in the place of all when the one before is there; its node still has its inputs."""
@@ -163,7 +163,7 @@ class _Layer:
         edit.add_uses(copy, np.asarray([self._sum], np.int32), mutates=True)
         edit.bytes[gradient] = n_bytes
         edit.let_go_before(np.asarray([self._last_but_one], np.int32), copy)
-        inputs = self._step.use_storage[self._step.use_op == product]
+        inputs = _used_by(self._step, product)
         edit.hold_through(inputs, np.repeat(copy, len(inputs)))
 
     def _run(self, user: int, source: int, product: int, gradient: int) -> None:
@@ -195,6 +195,11 @@ class _Layer:
             turn.allocate(self._sum, "aten.empty_strided.default")
         turn.send(gradient, self._sum, self._bytes(rows), before)
         return gradient
+
+
+def _used_by(step: Step, op: int) -> I32:
+    start, stop = np.searchsorted(step.use_op, (op, op + 1))
+    return step.use_storage[start:stop]
 
 
 def _made_by(step: Step, op: int) -> int:
@@ -250,8 +255,8 @@ class _Turn:
         op = self._op(
             name, Resource.COMPUTE, part * step.op_flops[like], int(part * step.op_traffic_bytes[like]), int(step.op_module[like])
         )
-        reads = step.use_storage[(step.use_op == like) & (step.kind[step.use_storage] != Kind.COMMUNICATION)]
-        self._uses += [(op, each, False) for each in reads.tolist()]
+        reads = _used_by(step, like)
+        self._uses += [(op, each, False) for each in reads[step.kind[reads] != Kind.COMMUNICATION].tolist()]
         return op
 
     def send(self, gradient: int, host: int, n_bytes: int, before: int | None) -> None:
@@ -265,8 +270,9 @@ class _Turn:
         """Put them into the step; returns the new storages, in the order of their negative numbers."""
         step, edit, anchor = self._step, self._edit, self._anchor
         names, resource, flops, traffic, module, stream, prefetch = zip(*self._ops, strict=True)
+        ids = {each: edit.name_id(each) for each in set(names)}
         rows = edit.add_ops(
-            np.asarray([edit.name_id(each) for each in names], np.int32), before=np.full(len(names), anchor, np.int32),
+            np.asarray([ids[each] for each in names], np.int32), before=np.full(len(names), anchor, np.int32),
             phase=Phase(int(step.op_phase[anchor])), resource=np.asarray(resource, np.uint8), flops=np.asarray(flops, np.float64),
             traffic_bytes=np.asarray(traffic, np.int64), module=np.asarray(module, np.int32), call=int(step.op_call[anchor]),
             stream=np.asarray(stream, np.uint8), prefetch=np.asarray(prefetch, np.uint8),

@@ -43,8 +43,8 @@ class ZeroInfinity(Technique):
     written once a step. Their gradients go down as they land and wait on the host, so clipping by norm is noticed and refused.
     With `gradients: ssd` they wait there: each is written once per micro-batch, and read once more in the step, and before every
     further micro-batch is added. On several ranks each has all of that on a host and drive of its own beside `ddp`, and its rows
-    of it beside `fsdp`, which gathers a block's from them. With `tiles` a large layer's weight is never whole on the device. Not in it:
-    optimizer state on the host beside parameters on SSD.
+    of it beside `fsdp`, which gathers a block's from them. With `tiles` a large layer's weight is never whole there. Not in
+    it: optimizer state on the host beside parameters on SSD.
 
     Distinguishing test: 12 bytes per parameter are read and 12 written in a step, the read of the third parameter begins before
     the first is updated, and host memory holds no more pieces than are on their way; a block is read from SSD while the one two
