@@ -55,8 +55,8 @@ def _is_linear(step: Step, p: int, raw: int, body: npt.NDArray[np.bool_]) -> boo
         return False
     wide, deep = columns.shapes[p]
     made = step.bytes[step.producer == forward[0]]
-    tokens = int(step.op_flops[forward[0]] / max(2 * wide * deep, 1))
-    if len(made) != 1 or made[0] != tokens * wide * columns.itemsize[p]:
+    tokens = int(step.op_flops[forward[0]] / max(2 * int(wide) * int(deep), 1))
+    if len(made) != 1 or int(made[0]) != tokens * int(wide) * int(columns.itemsize[p]):
         return False
     return not len(back) or 0 < step.producer[raw] - back[0] <= 1
 
