@@ -19,6 +19,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from layers_suite import block_bytes
 from shared_layers import MODELS, SIZE, rewriter
+from shared_stages import chain_returning
 
 from memtune import hardware
 from memtune._apply import apply
@@ -359,6 +360,12 @@ def wrong_plan(path: Path, config: dict[str, Any]) -> str:
     with pytest.raises(ApplyError) as error:
         apply(model, optimizer, config, loss=workload.loss, strict=False)
     return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [MOBIUS, HARMONY], ids=lambda each: str(each["kind"]))
+def test_blocks_may_return_a_tensor_among_constants(tmp_path: Path, states: dict[str, Any]) -> None:
+    check(2, path=chain_returning('{"kept": None, "passed": [{y}], "how": "plain"}', '{out}["passed"][0]', tmp_path), **states)
 
 
 @pytest.mark.slow
