@@ -130,6 +130,7 @@ def test_stages_share_the_model_and_send_what_the_formula_says() -> None:
     program = candidate(CHAIN, 4, accumulate=2).program
     assert (program.unrolled, program.sharers, program.samples) == (8, 4, 4 * 2 * SIZE)
     assert [each.count for each in program.rank_classes] == [1, 2, 1]  # the two between are alike, the fullest is first
+    assert [each.ranks for each in program.rank_classes] == [(0,), (1, 2), (3,)]
     plain = rewriter(CHAIN, 4).recording.at(SIZE)
     steps = pipelined(accumulate_gradients(plain), Piped((0, 2, 4, 6), 4, "1f1b", 8))
     assert [sent_bytes(step) for step in steps] == [8 * PASSED, 16 * PASSED, 16 * PASSED, 8 * PASSED]
