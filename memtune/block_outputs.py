@@ -55,18 +55,16 @@ def not_one_tensor(form: str) -> str:
 
 
 def _leaves(form: Any) -> Iterator[dict[str, Any]]:
-    match form:
-        case None | bool() | str():
-            pass
-        case {"tensor": int(), **rest} if not rest:
+    if form is None or isinstance(form, bool | str):
+        return
+    match list(form.items()) if isinstance(form, dict) else []:
+        case [("tensor", int())] | [("other", str())]:
             yield form
-        case {"other": str(), **rest} if not rest:
-            yield form
-        case {"list": [*inside], **rest} | {"tuple": [*inside], **rest} if not rest:
+        case [("list" | "tuple", list(inside))]:
             for each in inside:
                 yield from _leaves(each)
-        case {"dict": {**inside}, **rest} if not rest:
-            for each in inside.values():
+        case [("dict", dict(named))]:
+            for each in named.values():
                 yield from _leaves(each)
         case _:
             raise ValueError(f"{form!r} is no form of what a block returns")
