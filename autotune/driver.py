@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from memtune.autotune import events
 from memtune.autotune.candidates import Choice
 from memtune.autotune.control import Control
-from memtune.autotune.effects import Effects, effects, kinds
+from memtune.autotune.effects import Effects, Kind, effects, kinds
 from memtune.autotune.judge import Measured, judge, loss_tolerance, losses_disagree
 from memtune.autotune.options import SearchOptions
 from memtune.autotune.pruning import Pruner
+from memtune.autotune.refusals import blamed
 from memtune.autotune.sampler import Sampler, StoredTrial
 from memtune.autotune.scoring import Scored
 from memtune.autotune.setup import Setup
@@ -89,7 +90,7 @@ class Driver:
         self.finished: list[Finished] = []
         self.running: dict[int, Job] = {}
         self.tried: set[str] = set()
-        self._struck: set[frozenset[tuple[str, str]]] = set()
+        self._struck: set[frozenset[Kind]] = set()
         self.finalists: set[str] = set()
         self.stopped = self.broken = ""
         self._sampler, self._executor, self._log = sampler, executor, log
@@ -304,7 +305,7 @@ class Driver:
         """Learn from a result; the same for one that just came and one that a resumed study holds."""
         self.finished.append(done)
         self.tried.add(done.job.scored.key)
-        self._strike(done)
+        self._strike()
         result, prediction = done.result, done.job.scored.prediction
         if result.status == "ok":
             guard_is_due = self.reference is None or (done.job.role == "guard" and self.reference.job.role != "guard")
@@ -343,14 +344,14 @@ class Driver:
         """Whether `choice` has all that two trials had in common whose techniques refused the live model for the same reason."""
         return any(struck <= kinds(choice) for struck in self._struck)
 
-    def _strike(self, done: Finished) -> None:
-        same = [each for each in self.finished if each.result.status == "unfit" and each.result.reason == done.result.reason]
-        if len(same) < 2 or not done.result.reason.startswith("MT"):
-            return
-        worked = [kinds(each.job.scored.choice) for each in self.finished if each.result.status == "ok"]
-        common = frozenset.intersection(*(kinds(each.job.scored.choice) for each in same))
-        if common and not any(common <= those for those in worked):
-            self._struck.add(common)
+    def _strike(self) -> None:
+        """Found anew with each result: what worked after all is struck out no more."""
+        refused: dict[str, list[frozenset[Kind]]] = {}
+        for each in self.finished:
+            if each.result.status == "unfit" and each.result.reason.startswith("MT"):
+                refused.setdefault(each.result.reason, []).append(kinds(each.job.scored.choice))
+        worked = {kinds(each.job.scored.choice) for each in self.finished if each.result.status == "ok"} if refused else set()
+        self._struck = {struck for trials in refused.values() for struck in blamed(trials, worked)}
 
     def _after(self, done: Finished) -> None:
         if done.result.status == "ok":

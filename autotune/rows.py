@@ -9,6 +9,7 @@ import numpy as np
 
 from memtune.autotune.block_calls import BlockCalls
 from memtune.autotune.owners import owners
+from memtune.block_outputs import LONE
 from memtune.program import FOREVER, HANDS_OVER, I32, Parameter, Step
 
 OpRow = tuple[str, int, int, int, int, float, int, int, int, int, int]
@@ -94,6 +95,7 @@ class Draft:
         outputs: Storages that the model returned.
         parts: Storages that were saved in parts, see `Step.written_parts`.
         lazy_values: As in `Step`.
+        outputs_of: What each block has returned, see `Step.block_outputs`.
         looks: Storages of which code asked for a number, see `Step.looked_at`.
         ready: Gradient → op after which it was in place.
     """
@@ -115,6 +117,7 @@ class Draft:
         self.model_calls = 0
         self.lazy_values = False
         self.enter, self.leave = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
+        self.outputs_of = [LONE] * len(blocks)
         self.inputs: dict[tuple[int, int], None] = {}
         self.outputs: set[int] = set()
         self.parts: set[int] = set()
@@ -201,6 +204,7 @@ class Draft:
             leave=np.asarray(self.leave, np.int32),
             model_calls=self.model_calls,
             lazy_values=self.lazy_values,
+            block_outputs=tuple(self.outputs_of),
             input_call=calls.number[np.asarray([call for call, _ in self.inputs], np.int32)],
             input_storage=np.asarray([storage for _, storage in self.inputs], np.int32),
             landing=np.asarray(list(self.ready), np.int32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -328,15 +329,21 @@ def _waits(program: Program, step: Step, hardware: Hardware) -> float:
 
 
 def places(program: Program, hardware: Hardware) -> list[tuple[int, int]]:
-    """For each rank class a PCIe root and how many of its ranks are behind it; ranks of one class are neighbours.
+    """For each rank class a PCIe root and how many of its ranks are behind it.
 
-    A class that fills a root is judged by such a one, any other by its first rank's. On CPU `op_costs` shares out the machine.
+    A class that fills a root is judged by such a one, any other by its first rank's. Ranks of a class that does not name them are
+    neighbours, after those of the classes before. On CPU `op_costs` shares out the machine.
     """
     per_root = hardware.gpus_per_pcie_root
     if hardware.device == "cpu":
         return [(number, 1) for number in range(len(program.rank_classes))]
     found, first = [], 0
     for each in program.rank_classes:
+        if each.ranks:
+            behind = Counter(rank // per_root for rank in each.ranks)
+            root = next((root for root, count in behind.items() if count == per_root), each.ranks[0] // per_root)
+            found.append((root, behind[root]))
+            continue
         filled = -(-first // per_root)
         if (filled + 1) * per_root <= first + each.count:
             found.append((filled, per_root))

@@ -30,6 +30,7 @@ from memtune.autotune.resizes import watch_resizes
 from memtune.autotune.rows import Draft, Mark
 from memtune.autotune.stand_in import stand_in_for
 from memtune.autotune.untraced import watch_random_states
+from memtune.block_outputs import form_of
 from memtune.ops import SEAM, link_of
 from memtune.program import FOREVER, HANDS_OVER, OWN_GENERATOR, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.by_element import element_bytes
@@ -363,6 +364,8 @@ class Tracer(WatchingMode):
                     module.register_forward_hook(self._returned(i), prepend=True),
                 )
             ]
+            # After hooks of the user's, which may change it.
+            called += [each.register_forward_hook(self._form_of(i)) for i, each in enumerate(watched[:-1])]
             for handle in (enter, leave, before, *landed, *called):
                 stack.callback(handle.remove)
             stack.enter_context(watch_resizes(self.resized))
@@ -398,6 +401,13 @@ class Tracer(WatchingMode):
                     with torch._C.DisableTorchFunctionSubclass():  # or logits that are not there would be read
                         storages = [_local(t).untyped_storage() for t in tree_leaves(output) if isinstance(t, Tensor)]
                     self.draft.outputs |= {self._ids[each._cdata] for each in storages if each._cdata in self._ids}
+
+        return note
+
+    def _form_of(self, block: int) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_autograd_node() is None:
+                self.draft.outputs_of[block] = form_of(output)
 
         return note
 

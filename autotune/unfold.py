@@ -217,6 +217,7 @@ class Unfolding:
             call_block=np.arange(len(blocks), dtype=np.int32),
             call_grad=step.call_grad[whose.row[:-1]],
             parameters=tuple(self._parameters(blocks)),
+            block_outputs=tuple(step.block_outputs[row] for row in whose.row[:-1].tolist()),
             enter=self._ops.seen(step.enter[whose.row].astype(np.int64), whose.copy).astype(np.int32),
             leave=self._ops.seen(step.leave[whose.row].astype(np.int64), whose.copy).astype(np.int32),
             returned=np.sort(self._storages.moved(step.returned.astype(np.int64))).astype(np.int32),

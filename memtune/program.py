@@ -160,6 +160,8 @@ class Step:
     """How often the whole model's forward ran; `enter` is that of the first one, `leave` that of the last."""
     lazy_values: bool = False
     """Whether an op of forward or backward was given a tensor that torch conjugates or negates as it is read: complex numbers."""
+    block_outputs: tuple[str, ...] = ()
+    """What each block returns (`block_outputs.form_of`), its last call if it has several."""
 
     @property
     def n_ops(self) -> int:
@@ -291,6 +293,8 @@ class RankClass:
 
     count: int
     step: Step
+    ranks: tuple[int, ...] = ()
+    """Which ones, rising; empty where they are those after the ranks of the classes before."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,6 +44,17 @@ def document(path: Path, ranks: int = 2, beside: dict[str, Any] | None = None, *
     return {"settings": chosen, "plan": {slot: plan.decisions for slot, plan in plans.items()}}
 
 
+def chain_returning(output: str, taken: str, folder: Path) -> Path:
+    """`CHAIN` with blocks that return their `{y}` as in `output`, from whose `{out}` the model takes it as in `taken`."""
+    text, block = CHAIN.read_text(), "block(x, mask=mask)"
+    assert text.count(block) == 1
+    assert text.count("return x + self.mlp(x)") == 1
+    text = text.replace("return x + self.mlp(x)", f"return {output.replace('{y}', 'x + self.mlp(x)')}")
+    file = folder / "returning.py"
+    file.write_text(text.replace(block, taken.replace("{out}", block)))
+    return file
+
+
 def sent_bytes(step: Step) -> int:
     name = step.names.index("c10d.send.default")
     return int(step.op_traffic_bytes[step.op_name == name].sum())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ def make_step(ops: int, storages: int, **columns: Any) -> Step:
         if each.name in data:
             data[each.name] = columns.get(each.name, data[each.name])
             continue
-        if str(each.type) in ("int", "bool"):
+        if each.default is not MISSING:
             data[each.name] = columns.get(each.name, each.default)
             continue
         rows = 0 if each.name in _OF_STORAGES else lengths.get(each.name.split("_")[0], storages)

@@ -18,9 +18,12 @@ def split_calls(step: Step) -> Step:
     if len(step.call_block) == len(step.blocks):
         return step
     blocks = tuple(step.blocks[each] for each in step.call_block)
-    return replace(step, blocks=blocks, call_block=np.arange(len(blocks), dtype=np.int32))
+    outputs = tuple(step.block_outputs[each] for each in step.call_block) if step.block_outputs else ()
+    return replace(step, blocks=blocks, block_outputs=outputs, call_block=np.arange(len(blocks), dtype=np.int32))
 
 
 def join_calls(step: Step, like: Step) -> Step:
     """`step`, which has one block per call of `like`, with the blocks of `like` again."""
-    return step if len(like.call_block) == len(like.blocks) else replace(step, blocks=like.blocks, call_block=like.call_block)
+    if len(like.call_block) == len(like.blocks):
+        return step
+    return replace(step, blocks=like.blocks, block_outputs=like.block_outputs, call_block=like.call_block)

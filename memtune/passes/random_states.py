@@ -3,6 +3,8 @@
 Of a block that runs again and draws: the state it began with and that after each of its ops that draws and does not run again
 itself. Of a block that draws nothing the state is looked at while its forward runs, one at a time; that is not counted.
 
+Where it is decided online who runs again, every op that draws leaves its state (`states_online`).
+
 A GPU's generator adds 16 bytes to each, which are left out: a Step does not say which device it is for.
 """
 
@@ -14,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.edit import Edit
-from memtune.program import I32, Kind, Phase, Step, Tier
+from memtune.program import I32, OWN_GENERATOR, Kind, Phase, Step, Tier
 
 Mask = npt.NDArray[np.bool_]
 
@@ -41,6 +43,26 @@ def states_of(draws: Mask, again: Mask, first: I32) -> dict[str, npt.NDArray[Any
         "ready_after": np.full(count, -1, np.int32), "producer": np.concatenate([began, rows]).astype(np.int32),
         "held_until": np.concatenate([last, rows]).astype(np.int32),
     }  # fmt: skip
+
+
+def states_online(step: Step) -> Step:
+    """`step`, whose ops run by a schedule, with the states that are kept where it is decided while they run who runs again.
+
+    An upper bound: each op that draws leaves one, until backward is over at the latest (it goes with what the op has made), and
+    any of them may run again, for which the state of now is put aside.
+    """
+    draws = np.flatnonzero((step.op_rng > 0) & (step.op_copy_of < 0) & (step.op_phase < Phase.BOUNDARY)).astype(np.int32)
+    if not len(draws):
+        return step
+    last = np.int32(np.flatnonzero(step.op_phase < Phase.BOUNDARY)[-1])
+    there = np.isin(step.producer, draws) & (step.tier == Tier.HOST) & (step.bytes == STATE_BYTES)
+    there = np.flatnonzero(there & (step.held_until > step.producer)).astype(np.int32)  # not what is put aside
+    edit = Edit(step)
+    edit.hold_through(there, np.full(len(there), last, np.int32))
+    own = draws[step.op_rng[draws] == OWN_GENERATOR]  # whose state is kept beside torch's
+    more = np.concatenate([np.setdiff1d(draws, step.producer[there]), own, draws[:1]]).astype(np.int32)
+    _add(edit, more, np.full(len(more), last, np.int32))
+    return edit.done()
 
 
 def keep_states(edit: Edit, step: Step, forward: Mask, dropped: tuple[Mask, I32], stays: tuple[Mask, I32]) -> None:

@@ -9,7 +9,9 @@ first block's input crosses it:
    between blocks that touches such values stands in no cut, since the stage before ends with its block and the one after begins
    with its own.
 3. What no weight goes into (masks, positions) is computed by every stage from its own copy of the batch, and crosses no cut.
-4. Backward crosses the cut with one gradient; a weight used on both sides gets its gradient in two parts.
+4. No block before it returns another tensor: a later stage, where it does not run, makes anew what it returns around the one
+   that was sent (`block_outputs`).
+5. Backward crosses the cut with one gradient; a weight used on both sides gets its gradient in two parts.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from memtune.block_outputs import not_one_tensor
 from memtune.parameters import columns_of
 from memtune.program import I32, Phase, Resource, Step, Tier
 
@@ -44,6 +47,8 @@ class Chain:
     """Parameters outside of the blocks that run before them."""
     last: tuple[str, ...]
     """The same of those that run after them."""
+    outputs: tuple[str, ...]
+    """What each block returns (`block_outputs`); empty where all of them return a lone tensor."""
     obstacle: str
     """What is in the way at the first place that cannot be cut, '' for nothing."""
 
@@ -65,8 +70,9 @@ def chain_of(step: Step) -> Chain | str:
     if isinstance(passed, str):
         return passed
     cuts, boundary, obstacle = [], {}, ""
+    odd = _odd_output(step)
     for cut in range(1, n_blocks):
-        found = _crosses(step, place, made_at, cut)
+        found = odd[1] if odd is not None and odd[0] < cut else _crosses(step, place, made_at, cut)
         if isinstance(found, int) and step.bytes[found] == passed:
             cuts.append(cut)
             boundary[cut] = found
@@ -74,7 +80,16 @@ def chain_of(step: Step) -> Chain | str:
             size = f"{step.blocks[cut]} is given another size than {step.blocks[0]}"
             obstacle = found if isinstance(found, str) else size
     first, last = _outside(step, place)
-    return Chain(place, tuple(cuts), passed, boundary, first, last, obstacle)
+    outputs = step.block_outputs if any(step.block_outputs) else ()
+    return Chain(place, tuple(cuts), passed, boundary, first, last, outputs, obstacle)
+
+
+def _odd_output(step: Step) -> tuple[int, str] | None:
+    """The first block that returns what no other stage can make anew (rule 4), and what is in the way."""
+    for block, form in enumerate(step.block_outputs):
+        if wrong := not_one_tensor(form):
+            return block, f"{step.blocks[block]} returns {wrong}; stages pass on one tensor"
+    return None
 
 
 def _places(step: Step) -> I32:

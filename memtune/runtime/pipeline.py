@@ -61,6 +61,8 @@ class Layout:
     """The same of those that run after them; a tied weight is in both."""
     degree: int
     schedule: Schedule
+    outputs: tuple[str, ...] = ()
+    """What each block returns (`block_outputs`); empty where all return a lone tensor."""
 
     @property
     def blocks(self) -> list[str]:
@@ -98,7 +100,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self._context, self._layout, self._group, self._copies, self._tied = context, layout, group, copies, tied
         self.turns = Turns(group)
-        self.run = Run(len(layout.blocks))
+        self.run = Run(len(layout.blocks), layout.outputs)
         """What the blocks ask what to do."""
         self._made_for: Any = None
         self._owners = {name: layout.owners(name) for name, _ in context.model.named_parameters()}

@@ -1,9 +1,9 @@
 """One stage of a pipeline: which of the model's blocks run in it, and how the user's code runs past the others.
 
 Weights that other stages hold are fake tensors while the code before the blocks runs, so what it computes from them has a shape
-and a type and no memory. A block of an earlier stage returns such a tensor as it is; the stage's first block is called with what
-was received in its place. The last block of a stage that is not the last ends the user's code with `_Done`, which no
-`except Exception` catches.
+and a type and no memory. A block of an earlier stage returns such a tensor, in the form in which it would (`(x, None)`); the
+stage's first block is called with what was received in its place. The last block of a stage that is not the last ends the
+user's code with `_Done`, which no `except Exception` catches.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 
 from memtune.batches import map_tensors, tensors_of
+from memtune.block_outputs import LONE, around, form_of, the_tensor
 from memtune.errors import ApplyError
 from memtune.pipeline_order import Action
 from memtune.runtime.activations import ActivationTable
@@ -58,10 +59,11 @@ class Run:
 
     Args:
         count: Blocks of the model.
+        outputs: What each of them returns, as the plan has it (`outputs_in`); empty where all return a lone tensor.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, outputs: Sequence[str] = ()) -> None:
+        self._count, self._outputs = count, outputs or [LONE] * count
         self._active: tuple[int, int] | None = None
         self._given: Tensor | None = None
         self._probing = self._without_weights = False
@@ -98,18 +100,23 @@ class Run:
             if self.activations is not None and self.activations.own is not None:
                 self.activations.own.begin()
             try:
-                return call()
+                return call().contiguous()
             except _Done as done:
-                output = self._ended(done.output)
-        if not isinstance(output, Tensor):
-            raise ApplyError(
-                f"block {last} returns a {type(output).__name__}, which cannot be sent to the next stage.",
-                fix="parallel: {kind: none}, or blocks that return one tensor", code="MT395",
-            )  # fmt: skip
-        return output.contiguous()
+                return self._ended(self._sent(last, done.output)).contiguous()
 
-    def _ended(self, output: Any) -> Any:
-        return output if self.ended is None or not isinstance(output, Tensor) else self.ended(output)
+    def _sent(self, last: int, output: Any) -> Tensor:
+        """The tensor in what the block `last` has returned."""
+        found, planned = form_of(output), self._outputs[last]
+        if found != planned:
+            raise ApplyError(
+                f"block {last} returns {found or 'a tensor'}, and {planned or 'a tensor'} when the config was made.",
+                evidence="Later stages take it to return the same each time.", fix="parallel: {kind: none}, or search again",
+                code="MT395",
+            )  # fmt: skip
+        return the_tensor(output)
+
+    def _ended(self, output: Tensor) -> Tensor:
+        return output if self.ended is None else self.ended(output)
 
     @contextmanager
     def _entered(self, first: int, last: int, given: Tensor | None, *, absent: bool) -> Iterator[None]:
@@ -162,7 +169,7 @@ class Run:
         if self._probing:
             raise _Done(_chain(index, args, kwargs))
         if index < first:
-            return _chain(index, args, kwargs)
+            return around(self._outputs[index], _chain(index, args, kwargs))
         if index == first and self._given is not None:
             args, kwargs = self._with_given(index, args, kwargs)
         output = call(*args, **kwargs)

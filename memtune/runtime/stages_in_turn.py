@@ -231,7 +231,7 @@ class _Step(NamedTuple):
 
 def stages_in_turn(
     context: Context, layout: OnRanks, first: frozenset[str], last: frozenset[str], kind: str,
-    boundaries: Where = "host",
+    boundaries: Where = "host", outputs: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Leave this rank's stages in the model of `context`, on its host, and have `Tuned.step` run them.
 
@@ -242,6 +242,7 @@ def stages_in_turn(
         last: The same of those that run after them; a tied weight is in both.
         kind: The technique, for errors.
         boundaries: Where what stages start from waits for backward.
+        outputs: What each block returns (`block_outputs`); empty where all return a lone tensor.
 
     Raises:
         ApplyError: There is no process group, the ranks' weights differ, or the layout is not one of this model.
@@ -263,7 +264,7 @@ def stages_in_turn(
     world = dist.group.WORLD
     assert world is not None
     keep_own(context, everything, [rank], context.ranks, world)
-    run = Run(len(names))
+    run = Run(len(names), outputs)
     become_pieces(context, names, run, first, before)
     mine = [block for stage in layout.mine(rank) for block in layout.blocks(stage)]
     context.blocks = [names[block] for block in mine]

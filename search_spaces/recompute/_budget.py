@@ -7,9 +7,10 @@ rewritten and run through them. Where its peak is not what was priced, the next 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from memtune.technique import Target, Technique
 
 _TRIES = 8
 """Plans that are rewritten in search of the best one."""
+_PRICED_WELL = 0.02
+"""Part of a price by which the true peak may be more."""
 
 
 @dataclass(frozen=True)
@@ -206,15 +209,18 @@ def _within(
     told: Told = _NOTHING,
 ) -> Solution:  # fmt: skip
     search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate, told)
-    smallest, plain = search.peak_of(0), search.plain_bytes
+    smallest, plain = search.smallest_bytes, search.plain_bytes
     budget_bytes = budget.n_bytes
     if budget_bytes is None:
         budget_bytes = smallest + round((plain - smallest) * (budget.share or 0.0))
     row = search.best_row(budget_bytes)
     peak, seconds, choice = search.peak_of(row), float(search.frontier.seconds[row]), search.frontier.choice(row)
-    faster = search.faster_other(seconds, budget_bytes)
-    if faster is not None:
-        peak, seconds, choice = faster
+    beyond = peak > budget_bytes and not search.is_priced_well
+    other = search.faster_other(math.inf if beyond else seconds, budget_bytes)
+    if other is None and beyond:
+        other = search.smallest_other
+    if other is not None:
+        peak, seconds, choice = other
     return Solution(search.levels, choice, peak, seconds, budget_bytes, smallest, plain)
 
 
@@ -232,7 +238,7 @@ class _Search:
         else:
             self.frontier = solve(found.problem(moments(after.step, found.order, hardware)))
         self._peaks: dict[int, int] = {}
-        self._other_peaks: dict[int, int] = {}
+        self._other_peaks: dict[bytes, int] = {}
 
     def _packs(self) -> tuple[tuple[int, int], ...]:
         """Blocks that run together, of the plain program; none where no packs fit."""
@@ -253,16 +259,41 @@ class _Search:
 
         The frontier has all their decisions, but where it is priced too high or thinned one of them may still be ahead.
         """
-        rows = np.arange(len(self.levels.order))
-        priced = [(float(self.levels.seconds[rows, choice].sum()), i) for i, choice in enumerate(self.levels.others)]
-        for takes, i in sorted(priced):
+        for takes, i in sorted((self._other_seconds(i), i) for i in range(len(self.levels.others))):
             if takes >= seconds * (1 - 1e-9):
                 break
-            if i not in self._other_peaks:
-                self._other_peaks[i] = self._peak(self.levels.others[i])
-            if self._other_peaks[i] <= budget_bytes:
-                return self._other_peaks[i], takes, self.levels.others[i]
+            if self._other_peak(i) <= budget_bytes:
+                return self._other_peak(i), takes, self.levels.others[i]
         return None
+
+    def _other_seconds(self, i: int) -> float:
+        return float(self.levels.seconds[np.arange(len(self.levels.order)), self.levels.others[i]].sum())
+
+    def _other_peak(self, i: int) -> int:
+        key = self.levels.others[i].tobytes()  # several techniques may decide the same
+        if key not in self._other_peaks:
+            self._other_peaks[key] = self._peak(self.levels.others[i])
+        return self._other_peaks[key]
+
+    @cached_property
+    def is_priced_well(self) -> bool:
+        """Whether the plan priced lowest has its price, so no plan is smaller.
+
+        Where a backward runs inside of forward (gradients of gradients), blocks hold what no window of theirs shows.
+        """
+        return self.peak_of(0) <= int(self.frontier.peak_bytes[0]) * (1 + _PRICED_WELL)
+
+    @cached_property
+    def smallest_other(self) -> tuple[int, float, I32] | None:
+        """Peak, seconds and plan of the smallest other technique, if that is smaller than what is priced lowest."""
+        peak, i = min(((self._other_peak(i), i) for i in range(len(self.levels.others))), default=(0, -1))
+        return (peak, self._other_seconds(i), self.levels.others[i]) if i >= 0 and peak < self.peak_of(0) else None
+
+    @cached_property
+    def smallest_bytes(self) -> int:
+        """The least peak that a plan is known to give."""
+        other = None if self.is_priced_well else self.smallest_other
+        return self.peak_of(0) if other is None else other[0]
 
     def best_row(self, budget_bytes: int) -> int:
         """The fastest plan within the budget, by true peaks; the smallest one if none is."""

@@ -16,6 +16,7 @@ from memtune.passes.by_data import not_foreseen
 from memtune.passes.in_parts import elements_of
 from memtune.passes.online import online_policy, with_peak
 from memtune.passes.policy import Frozen, freeze, region_trace
+from memtune.passes.random_states import states_online
 from memtune.passes.region import region_of
 from memtune.program import Program, Step
 from memtune.remat import Policy, Trace
@@ -164,9 +165,9 @@ class _Dynamic(Technique):
         if isinstance(region, str) or schedule.graph != region.graph.sha256:
             return program  # as the executor does: the plain model runs
         step = under_schedule(program.step, schedule)
-        return program.with_step(
-            with_peak(step, plan.decisions["online"].get("peak_bytes", 0)) if "online" in plan.decisions else step
-        )
+        if "online" in plan.decisions:
+            step = states_online(with_peak(step, plan.decisions["online"].get("peak_bytes", 0)))
+        return program.with_step(step)
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Put the executor of the schedule in the place of the model's forward."""

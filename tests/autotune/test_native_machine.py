@@ -334,6 +334,33 @@ def test_where_rank_classes_stand() -> None:
     assert places(Program((RankClass(1, step), RankClass(2, step)), 1), gpu) == [(0, 1), (0, 1)]
 
 
+def test_rank_classes_that_name_their_ranks_are_behind_the_roots_of_those() -> None:
+    """Four ranks, two behind each root: 2 and 3 share one, wherever their classes stand."""
+    step, gpu = make_step(1, 0), replace(hardware.find("a100-80g"), gpus_per_pcie_root=2)
+    by_peak = [RankClass(1, step, (rank,)) for rank in (2, 0, 3, 1)]
+    assert places(Program(tuple(by_peak), 1), gpu) == [(1, 1), (0, 1), (1, 1), (0, 1)]
+    of_copies = [RankClass(4, step, (1, 2, 5, 6)), RankClass(2, step, (0, 4)), RankClass(2, step, (3, 7))]
+    assert places(Program(tuple(of_copies), 1), gpu) == [(0, 1), (0, 1), (1, 1)]
+    assert places(Program((RankClass(5, step, (1, 2, 3, 4, 7)),), 1), gpu) == [(1, 2)]
+
+
+def test_cross_mapping_is_simulated_behind_the_roots_that_it_was_made_for() -> None:
+    """Ranks 0 and 1, behind one root, copy at the same time: twice as long as ranks 0 and 2 do, though classes go by peak."""
+    gpu = replace(
+        hardware.find("a100-80g"), gpus_per_pcie_root=2, launch_s=0.0,
+        host_to_device_bytes_per_s=1e9, device_to_host_bytes_per_s=1e9,
+    )  # fmt: skip
+    copies = make_step(1, 0, op_resource=[TO_HOST], op_traffic_bytes=[10**9])
+    rests = make_step(1, 0, op_resource=[TO_HOST], op_traffic_bytes=[0])
+
+    def step_s(*copying: int) -> float:
+        order = (*copying, *({0, 1, 2, 3} - set(copying)))
+        program = Program(tuple(RankClass(1, copies if rank in copying else rests, (rank,)) for rank in order), 1)
+        return simulate(program, gpu, level="events").step_s
+
+    assert (step_s(0, 1), step_s(0, 2)) == pytest.approx((2.0, 1.0))
+
+
 def test_on_a_cpu_nothing_hides_behind_compute_that_needs_its_cores() -> None:
     """Three seconds each of compute, a copy and a host update, all started at once, have a third of the cores each."""
     ops = [(TO_HOST, 3), (Resource.HOST_THREADS, 3), (LINK, 3), (COMPUTE, 3)]

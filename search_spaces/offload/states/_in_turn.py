@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from memtune.block_outputs import outputs_in
 from memtune.edit import accumulate_gradients
 from memtune.hardware import Hardware
 from memtune.op_costs import op_costs
@@ -85,7 +86,8 @@ def on_ranks(program: Program, layout: OnRanks, hardware: Hardware, boundaries: 
     """The step of each rank, all micro-batches of all ranks in it; the fullest one first."""
     ranks, count = program.ranks, program.accumulate * program.ranks
     steps = _rank_steps(program, layout, hardware, boundaries)
-    classes = sorted((RankClass(1, each) for each in steps), key=lambda each: each.step.peak_bytes(), reverse=True)
+    classes = [RankClass(1, each, (rank,)) for rank, each in enumerate(steps)]
+    classes.sort(key=lambda each: each.step.peak_bytes(), reverse=True)
     idle = idle_share(ranks, len(layout.stages) // ranks, count)
     return Program(tuple(classes), program.micro_batch, 1, program.notes, sharers=ranks, unrolled=count, idle=idle)
 
@@ -120,7 +122,8 @@ def within(
 def decisions_of(program: Program, layout: OnRanks) -> dict[str, Any]:
     """A plan that names `layout`, and what it moves."""
     chain, sizes = chain_in(program), block_bytes(program.step)
-    return {
+    outputs = {"outputs": list(chain.outputs)} if chain.outputs else {}
+    return outputs | {
         "spans": [list(span) for span in layout.stages], "ranks": list(layout.ranks), "first": list(chain.first),
         "last": list(chain.last), "moved_bytes": moved_bytes(layout, sizes.weights, sizes.gradients),
     }  # fmt: skip
@@ -172,4 +175,5 @@ def apply_in_turn(context: Context, plan: Plan, kind: str, *, prefetch: bool, bo
 
     layout = layout_of(plan, kind, prefetch=prefetch)
     first, last = (plan.decisions.get(name, []) for name in ("first", "last"))
-    stages_in_turn(context, layout, frozenset(map(str, first)), frozenset(map(str, last)), kind, boundaries)
+    outputs = from_plan(plan, kind, "outputs of blocks", lambda told: outputs_in(told.get("outputs"), layout.stages[-1][1]))
+    stages_in_turn(context, layout, frozenset(map(str, first)), frozenset(map(str, last)), kind, boundaries, outputs)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune.block_outputs import outputs_in
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.op_costs import op_costs
@@ -162,6 +163,7 @@ class Pipeline(Technique):
         first, last = list(chain.first), list(chain.last)
         return Plan(decisions={
             "degree": degree, "stages": stages, "first": first, "last": last, "passed_bytes": chain.passed_bytes,
+            **({"outputs": list(chain.outputs)} if chain.outputs else {}),
         })  # fmt: skip
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
@@ -182,7 +184,10 @@ class Pipeline(Technique):
             steps = steps_of_stages(program, target, list(kinds))
         except ValueError as error:
             return Reason(f"the blocks are no chain: {error}", "parallel: {kind: none}")
-        classes = [RankClass(how.copies * n, step) for n, step in zip(kinds.values(), steps, strict=True)]
+        classes = [
+            RankClass(how.copies * len(mine), step, tuple(copy * how.ranks + rank for copy in range(how.copies) for rank in mine))
+            for mine, step in zip(kinds.values(), steps, strict=True)
+        ]
         classes.sort(key=lambda each: each.step.peak_bytes(), reverse=True)
         return Program(
             tuple(classes), program.micro_batch, times, program.notes, sharers=how.ranks, unrolled=how.micro_batches,
@@ -222,8 +227,8 @@ class Pipeline(Technique):
         return {"degree": (None, *target.group_sizes()), **self.choices()}
 
 
-def _kinds(step: Step, how: Piped, target: Target) -> dict[int, int]:
-    """The ranks whose steps are written down, and how many each stands for.
+def _kinds(step: Step, how: Piped, target: Target) -> dict[int, list[int]]:
+    """The ranks of a pipeline whose steps are written down, and those that each stands for.
 
     The first, the second and the last; of those between, which have fewer micro-batches on the way than the second, whichever
     holds most and whichever takes longest stand for themselves, the second for the others.
@@ -236,9 +241,8 @@ def _kinds(step: Step, how: Piped, target: Target) -> dict[int, int]:
         held[stage % how.ranks] += n_bytes[stage, first:end].sum()
         taken[stage % how.ranks] += seconds[first:end].sum()
     chosen = sorted({0, min(1, how.ranks - 1), how.ranks - 1, int(held.argmax()), int(taken.argmax())})
-    found = dict.fromkeys(chosen, 1)
-    found[chosen[1]] += how.ranks - len(chosen)
-    return found
+    others = sorted({chosen[1], *range(how.ranks)} - {*chosen[:1], *chosen[2:]})
+    return {rank: others if rank == chosen[1] else [rank] for rank in chosen}
 
 
 def _costs(step: Step, chain: Chain, target: Target, count: int, micro_batches: int) -> tuple[Any, Any]:
@@ -282,6 +286,11 @@ def _layout(technique: Pipeline, context: Context, plan: Plan) -> Layout:
     if found.get("degree") != degree or len(stages) != technique._count(context.ranks):
         raise of_another("pipeline", f"It is for {len(stages)} stages on {found.get('degree')} ranks.")
     names = [*first, *last, *(name for stage in stages for name in (stage if isinstance(stage, list) else [None]))]
+    damaged = ApplyError("the plan of sharding.parallel: {kind: pipeline} is damaged.", fix="search again", code="MT393")
     if not all(stages) or not all(isinstance(name, str) for name in names):
-        raise ApplyError("the plan of sharding.parallel: {kind: pipeline} is damaged.", fix="search again", code="MT393")
-    return Layout(tuple(map(tuple, stages)), frozenset(first), frozenset(last), degree, technique.schedule)
+        raise damaged
+    try:
+        outputs = outputs_in(found.get("outputs"), sum(map(len, stages)))
+    except ValueError:
+        raise damaged from None
+    return Layout(tuple(map(tuple, stages)), frozenset(first), frozenset(last), degree, technique.schedule, outputs)

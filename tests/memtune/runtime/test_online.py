@@ -18,13 +18,14 @@ from memtune.autotune.record import record
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.passes.region import region_of
-from memtune.program import Program, RankClass, Step
+from memtune.program import Program, RankClass, Step, Tier
 from memtune.remat import COOP, DTR, MEGTAICHI, Policy
 from memtune.runtime import shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.online import OnlineRegion, OnlineSettings, _Mode
 from memtune.runtime.online_table import OnlineTable
 from memtune.runtime.op_facts import Costs, OpFacts, scratch_name
+from memtune.runtime.tiers import HOST
 from memtune.runtime.workspace import WorkspaceTable
 from memtune.search_spaces.recompute._online import told_online, too_little_online
 from memtune.search_spaces.recompute.coop import Coop
@@ -312,6 +313,32 @@ def test_the_ledgers_peak_is_within_the_budget(name: str) -> None:
     assert peak_bytes == pytest.approx(predicted, rel=0.02)
     assert audit["online_replays"] > 0
     assert (audit["frozen_runs"] > 0) == (name != "moe"), audit["why_online"]
+
+
+@pytest.mark.skipif(shim.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize("follow", [True, False])
+def test_states_of_random_numbers_are_on_the_host_as_predicted(follow: bool) -> None:
+    """Each op that draws leaves one while it is decided online; a little less, where what was made goes before backward ends."""
+    technique = Dtr(ratio=0.5, online=True, freeze_after=0 if follow else 1)
+    program, target = plain_program(ZOO["gpt"], 2), target_of(technique)
+    plan = technique.plan(program, target)
+    predicted = technique.rewrite(program, plan, target).step.peak_bytes(Tier.HOST)
+    ledger = Ledger.open("cpu")
+    try:
+        workload, model, optimizer = build(ZOO["gpt"])
+        apply(model, optimizer, {"settings": settings_of(technique), "plan": {"recompute": plan.decisions}}, strict=False)
+        gc.collect()
+        empty = ledger.live_bytes(HOST)
+        ledger.reset_peak()
+        for _ in range(3 if follow else 1):
+            workload.loss(model, workload.make_batch(2)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        n_bytes = ledger.peak_allocated_bytes(HOST) - empty
+    finally:
+        ledger.close()
+    assert int((program.step.op_rng > 0).sum()) > 5
+    assert 0.8 * predicted <= n_bytes <= predicted
 
 
 @pytest.mark.slow

@@ -101,6 +101,16 @@ class TestPlanned(TechniqueSuite):
         found = self.solved(program, Planned(share=0.0))
         assert found.peak_bytes <= all_again.step.peak_bytes() < found.plain_bytes
 
+    def test_gradients_of_gradients_are_planned_as_well_as_others_do(self) -> None:
+        """A backward inside of forward is in no block's windows, so prices are far too low: true peaks decide."""
+        program, full = plain_program(Path(__file__).parent / "models" / "penalty.py"), Full()
+        n_bytes = full.rewrite(program, full.plan(program, target_of()), target_of()).step.peak_bytes()
+        assert n_bytes < program.step.peak_bytes()
+        met, missed = (self.solved(program, Planned(budget_bytes=budget, spare=0.0)) for budget in (n_bytes, n_bytes // 2))
+        assert met.is_within
+        assert not missed.is_within
+        assert missed.peak_bytes == missed.smallest_bytes <= n_bytes
+
     def test_equal_blocks_share_an_option(self) -> None:
         plan = Planned(share=0.0).plan(plain_program(ZOO["gpt"]), target_of()).decisions
         assert len(plan["options"]) < len(plan["blocks"]) == 4

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from layers_suite import block_bytes
 from shared_layers import MODELS, SIZE, rewriter
+from shared_stages import chain_returning
 
 from memtune import hardware
 from memtune._apply import apply
@@ -231,12 +232,14 @@ def test_all_ranks_together_move_what_one_would() -> None:
 
 
 def test_each_rank_holds_its_stages_alone() -> None:
-    program = candidate(4, **{**MOBIUS, "stages": 8}).program
+    made = candidate(4, **{**MOBIUS, "stages": 8})
+    program, where = made.program, made.plans["offload.states"].decisions["ranks"]
     assert (len(program.rank_classes), program.unrolled, program.sharers, program.samples) == (4, 8, 4, 4 * 2 * SIZE)
     names = [p.name for each in program.rank_classes for p in each.step.parameters]
     plain = rewriter(CHAIN, 4).recording.at(SIZE)
     assert sorted(names) == sorted(p.name for p in plain.parameters)
-    for each in program.rank_classes:
+    for each in program.rank_classes:  # by peak; which rank's it is decides what copies beside it
+        assert {(where[int(p.name.split(".")[1])],) for p in each.step.parameters if p.block >= 0} == {each.ranks}
         device = sum(p.itemsize * int(np.prod(p.shape)) for p in each.step.parameters if p.block >= 0)
         assert each.step.peak_bytes(Tier.HOST) > 3 * device  # weights and two moments
 
@@ -359,6 +362,12 @@ def wrong_plan(path: Path, config: dict[str, Any]) -> str:
     with pytest.raises(ApplyError) as error:
         apply(model, optimizer, config, loss=workload.loss, strict=False)
     return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [MOBIUS, HARMONY], ids=lambda each: str(each["kind"]))
+def test_blocks_may_return_a_tensor_among_constants(tmp_path: Path, states: dict[str, Any]) -> None:
+    check(2, path=chain_returning('{"kept": None, "passed": [{y}], "how": "plain"}', '{out}["passed"][0]', tmp_path), **states)
 
 
 @pytest.mark.slow

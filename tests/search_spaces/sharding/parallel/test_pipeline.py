@@ -23,6 +23,7 @@ from shared_stages import (
     Found,
     assert_as_predicted,
     candidate,
+    chain_returning,
     document,
     measured_and_trained,
     portable,
@@ -91,6 +92,8 @@ def loss(model, batch):
     [
         ("        for h in self.h: x = x + h(x)", "", "x", "aten.add.Tensor runs between h.0 and h.1"),
         ("        y = x\n        for h in self.h: x = h(x, y)", " + y", "x, y", "in h.1 reads what was computed before h.0"),
+        ("        for h in self.h: x = h(x)[0]", ", x + 1", "x", "h.0 returns 2 tensors; stages pass on one"),
+        ("        for h in self.h: x = h(x)[0]", ", x.shape[0]", "x", "h.0 returns an object of int; stages pass on one"),
         ("        for h in [*self.h, *self.h]: x = h(x)", "", "x", "do not run once each"),
     ],
 )
@@ -127,6 +130,7 @@ def test_stages_share_the_model_and_send_what_the_formula_says() -> None:
     program = candidate(CHAIN, 4, accumulate=2).program
     assert (program.unrolled, program.sharers, program.samples) == (8, 4, 4 * 2 * SIZE)
     assert [each.count for each in program.rank_classes] == [1, 2, 1]  # the two between are alike, the fullest is first
+    assert [each.ranks for each in program.rank_classes] == [(0,), (1, 2), (3,)]
     plain = rewriter(CHAIN, 4).recording.at(SIZE)
     steps = pipelined(accumulate_gradients(plain), Piped((0, 2, 4, 6), 4, "1f1b", 8))
     assert [sent_bytes(step) for step in steps] == [8 * PASSED, 16 * PASSED, 16 * PASSED, 8 * PASSED]
@@ -221,6 +225,12 @@ def test_without_clipping_a_chain_has_the_bits_of_one_rank() -> None:
     for _, run in found:
         assert run["losses"] == wanted["losses"]
         assert all(torch.equal(run["model"][name], weight) for name, weight in wanted["model"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [{}, {"schedule": "interleaved_1f1b"}], ids=str)
+def test_blocks_that_return_tuples_train_as_one(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    check(chain_returning("{y}, None", "{out}[0]", tmp_path), 2, **knobs)
 
 
 @pytest.mark.slow
