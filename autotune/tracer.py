@@ -34,12 +34,12 @@ from memtune.block_outputs import form_of
 from memtune.ops import SEAM, link_of
 from memtune.program import FOREVER, HANDS_OVER, OWN_GENERATOR, READS, WRITES, Kind, Parameter, Phase, Resource, Step, Tier
 from memtune.runtime.by_element import element_bytes
+from memtune.runtime.hooks import weakly
 from memtune.runtime.moved import is_written_part
 from memtune.runtime.op_arguments import READ_OUTS, draws, group_size, mutated, one_pass_bytes, tensors_in
 from memtune.runtime.random_state import tell_of_kept
 from memtune.runtime.tiers import DEVICE, HOST, TIERS, current_tier, tier, tier_of_storage
 from memtune.runtime.watching import WatchingMode
-from memtune.runtime.weak_hook import weakly
 from memtune.runtime.workspace import FAKE_DEVICE, signature
 
 _COLLECTIVES = ("c10d.", "_c10d_functional.")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import cache
+from threading import Event
 from typing import ClassVar
 
 import pytest
@@ -23,6 +26,15 @@ OWN = OptimizerCpu(kind="optimizer_cpu")
 def without_gradients(run: Run) -> Run:
     """Gradients of blocks have left, and been used, when backward returns."""
     return replace(run, gradients=[])
+
+
+def require_waits(read: Callable[[], None], goes_on: Event) -> None:
+    """`read`, on a thread of its own, is over only after `goes_on` has been set."""
+    with ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(read)
+        assert wait([reading], timeout=0.2).not_done
+        goes_on.set()
+        reading.result(60)
 
 
 @cache

@@ -24,8 +24,8 @@ from memtune.errors import ApplyError
 from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.context import Context, Landed
 from memtune.runtime.follow_first import FollowFirst
+from memtune.runtime.hooks import weakly
 from memtune.runtime.ranks import require_ranks
-from memtune.runtime.weak_hook import weakly
 
 
 class AverageLanded:

@@ -22,7 +22,8 @@ from memtune.early_updates import room_bytes
 from memtune.residency import Residency
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import HostOptimizer, held_in_place
+from memtune.runtime.held_parameter import held_in_place
+from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.late_blocks import LateBlocks
 from memtune.runtime.store import ParameterStore
 from memtune.runtime.tree import local

@@ -1,6 +1,6 @@
 """Experts and their optimizer state on SSD, a cache of them in host memory, those of the current block on the device.
 
-Everything else of the model stays where it is, and the user's own optimizer updates it. Seven rules on top of those of
+Everything else of the model stays where it is, and the user's own optimizer updates it. Eight rules on top of those of
 `runtime.store`, whose units are the blocks' experts here (SE-MoE, Shen et al. 2022, section 3.1: sparse parameters):
 
 Rule 1. An expert that is called with no row is *not used*: it runs on weights that take no memory, since none is read. Only

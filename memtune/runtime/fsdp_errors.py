@@ -13,7 +13,7 @@ import torch
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
-from memtune.runtime.direct_loads import StaysBehind
+from memtune.runtime.hooks import StaysBehind
 
 
 def go_on_after_errors(context: Context) -> None:

@@ -38,12 +38,12 @@ from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.backward_end import BackwardEnd, EarlyUpdated
 from memtune.runtime.context import Context
-from memtune.runtime.direct_loads import StaysBehind
+from memtune.runtime.held_parameter import held_chain
+from memtune.runtime.hooks import StaysBehind, weakly
 from memtune.runtime.host_optimizer import add_gradient, before_step
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
 from memtune.runtime.watched_gradients import WatchedGradients
-from memtune.runtime.weak_hook import weakly
 from memtune.runtime.witness import Witness
 
 _OTHER = "offload: {states: {kind: optimizer_cpu}} with  trigger: end_of_step"
@@ -278,10 +278,8 @@ def staying_in(context: Context, ratio: float) -> list[nn.Parameter]:
 
 def _moved(context: Context, parameter: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
     """What has been moved of `parameter`, itself or this rank's rows of it, and what the optimizer holds in its place."""
-    held = context.represented[parameter]
-    while held in context.represented:
-        parameter, held = held, context.represented[held]
-    return parameter, held
+    moved, held = held_chain(context, parameter)[-2:]
+    return moved, held
 
 
 def _share_bytes(parameter: nn.Parameter, held: nn.Parameter | None) -> int:

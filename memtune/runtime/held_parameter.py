@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from memtune.runtime.context import Context
+
 _GRAD: Any = Tensor.grad
 
 
@@ -43,3 +45,16 @@ def held_for(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     held: nn.Parameter = HeldParameter(value, requires_grad=parameter.requires_grad)
     held._stands_for = parameter  # type: ignore[attr-defined]
     return held
+
+
+def held_chain(context: Context, parameter: nn.Parameter) -> list[nn.Parameter]:
+    """The model's `parameter`, what is held in its place, and what in that one's; the optimizer has the last."""
+    chain = [parameter]
+    while (held := context.represented.get(chain[-1])) is not None:
+        chain.append(held)
+    return chain
+
+
+def held_in_place(context: Context, parameter: nn.Parameter) -> nn.Parameter:
+    """What the optimizer holds in the place of the model's `parameter`, itself where that is so."""
+    return held_chain(context, parameter)[-1]

@@ -28,15 +28,15 @@ from memtune.early_updates import Waiting, not_one_by_one, room_bytes
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.direct_loads import watch_loads
-from memtune.runtime.held_parameter import held_for
+from memtune.runtime.held_parameter import held_for, held_in_place
+from memtune.runtime.hooks import StaysBehind
 from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
 from memtune.runtime.late_updates import LateUpdates
 from memtune.runtime.own_step import replace_step, with_hooks
-from memtune.runtime.own_writes import OwnWrites
 from memtune.runtime.settled_state import as_it_is, settle_reads
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
 from memtune.runtime.tree import local
+from memtune.runtime.written_weights import WrittenWeights, watch_loads
 
 Update = Literal["own", "native", "master"]
 
@@ -92,7 +92,8 @@ class HostOptimizer:
         context.represented.update(self._pairs)
         context.reloaded.append(self._reload)
         context.cleared.append(self._cleared)
-        watch_loads(context, {device for device, _ in self._pairs}, self._loaded, before=lambda: self._settle())
+        watch_loads(context, {device for device, _ in self._pairs}, self._loaded, before=self._hosts_change)
+        context.model.register_state_dict_pre_hook(StaysBehind(self._join))  # those of blocks that come and go are in it
         self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
         own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
         replace_step(self._optimizer, self._closing(own))
@@ -102,7 +103,7 @@ class HostOptimizer:
         hooks.move_to_end(up.id, last=False)  # before those that hand the new weights on to other ranks
         if late_after is not None:
             self._settle_before_checkpoints(context)
-        self._writes = OwnWrites(context, (device for device, _ in self._pairs))
+        self._writes = WrittenWeights(context, (device for device, _ in self._pairs))
 
     def _room_bytes(self, context: Context) -> int:
         """Of gradients that wait for updates beside backward: of what is trained here, in the order of the blocks."""
@@ -345,6 +346,11 @@ class HostOptimizer:
         for state in self._states():
             state.update({name: state_to_host(value) for name, value in state.items()})
 
+    def _hosts_change(self) -> None:
+        """What is under way beside a backward that has raised would write over what is loaded."""
+        self._settle()
+        self._join()
+
     @torch.no_grad()
     def _loaded(self, parameters: Collection[nn.Parameter]) -> None:
         """These are others on the device: their host copies follow."""
@@ -422,13 +428,6 @@ def refuse_others(optimizer: Optimizer, known: Collection[nn.Parameter]) -> None
             evidence=f"Shapes: {', '.join(str(tuple(each.shape)) for each in others[:3])}.",
             fix="optimizer.add_param_group before memtune.apply, or a second optimizer for them", code="MT318",
         )  # fmt: skip
-
-
-def held_in_place(context: Context, parameter: nn.Parameter) -> nn.Parameter:
-    """What the optimizer holds in the place of the model's `parameter`, itself where that is so."""
-    while parameter in context.represented:
-        parameter = context.represented[parameter]
-    return parameter
 
 
 def before_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> None:

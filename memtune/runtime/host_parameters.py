@@ -24,13 +24,13 @@ from memtune.runtime.average_landed import require_all_averaged
 from memtune.runtime.chunks import Piece, in_chunks
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import GatheredBlocks, divided_like, is_gathered
+from memtune.runtime.hooks import weakly
 from memtune.runtime.host_optimizer import add_gradient, to_host_now
-from memtune.runtime.released import guard_reads
+from memtune.runtime.let_go import guard_module
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
 from memtune.runtime.watched_gradients import WatchedGradients
-from memtune.runtime.weak_hook import weakly
 
 
 class HostCopies(Protocol):
@@ -129,12 +129,12 @@ class HostParameters:
         """Gradients of the block land here, and checkpoints find its weights."""
         block = self._modules[index]
         for module in block.modules():
-            guard_reads(module)
+            guard_module(module)
             module.register_state_dict_post_hook(lambda *seen: self._into_state_dict(*seen))  # torch marks the function
             module.register_load_state_dict_pre_hook(lambda module, *_: self._load_begins(index, module))
             module.register_load_state_dict_post_hook(lambda module, _: self._load_ends(index, module))
         if index == 0:
-            guard_reads(context.model)
+            guard_module(context.model)
         for parameter in self._blocks[index]:
             if parameter.requires_grad and self._landing:
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._landed)).remove)

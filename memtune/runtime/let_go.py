@@ -1,6 +1,6 @@
 """Weights without memory: whoever reads or writes one is told so. torch's kernels would end the process, or compute with noise.
 
-Three rules:
+Four rules:
 
 Rule 1. While a parameter's memory is given back, or has other values, it is of a class of its own, which looks at every call of
         torch in which it takes part: what asks for its shape, its gradient and the like is answered, all else is refused. What is
@@ -8,18 +8,23 @@ Rule 1. While a parameter's memory is given back, or has other values, it is of 
 Rule 2. A `detach` of one, which state dicts are made of, and its `data` are looked at in the same way, for as long as it is gone.
 Rule 3. Memory that the user has put in the place of a parameter's own (`parameter.data = ...`) would never come and go: it is
         noticed when that is given back or taken, and refused.
+Rule 4. Modules with such weights, or with rows of some that FSDP2 gathers, are not copied, nor changed in type or place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from memtune.errors import ApplyError
+from memtune.runtime.tree import local
 
 _ALIASES: Final = frozenset({"data", "detach"})
 _READ: Final = frozenset({"T", "H", "mT", "mH", "real", "imag"})
@@ -94,11 +99,6 @@ def let_go(parameters: Iterable[nn.Parameter]) -> None:
             each.__class__ = _LetGo
 
 
-def is_let_go(parameter: nn.Parameter) -> bool:
-    """Whether it is gone, and no parameter of a class of its own."""
-    return type(parameter) is _LetGo
-
-
 def are_back(parameters: Iterable[nn.Parameter]) -> None:
     """They have memory, and are about to have their values."""
     for each in parameters:
@@ -120,3 +120,49 @@ def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> No
             evidence="It comes and goes between device and host, in memory of its own.",
             fix="model.load_state_dict, of the whole model or a part, or Tuned.load_state_dict", code="MT364",
         )  # fmt: skip
+
+
+def guard_module(module: nn.Module) -> None:
+    """Rule 4: `copy.deepcopy(module)` and what changes all its weights (`double`, `to`) are refused while some are let go."""
+    vars(module)["_apply"] = MethodType(_apply, module)
+    vars(module)["__deepcopy__"] = MethodType(_deepcopy, module)
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    for parameter in _gone_of(self):
+        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if fn(probe) is not probe:
+            _refuse_module("changed in type or place", "model.double(), .to(...) or the like before memtune.apply")
+    gone = [each for each in self.parameters() if type(each) is _LetGo]
+    are_back(gone)  # for calls that change nothing
+    try:
+        module: nn.Module = type(self)._apply(self, fn, *args, **kwargs)
+    finally:
+        let_go(gone)
+    return module
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    if _gone_of(self):
+        _refuse_module("copied", "Tuned.state_dict, loaded into a model of its own")
+    own = {name: vars(self).pop(name) for name in ("_apply", "__deepcopy__")}
+    try:
+        return copy.deepcopy(self, memo)
+    finally:
+        vars(self).update(own)
+
+
+def _gone_of(module: nn.Module) -> list[nn.Parameter]:
+    found = (each for each in module.parameters() if not isinstance(local(each.detach()), FakeTensor))
+    return [each for each in found if type(each) is _LetGo or (each.numel() and not _local_bytes(each))]
+
+
+def _local_bytes(parameter: nn.Parameter) -> int:
+    return local(parameter.detach()).untyped_storage().nbytes()
+
+
+def _refuse_module(what: str, fix: str) -> None:
+    raise ApplyError(
+        f"The model cannot be {what} here: weights of its blocks are on the host, and let go on the device between uses.",
+        fix=fix, code="MT364",
+    )  # fmt: skip

@@ -12,7 +12,7 @@ Rule 3. A step that the scaler, or the user, skips leaves gradients where they a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.held_parameter import held_chain
 from memtune.runtime.host_optimizer import before_step
 from memtune.runtime.tiers import SSD, tier_of
 from memtune.runtime.tree import local
@@ -46,7 +47,7 @@ class Gradients:
     def __init__(self, context: Context) -> None:
         self._ranks, self._device = context.ranks, context.device
         trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
-        self._chains = {parameter: list(_chain(context, parameter)) for parameter in trained}
+        self._chains = {parameter: held_chain(context, parameter) for parameter in trained}
         self._used: set[nn.Parameter] = set()  # inside backward
         held = {chain[-1]: parameter for parameter, chain in self._chains.items()}
         held |= {each: parameter for parameter, chain in self._chains.items() for each in chain}
@@ -143,14 +144,6 @@ class _ZeroGrad:
 
     def __reduce__(self) -> Any:
         return getattr, (self._module, "zero_grad")
-
-
-def _chain(context: Context, parameter: nn.Parameter) -> Iterator[nn.Parameter]:
-    """`parameter`, what is held in its place, and what in that one's."""
-    yield parameter
-    while (held := context.represented.get(parameter)) is not None:
-        parameter = held
-        yield parameter
 
 
 def _tell(scaler: Any) -> None:

@@ -28,17 +28,16 @@ from memtune.errors import ApplyError
 from memtune.read_ahead import WRITES
 from memtune.runtime import disk, transfer
 from memtune.runtime.context import Context
-from memtune.runtime.direct_loads import watch_loads
 from memtune.runtime.held_parameter import held_for
 from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_host, to_host_now
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
-from memtune.runtime.own_writes import OwnWrites
 from memtune.runtime.resume import Kept, LastStep
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
+from memtune.runtime.written_weights import WrittenWeights, watch_loads
 
 
 class SsdOptimizer:
@@ -90,7 +89,7 @@ class SsdOptimizer:
         self._last: LastStep | None = None
         if keep and chosen is None:
             self._keep_steps(context, KeptPieces(self._pieces, self._optimizer))
-        self._writes = OwnWrites(context, (piece.device for piece in self._pieces if chosen is None))
+        self._writes = WrittenWeights(context, (piece.device for piece in self._pieces if chosen is None))
         if chosen is None:
             replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.held_parameter import held_chain
 from memtune.runtime.tree import local
 
 
@@ -54,11 +56,11 @@ def held_parameters(context: Context) -> list[Held]:
     """What the optimizer holds, in the order in which its state dict counts; the name is empty where it is not the model's."""
     of: dict[int, Held] = {}
     for name, parameter in context.model.named_parameters():
-        held = layout = parameter
-        while held in context.represented:
-            held, before = context.represented[held], held
+        layout = parameter
+        chain = held_chain(context, parameter)
+        for before, held in pairwise(chain):
             layout = held if isinstance(held, DTensor) or not isinstance(before, DTensor) else before
-        of[id(held)] = Held(name, held, layout)
+        of[id(chain[-1])] = Held(name, chain[-1], layout)
     flat = [parameter for group in context.optimizer.param_groups for parameter in group["params"]]
     return [of.get(id(parameter)) or Held("", parameter, parameter) for parameter in flat]
 

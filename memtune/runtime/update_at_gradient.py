@@ -1,6 +1,6 @@
 """The optimizer updates each parameter as soon as its gradient is complete, inside backward, and the gradient is let go.
 
-Five rules, which the pass `passes.update_at_gradient` follows op by op:
+Six rules, which the pass `passes.update_at_gradient` follows op by op:
 
 Rule 1. A gradient is complete when autograd has added the last part of it in the last micro-batch: then the optimizer's own step
         runs for this parameter alone, with the settings of its group at that time, and the gradient is let go.
@@ -34,8 +34,8 @@ from memtune.early_updates import not_one_by_one, witness
 from memtune.errors import ApplyError
 from memtune.runtime.backward_end import BackwardEnd, never_ended
 from memtune.runtime.context import Context
+from memtune.runtime.hooks import weakly
 from memtune.runtime.host_optimizer import before_step
-from memtune.runtime.weak_hook import weakly
 from memtune.runtime.witness import Witness
 
 _PLAIN = "execution: {order: {kind: program}}"

@@ -32,16 +32,15 @@ from memtune.domains import DOWN, LATER, READ, SLOTS, UPDATE, WRITE, Layout, Seg
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 from memtune.runtime.context import Context
-from memtune.runtime.direct_loads import watch_loads
 from memtune.runtime.host_update import NativeUpdate
 from memtune.runtime.kept_updaters import KeptUpdaters
 from memtune.runtime.largest import Largest
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
-from memtune.runtime.own_writes import OwnWrites
 from memtune.runtime.resume import LastStep
 from memtune.runtime.tiers import HOST, SSD, mark, tier, tier_of
 from memtune.runtime.tree import local
 from memtune.runtime.updater_link import UpdaterLink
+from memtune.runtime.written_weights import WrittenWeights, watch_loads
 
 
 @dataclass(eq=False)
@@ -133,7 +132,7 @@ class Updaters:
         self._stale: set[nn.Parameter] = set()  # loaded into the model itself: no updater has them
         watch_loads(context, {each.held for each in self._parameters}, self._stale.update)
         self._last: LastStep | None = None
-        self._writes = OwnWrites(context, (each.held for each in self._parameters))
+        self._writes = WrittenWeights(context, (each.held for each in self._parameters))
         self._store(first=True)
         if keep and all(each.link is not None for each in self._domains):
             links = [each.link for each in self._domains if each.link is not None]

@@ -20,8 +20,7 @@ from torch import nn
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import count_changes
-from memtune.runtime.held_parameter import HeldParameter
-from memtune.runtime.host_optimizer import held_in_place
+from memtune.runtime.held_parameter import HeldParameter, held_in_place
 from memtune.runtime.tiers import SSD, tier_of
 
 

@@ -24,6 +24,19 @@ def test_a_mask_made_from_positions_is_no_data(name: str, op: str) -> None:
     assert depends_on_data(step, region) == op
 
 
+WORKLOAD = """
+def model():
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 1))
+
+def batch(size):
+    return torch.randn(size, 8)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+"""Of a `Block`."""
+
+
 LOOKS = """
 import torch
 from torch import nn
@@ -36,15 +49,6 @@ class Block(nn.Module):
     def forward(self, x):
         scale = float(torch.ones(2).sum())
         return x + self.norm(self.up(x)) / scale
-
-def model():
-    return nn.Sequential(Block(), Block(), nn.Linear(8, 1))
-
-def batch(size):
-    return torch.randn(size, 8)
-
-def loss(model, batch):
-    return model(batch).square().mean()
 """
 
 
@@ -52,7 +56,7 @@ def loss(model, batch):
 def test_a_number_that_code_asks_for_is_data_unless_it_follows_from_constants(momentum: str, op: str, tmp_path: Path) -> None:
     """BatchNorm without a momentum averages over all steps so far: it asks its counter for their number."""
     path = tmp_path / "looks.py"
-    path.write_text(LOOKS.format(momentum=momentum))
+    path.write_text(LOOKS.format(momentum=momentum) + WORKLOAD)
     step = recording_of(path).at(2)
     region = region_of(step)
     assert isinstance(region, Region)
@@ -113,22 +117,13 @@ class Block(nn.Module):
     def forward(self, x):
         turned = torch.view_as_complex(self.up(x).view(-1, 4, 2)) * torch.polar(torch.ones(4), torch.arange(4.0))
         return x + torch.view_as_real(turned).flatten(1)
-
-def model():
-    return nn.Sequential(Block(), Block(), nn.Linear(8, 1))
-
-def batch(size):
-    return torch.randn(size, 8)
-
-def loss(model, batch):
-    return model(batch).square().mean()
 """
 
 
 def test_rotations_by_complex_numbers_are_for_no_schedule(tmp_path: Path) -> None:
     """Their backward conjugates as it reads: `checkmate` says so before anything runs, `dtr` decides while the model runs."""
     path = tmp_path / "turns.py"
-    path.write_text(TURNS)
+    path.write_text(TURNS + WORKLOAD)
     step, program = recording_of(path).at(8), plain_program(path, 8)
     region = region_of(step)
     assert isinstance(region, Region)

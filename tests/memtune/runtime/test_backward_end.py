@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from upset_loops import ALL, STORES, Net, assert_equal, batch, build, loss, made
 
 from memtune._apply import apply
 from memtune.errors import ApplyError
-from memtune.runtime import offload_dir
+from memtune.runtime import host_update, offload_dir
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.buckets import Buckets
@@ -105,7 +106,12 @@ def test_a_step_that_updated_before_it_raised_is_refused_until_state_is_loaded(n
 
 
 @pytest.mark.parametrize("name", ["stronghold", "late", "per_gradient"])
-def test_all_is_updated_at_the_end_of_the_step_after_early_updates_were_replaced(name: str) -> None:
+def test_all_is_updated_at_the_end_of_the_step_after_early_updates_were_replaced(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow they are: state is loaded while they are under way."""
+    at_once = host_update._once
+    monkeypatch.setattr(host_update, "_once", lambda call: (time.sleep(0.01), at_once(call)))
     model, optimizer, tuned = made(name)
     tuned.step([batch(0)])
     saved = copy.deepcopy(tuned.state_dict())

@@ -59,6 +59,22 @@ def test_who_reads_or_writes_what_is_let_go_is_told_so(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SORTS)
+def test_a_model_whose_weights_are_let_go_is_neither_copied_nor_changed(name: str) -> None:
+    model, optimizer, tuned = made(name)
+    step(model, optimizer, 0)
+    dtypes = [each.dtype for each in model.parameters()]
+    block = model.get_submodule(tuned._context.blocks[0])
+    for read in (copy.deepcopy, lambda module: module.double(), lambda module: module.to(torch.bfloat16)):
+        for module in (model, block):
+            with pytest.raises(ApplyError, match="let go on the device"):
+                read(module)
+    assert [each.dtype for each in model.parameters()] == dtypes
+    model.to("cpu").float().train()
+    step(model, optimizer, 1)
+    assert_equal(weights(model), plain(2))
+
+
+@pytest.mark.parametrize("name", SORTS)
 def test_memory_put_in_the_place_of_a_weights_own_is_noticed(name: str) -> None:
     model, _, _ = made(name)
     out = loss(model, batch(0))

@@ -145,21 +145,6 @@ def test_clipping_of_a_part_of_the_gradients_is_refused() -> None:
     assert caught.value.code == "MT364"
 
 
-def test_a_model_whose_weights_are_let_go_is_neither_copied_nor_changed() -> None:
-    workload, model, optimizer = build(ZOO["tied"])
-    tuned = apply(model, optimizer, config_of(ZOO["tied"], ONE), strict=False)
-    one_step(workload, model, optimizer, tuned, seed=SEED)
-    dtypes = [each.dtype for each in model.parameters()]
-    block = model.get_submodule(tuned._context.blocks[0])
-    for read in (copy.deepcopy, lambda module: module.double(), lambda module: module.to(torch.bfloat16)):
-        for module in (model, block):
-            with pytest.raises(ApplyError, match="let go on the device"):
-                read(module)
-    assert [each.dtype for each in model.parameters()] == dtypes
-    model.to("cpu").float().train()
-    one_step(workload, model, optimizer, tuned, seed=SEED + 1)
-
-
 def test_checkpoints_are_whole_and_can_be_loaded_and_evaluation_leaves_nothing() -> None:
     path = ZOO["tied"]
     workload, model, optimizer = build(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Event
 from typing import Any
@@ -13,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from layers_suite import block_bytes, total
+from layers_suite import block_bytes, require_waits, total
 from packs_suite import CHAIN, PacksSuite, config, drifts, planned
 
 from memtune._apply import Tuned, apply
@@ -120,11 +119,7 @@ class TestMobius(PacksSuite):
             with patch.object(LateUpdates, "start", held):
                 tuned.step(batches[1])
             assert begun.is_set()
-            with ThreadPoolExecutor(1) as reader:
-                reading = reader.submit(read)
-                assert wait([reading], timeout=0.2).not_done
-                goes_on.set()
-                reading.result(60)
+            require_waits(read, goes_on)
         finally:
             goes_on.set()
         steps = 3 if reads == "the next step" else 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Event
 from typing import ClassVar
@@ -10,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from layers_suite import LayersSuite, block_bytes, total
+from layers_suite import LayersSuite, block_bytes, require_waits, total
 from zoo_paths import ZOO
 
 from memtune._apply import apply
@@ -92,11 +91,7 @@ class TestStronghold(LayersSuite):
         try:
             one_step(workload, model, optimizer, tuned, seed=SEED + 2)
             assert not busy.done()
-            with ThreadPoolExecutor(1) as reader:
-                reading = reader.submit(read)
-                assert wait([reading], timeout=0.2).not_done
-                goes_on.set()
-                reading.result(60)
+            require_waits(read, goes_on)
         finally:
             goes_on.set()
         assert tuned.audit()

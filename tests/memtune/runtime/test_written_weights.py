@@ -1,4 +1,4 @@
-"""`model.load_state_dict` itself: what was loaded is what is trained on, wherever weights are kept; or it is refused."""
+"""Weights that the user loads into the model itself, or writes on the device: the next update begins with them, or is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import upset_loops
+from torch import Tensor, nn
 from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
@@ -44,6 +45,8 @@ SLOW: dict[str, Technique] = {
     "steps kept": ZeroInfinity(kind="zero_infinity", resume="last_step"),
 }
 CASES = [*QUICK.items(), *(pytest.param(*item, marks=pytest.mark.slow, id=item[0]) for item in SLOW.items())]
+ON_DEVICE = [*upset_loops.DOWN, *(name for name in upset_loops.AT_END if name != "smart_infinity")]
+"""All weights are there between steps."""
 pytestmark = pytest.mark.usefixtures("one_thread", "ssd")
 
 
@@ -119,3 +122,47 @@ def test_a_rate_that_is_set_after_a_load_is_used(technique: Technique) -> None:
     before = copy.deepcopy(model.state_dict())
     one_step(workload, model, optimizer, tuned, seed=SEED + 1)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@torch.no_grad()
+def write(model: upset_loops.Net, inside: bool) -> None:
+    model.first.weight.mul_(0.5)
+    model.last.weight.data = model.last.weight.clamp(-0.1, 0.1)
+    if inside:
+        model.blocks[1].up.weight.zero_()  # type: ignore[union-attr, operator]
+
+
+def trained(model: upset_loops.Net, optimizer: torch.optim.Optimizer, tuned: Tuned | None, inside: bool) -> dict[str, Tensor]:
+    for index in range(4):
+        if tuned is not None and index % 2:
+            tuned.step([upset_loops.batch(index)])  # updates inside backward
+        else:
+            optimizer.zero_grad()
+            upset_loops.loss(model, upset_loops.batch(index)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        write(model, inside)
+    return upset_loops.weights(model)
+
+
+@pytest.mark.parametrize("name", [*upset_loops.ALL, *(name for name in upset_loops.AT_END if name != "smart_infinity")])
+def test_updates_begin_with_what_was_written(name: str) -> None:
+    inside = name in ON_DEVICE
+    upset_loops.assert_equal(trained(*upset_loops.made(name), inside), trained(*upset_loops.build(), None, inside))
+
+
+def test_updaters_in_processes_of_their_own_refuse_the_next_step() -> None:
+    model, optimizer, tuned = upset_loops.made("smart_infinity")
+    with pytest.raises(ApplyError, match=r"MT318 2 weights were loaded(.|\n)*or written on the device"):
+        trained(model, optimizer, tuned, False)
+
+
+def test_weights_whose_update_is_late_are_not_to_be_written() -> None:
+    model, optimizer = upset_loops.build()
+    states: dict[str, Any] = {"kind": "zero_offload", "delayed": True, "delay_after": 1}
+    tuned = apply(model, optimizer, {"settings": {"offload": {"states": states}}}, loss=upset_loops.loss, strict=False)
+    tuned.step([upset_loops.batch(0)])
+    write(model, True)  # its update is over
+    tuned.step([upset_loops.batch(1)])
+    write(model, True)
+    with pytest.raises(ApplyError, match="MT318 3 weights were written on the device while an update of theirs is under way"):
+        tuned.step([upset_loops.batch(2)])
