@@ -21,7 +21,8 @@ _NUMBER = "aten._local_scalar_dense.default"
 def not_foreseen(step: Step, region: Region) -> str:
     """Why no schedule of `region` can be made before it runs, '' where one can: data decide, an op has a generator, lazy values.
 
-    Nor where an op of a translated step is several on CUDA. A schedule's ops draw from torch's own generators, whose states it knows; which one a model will hand over, it does not.
+    Nor where an op of a translated step is several on CUDA. A schedule's ops draw from torch's own generators, whose states it
+    knows; which one a model will hand over, it does not.
     """
     odd = depends_on_data(step, region)
     if odd:
