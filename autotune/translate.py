@@ -143,13 +143,18 @@ class _Kernel:
     forward: str
     backward: str
     saves_inputs: bool
-    saves_output: bool
-    saved_bytes: tuple[int, ...]
-    """Of what it makes and saves besides its output; the first is packed before the output, as autograd's alphabet has it."""
+    made_bytes: tuple[int, ...]
+    """Of what it makes besides its output, in the order in which it returns them."""
+    packed: tuple[int, ...]
+    """Which of them autograd packs, in its order; `table.OUTPUT` is the output."""
     forward_scratch: int = 0
     backward_scratch: int = 0
     forward_flops: float | None = None
     backward_flops: float | None = None
+    random: bool = False
+    """Whether it draws random numbers; what CPU ran in its place may not have."""
+    padded_mask_bytes: int = 0
+    """Of the mask that is made for it and takes the place of the one that CPU's kernel had; 0 where it takes that one."""
 
 
 def _kernel(call: Call, step: Step, context: _Context) -> _Kernel | None:
@@ -158,16 +163,16 @@ def _kernel(call: Call, step: Step, context: _Context) -> _Kernel | None:
         return _attention(call, step, context)
     if call.kind == "dropout":
         context.count("native_dropout")
-        return _Kernel(*table.DROPOUT, saves_inputs=False, saves_output=False, saved_bytes=(int(np.prod(call.shapes[0])),))
+        return _Kernel(*table.DROPOUT, saves_inputs=False, made_bytes=(int(np.prod(call.shapes[0])),), packed=(0,))
     if call.kind == "rms_norm":
         context.count("fused RMS norm")
         rstd = int(call.options["rows"]) * (8 if call.dtype == "float64" else 4)
-        return _Kernel(*table.RMS_NORM, saves_inputs=True, saves_output=False, saved_bytes=(rstd,))
+        return _Kernel(*table.RMS_NORM, saves_inputs=True, made_bytes=(rstd,), packed=(0,))
     entry = table.RECURRENT[call.kind]
     size = 2 if call.dtype in ("float16", "bfloat16") else 4
     reserve = table.reserve_bytes(call.kind, call.options, size, call.shapes[0][-1])
     context.count("cuDNN recurrent layer", estimated=True)
-    return _Kernel(entry.forward, entry.backward, saves_inputs=True, saves_output=True, saved_bytes=(reserve,))
+    return _Kernel(entry.forward, entry.backward, saves_inputs=True, made_bytes=(reserve,), packed=(0, table.OUTPUT))
 
 
 def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
@@ -176,17 +181,21 @@ def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
     asked = table.attention_of(call.shapes, call.dtype, options, needs_grad=needs_grad, architecture=context.architecture)
     kernel = table.attention_kernel(asked, context.architecture)
     on_cpu = [step.names[i] for i in step.op_name[slice(*call.ops)]]
+    fused_on_cpu = any(table.CPU_ATTENTION in name for name in on_cpu)
     context.count(f"{kernel.name} attention", estimated=kernel.estimated)
-    if kernel.name == "math" and not any("flash" in name for name in on_cpu):
+    if kernel.name == "math" and not fused_on_cpu:
         return None  # CPU composed it as CUDA will
     products = 2.0 * asked.B * asked.H * asked.Q * asked.K
-    mask = (int(table.up(int(options["mask_elements"]), 16)) * asked.S,) if options["mask_elements"] else ()
+    mask = () if fused_on_cpu or not options["mask_elements"] else (int(table.up(int(options["mask_elements"]), 16)) * asked.S,)
+    made = (*kernel.made(asked), *mask)
     return _Kernel(
         kernel.forward,
         kernel.backward,
         saves_inputs=True,
-        saves_output=kernel.name != "math",
-        saved_bytes=(*kernel.saved(asked), *mask),
+        made_bytes=made,
+        packed=(*kernel.packed(len(made) - len(mask)), *range(len(made) - len(mask), len(made))),
+        random=bool(asked.dropout),
+        padded_mask_bytes=table.padded_mask_bytes(asked) if fused_on_cpu and kernel.name == "efficient" else 0,
         forward_scratch=kernel.forward_scratch(asked),
         backward_scratch=kernel.backward_scratch(asked),
         forward_flops=products * (asked.D + asked.E),
@@ -206,6 +215,9 @@ class _Fusion:
         self.dropped_ops = np.zeros(step.n_ops, bool)
         self.dropped_uses = np.zeros(len(step.use_op), bool)
         self.dropped_saves = np.zeros(len(step.save_storage), bool)
+        self.gone = np.zeros(step.n_storages, bool)
+        self.padded: dict[tuple[int, int], int] = {}
+        """(mask, op that reads it) → what it is padded to."""
         self.later: list[Callable[[Edit], object]] = []
         self._uses_of = np.searchsorted(step.use_op, np.arange(step.n_ops + 1))
         self._cast = step.names.index("aten._to_copy.default") if "aten._to_copy.default" in step.names else -1
@@ -216,9 +228,9 @@ class _Fusion:
         """Make `call` one op forward and, where it has a backward, one op backward."""
         step = self.step
         casts = bool(call.options.get("cast"))
-        forward = self._rows(np.arange(*call.ops, dtype=np.int32), casts)
+        forward = self._kernel_alone(self._rows(np.arange(*call.ops, dtype=np.int32), casts))
         begin, end = np.searchsorted(self._nodes, call.nodes)
-        backward = self._rows(np.sort(self._by_node[begin:end]).astype(np.int32), casts)
+        backward = self._kernel_alone(self._rows(np.sort(self._by_node[begin:end]).astype(np.int32), casts))
         if not len(forward):
             return
         saves = np.arange(*call.saves, dtype=np.int32)
@@ -229,10 +241,13 @@ class _Fusion:
         outputs, gone = made[stays], made[~stays]
         last = int(forward[-1])
         self._becomes(last, kernel.forward, forward, outputs, kernel.forward_flops)
-        self.rng[last] = self.rng[forward].max()
-        self.bytes[gone] = 0
-        self._traffic(last, inputs, outputs, kernel.saved_bytes)
-        self.later.append(lambda edit: edit.add_uses(np.full(len(inputs), last, np.int32), inputs))
+        self.rng[last] = max(self.rng[forward].max(), kernel.random)
+        self.gone[gone] = True
+        self._traffic(last, inputs, outputs, kernel.made_bytes)
+        mask = -1
+        if kernel.padded_mask_bytes:
+            mask = int(next(each for each in inputs if each not in call.inputs[:3]))
+        self.later.append(lambda edit: self._reads(edit, last, inputs, mask, kernel))
         self._scratch(last, kernel.forward_scratch)
         grads = np.empty(0, np.int32)
         first = -1
@@ -241,23 +256,30 @@ class _Fusion:
             made = self._made(backward)
             keeps = self._seen_outside(made, inside, int(backward[-1]), saves) | (step.ready_after[made] >= 0)
             grads = made[keeps]
-            self.bytes[made[~keeps]] = 0
+            self.gone[made[~keeps]] = True
             reads = np.setdiff1d(self._read_from_outside(backward), gone)
             self._becomes(first, kernel.backward, backward, grads, kernel.backward_flops)
-            self._traffic(first, reads, grads, kernel.saved_bytes)
-            self.later.append(lambda edit: edit.add_uses(np.full(len(reads), first, np.int32), reads.astype(np.int32)))
+            self._traffic(first, reads, grads, kernel.made_bytes)
+            reads = reads[reads != mask].astype(np.int32)  # it reads what is packed
+            self.later.append(lambda edit: edit.add_uses(np.full(len(reads), first, np.int32), reads))
             self._scratch(first, kernel.backward_scratch)
         self.dropped_saves[saves] = True
         if len(saves):
             lasting = (step.producer < 0) & np.isin(step.kind, (Kind.PARAMETER, Kind.BUFFER))  # nobody packs those
             packed = _packed(call, inputs[~lasting[inputs]]) if kernel.saves_inputs else []
-            kept = packed, ([call.output] if kernel.saves_output else [])
-            self.later.append(lambda edit: self._save(edit, saves, last, first, kept, kernel.saved_bytes))
+            self.later.append(lambda edit: self._save(edit, saves, (last, first), packed, call.output, kernel, mask))
+        else:
+            self.later.append(lambda edit: _made_by(edit, kernel, last))
 
     def _rows(self, rows: I32, casts: bool) -> I32:
         """`rows` of kernels; `casts` that autocast makes stay casts."""
         rows = rows[self.step.op_resource[rows] == Resource.COMPUTE]
         return rows[self.op_name[rows] != self._cast] if casts and self._cast >= 0 else rows
+
+    def _kernel_alone(self, rows: I32) -> I32:
+        """Of `rows` CPU's attention kernel, if it is among them: what torch makes of a mask before that, it makes on CUDA too."""
+        mine = np.asarray([table.CPU_ATTENTION in self.names[name] for name in self.op_name[rows]], bool)
+        return rows[mine] if mine.any() else rows
 
     def _made(self, rows: I32) -> I32:
         found: I32 = np.flatnonzero(np.isin(self.step.producer, rows)).astype(np.int32)
@@ -300,17 +322,35 @@ class _Fusion:
         if n_bytes:
             self.later.append(lambda edit: _add(edit, np.asarray([n_bytes]), np.asarray([op], np.int32), Kind.WORKSPACE))
 
+    def _reads(self, edit: Edit, op: int, inputs: I32, mask: int, kernel: _Kernel) -> None:
+        """`op` reads `inputs`; a mask that must be padded through a copy."""
+        if mask >= 0:
+            row = edit.add_ops(
+                table.PADS_MASK, before=np.asarray([op], np.int32), phase=Phase(int(self.step.op_phase[op])),
+                module=int(self.step.op_module[op]), call=int(self.step.op_call[op]), traffic_bytes=2 * kernel.padded_mask_bytes,
+            )  # fmt: skip
+            padded = _add(edit, np.asarray([kernel.padded_mask_bytes], np.int64), row)
+            edit.add_uses(row, np.asarray([mask], np.int32))
+            self.padded[mask, op] = int(padded[0])
+            inputs = np.append(inputs[inputs != mask], padded).astype(np.int32)
+        edit.add_uses(np.full(len(inputs), op, np.int32), inputs)
+
     def _save(
-        self, edit: Edit, saves: I32, last: int, first: int, kept: tuple[list[int], list[int]], saved_bytes: tuple[int, ...]
+        self, edit: Edit, saves: I32, ops: tuple[int, int], inputs: list[int], output: int, kernel: _Kernel, mask: int
     ) -> None:
         """What autograd now keeps: inputs before the op ran, outputs and extras after it."""
-        step = self.step
-        extra = _add(edit, np.asarray(saved_bytes, np.int64), np.full(len(saved_bytes), last, np.int32))
-        storages = np.asarray([*kept[0], *extra[:1], *kept[1], *extra[1:]], np.int32)
+        step, (last, first) = self.step, ops
+        if mask >= 0:
+            padded = self.padded[mask, last]
+            inputs = [padded if each == mask else each for each in inputs]
+            if first >= 0:
+                edit.add_uses(np.asarray([first], np.int32), np.asarray([padded], np.int32))
+        made = _made_by(edit, kernel, last)
+        late = [output if each == table.OUTPUT else int(made[each]) for each in kernel.packed]
+        storages = np.asarray([*inputs, *late], np.int32)
         if first >= 0:
-            late = np.asarray([*kept[1], *extra], np.int32)
-            edit.add_uses(np.full(len(late), first, np.int32), late)
-        n_in, count = len(kept[0]), len(storages)
+            edit.add_uses(np.full(len(late), first, np.int32), np.asarray(late, np.int32))
+        n_in, count = len(inputs), len(storages)
         before = np.where(np.arange(count) < n_in, last, last + 1).astype(np.int32)
         until = np.full(count, step.save_until[saves].max(), np.int32)
         turn = step.save_turn[saves].max() * _ROOM + np.arange(count)
@@ -336,18 +376,25 @@ class _Fusion:
         edit.drop_uses(self.dropped_uses)
         edit.drop_ops(self.dropped_ops)
         edit.drop_saves(self.dropped_saves)
+        edit.drop_storages(self.gone)
         for change in self.later:
             change(edit)
         more(edit)
         return _saves_in_order(edit.done())
 
 
+def _made_by(edit: Edit, kernel: _Kernel, op: int) -> I32:
+    """What `kernel` makes besides its output."""
+    return _add(edit, np.asarray(kernel.made_bytes, np.int64), np.full(len(kernel.made_bytes), op, np.int32))
+
+
 def _packed(call: Call, inputs: I32) -> list[int]:
     """What an attention kernel saves of its inputs, in autograd's alphabetical order (bias, key, query, value)."""
-    if call.kind != "attention" or not set(call.inputs) <= set(inputs.tolist()):
-        return [int(each) for each in inputs]
-    query, key, value, *mask = call.inputs
-    return [*mask, key, query, value]
+    found = [int(each) for each in inputs]
+    if call.kind != "attention" or not set(call.inputs[:3]) <= set(found):
+        return found
+    query, key, value = call.inputs[:3]
+    return [*(each for each in found if each not in call.inputs[:3]), key, query, value]
 
 
 _ROOM = 64  # turns between two that were recorded: no kernel saves as many tensors

@@ -68,14 +68,18 @@ class AttentionKernel:
     backward: str
     fits: Callable[[Attention, int], bool]
     """(call, compute capability × 10) → whether the kernel takes the call."""
-    saved: Callable[[Attention], tuple[int, ...]]
-    """Bytes of what it saves besides query, key, value, mask and output, one number a tensor."""
+    made: Callable[[Attention], tuple[int, ...]]
+    """Bytes of what it returns besides the output, in the order in which it does; what it pads comes after that."""
+    packed: Callable[[int], tuple[int, ...]]
+    """(how many it makes besides the output) → which of them autograd packs, in its order; OUTPUT is the output."""
     forward_scratch: Callable[[Attention], int]
     backward_scratch: Callable[[Attention], int]
     source: str
     estimated: bool = False
 
 
+OUTPUT = -1
+"""In `AttentionKernel.packed`."""
 _SDP = "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp"
 _FLASH_ROUNDED = (32, 64)
 
@@ -93,12 +97,13 @@ def _flash_fits(a: Attention, sm: int) -> bool:
     return sm >= 80 and a.narrow and not a.masked and a.D == a.E and a.D <= 256 and square and a.dense and not too_wide
 
 
-def _flash_saved(a: Attention) -> tuple[int, ...]:
+def _flash_made(a: Attention) -> tuple[int, ...]:
     random_state = (16, 8)  # uint64[2] and an unused uint64, on the device since 2.8
+    no_weights = 0  # debug_attn_mask is there and empty
     padded = () if a.D % 8 == 0 else (
         a.B * a.H * a.Q * up(a.D, 8) * a.S, *(a.B * a.G * a.K * up(a.D, 8) * a.S,) * 2, a.B * a.H * a.Q * up(a.D, 8) * a.S,
     )  # fmt: skip
-    return (4 * a.B * a.H * a.Q, *random_state, *padded)
+    return (4 * a.B * a.H * a.Q, *random_state, no_weights, *padded)
 
 
 def flash_splits(a: Attention) -> int:
@@ -151,7 +156,8 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         "aten._scaled_dot_product_cudnn_attention.default",
         "aten._scaled_dot_product_cudnn_attention_backward.default",
         _cudnn_fits,
-        saved=lambda a: (4 * a.B * a.H * a.Q, 8, 8),
+        made=lambda a: (4 * a.B * a.H * a.Q, 8, 8),
+        packed=lambda n: (0, OUTPUT, 2, 1),
         forward_scratch=lambda a: 0,
         backward_scratch=lambda a: 4 * a.B * a.H * a.Q * (1 + a.D),
         source=f"{_SDP} can_use_cudnn_attention, check_cudnn_tensor_shapes (cuDNN from 9.16 on); "
@@ -164,7 +170,8 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         "aten._scaled_dot_product_flash_attention.default",
         "aten._scaled_dot_product_flash_attention_backward.default",
         _flash_fits,
-        saved=_flash_saved,
+        made=_flash_made,
+        packed=lambda n: (0, OUTPUT, 1, 2, *range(4, n)),
         forward_scratch=_flash_forward,
         backward_scratch=_flash_backward,
         source=f"{_SDP} can_use_flash_attention; aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp mha_fwd "
@@ -177,7 +184,8 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         "aten._scaled_dot_product_efficient_attention.default",
         "aten._scaled_dot_product_efficient_attention_backward.default",
         _efficient_fits,
-        saved=lambda a: (4 * a.B * a.H * up(a.Q, 32),),  # seed and offset are on the host outside of graph capture
+        made=lambda a: (4 * a.B * a.H * up(a.Q, 32), 0, 0),  # seed and offset are on the host outside of graph capture
+        packed=lambda n: (0, OUTPUT, 2, 1),
         forward_scratch=lambda a: 4 * a.B * a.Q * a.H * a.E if a.narrow and a.E > 128 else 0,
         backward_scratch=_efficient_backward,
         source=f"{_SDP} can_use_mem_efficient_attention (grouped queries only from 2.14 on: the doc of "
@@ -191,7 +199,8 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         "aten._scaled_dot_product_attention_math_backward.default",
         lambda a, sm: True,
         # The weights after softmax, and with dropout the dropped weights and the mask.
-        saved=lambda a: (a.scores, *((a.scores, a.scores // a.S) if a.dropout else ())),
+        made=lambda a: (a.scores, *((a.scores, a.scores // a.S) if a.dropout else ())),
+        packed=lambda n: tuple(range(n)),
         forward_scratch=lambda a: a.scores,
         backward_scratch=lambda a: 2 * a.scores,
         source="aten/src/ATen/native/transformers/attention.cpp _scaled_dot_product_attention_math",
@@ -207,6 +216,15 @@ ATTENTION_ORDER: tuple[tuple[Callable[[int], bool], tuple[str, ...], str], ...] 
     (lambda sm: True, ("flash", "efficient", "math"), "aten/src/ATen/Context.h sdp_priority_order"),
 )
 """(compute capability × 10) → kernels in the order in which they are tried."""
+
+PADS_MASK = "aten.constant_pad_nd.default"
+MASK_SOURCE = (
+    "aten/src/ATen/native/transformers/attention.cpp preprocess_mask: efficient attention's mask is expanded and its last "
+    "dimension padded to a multiple of 16 unless it is one"
+)
+
+CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+"""In the names of what CPU runs for attention, forward and backward."""
 
 DROPOUT = ("aten.native_dropout.default", "aten.native_dropout_backward.default")
 DROPOUT_SOURCE = "aten/src/ATen/native/Dropout.cpp is_fused_kernel_acceptable; cuda/Dropout.cu dropout_cuda: saves a bool mask"
@@ -293,6 +311,11 @@ def attention_of(
         dense=bool(options["dense"]), aligned=bool(options["aligned"]), needs_grad=needs_grad,
         multiprocessors=MULTIPROCESSORS.get(architecture, 108),
     )  # fmt: skip
+
+
+def padded_mask_bytes(call: Attention) -> int:
+    """Bytes of the mask that is made for efficient attention where the one given must be padded, else 0."""
+    return call.B * call.H * call.Q * up(call.K, 16) * call.S if call.masked and call.K % 16 else 0
 
 
 def is_composed_everywhere(call: Attention) -> bool:

@@ -23,6 +23,14 @@ EMPTY = frozenset(f"aten.{name}.default" for name in ("empty_like", "new_empty",
 ALLOCATES = "aten.empty_strided.default"
 """What it runs for them."""
 
+STAND_FOR_SEVERAL = {
+    "aten._scaled_dot_product_attention_math.default": 0,
+    "aten._scaled_dot_product_flash_attention.default": 5,
+    "aten._cudnn_rnn.default": 0,
+}
+"""Ops of a translated step that may stand for several of the live model's, and how many storages they make where they do not.
+Flash attention's stand for padding as well where they make more; what a recurrent layer does about its weights is not known."""
+
 BATCH_NORMS = frozenset(f"aten.{name}.default" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 """They update running statistics beside what they return: a second run leaves those out."""
 

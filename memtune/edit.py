@@ -42,6 +42,7 @@ class Edit:
         self._drop_uses = np.zeros(len(step.use_op), bool)
         self._drop_saves = np.zeros(len(step.save_storage), bool)
         self._drop_ops = np.zeros(step.n_ops, bool)
+        self._drop_storages = np.zeros(step.n_storages, bool)
         self._more_uses: list[tuple[I32, I32, Any]] = []
         self._releases: list[tuple[I32, I32]] = []
         self._holds: list[tuple[I32, I32]] = []
@@ -246,6 +247,10 @@ class Edit:
         """Remove original uses."""
         self._drop_uses |= rows
 
+    def drop_storages(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Remove original storages that their ops no longer make; nothing may use or save them."""
+        self._drop_storages |= rows
+
     def drop_saves(self, rows: npt.NDArray[np.bool_]) -> None:
         """Autograd no longer saves these original rows."""
         self._drop_saves |= rows
@@ -307,9 +312,10 @@ class Edit:
         columns["held_until"] = held
         columns["ready_after"] = order.moved(columns["ready_after"], none=-1)
         columns["producer"] = order.position[producer]  # its last entry serves -1
-        if not self._drop_ops.any():
+        if not (self._drop_ops.any() or self._drop_storages.any()):
             return columns, None
         stays = (producer < 0) | (columns["producer"] >= 0)
+        stays[: len(self._drop_storages)] &= ~self._drop_storages
         if stays.all():
             return columns, None
         renumber = np.append(np.cumsum(stays, dtype=np.int32) - 1, np.int32(-1))  # the last entry serves -1

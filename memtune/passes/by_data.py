@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from memtune.calls import STAND_FOR_SEVERAL
 from memtune.passes.region import Region
 from memtune.program import OWN_GENERATOR, WRITES, Step
 
@@ -20,17 +21,29 @@ _NUMBER = "aten._local_scalar_dense.default"
 def not_foreseen(step: Step, region: Region) -> str:
     """Why no schedule of `region` can be made before it runs, '' where one can: data decide, an op has a generator, lazy values.
 
-    A schedule's ops draw from torch's own generators, whose states it knows; which one a model will hand over, it does not.
+    Nor where an op of a translated step is several on CUDA. A schedule's ops draw from torch's own generators, whose states it
+    knows; which one a model will hand over, it does not.
     """
     odd = depends_on_data(step, region)
     if odd:
         return f"{odd} runs in the model: what follows it depends on the data"
     if step.lazy_values:
         return "an op is given values that torch conjugates as they are read (complex numbers), which no schedule does"
+    several = stands_for_several(region)
+    if several:
+        return f"{several} stands for several ops on CUDA, which are not known before the model runs there"
     given = region.rows[step.op_rng[region.rows] == OWN_GENERATOR]
     if not np.size(given):
         return ""
     return f"{step.names[step.op_name[given[0]]]} in the model is given a generator, and a schedule draws from torch's own alone"
+
+
+def stands_for_several(region: Region) -> str:
+    """Name of the first op of `region` in whose place the live model runs several, '' for none."""
+    if not STAND_FOR_SEVERAL.keys() & set(region.graph.names):
+        return ""
+    pairs = zip(region.graph.names, region.graph.makes, strict=True)
+    return next((name for name, made in pairs if STAND_FOR_SEVERAL.get(name, len(made)) != len(made)), "")
 
 
 def depends_on_data(step: Step, region: Region) -> str:
