@@ -39,7 +39,8 @@ from memtune.runtime import transfer
 from memtune.runtime.backward_end import BackwardEnd, EarlyUpdated
 from memtune.runtime.context import Context
 from memtune.runtime.direct_loads import StaysBehind
-from memtune.runtime.host_optimizer import add_gradient, before_step
+from memtune.runtime.host_optimizer import add_gradient
+from memtune.runtime.own_step import before_step
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
 from memtune.runtime.watched_gradients import WatchedGradients

@@ -37,8 +37,8 @@ from memtune.residency import Residency, Units, order_of_use
 from memtune.runtime import transfer
 from memtune.runtime.backward_end import BackwardEnd, EarlyUpdated
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import before_step
 from memtune.runtime.host_parameters import HostCopies, HostParameters
+from memtune.runtime.own_step import before_step
 from memtune.runtime.weak_hook import weakly
 
 

@@ -34,7 +34,7 @@ from memtune.early_updates import not_one_by_one, witness
 from memtune.errors import ApplyError
 from memtune.runtime.backward_end import BackwardEnd, never_ended
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import before_step
+from memtune.runtime.own_step import before_step
 from memtune.runtime.weak_hook import weakly
 from memtune.runtime.witness import Witness
 
