@@ -13,7 +13,7 @@ from memtune.passes.move import MoveClaim, move_activations, stage_of
 from memtune.pipeline_order import Stages, order, slots_between
 from memtune.program import Phase, Program, RankClass, Resource, Step
 from memtune.search_spaces._passes import steps_of_stages
-from memtune.search_spaces.offload.activations._shares import leading
+from memtune.search_spaces.offload.activations._shares import leading, spread
 from memtune.search_spaces.recompute._budget import after_later
 from memtune.search_spaces.recompute._levels import live_bytes
 from memtune.technique import Target, Technique
@@ -54,8 +54,10 @@ def shares(ratios: Sequence[float], stages: Sequence[int]) -> list[float]:
 
     Args:
         ratios: Of each stage.
-        stages: Of each block, in order; none where there is no pipeline, which is one stage.
+        stages: Of each block, in order; where there is no pipeline they are all of one stage, and share alike.
     """
+    if len(ratios) == 1:
+        return spread(ratios[0], len(stages))
     seen = [stages[: n + 1].count(stage) - 1 for n, stage in enumerate(stages)]
     return [leading(ratios[stage], stages.count(stage))[nth] for stage, nth in zip(stages, seen, strict=True)]
 

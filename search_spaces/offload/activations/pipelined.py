@@ -39,8 +39,8 @@ class Pipelined(Technique):
     (the last two under 1F1B) keep everything.
 
     r is decided by rank, earlier stages hold more: the smallest in eighths under which the rank stays within the budget. Where
-    there is no pipeline the slots are layers: the first r of the blocks go while the next block runs, and come back while the
-    block after them runs backward; r is given, or the smallest within `budget_bytes` after every later pass.
+    there is no pipeline the slots are layers: an equal share of all blocks but the last goes while the next block runs, and comes
+    back while the block after it runs backward; r is given, or the smallest within `budget_bytes` after every later pass.
 
     Distinguishing test (`test_copies_keep_to_the_slots_of_the_schedule`): every tensor has arrived a slot after its forward's and
     comes back in the slot before its backward, each stage sends m·r·A, and the peak is the formula's; without slots it is not.

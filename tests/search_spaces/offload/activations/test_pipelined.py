@@ -30,6 +30,7 @@ from memtune.runtime.ledger import Ledger
 from memtune.runtime.slots import Slots
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces.offload.activations import _in_slots, _shares
 from memtune.search_spaces.offload.activations.pipelined import Pipelined
 from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Technique
@@ -86,6 +87,27 @@ class TestPipelined(TechniqueSuite):
         document = {"settings": {"offload": {"activations": {"kind": "pipelined"}}}, "plan": {"offload.activations": plan}}
         with pytest.raises(ApplyError, match="needs a plan"):
             apply(model, optimizer, document, loss=workload.loss, strict=False)
+
+
+@pytest.mark.parametrize(("ratio", "shares"), [(0.25, [1 / 3] * 3 + [0]), (0.75, [1.0] * 3 + [0]), (1.0, [1.0] * 4)])
+def test_without_a_pipeline_blocks_share_alike(ratio: float, shares: list[float]) -> None:
+    assert _shares.spread(ratio, 4) == pytest.approx(shares)
+    assert _shares.spread(ratio, 1) == [ratio]
+
+
+def test_equal_shares_hide_behind_compute_where_whole_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes the link a tenth of a step is waited for when the first blocks send it all, and less when all but one do."""
+    program, here = plain_program(ZOO["gpt"]), replace(hardware.detect("cpu"), device="cuda", launch_s=0.0)
+    plain_s = simulate(program, here, level="events").step_s
+
+    def lost() -> float:
+        n_bytes = _in_slots.bytes_by_stage(program, [0.5], 0)[0]
+        link = {f"{way}_bytes_per_s": n_bytes / (0.1 * plain_s) for way in ("host_to_device", "device_to_host")}
+        return simulate(_in_slots.moved(program, [0.5], 0, 4), replace(here, **link), level="events").step_s / plain_s - 1
+
+    alike = lost()
+    monkeypatch.setattr(_in_slots, "spread", _shares.leading)
+    assert alike < 0.7 * lost()
 
 
 # -- what the pass says of the stages of a pipeline ----------------------------------------------------------------------
