@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from memtune.runtime.tree import local
 
 
 def guard_reads(module: nn.Module) -> None:
-    """`copy.deepcopy(module)` and what changes all its weights (`double`, `to`) are refused while some of them are let go."""
+    """Copies (`copy.deepcopy`, `torch.save`) and what changes all weights (`double`, `to`) are refused while some are let go."""
     vars(module)["_apply"] = MethodType(_apply, module)
     vars(module)["__deepcopy__"] = MethodType(_deepcopy, module)
+    vars(module)["__reduce_ex__"] = MethodType(_reduce, module)
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
@@ -39,11 +40,17 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if _released(self):
         _refuse("copied", "Tuned.state_dict, loaded into a model of its own")
-    own = {name: vars(self).pop(name) for name in ("_apply", "__deepcopy__")}
+    own = {name: vars(self).pop(name) for name in ("_apply", "__deepcopy__", "__reduce_ex__")}
     try:
         return copy.deepcopy(self, memo)
     finally:
         vars(self).update(own)
+
+
+def _reduce(self: nn.Module, protocol: SupportsIndex) -> Any:
+    if _released(self):
+        _refuse("pickled", "torch.save of Tuned.state_dict(), or Tuned.save")
+    return type(self).__reduce_ex__(self, protocol)
 
 
 def _released(module: nn.Module) -> list[nn.Parameter]:
