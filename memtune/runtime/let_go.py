@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any, Final
+from typing import Any, SupportsIndex, Final
 
 import torch
 from torch import Tensor, nn
@@ -123,9 +123,10 @@ def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> No
 
 
 def guard_module(module: nn.Module) -> None:
-    """Rule 4: `copy.deepcopy(module)` and what changes all its weights (`double`, `to`) are refused while some are let go."""
+    """Rule 4: copies (`copy.deepcopy`, `torch.save`) and what changes all weights (`double`, `to`) are refused while some are gone."""
     vars(module)["_apply"] = MethodType(_apply, module)
     vars(module)["__deepcopy__"] = MethodType(_deepcopy, module)
+    vars(module)["__reduce_ex__"] = MethodType(_reduce, module)
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
@@ -145,11 +146,17 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if _gone_of(self):
         _refuse_module("copied", "Tuned.state_dict, loaded into a model of its own")
-    own = {name: vars(self).pop(name) for name in ("_apply", "__deepcopy__")}
+    own = {name: vars(self).pop(name) for name in ("_apply", "__deepcopy__", "__reduce_ex__")}
     try:
         return copy.deepcopy(self, memo)
     finally:
         vars(self).update(own)
+
+
+def _reduce(self: nn.Module, protocol: SupportsIndex) -> Any:
+    if _gone_of(self):
+        _refuse_module("pickled", "torch.save of Tuned.state_dict(), or Tuned.save")
+    return type(self).__reduce_ex__(self, protocol)
 
 
 def _gone_of(module: nn.Module) -> list[nn.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,12 @@ def test_a_part_of_a_block_is_saved_and_loaded(name: str) -> None:
         if name != "harmony":
             step(net, own, 1)
     assert_equal(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("name", ["l2l", "patrickstar"])
+def test_a_model_whose_weights_are_let_go_is_not_pickled(name: str) -> None:
+    """`torch.save(model)`, which would end in torch's own words on a hook; the same of one block."""
+    model, _, _ = made(name)
+    for module in (model, *model.blocks[1:2]):
+        with pytest.raises(ApplyError, match="MT364 The model cannot be pickled here"):
+            torch.save(module, io.BytesIO())
