@@ -84,13 +84,14 @@ class Proposer:
         looked_at = 0
         while best:
             _, i, each = heapq.heappop(best)  # nsmallest gives them in order, which is a heap
-            if each.prediction.level == "coarse" and looked_at < _CLOSER:
-                looked_at += 1
-                refined = self._refined(each)
-                if pruner.reason(refined.prediction) is None:
-                    heapq.heappush(best, (order(refined), i, refined))
+            refined = self._refined(each)
+            if pruner.reason(refined.prediction) is not None:
                 continue
-            yield self._refined(each)
+            if refined is not each and looked_at < _CLOSER:
+                looked_at += 1
+                heapq.heappush(best, (order(refined), i, refined))
+                continue
+            yield refined
 
     def _refined(self, each: Scored) -> Scored:
         refined = self.scorer.refined(each)

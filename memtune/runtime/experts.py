@@ -45,9 +45,10 @@ from memtune.runtime import transfer
 from memtune.runtime.chunks import Piece as Place
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import divided_like, is_gathered
-from memtune.runtime.host_optimizer import before_step, to_host_now
+from memtune.runtime.host_optimizer import to_host_now
 from memtune.runtime.kept_experts import KeptBeside, KeptExperts, Staying
 from memtune.runtime.kept_pieces import KeptPieces
+from memtune.runtime.own_step import before_step
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.store import ParameterStore

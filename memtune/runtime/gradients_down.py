@@ -40,7 +40,8 @@ from memtune.runtime.backward_end import BackwardEnd, EarlyUpdated
 from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_chain
 from memtune.runtime.hooks import StaysBehind, weakly
-from memtune.runtime.host_optimizer import add_gradient, before_step
+from memtune.runtime.host_optimizer import add_gradient
+from memtune.runtime.own_step import before_step
 from memtune.runtime.tiers import HOST, mark
 from memtune.runtime.tree import local
 from memtune.runtime.watched_gradients import WatchedGradients

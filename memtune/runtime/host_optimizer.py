@@ -32,7 +32,7 @@ from memtune.runtime.held_parameter import held_for, held_in_place
 from memtune.runtime.hooks import StaysBehind
 from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
 from memtune.runtime.late_updates import LateUpdates
-from memtune.runtime.own_step import replace_step, with_hooks
+from memtune.runtime.own_step import before_step, replace_step, with_hooks
 from memtune.runtime.settled_state import as_it_is, settle_reads
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -97,7 +97,7 @@ class HostOptimizer:
         self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
         own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
         replace_step(self._optimizer, self._closing(own))
-        self._optimizer.register_step_pre_hook(self._gradients_down)
+        before_step(self._optimizer, self._gradients_down, last=True)
         up = self._optimizer.register_step_post_hook(self._weights_up)
         hooks: Any = self._optimizer._optimizer_step_post_hooks
         hooks.move_to_end(up.id, last=False)  # before those that hand the new weights on to other ranks
@@ -428,12 +428,6 @@ def refuse_others(optimizer: Optimizer, known: Collection[nn.Parameter]) -> None
             evidence=f"Shapes: {', '.join(str(tuple(each.shape)) for each in others[:3])}.",
             fix="optimizer.add_param_group before memtune.apply, or a second optimizer for them", code="MT318",
         )  # fmt: skip
-
-
-def before_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> None:
-    """Call `hook` when the optimizer's step begins, before all hooks that are there: they send gradients down and let them go."""
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    hooks.move_to_end(optimizer.register_step_pre_hook(hook).id, last=False)
 
 
 def add_gradient(held: nn.Parameter, arrived: Tensor) -> None:

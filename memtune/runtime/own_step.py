@@ -1,13 +1,48 @@
-"""An optimizer's `step` replaced on the object: hooks, profilers and learning rate schedulers find what they look for."""
+"""An optimizer's `step` replaced on the object: hooks, profilers and learning rate schedulers find what they look for.
+
+The user's hooks before a step, whenever they were registered, run before memtune's: those look for changed gradients, bring them
+down and let them go.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Final
 
 from torch.optim import Optimizer
+
+_MARK: Final = "_wrapped_by_lr_sched"
+_OWN: Final = "_memtune_step"
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnHook:
+    """Ours, among the user's."""
+
+    call: Callable[[Optimizer, Any, Any], None]
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """As torch calls any hook."""
+        self.call(optimizer, args, kwargs)
+
+
+def before_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None], *, last: bool = False) -> None:
+    """Call `hook` when the optimizer's step begins: after the user's, and before or after (`last`) those given here so far."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(optimizer.register_step_pre_hook(_OwnHook(hook)).id, last=last)
+    if _OWN not in vars(getattr(optimizer.step, "__func__", optimizer.step)):
+        replace_step(optimizer, optimizer.step)
+
+
+def _order_hooks(optimizer: Optimizer) -> None:
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    mine = [key for key, hook in hooks.items() if isinstance(hook, _OwnHook)]
+    if mine != list(hooks)[len(hooks) - len(mine) :]:
+        for key in mine:
+            hooks.move_to_end(key)
 
 
 def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -25,9 +60,10 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
     @functools.wraps(type(optimizer).step)  # GradScaler and others read its signature
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._opt_called = True  # what the scheduler's wrapper would note
+        _order_hooks(self)
         return step(*args, **kwargs)
 
-    vars(called)["_wrapped_by_lr_sched"] = True
+    vars(called).update({_MARK: True, _OWN: True})
     optimizer.step = MethodType(called, optimizer)  # type: ignore[method-assign]
 
 

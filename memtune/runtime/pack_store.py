@@ -30,8 +30,9 @@ from memtune.packs import Span, in_parts
 from memtune.runtime import transfer
 from memtune.runtime.backward_end import EarlyUpdated
 from memtune.runtime.context import Context
-from memtune.runtime.host_optimizer import HostOptimizer, before_step
+from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.late_blocks import LateBlocks
+from memtune.runtime.own_step import before_step
 
 
 class PackStore(LateBlocks):

@@ -27,7 +27,7 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_chain
-from memtune.runtime.host_optimizer import before_step
+from memtune.runtime.own_step import before_step
 from memtune.runtime.tiers import SSD, tier_of
 from memtune.runtime.tree import local
 

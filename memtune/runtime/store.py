@@ -38,8 +38,8 @@ from memtune.runtime import transfer
 from memtune.runtime.backward_end import BackwardEnd, EarlyUpdated
 from memtune.runtime.context import Context
 from memtune.runtime.hooks import weakly
-from memtune.runtime.host_optimizer import before_step
 from memtune.runtime.host_parameters import HostCopies, HostParameters
+from memtune.runtime.own_step import before_step
 
 
 class ParameterStore(HostParameters):

@@ -35,7 +35,7 @@ from memtune.errors import ApplyError
 from memtune.runtime.backward_end import BackwardEnd, never_ended
 from memtune.runtime.context import Context
 from memtune.runtime.hooks import weakly
-from memtune.runtime.host_optimizer import before_step
+from memtune.runtime.own_step import before_step
 from memtune.runtime.witness import Witness
 
 _PLAIN = "execution: {order: {kind: program}}"

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from search_world import AXES, rewriter
 
+from memtune.autotune import proposals
 from memtune.autotune.effects import Effects, kinds
 from memtune.autotune.proposals import Proposer
 from memtune.autotune.pruning import Pruner
 from memtune.autotune.sampler import Sampler
 from memtune.autotune.scoring import Scorer, Scores, score_all
+from memtune.autotune.simulate import Prediction
 from memtune.autotune.space import Space, build_space
 
 
@@ -58,3 +60,16 @@ def test_a_candidate_that_only_looked_better_is_put_where_it_belongs(proposer: P
         pytest.skip("all of this space was simulated op by op")
     assert found.scored.prediction.level == "events"
     assert proposer.scores.by_key[found.scored.key] is found.scored
+
+
+@pytest.mark.parametrize("closer", [0, 2])
+def test_what_a_closer_look_prunes_is_not_run(proposer: Proposer, monkeypatch: pytest.MonkeyPatch, closer: int) -> None:
+    """However many have been looked at: what fits by the coarse level alone does not fit."""
+
+    class NothingFits(Pruner):
+        def reason(self, prediction: Prediction) -> str | None:
+            return "over the budget" if prediction.level == "events" else None
+
+    monkeypatch.setattr(proposals, "_CLOSER", closer)
+    assert any(each.prediction.level == "coarse" for each in proposer.scores.by_key.values())
+    assert proposer.next(NothingFits(None), set(), None, Effects()) is None

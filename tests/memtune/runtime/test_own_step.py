@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import upset_loops
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
+from upset_loops import Net
 from zoo_paths import ZOO
 
 from memtune._apply import apply
+from memtune.errors import ApplyError
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.offload.states.smart_infinity import SmartInfinity
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
@@ -81,3 +84,56 @@ def test_the_signature_is_the_optimizers_own() -> None:
     apply(model, optimizer, config_of(ZOO["tied"], STATES[1]), strict=False)
     assert inspect.signature(optimizer.step) == wanted
     assert str(inspect.signature(AdamW([nn.Parameter(torch.zeros(1))]).step)) == str(wanted)
+
+
+def _clips(model: Net, optimizer: Optimizer, by_groups: bool) -> None:
+    def clip(*_: Any) -> None:
+        of_groups = [each for group in optimizer.param_groups for each in group["params"]]
+        nn.utils.clip_grad_norm_(of_groups if by_groups else list(model.parameters()), 0.05)
+
+    optimizer.register_step_pre_hook(clip)
+
+
+def _clipped(name: str, when: str, by_groups: bool = False) -> dict[str, torch.Tensor]:
+    """Weights after two steps whose gradients a hook of the user's clips, registered before `apply` or after it."""
+    model, optimizer = upset_loops.build()
+    if when == "before":
+        _clips(model, optimizer, by_groups)
+    settings, plan = (upset_loops.ALL | upset_loops.AT_END)[name] if name else ({"kind": "none"}, {})
+    config = {"settings": {"offload": {"states": settings}}, "plan": {"offload.states": plan} if plan else {}}
+    tuned = apply(model, optimizer, config, loss=upset_loops.loss, strict=False)
+    if when == "after":
+        _clips(model, optimizer, by_groups)
+    for index in range(2):
+        upset_loops.step(model, optimizer, index)
+    weights: dict[str, torch.Tensor] = tuned.state_dict()["model"]
+    return weights
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.usefixtures("ssd", "one_thread")
+@pytest.mark.parametrize("name", ["optimizer_cpu", "native", "SSD alone"])
+def test_a_hook_that_clips_sees_all_gradients(name: str, when: str) -> None:
+    """It runs before they go down, whenever it was registered."""
+    upset_loops.assert_equal(_clipped(name, when), _clipped("", "before"))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.usefixtures("ssd", "one_thread")
+@pytest.mark.parametrize("name", ["l2l", "zero_offload", "lohan"])
+def test_a_hook_that_clips_the_gradients_left_on_the_device_is_noticed(name: str, when: str) -> None:
+    """Through the optimizer's groups it sees all of them."""
+    with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
+        _clipped(name, when)
+    upset_loops.assert_equal(_clipped(name, when, by_groups=True), _clipped("", "before", by_groups=True))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_hook_that_changes_what_is_left_after_early_updates_is_noticed() -> None:
+    """An update at the gradient has used the others by then."""
+    model, optimizer = upset_loops.build()
+    config = {"settings": {"execution": {"order": {"kind": "roam"}}}}
+    tuned = apply(model, optimizer, config, loss=upset_loops.loss, strict=False)
+    _clips(model, optimizer, by_groups=False)
+    with pytest.raises(ApplyError, match="MT364 Gradients were changed"):
+        tuned.step([upset_loops.batch(0)])
