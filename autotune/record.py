@@ -347,7 +347,11 @@ def open_session(
     compiling: Compiling | None = None,
     change: Callable[[Session], None] | None = None,
 ) -> tuple[Session, Trace, list[str]]:
-    """Climb the ladder to the first rung that records; returns the session, its trace and why lower rungs failed."""
+    """Climb the ladder to the first rung that records; returns the session, its trace and why lower rungs failed.
+
+    Raises:
+        WorkloadError: The real step, which is the last rung, does not run either.
+    """
     notes: list[str] = []
     for rung, how in RUNGS.items():
         try:

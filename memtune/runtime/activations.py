@@ -83,7 +83,7 @@ class ActivationTable:
         self._undo: list[Callable[[], None]] = []
 
     def claim_recompute(self, index: int, keep: Keep | None = None) -> None:
-        """Region `index` is recomputed in backward, but for the outputs of the ops that `keep` names."""
+        """Region `index` is recomputed in backward, but for what `keep` names; ApplyError where one already is."""
         region = self.regions[index]
         if region.recompute:
             raise ApplyError(f"two techniques recompute {region.name}.", fix="choose one recompute technique", code="MT305")
@@ -94,7 +94,7 @@ class ActivationTable:
     ) -> None:
         """`fraction` of the claimable bytes of region `index` goes to the host (with `ssd`: on to SSD), none under `min_bytes`.
 
-        With `only`, nothing but what these calls return counts as claimable.
+        With `only`, nothing but what these calls return counts as claimable. ApplyError where another technique moves it.
         """
         region = self.regions[index]
         if region.move:

@@ -76,7 +76,11 @@ class GivingRun(FrozenRun):
         return not writes and not self.in_pieces and not is_watched(self._state[number] for number in self._numbers)
 
     def all_gradients(self, node: Any) -> list[Tensor | None]:
-        """`FrozenRun.all_gradients`; of a second run where it gave way."""
+        """`FrozenRun.all_gradients`; of a second run where it gave way.
+
+        Raises:
+            ApplyError: What forward has read was written since.
+        """
         self._require_first_order()
         with self._lock:
             called, self._called = self._called, None

@@ -440,7 +440,11 @@ def add_gradient(held: nn.Parameter, arrived: Tensor) -> None:
 
 
 def master_of(host: Tensor, narrow_too: bool) -> Tensor:
-    """What the native update works on: float32, or in place of bfloat16 a float32 copy."""
+    """What the native update works on: float32, or in place of bfloat16 a float32 copy.
+
+    Raises:
+        ApplyError: It has another type.
+    """
     if host.dtype is torch.float32:
         return host
     if host.dtype is torch.bfloat16 and narrow_too:

@@ -344,7 +344,11 @@ class OnlineTable:
         return Kept(value, view_of(tensor), self._unkept.append)
 
     def unpack(self, kept: Any) -> Tensor:
-        """The tensor that autograd had saved; runs again what it takes."""
+        """The tensor that autograd had saved; runs again what it takes.
+
+        Raises:
+            ApplyError: It, or what it was made of, was written since.
+        """
         if type(kept) is not Kept:
             tensor, version = kept
             if tensor._version != version:

@@ -73,7 +73,11 @@ class SsdBesideBackward(SsdOptimizer):
 
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool) -> None:
-        """Rule 2; `at_once` is not for what comes from SSD."""
+        """Rule 2; `at_once` is not for what comes from SSD.
+
+        Raises:
+            ApplyError: Rule 3.
+        """
         assert not at_once
         self._settle()
         with tier(HOST), beside(self._under_way):

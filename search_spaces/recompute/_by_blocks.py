@@ -283,7 +283,11 @@ def _schedules(plan: Plan, kind: str) -> list[Schedule]:
 
 
 def rewritten_by_blocks(plan: Plan, program: Program, kind: str) -> Program:
-    """Each block's ops in the order of its schedule."""
+    """Each block's ops in the order of its schedule.
+
+    Raises:
+        ApplyError: The schedules are for another model's blocks.
+    """
     regions, schedules = block_regions_of(program.step), _schedules(plan, kind)
     wrong = regions if isinstance(regions, str) else ""
     if not isinstance(regions, str):
@@ -302,7 +306,11 @@ def rewritten_by_blocks(plan: Plan, program: Program, kind: str) -> Program:
 
 
 def install_blocks(plan: Plan, context: Context, kind: str) -> None:
-    """Put the executor of each block's schedule in the place of its forward; the audit asks whether they ran."""
+    """Put the executor of each block's schedule in the place of its forward; the audit asks whether they ran.
+
+    Raises:
+        ApplyError: The schedules are for another number of blocks, or parts of blocks have graphs of their own.
+    """
     schedules = _schedules(plan, kind)
     if len(schedules) != len(context.blocks):
         raise ApplyError(

@@ -321,7 +321,11 @@ def install_region(context: Context, schedule: Schedule, kind: str) -> FrozenReg
 
 
 def check_schedule(region: FrozenRegion) -> dict[str, Any]:
-    """Facts for the audit: how often the schedule ran, and the plain model in its place."""
+    """Facts for the audit: how often the schedule ran, and the plain model in its place.
+
+    Raises:
+        ApplyError: It never ran, or something else has taken its place.
+    """
     runs = region.runs
     if not region.is_installed:
         raise ApplyError("the model should run by a schedule, but its forward was replaced.", code="MT313")

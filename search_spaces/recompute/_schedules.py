@@ -251,7 +251,11 @@ def plan_of(found: Found, budget_bytes: int, plain_bytes: int) -> Plan:
 
 
 def rewritten_by(plan: Plan, program: Program) -> Program:
-    """The model's ops in the order of the plan's schedule."""
+    """The model's ops in the order of the plan's schedule.
+
+    Raises:
+        ApplyError: The schedule is for another model.
+    """
     region, schedule = region_of(program.step), _schedule(plan)
     wrong = region if isinstance(region, str) else wrong_with(region.graph, schedule)
     if isinstance(region, str) or wrong:

@@ -151,7 +151,11 @@ def apply_layers(context: Context, kind: str, slots: int, beside: Beside | None 
 
 
 def require_replicas(context: Context, kind: str) -> None:
-    """Refuse what `cannot_run_on_ranks` refuses: a config may say it all the same."""
+    """Refuse what `cannot_run_on_ranks` refuses: a config may say it all the same.
+
+    Raises:
+        ApplyError: It does.
+    """
     if context.ranks > 1 and ((context.runner is None and not is_gathered(context.model)) or context.parts > 1):
         raise ApplyError(
             f"{kind} is for replicas or for fsdp on several ranks.",
