@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any, SupportsIndex, Final
+from typing import Any, Final, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> No
 
 
 def guard_module(module: nn.Module) -> None:
-    """Rule 4: copies (`copy.deepcopy`, `torch.save`) and what changes all weights (`double`, `to`) are refused while some are gone."""
+    """Rule 4: copies (`copy.deepcopy`, `torch.save`), and what changes all weights (`to`), are refused while some are let go."""
     vars(module)["_apply"] = MethodType(_apply, module)
     vars(module)["__deepcopy__"] = MethodType(_deepcopy, module)
     vars(module)["__reduce_ex__"] = MethodType(_reduce, module)

@@ -201,7 +201,10 @@ def test_a_micro_batch_waits_as_long_as_1f1b_says(ranks: int, micro_batches: int
 def test_the_link_has_a_forward_and_a_backward_of_time() -> None:
     """The pipeline waits for copies as soon as r·A is more than the link moves in t_F + t_B, and hardly before that."""
     base, moves = candidate(4, accumulate=4).program, candidate(4, accumulate=4, ratio=1.0, **PIPELINED)
-    here = hardware.detect("cpu")
+    here = replace(  # on a CPU copies need the cores that compute; and messages between stages are to take no time
+        hardware.find("h100-80g"), launch_s=0.0, intra_link_bytes_per_s=1e15, intra_link_latency_s=0.0, tf32_flops_per_s=1e9,
+        fp32_flops_per_s=1e9, link_slowdown=0.0,
+    )  # fmt: skip
     n_bytes = moves.plans["offload.activations"].decisions["told"]["moved_bytes"][0]
     plain_s = simulate(base, here, level="events").step_s
     slots_s = simulate(base, here).busy_s["compute"] / base.unrolled / base.accumulate
