@@ -6,7 +6,7 @@ wherever they are: the parameter's own on the device, or, once that has left it,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
@@ -33,6 +33,14 @@ class HeldParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__delete__(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A pickled one stands for nothing either: the model's parameter may have no memory now."""
+        stands_for = vars(self).pop("_stands_for", None)
+        try:
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        finally:
+            self._stands_for = stands_for
 
     @property
     def is_replaced(self) -> bool:
