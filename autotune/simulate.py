@@ -195,6 +195,7 @@ def simulate(
         ValueError: A column of a step is broken.
     """
     runs = _coarse(program, hardware, as_held) if level == "coarse" else _events(program, hardware)
+    beside = [run.live for run in runs] if level == "coarse" else _beside_the_device(program, hardware, runs)
     heaviest = max(runs, key=lambda run: run.live.peak_bytes[Tier.DEVICE])
     slowest = max(runs, key=lambda run: run.time.step_s)
     calibration = calibration or Calibration()
@@ -210,8 +211,8 @@ def simulate(
         samples_per_s=program.samples / step_s if step_s else 0.0,
         peak_allocated_bytes=peak,
         peak_reserved_bytes=reserved,
-        host_peak_bytes=max(run.live.peak_bytes[Tier.HOST] for run in runs),
-        ssd_peak_bytes=max(run.live.peak_bytes[Tier.SSD] for run in runs),
+        host_peak_bytes=max(live.peak_bytes[Tier.HOST] for live in beside),
+        ssd_peak_bytes=max(live.peak_bytes[Tier.SSD] for live in beside),
         busy_s=_named(slowest.time.busy_s, slowest.time.busy_s),
         exposed_s=_named(slowest.time.exposed_s, slowest.time.busy_s),
         peak_by_kind={kind: n_bytes for kind, n_bytes in by_kind.items() if n_bytes},
@@ -295,6 +296,22 @@ def _events(program: Program, hardware: Hardware) -> list[_Run]:
         time = _Time(at, at, at, list(found.busy_s), list(found.exposed_s))
         runs.append(_Run(step, found, time, exposed_by_op(step, found.op_exposed_s), path, by_resource))
     return runs
+
+
+def _beside_the_device(program: Program, hardware: Hardware, runs: list[_Run]) -> list[_native.Footprint]:
+    """What says how much of host and SSD is taken: on a GPU program order.
+
+    The host runs ahead of the device, and counts what it asks for there as it issues ops. For memory of its own it waits: it
+    reads into a buffer, or updates from one, when the transfer before is over (`runtime.transfer.wait`), so it never has more
+    at once than program order says.
+    """
+    if hardware.device == "cpu":
+        return [run.live for run in runs]
+    rounding = hardware.allocation_rounding_bytes
+    return [
+        _native.live(_columns(run.step, hardware, program.ranks), rounding_bytes=rounding, small_bytes=_SMALL_BYTES)
+        for run in runs
+    ]
 
 
 def _link_of_root(hardware: Hardware) -> tuple[float, float]:

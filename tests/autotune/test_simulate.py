@@ -273,3 +273,18 @@ def test_reserved_bytes_under_given_allocator_settings() -> None:
     own = AllocatorSettings(arena=ArenaSettings(kind="gmlake"))
     reserved = replay(event_stream(step, 3), own, None).peak_reserved_bytes
     assert simulate(program, CPU, level="events", allocator=own).peak_reserved_bytes == reserved
+
+
+def test_host_memory_on_a_gpu_is_that_of_program_order() -> None:
+    """The host issues ops ahead of the device, but waits for each write before it reads the next piece into memory."""
+    gpu, pieces = hardware.find("a100-40g"), 12
+    reads, writes = [2 * i for i in range(pieces)], [2 * i + 1 for i in range(pieces)]
+    step = make_step(
+        2 * pieces, pieces, names=("memtune.from_ssd.default", "memtune.write_ssd_.default"), op_name=[0, 1] * pieces,
+        op_phase=[Phase.OPTIMIZER] * 2 * pieces, op_resource=[Resource.SSD_READ, Resource.SSD_WRITE] * pieces,
+        op_traffic_bytes=[2**30] * 2 * pieces, bytes=[2**30] * pieces, tier=[Tier.HOST] * pieces, producer=reads,
+        use_op=writes, use_storage=list(range(pieces)),
+    )  # fmt: skip
+    program = Program((RankClass(1, step),), micro_batch=1)
+    found = [simulate(program, gpu, level=level).host_peak_bytes for level in ("coarse", "events")]  # type: ignore[arg-type]
+    assert found == [2**30, 2**30]
