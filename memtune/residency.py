@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -189,11 +190,10 @@ def smallest_window(compute_s: Sequence[float], load_s: Sequence[float], *, gath
     Source: Sun et al. 2022, STRONGHOLD (SC 22), the inequality for transfers in; gradients leave on a link of their own.
     """
     units = len(load_s)
-    done = [0.0]
-    for each in compute_s:
-        done.append(done[-1] + each)
     for slots in range(min(2, units), units):
-        if all(load_s[unit] <= done[use] - done[at] for at, use, unit in _arrivals(units, slots, gathered)):
+        arrivals = _arrivals(units, slots, gathered)
+        # Rounded once: a load as long as what it hides behind is not waited for.
+        if all(load_s[unit] <= math.fsum(compute_s[at:use]) * (1 + 1e-12) for at, use, unit in arrivals):
             return slots
     return units
 
