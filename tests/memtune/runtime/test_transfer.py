@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -29,10 +27,9 @@ class LateEvent:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(transfer, "_pending", {})  # what other tests have under way is theirs
-    yield
 
 
 def on_its_way(value: float) -> torch.Tensor:
