@@ -28,6 +28,8 @@ from memtune.technique import Target, Technique
 
 _TRIES = 8
 """Plans that are rewritten in search of the best one."""
+_FILLS = 4 * _TRIES
+"""Likewise, where prices are wrong."""
 _PRICED_WELL = 0.02
 """Part of a price by which the true peak may be more."""
 
@@ -219,6 +221,8 @@ def _within(
     other = search.faster_other(math.inf if beyond else seconds, budget_bytes)
     if other is None and beyond:
         other = search.smallest_other
+    if other is not None and beyond:
+        other = search.filled_up(other, budget_bytes)
     if other is not None:
         peak, seconds, choice = other
     return Solution(search.levels, choice, peak, seconds, budget_bytes, smallest, plain)
@@ -288,6 +292,26 @@ class _Search:
         """Peak, seconds and plan of the smallest other technique, if that is smaller than what is priced lowest."""
         peak, i = min(((self._other_peak(i), i) for i in range(len(self.levels.others))), default=(0, -1))
         return (peak, self._other_seconds(i), self.levels.others[i]) if i >= 0 and peak < self.peak_of(0) else None
+
+    def filled_up(self, plan: tuple[int, float, I32], budget_bytes: int) -> tuple[int, float, I32]:
+        """`plan` with block after block, from the last, at the fastest level that keeps its true peak within the budget.
+
+        Where prices are wrong no row of the frontier says what lies between two techniques; so many plans are tried.
+        """
+        peak, _, choice = plan
+        tries, seconds = _FILLS, self.levels.seconds
+        for block in reversed(range(len(choice))):
+            order = np.argsort(seconds[block], kind="stable")
+            low, high = 0, int(np.flatnonzero(order == choice[block])[0])
+            while low < high and tries > 0:
+                middle, tries = (low + high) // 2, tries - 1
+                tried = choice.copy()
+                tried[block] = order[middle]
+                if (found := self._peak(tried)) <= budget_bytes:
+                    peak, choice, high = found, tried, middle
+                else:
+                    low = middle + 1
+        return peak, float(seconds[np.arange(len(choice)), choice].sum()), choice
 
     @cached_property
     def smallest_bytes(self) -> int:

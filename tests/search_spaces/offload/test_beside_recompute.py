@@ -263,7 +263,7 @@ def test_plans_are_for_what_moves() -> None:
             peak = mover.rewrite(after, mover.plan(after, target), target).step.peak_bytes()
             low, high, budget = (plan.decisions[f"{name}_bytes"] for name in ("smallest", "plain", "budget"))
             assert peak == plan.decisions["peak_bytes"]
-            assert budget - (high - low) // 4 < peak <= budget
+            assert budget - (high - low) // 6 < peak <= budget
 
 
 @pytest.mark.parametrize("row", ["stronghold", "zero_offload", "angel_ptm"])
