@@ -96,6 +96,11 @@ class OptimizerNumbers:
 
     def __init__(self, *, decay: float = 0.0, first: float = 0.0, second: float = 0.0, rest: float = 0.0, ahead: float = 0.0, correction: float = 1.0, eps: float = 0.0, rate: float = 0.0, sign: float = 1.0, from_gradient: bool = False, seed: int = 0) -> None: ...
 
+def wish_huge_pages(memory: int, bytes: int) -> bool:
+    """
+    Asks the kernel for large pages in the whole ones within `bytes` at the address `memory`; False: there are none.
+    """
+
 MOMENT_BLOCK: int = 256
 
 def optimizer_isa() -> str:

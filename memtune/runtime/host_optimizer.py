@@ -31,6 +31,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_for, held_in_place
 from memtune.runtime.hooks import StaysBehind
 from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
+from memtune.runtime.huge_pages import in_huge_pages
 from memtune.runtime.late_updates import LateUpdates
 from memtune.runtime.own_step import before_step, replace_step, with_hooks
 from memtune.runtime.settled_state import as_it_is, settle_reads
@@ -449,7 +450,7 @@ def master_of(host: Tensor, narrow_too: bool) -> Tensor:
         return host
     if host.dtype is torch.bfloat16 and narrow_too:
         with tier(HOST):
-            return host.float()
+            return in_huge_pages(torch.empty_like(host, dtype=torch.float32)).copy_(host)
     raise ApplyError(
         f"The native update has no way to update parameters of {host.dtype}.",
         fix="set  update: master  for offload.states" if host.dtype is torch.bfloat16 else OWN,
