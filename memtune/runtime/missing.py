@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.runtime.tiers import HOST, tier
@@ -18,19 +18,28 @@ from memtune.runtime.tree import local
 
 
 def missing_here(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
-    """Those of `parameters` that have no gradient here and one on another rank of `group`.
+    """Those of `parameters` that have no gradient here and one on another rank of `group`; all ranks must ask of the same."""
+    if not parameters:
+        return []
+    return [parameters[i] for i in lacking([p.grad is not None for p in parameters], group, parameters[0])]
 
-    All ranks must ask, of the same parameters. Only one that lacks some waits for the answer.
+
+def lacking(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> list[int]:
+    """Places of what is not `there` here and is on another rank of `group`; only a rank that lacks something waits to hear.
+
+    Args:
+        there: Whether each is here.
+        group: Whose ranks all ask.
+        like: Says on which device; fake, nobody is asked.
     """
-    if not parameters or isinstance(local(parameters[0].detach()), FakeTensor):
+    if isinstance(local(like.detach()), FakeTensor):
         return []
     with tier(HOST):
-        used = torch.tensor([int(p.grad is not None) for p in parameters], dtype=torch.int32)
-        used = used.to(parameters[0].device)
-        dist.all_reduce(used, group=group)
-        if all(p.grad is not None for p in parameters):
+        found = torch.tensor(there, dtype=torch.int32).to(like.device)
+        dist.all_reduce(found, group=group)
+        if all(there):
             return []
-        return [p for p, ranks in zip(parameters, used.tolist(), strict=True) if p.grad is None and ranks]
+        return [place for place, ranks in enumerate(found.tolist()) if ranks and not there[place]]
 
 
 @torch.no_grad()
