@@ -30,12 +30,15 @@ def even_experts(context: Context, units: Iterable[Any]) -> None:
     """
     parameters = list(context.model.parameters())
     experts = {parameters[i] for expert in experts_of(context.model, context.blocks) for i in expert.parameters}
-    for unit in units if experts else ():
+    if not experts:
+        return
+    ranks = same_part(context)  # which all ranks make together, be there experts in their stage or not
+    for unit in units:
         group: Any = unit._get_fsdp_state()._fsdp_param_group
         held = [each for each in group.fsdp_params if each.sharded_param in experts] if group is not None else []
         held = [each for each in held if each.sharded_param.requires_grad]
         if held:
-            group.post_backward = partial(_reduce, group, group.post_backward, held, same_part(context))
+            group.post_backward = partial(_reduce, group, group.post_backward, held, ranks)
 
 
 def _reduce(group: Any, reduce: Callable[..., None], held: Sequence[Any], ranks: dist.ProcessGroup, *unused: Any) -> None:
