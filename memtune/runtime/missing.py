@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.tree import local
 
 
@@ -32,14 +32,25 @@ def lacking(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> li
         group: Whose ranks all ask.
         like: Says on which device; fake, nobody is asked.
     """
-    if isinstance(local(like.detach()), FakeTensor):
+    found = _counted(there, group, like)
+    if found is None or all(there):
         return []
-    with tier(HOST):
-        found = torch.tensor(there, dtype=torch.int32).to(like.device)
-        dist.all_reduce(found, group=group)
-        if all(there):
-            return []
-        return [place for place, ranks in enumerate(found.tolist()) if ranks and not there[place]]
+    return [place for place, ranks in enumerate(found.tolist()) if ranks and not there[place]]
+
+
+def apart(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> list[int]:
+    """Places of what some ranks of `group` have and others lack, the same on all of them; arguments are those of `lacking`."""
+    found = _counted(there, group, like)
+    return [] if found is None else [place for place, ranks in enumerate(found.tolist()) if 0 < ranks < group.size()]
+
+
+def _counted(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> Tensor | None:
+    """(places,) how many ranks have each; None where no rank is there."""
+    if isinstance(local(like.detach()), FakeTensor):
+        return None
+    found = torch.from_numpy(np.array(there, np.int32)).to(like.device)  # numpy's memory: no byte of a tier, on CPU
+    dist.all_reduce(found, group=group)
+    return found
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import memtune
+from memtune.errors import ApplyError
 
 STEPS, EXPERTS = 4, 4
 
@@ -69,6 +70,39 @@ def alone(rows: int) -> dict[str, Tensor]:
         optimizer.step()
     assert unused > 0 or rows > 4
     return {name: p.detach() for name, p in model.named_parameters()}
+
+
+class Branches(nn.Module):
+    """One of two layers of one shape runs, as the samples say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.high(x) if x[0, 0] > 0 else self.low(x)
+        return out
+
+
+def branched(others_from: int) -> list[Any]:
+    """At which step this rank says what, where ranks use other branches from a step on; and whether that step updated."""
+    torch.manual_seed(1)
+    model, rank = nn.Sequential(Branches(), Branches()), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tuned = memtune.apply(model, optimizer, {"settings": {"sharding": {"states": {"kind": "fsdp"}}}}, loss=loss, strict=False)
+    for step in range(1, 9):
+        before = [p.to_local().clone() for p in optimizer.param_groups[0]["params"]]
+        try:
+            tuned.step([torch.ones(1, 6) * (-1 if rank and step >= others_from else 1)])
+        except ApplyError as error:
+            after = [p.to_local() for p in optimizer.param_groups[0]["params"]]
+            return [step, error.code, all(torch.equal(*pair) for pair in zip(before, after, strict=True))]
+    return []
+
+
+@pytest.mark.parametrize(("others_from", "noticed_at"), [(1, 1), pytest.param(3, 4, marks=pytest.mark.slow)])
+def test_other_branches_on_other_ranks_are_an_error(others_from: int, noticed_at: int) -> None:
+    assert run_ranks(branched, 2, others_from) == [[noticed_at, "MT346", True]] * 2
 
 
 @pytest.mark.parametrize(
