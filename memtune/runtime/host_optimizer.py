@@ -32,7 +32,7 @@ from memtune.runtime.held_parameter import held_for, held_in_place
 from memtune.runtime.hooks import StaysBehind
 from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
 from memtune.runtime.late_updates import LateUpdates
-from memtune.runtime.own_step import before_step, replace_step, with_hooks
+from memtune.runtime.own_step import after_step, before_step, replace_step, with_hooks
 from memtune.runtime.settled_state import as_it_is, settle_reads
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -98,9 +98,7 @@ class HostOptimizer:
         own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
         replace_step(self._optimizer, self._closing(own))
         before_step(self._optimizer, self._gradients_down, last=True)
-        up = self._optimizer.register_step_post_hook(self._weights_up)
-        hooks: Any = self._optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(up.id, last=False)  # before those that hand the new weights on to other ranks
+        after_step(self._optimizer, self._weights_up)  # before those that hand the new weights on to other ranks
         if late_after is not None:
             self._settle_before_checkpoints(context)
         self._writes = WrittenWeights(context, (device for device, _ in self._pairs))
