@@ -21,13 +21,16 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from memtune.runtime.known_values import unnoticed
 from memtune.runtime.set_elsewhere import nothing_left
+from memtune.runtime.shown_data import plain_type
 from memtune.runtime.tape import CaptureError, GradientLike, LeavesError, Outside, Recorder, Slot, Tape
 from memtune.schedule import OpGraph
 
 
 def is_plain(tensor: Any) -> bool:
     """`tensor` is an ordinary dense one, real or fake."""
-    return isinstance(tensor, Tensor) and type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.layout == torch.strided
+    return (
+        isinstance(tensor, Tensor) and plain_type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.layout == torch.strided
+    )
 
 
 def named_state(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:

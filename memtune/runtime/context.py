@@ -52,6 +52,7 @@ class Context:
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
         gather_rows: Brings in the rows of weights that other ranks hold for the optimizer; all ranks call it.
+        gathered: Called when it has.
         compiled: What runs through torch.compile, if anything does.
         before_use: Called with each parameter whose gradient is about to be used, and let go, inside backward, and with that.
         cleared: Called with parameters of the model and what is held in their place whose gradients `zero_grad` has let go of.
@@ -83,6 +84,7 @@ class Context:
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     gather_rows: Callable[[], None] | None = None
+    gathered: list[Callable[[], None]] = field(default_factory=list)
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)
     cleared: list[Callable[[Iterable[nn.Parameter]], None]] = field(default_factory=list)
     reloaded: list[Callable[[], None]] = field(default_factory=list)
