@@ -291,6 +291,11 @@ def live(columns: StepColumns, rounding_bytes: int = 1, small_bytes: int = 0) ->
     Live bytes of a step by tier and kind, and how long it needs each resource.
     """
 
+def least_s(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], accumulate: int = 1, host_computes: bool = True, shares_cores: bool = False) -> list[float]:
+    """
+    By rank class the seconds after which one optimizer step is over at the earliest; `schedule` never says less.
+    """
+
 def schedule(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], accumulate: int = 1, host_computes: bool = True, link_slowdown: float = 0.0, rounding_bytes: int = 1, small_bytes: int = 0, copies_in_turn: bool = False, shares_cores: bool = False, link_of_root: tuple[float, float] = (0.0, 0.0)) -> Timeline:
     """
     When the ops of one optimizer step run on every rank class. `places`: for each class its PCIe root and how many of its ranks are behind it. `copies_in_turn`: of the ranks behind a root one copies at a time. `shares_cores`: compute, host threads and copies share the cores of a class. `link_of_root`: where ranks reach each other through the host, the most of a root's rate, up and down, that a rank's link can take; 0 where links have a way of their own. ValueError where ops wait for each other.
