@@ -88,12 +88,11 @@ STORES = (
 )  # fmt: skip
 PACKS = ("mobius", "harmony", "harmony, a pipeline")
 ACTIVATIONS = ("copy_out", "copy_out, half to SSD", "pipelined", "tsplit")
-BY_BLOCK = ("full", "selective", "every_nth", "planned")
+BY_BLOCK = ("full", "selective", "every_nth", "planned", "checkmate")
 RANKS = ("ddp", "zero2", "fsdp", "zero3")
 REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
-    ("a frozen schedule runs the model without offload.activations", ACTIVATIONS, DIVISIONS, ("checkmate",)),
+    ("nothing could be let go that is worth computing again", ("copy_out",), DIVISIONS, ("checkmate",)),
     ("everything fits into the budget as it is", ("tsplit",), ("zero2",), ("full",)),
-    ("schedules do not hold for packs", PACKS, DIVISIONS, ("checkmate",)),
     ("draws random numbers, and their order would be another", PACKS, ("one rank",), BY_BLOCK),
     ("packs average their gradients themselves", PACKS, RANKS, BY_BLOCK),
     ("whole on each, or gathered from all", STORES, ("zero2",), tuple(RECOMPUTES)),
@@ -102,7 +101,7 @@ REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
 ]
 """Why, which offload, under which division of states, beside which recompute. The first reason that holds is the one given."""
 BRIEFLY = {
-    "one rank": [("stronghold", "checkmate"), ("pipelined", "planned")],
+    "one rank": [("stronghold", "checkmate"), ("pipelined", "planned"), ("pipelined", "checkmate")],
     "fsdp": [("zero_infinity, all on SSD", "planned")],
 }
 """What a short run trains."""
