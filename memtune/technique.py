@@ -169,7 +169,7 @@ class Technique(BaseModel):
     layer_major: ClassVar[bool] = False
     """It runs packs of blocks, one after the other, each over all micro-batches."""
 
-    def packs_in(self, plan: Plan) -> tuple[tuple[int, int], ...]:
+    def packs_in(self, plan: Plan, blocks: int) -> tuple[tuple[int, int], ...]:
         """Where it is layer-major: first block and the one after the last of each pack that runs backward, in forward order."""
         return ()
 

@@ -163,7 +163,7 @@ class LevelSearch:
         chosen = {each.slot: each for each in place.later}
         target = Target(place.hardware, place.ranks, place.told.budget_bytes, chosen)
         program = place.program(self._rewritten(place.step, self._schedules(level)))
-        return packs.packs_in(packs.plan(program, target))
+        return packs.packs_in(packs.plan(program, target), len(self._options))
 
     def _peaks_of(self, packs: Sequence[Span], level: I32) -> I64:
         """(packs + 1,) most live bytes while each pack runs backward, and at any other moment."""

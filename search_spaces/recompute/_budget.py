@@ -250,7 +250,7 @@ class _Search:
         target = Target(self._hardware, program.ranks, self._told.budget_bytes, {each.slot: each for each in self._later})
         if packs is None or packs.fits(program, target) is not None:
             return ()
-        return packs.packs_in(packs.plan(program, target))
+        return packs.packs_in(packs.plan(program, target), len(program.step.blocks))
 
     def peak_of(self, row: int) -> int:
         """Peak of plan `row` after every pass."""

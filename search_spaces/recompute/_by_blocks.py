@@ -27,6 +27,7 @@ from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.ranks import require_whole_layers
 from memtune.runtime.tape import COLLECTIVE_INSIDE
 from memtune.schedule import Schedule
+from memtune.search_spaces import null
 from memtune.search_spaces.recompute._block_levels import LevelSearch
 from memtune.search_spaces.recompute._block_options import BlockOption, Source, options_of
 from memtune.search_spaces.recompute._budget import best_row, packs_of
@@ -223,6 +224,8 @@ def cannot_run_blocks(program: Program, target: Target) -> Reason | None:
     split = target.chosen.get("split")
     if split is not None and dict(split.knobs()).get("mlp", 1) > 1:
         return Reason(f"a schedule runs a block's ops, and MLPs in parts {_OWN_GRAPHS}", "split: {kind: tiled, mlp: 1}")
+    if dict(target.chosen.get("offload.states", null("offload.states")).knobs()).get("tiles", 1) > 1:
+        return Reason("a schedule runs a block's ops, and products with weights in tiles are others", "tiles: 1")
     step, regions = program.step, block_regions_of(program.step)
     if isinstance(regions, str):
         return Reason(f"blocks cannot run by schedules of their own: {regions}", "recompute: {kind: planned}")
@@ -334,6 +337,7 @@ def install_blocks(plan: Plan, context: Context, kind: str) -> None:
     for name, schedule in zip(context.blocks, schedules, strict=True):
         found[name] = FrozenRegion(context.model.get_submodule(name), schedule, context.device)
         found[name].install()
+    context.by_schedules = True
     context.checks["recompute"] = lambda: _check(found)
 
 

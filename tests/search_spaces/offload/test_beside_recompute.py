@@ -276,6 +276,18 @@ def test_a_schedule_of_the_whole_model_is_refused_by_apply(row: str) -> None:
         apply(model, optimizer, {"settings": settings, "plan": plan}, loss=workload.loss, strict=False)
 
 
+def test_weights_in_tiles_beside_schedules_are_refused_twice() -> None:
+    """By `fits`, before any schedule is looked for, and by `apply`."""
+    whole = states("zero_infinity", parameters="host")
+    tiled = whole.model_copy(update={"tiles": 2})
+    assert "weights in tiles" in str(CHECKMATE.fits(plain_program(MODEL, SAMPLES), target_of(CHECKMATE, tiled)))
+    plans = planned(MODEL, CHECKMATE, whole)[1]
+    plan = {slot: each.decisions for slot, each in plans.items()} | {"offload.states": {"tiled": []}}
+    workload, model, optimizer = build(MODEL)
+    with pytest.raises(ApplyError, match="with tiles does not work beside what this config has under recompute"):
+        apply(model, optimizer, {"settings": settings_of(CHECKMATE, tiled), "plan": plan}, loss=workload.loss, strict=False)
+
+
 def test_online_is_refused_where_gradients_leave_with_calls() -> None:
     online = made("recompute", "dtr", ratio=0.6, online=True)
     said = str(online.fits(plain_program(MODEL, SAMPLES), target_of(online, OFFLOADS["l2l"])))

@@ -30,6 +30,7 @@ from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces import find
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.states.harmony import Harmony
+from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.search_spaces.offload.states.mobius import Mobius
 from memtune.search_spaces.recompute._budget import Budget, Solution, after_later, within
 from memtune.search_spaces.recompute._levels import rewritten as levels_rewritten
@@ -43,6 +44,7 @@ PAIRS = Harmony(kind="harmony", backward=2)
 UNEVEN = Harmony(kind="harmony", backward=2, forward=3, packing="greedy", boundaries="host", prefetch=True)
 GROUPS = Harmony(kind="harmony", backward=2, group=2)
 WHOLE = Harmony(kind="harmony", backward=6)
+LAYERS = L2L(kind="l2l", micro_batches="together")
 STAGES = Mobius(kind="mobius", stages=3)
 IN_TURN = Mobius(kind="mobius", stages=4)
 PIPELINE = Harmony(kind="harmony", across="pipeline", backward=2)
@@ -61,7 +63,7 @@ BY_BLOCK = (FULL, SELECTIVE, EVERY_NTH, recompute("attention_output"), recompute
 SCHEDULE = recompute("dtr", ratio=0.3)
 SCHEDULES = (SCHEDULE, recompute("checkmate", share=0.3), recompute("attention_boundary"), recompute("megtaichi", ratio=0.5))
 """Each block by one of its own."""
-ALL = [(packs, again) for packs in (PAIRS, UNEVEN, GROUPS, WHOLE, STAGES) for again in (*BY_BLOCK, *SCHEDULES)]
+ALL = [(packs, again) for packs in (PAIRS, UNEVEN, GROUPS, WHOLE, STAGES, LAYERS) for again in (*BY_BLOCK, *SCHEDULES)]
 QUICK = [(STAGES, FULL), (PAIRS, PLANNED), (PAIRS, SCHEDULE)]
 
 
