@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from memtune.runtime.known_values import unnoticed
+from memtune.runtime.own_checkpoint import without_hooks
 from memtune.runtime.set_elsewhere import nothing_left
 from memtune.runtime.shown_data import plain_type
 from memtune.runtime.tape import CaptureError, GradientLike, LeavesError, Outside, Recorder, Slot, Tape
@@ -81,8 +82,8 @@ def capture(
         CaptureError: It cannot be captured: the op, and why.
     """
     with (
-        _disable_current_modes(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(), _unchanged(module),
-        nothing_left(module, LeavesError), unnoticed(),
+        _disable_current_modes(), without_hooks(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(),
+        _unchanged(module), nothing_left(module, LeavesError), unnoticed(),
     ):  # fmt: skip
         recorder = Recorder()
         landed: list[tuple[int, int, Slot]] = []

@@ -40,6 +40,7 @@ class Context:
         averages_experts: The same of what moves experts, before it updates them.
         averages_landed: Whether replicas average each gradient as it lands, since what comes next takes it away.
         follows_calls: Whether what moves states acts when blocks are called and as their gradients land.
+        by_schedules: Whether each block runs by a schedule of its own.
         later: Run when states have been divided, by techniques whose work depends on how.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
@@ -73,6 +74,7 @@ class Context:
     averages_experts: bool = False
     averages_landed: bool = False
     follows_calls: bool = False
+    by_schedules: bool = False
     later: list[Callable[[], None]] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None

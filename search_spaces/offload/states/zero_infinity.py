@@ -170,6 +170,12 @@ class ZeroInfinity(Technique):
             )  # fmt: skip
         if context.ranks > 1:
             raise ApplyError("Weights come in tiles on one rank only.", fix="tiles: 1", code="MT315")
+        if context.by_schedules:
+            raise ApplyError(
+                "zero_infinity with tiles does not work beside what this config has under recompute.",
+                evidence="Schedules run the blocks' ops, and products with weights in tiles are others.",
+                fix="tiles: 1", code="MT315",
+            )  # fmt: skip
         return linear_layers(context, names)
 
     @property
