@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
 from layers_suite import LayersSuite, block_bytes, total
-from packs_suite import CHAIN
 from stores_on_ranks import check_on_ranks
 from zoo_paths import ZOO
 
@@ -175,13 +174,19 @@ def test_every_tier_trains_as_one_rank(tmp_path: Path, states: Technique, parts:
 
 
 def test_weights_that_stay_are_the_native_update_on_the_host() -> None:
-    """One candidate, which needs no drive; what it does is tested there."""
+    """One candidate, which needs no drive."""
     target = replace(target_of(STAYS), offload_dir="")
     assert STAYS.record(target) == NATIVE.record(target)
-    assert STAYS.fits(plain_program(CHAIN), target) is None
-    assert "no directory" in str(ALL_AWAY.fits(plain_program(CHAIN), target))
-    assert drift(CHAIN, STAYS) == ""
-    assert not differences(train(CHAIN, STAYS), train(CHAIN, NATIVE))
+    assert STAYS.fits(plain_program(ZOO["tied"]), target) is None
+    assert "no directory" in str(ALL_AWAY.fits(plain_program(ZOO["tied"]), target))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["native", "master"])
+def test_weights_that_stay_train_as_they_do_there(update: Literal["native", "master"]) -> None:
+    model, mine = ZOO["tied" if update == "native" else "tobf16"], STAYS.model_copy(update={"update": update})
+    assert drift(model, mine) == ""
+    assert not differences(train(model, mine), train(model, NATIVE.model_copy(update={"update": update})))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +200,7 @@ def test_weights_that_stay_are_the_native_update_on_the_host() -> None:
 )
 def test_what_cannot_be_is_refused_by_name(knobs: dict[str, Any], why: str) -> None:
     refused = ZeroInfinity.model_validate({"kind": "zero_infinity", **knobs})
-    assert why in str(refused.fits(plain_program(CHAIN), target_of(refused)))
+    assert why in str(refused.fits(plain_program(ZOO["tied"]), target_of(refused)))
     workload, model, optimizer = build(ZOO["tied"])
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(ApplyError, match=why):
