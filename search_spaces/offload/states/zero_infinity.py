@@ -8,9 +8,11 @@ from pydantic import Field
 from torch import nn
 
 from memtune.errors import ApplyError
+from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.ssd_gradients import gradients_on_ssd
 from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd
 from memtune.passes.stream import stream_parameters
+from memtune.passes.tiled_rows import tile_rows, tileable_rows
 from memtune.passes.tiled_weights import tile_weights, tileable, weights_before_biases
 from memtune.program import Kind, Program
 from memtune.residency import window
@@ -19,6 +21,7 @@ from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import is_gathered
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_parameters import KeptParameters
+from memtune.runtime.tiled_rows import divided_tiles
 from memtune.runtime.tiled_weights import install, linear_layers
 from memtune.search_spaces.offload.states._layers import (
     EAGER_ONLY,
@@ -96,26 +99,26 @@ class ZeroInfinity(Technique):
         return cannot_run_on_ranks(program, target, natively=False) or self._no_tiles(program)
 
     def _no_tiles(self, program: Program) -> Reason | None:
-        if self.tiles == 1:
+        if self.tiles == 1 or self._tileable(program):
             return None
-        if program.ranks > 1:
-            return Reason("weights come in tiles on one rank only", "tiles: 1")
-        if not tileable(program.step, self.tiles):
-            return Reason("no weight of a block is that of a plain linear layer with so many outputs", "tiles: 1")
-        return None
+        evenly = "" if gathers_of(program.step) is None else ", and a multiple of the ranks,"
+        return Reason(f"no weight of a block is that of a plain linear layer with so many{evenly} outputs", "tiles: 1")
+
+    def _tileable(self, program: Program) -> tuple[int, ...]:
+        if gathers_of(program.step) is None:
+            return tileable(program.step, self.tiles)
+        return tileable_rows(program.step, self.tiles, program.ranks)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """Which weights come in tiles."""
         if self.tiles == 1:
             return Plan()
         step = program.step
-        return Plan(decisions={"tiled": [step.parameters[each].name for each in tileable(step, self.tiles)]})
+        return Plan(decisions={"tiled": [step.parameters[each].name for each in self._tileable(program)]})
 
     def _nonsense(self) -> Reason | None:
-        if self.tiles > 1 and (self.parameters == "device" or self.gradients == "ssd"):
-            return Reason(
-                "weights in tiles come and go, and their gradients wait on the host", "parameters: host or ssd, gradients: host"
-            )
+        if self.tiles > 1 and self.parameters == "device":
+            return Reason("weights in tiles come and go", "parameters: host or ssd")
         if self.gradients is None or self.parameters != "device":
             return None
         return Reason("gradients of parameters that stay on the device stay there until the step", "parameters: host or ssd")
@@ -126,13 +129,14 @@ class ZeroInfinity(Technique):
         if self.parameters != "device":
             read_ahead = self.read_ahead if self.parameters == "ssd" else None
             residency = window_of(program, min(self.on_device, len(step.blocks)))
-            tiled = tileable(step, self.tiles) if self.tiles > 1 else ()
-            step = weights_before_biases(step, tiled) if tiled else step
+            tiled, is_divided = self._tileable(program) if self.tiles > 1 else (), gathers_of(step) is not None
+            step = weights_before_biases(step, tiled) if tiled and not is_divided else step
             step = stream_parameters(step, residency, early=False, read_ahead=read_ahead, ranks=replicas(program))
-            step = tile_weights(step, tiled, self.tiles) if tiled else step
-            away = Away.of(step)
             if self.gradients == "ssd":
-                step, away = gradients_on_ssd(step, away)
+                step, _ = gradients_on_ssd(step, Away.of(step))
+            if tiled:
+                step = (tile_rows if is_divided else tile_weights)(step, tiled, self.tiles, program.ranks)
+            away = Away.of(step)
         return program.with_step(optimizer_on_ssd(step, self.ahead, 2 if self.keeps_steps() else 1, away))
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -156,7 +160,7 @@ class ZeroInfinity(Technique):
             blocks, gathered = len(context.blocks), is_gathered(context.model)
             residency = window(blocks, min(self.on_device, blocks), gathered=gathered)
             kept = KeptParameters(context, residency, moved, self.read_ahead, *where, tiled)
-            install(context, tiled, self.tiles, kept)
+            install(context, tiled, self.tiles, kept, divided_tiles(context, tiled) if tiled and gathered else None)
             context.checks["offload.states"] = kept.check
 
     def _tiled(self, context: Context, plan: Plan) -> dict[nn.Parameter, nn.Linear]:
@@ -168,8 +172,6 @@ class ZeroInfinity(Technique):
                 "zero_infinity with tiles needs a plan of which weights come in them.",
                 fix="memtune search  writes it with the config; or tiles: 1", code="MT316",
             )  # fmt: skip
-        if context.ranks > 1:
-            raise ApplyError("Weights come in tiles on one rank only.", fix="tiles: 1", code="MT315")
         return linear_layers(context, names)
 
     @property
