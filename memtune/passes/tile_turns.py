@@ -66,7 +66,7 @@ class Turn:
 
     def name_of(self, op: int) -> str:
         """Of an op of the step."""
-        return self._step.names[self._step.op_name[op]]
+        return self._step.names[int(self._step.op_name[op])]
 
     # -- what tiles are for ----------------------------------------------------------------------------------------------
 

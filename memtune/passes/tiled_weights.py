@@ -179,7 +179,7 @@ class Layer:
         if self._ranks == 1:
             return []
         writes = step.use_op[(step.use_storage == gradient) & (step.use_mutates == WRITES)]
-        return writes[step.op_resource[writes] == Resource.INTRA_LINK].tolist()
+        return [int(op) for op in writes if step.op_resource[op] == Resource.INTRA_LINK]
 
     def let_go(self, there: int) -> tuple[int, list[int]]:
         """The whole weight does not come in. Returns where it comes from, which is held as long as it was, and who uses it."""

@@ -59,7 +59,8 @@ class DividedTiles:
         return self._columns_of(given, rows).reshape(len(given), -1)
 
     def _columns_of(self, whole: Tensor, rows: slice) -> Tensor:
-        return whole.unflatten(1, (self._ranks, -1))[:, :, rows]
+        runs: Tensor = whole.unflatten(1, (self._ranks, -1))
+        return runs[:, :, rows]
 
     def averaged(self, gradient: Tensor) -> Tensor:
         """Rule 4."""

@@ -136,7 +136,7 @@ def install(
 
 class _Weight(NamedTuple):
     parameter: nn.Parameter
-    count: int
+    parts: int
     store: TileStore
     tiles: Tiles
 
@@ -157,7 +157,7 @@ class _Weight(NamedTuple):
 
     def rows(self) -> tuple[slice, ...]:
         """Of this rank, in each tile."""
-        return split_rows(self.tiles.height(self.parameter), self.count)
+        return split_rows(self.tiles.height(self.parameter), self.parts)
 
     def _bring(self, host: Tensor, rows: slice) -> Tensor:
         return self.tiles.bring(self.parameter, host, rows)

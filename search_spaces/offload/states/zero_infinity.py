@@ -83,7 +83,8 @@ class ZeroInfinity(Technique):
 
     tiles: Annotated[int, Field(ge=1, le=64)] = 1
     """Parts in which the weights of large linear layers come, where parameters come and go: at most two of them, and of their
-    gradients, are on the device at once (section 5.1.3). 1 brings weights whole, with their block."""
+    gradients, are on the device at once (section 5.1.3), also beside `fsdp`, where a part is gathered from all ranks. 1 brings
+    weights whole, with their block."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a directory on a drive, and a type that the native update knows; parameters that come and go as `l2l` does."""

@@ -108,7 +108,9 @@ def test_a_weight_whose_rows_ranks_do_not_share_evenly_stays_whole() -> None:
 @pytest.mark.slow
 @both
 def test_three_ranks(tmp_path: Path, states: Technique) -> None:
-    check_on_ranks(under(states, "gradients"), tmp_path, ranks=3, bitwise=False)
+    """In two tiles, whose messages three ranks divide without a rest."""
+    halves = WAYS["gradients"].model_copy(update={"tiles": 2})
+    check_on_ranks({"gradients": (states, halves, NATIVE)}, tmp_path, ranks=3, bitwise=False)
 
 
 def refusals() -> list[str]:
