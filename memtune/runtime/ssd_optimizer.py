@@ -30,7 +30,7 @@ from memtune.runtime import disk, transfer
 from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_for
 from memtune.runtime.host_optimizer import master_of, refuse_others, state_to_host, to_host_now
-from memtune.runtime.host_update import NativeUpdate
+from memtune.runtime.host_update import NativeUpdate, refuse_closure
 from memtune.runtime.kept_pieces import KeptPieces
 from memtune.runtime.own_step import keep_groups, replace_step, with_hooks
 from memtune.runtime.resume import Kept, LastStep
@@ -128,8 +128,7 @@ class SsdOptimizer:
 
     @torch.no_grad()
     def _step(self, closure: None = None) -> None:
-        if closure is not None:
-            raise ApplyError("The native update takes no closure.", fix="offload: {states: {kind: none}}", code="MT318")
+        refuse_closure([closure], "offload: {states: {kind: none}}")
         refuse_others(self._optimizer, {piece.held for piece in self._pieces})
         self._update_all()
 
