@@ -204,7 +204,8 @@ class Turns:
     def written_by(self, op: int) -> I32:
         """Those that it writes."""
         rows = self.uses(op)
-        return self.step.use_storage[rows][self.step.use_mutates[rows] == WRITES]
+        written: I32 = self.step.use_storage[rows][self.step.use_mutates[rows] == WRITES]
+        return written
 
     def made_by(self, op: int) -> int:
         """The one storage that `op` makes."""

@@ -199,7 +199,7 @@ class _Turn(Turn):
 class _Layer(Layer):
     """One weight of which this rank has C rows."""
 
-    lands = "after"
+    lands_after = True
 
     def __init__(
         self, turns: Turns, of: Whereabouts, parameter: int, tiles: int, ranks: int, wholes: _Wholes, readers: dict[int, I32]

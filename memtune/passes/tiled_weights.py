@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -159,7 +159,8 @@ def run_in_tiles(turns: Turns, layers: Sequence[Layer]) -> I32:
     step, edit = turns.step, turns.edit
     down, at = (np.asarray([getattr(each, name) for each in layers], np.int32) for name in ("down", "lands_at"))
     copies = edit.add_ops(
-        "memtune.copy_to_host_.default", **{layers[0].lands: at}, phase=Phase.BACKWARD, resource=Resource.DEVICE_TO_HOST,
+        "memtune.copy_to_host_.default", before=None if layers[0].lands_after else at,
+        after=at if layers[0].lands_after else None, phase=Phase.BACKWARD, resource=Resource.DEVICE_TO_HOST,
         traffic_bytes=np.asarray([each.bytes_of(each.rows[-1]) for each in layers], np.int64), call=step.op_call[down],
         prefetch=1,
     )  # fmt: skip
@@ -188,8 +189,8 @@ def without_wholes(edit: Edit, layers: Sequence[Layer]) -> Step:
 class Layer:
     """One weight W (N, K) in tiles, all of which is on this rank's host; M = tokens."""
 
-    lands: ClassVar[Literal["before", "after"]] = "before"
-    """Where the last tile's gradient goes down: this side of `lands_at`."""
+    lands_after: ClassVar[bool] = False
+    """Whether the last tile's gradient goes down after the op `lands_at`; else before."""
 
     def __init__(self, turns: Turns, of: Whereabouts, parameter: int, tiles: int, ranks: int = 1) -> None:
         step = turns.step
