@@ -187,36 +187,32 @@ class Turns:
     def __init__(self, step: Step, edit: Edit) -> None:
         self.step, self.edit = step, edit
         self._groups: dict[Hashable, Group] = {}
-        self._starts = np.searchsorted(step.use_op, np.arange(step.n_ops + 1))
-        self._one_of = np.full(step.n_ops, -1, np.int32)
+        one_of = np.full(step.n_ops, -1, np.int32)
         there = np.flatnonzero(step.producer >= 0)
-        self._one_of[step.producer[there]] = there
-        self._reads: dict[int, tuple[int, ...]] = {}
+        one_of[step.producer[there]] = there
+        # Lists: what is asked of them is asked one by one.
+        self._one_of: list[int] = one_of.tolist()
+        self._starts: list[int] = np.searchsorted(step.use_op, np.arange(step.n_ops + 1)).tolist()
+        self._used: list[int] = step.use_storage.tolist()
+        self._writes: list[bool] = (step.use_mutates == WRITES).tolist()
+        self._comes: list[bool] = (step.kind == Kind.COMMUNICATION).tolist()
+        self._costs = step.op_name.tolist(), step.op_flops.tolist(), step.op_traffic_bytes.tolist()
 
-    def uses(self, op: int) -> slice:
-        """Rows of the step's uses by `op`."""
-        return slice(self._starts[op], self._starts[op + 1])
-
-    def used_by(self, op: int) -> I32:
+    def used_by(self, op: int) -> list[int]:
         """The storages that `op` reads or writes."""
-        return self.step.use_storage[self.uses(op)]
+        return self._used[self._starts[op] : self._starts[op + 1]]
 
-    def written_by(self, op: int) -> I32:
+    def written_by(self, op: int) -> list[int]:
         """Those that it writes."""
-        rows = self.uses(op)
-        written: I32 = self.step.use_storage[rows][self.step.use_mutates[rows] == WRITES]
-        return written
+        return [self._used[row] for row in range(self._starts[op], self._starts[op + 1]) if self._writes[row]]
 
     def made_by(self, op: int) -> int:
         """The one storage that `op` makes."""
-        return int(self._one_of[op])
+        return self._one_of[op]
 
     def reads(self, op: int) -> tuple[int, ...]:
         """What `op`, a product, reads beside weights that come and go."""
-        if op not in self._reads:
-            used = self.used_by(op)
-            self._reads[op] = tuple(used[self.step.kind[used] != Kind.COMMUNICATION].tolist())
-        return self._reads[op]
+        return tuple(each for each in self.used_by(op) if not self._comes[each])
 
     def join(
         self, kind: Hashable, ops: Sequence[int], owner: int, slots: Sequence[int], build: Callable[[], Turn]
@@ -233,9 +229,7 @@ class Turns:
         Returns:
             Its group and its number in there.
         """
-        step = self.step
-        costs = tuple((int(step.op_name[op]), float(step.op_flops[op]), int(step.op_traffic_bytes[op])) for op in ops)
-        key = (kind, costs, tuple(slots.index(each) for each in slots))
+        key = (kind, tuple(column[op] for op in ops for column in self._costs), tuple(slots.index(each) for each in slots))
         if key not in self._groups:
             self._groups[key] = Group(build(), slots)
         group = self._groups[key]

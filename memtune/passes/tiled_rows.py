@@ -208,6 +208,7 @@ class _Layer(Layer):
         self._wholes, self._readers = wholes, readers
         self.raw, self.pack = int(wholes.raw[parameter]), int(wholes.pack[parameter])
         self.product, self.reduce = int(self.step.producer[self.raw]), self.pack + _REDUCES_AFTER
+        self._waited = int(self.step.op_stream[self.reduce]) == 1
         self.source = -1
         """Where its tiles come from in backward."""
         bias = int(wholes.bias[parameter])
@@ -226,7 +227,7 @@ class _Layer(Layer):
 
     def _how(self) -> tuple[bool, bool]:
         """Whether compute waits for messages, and whether reductions copy them first."""
-        return int(self.step.op_stream[self.reduce]) == 1, self.turns.made_by(self.reduce) >= 0
+        return self._waited, self.turns.made_by(self.reduce) >= 0
 
     def runs_in_tiles(self) -> None:
         """Forward, what runs again, and backward; FSDP2 gathers and reduces the rest of the block."""

@@ -171,7 +171,7 @@ def run_in_tiles(turns: Turns, layers: Sequence[Layer]) -> I32:
     until = np.asarray([each.reads_sum for each in layers], np.int32)
     inputs = [turns.used_by(each.product) for each in layers]  # its node still has them
     until = np.where(until < 0, copies, until).repeat([len(each) for each in inputs])
-    edit.hold_through(np.concatenate(inputs), until.astype(np.int32))
+    edit.hold_through(np.asarray([x for each in inputs for x in each], np.int32), until.astype(np.int32))
     return copies
 
 
@@ -204,7 +204,7 @@ class Layer:
         self.sum = of.on_host[parameter]
         self.down = int(step.producer[self.sum])
         """The op that brought the whole gradient to the host."""
-        self.raw = int(turns.used_by(self.down)[0])
+        self.raw = turns.used_by(self.down)[0]
         self.product = int(step.producer[self.raw])
         self.lands_at, self.gone_at, self.reads_sum = self.down, -1, -1
         self._made: tuple[Group, int] | None = None
@@ -258,7 +258,7 @@ class Layer:
         """The whole weight does not come in. Returns where it comes from, which is held as long as it was, and who uses it."""
         step = self.step
         load, *users = self._of.users[there]
-        source = next(each for each in self.turns.used_by(load).tolist() if each != there)
+        source = next(each for each in self.turns.used_by(load) if each != there)
         if step.producer[source] >= 0:
             self.edit.held_until[source] = max(int(self.edit.held_until[source]), int(step.held_until[there]))
         self.replaced += [int(step.producer[there]), load]
