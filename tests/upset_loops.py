@@ -16,6 +16,7 @@ STORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "late": ({"kind": "stronghold", "window": 2, "late": [0, 2]}, SLIDING | {"late": [0, 2]}),
     "zero_infinity": ({"kind": "zero_infinity", "parameters": "host"}, {}),
     "gradients on SSD": ({"kind": "zero_infinity", "parameters": "host", "gradients": "ssd"}, {}),
+    "all else on SSD": ({"kind": "zero_infinity", "optimizer": "host", "parameters": "ssd", "gradients": "ssd"}, {}),
     "patrickstar": ({"kind": "patrickstar"}, {"chunk_bytes": 2048, "slots": [2] * 8}),
     "elixir": ({"kind": "elixir"}, {"chunk_bytes": 1024, "slots": [6] * 8}),
     "angel_ptm": ({"kind": "angel_ptm"}, {"page_bytes": 512, "frames": 6, "ahead": [2] * 8}),

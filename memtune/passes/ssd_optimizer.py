@@ -1,8 +1,12 @@
-"""The pass of `runtime.ssd_optimizer`: weights and state on SSD, read, updated and written parameter by parameter."""
+"""The pass of `runtime.ssd_optimizer`: weights and state on SSD, read, updated and written parameter by parameter.
+
+That of `runtime.host_pieces` as well, where they are on the host and only gradients and new weights may be on SSD.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +17,7 @@ from memtune.program import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
 from memtune.read_ahead import WRITES
 
 _READ, _DOWN, _UPDATE, _UP, _WRITE, _KEEP, _COPY, _GRADIENT = range(8)
+_NOTHING = -1
 _OPS = (
     ("from_ssd", Resource.SSD_READ),
     ("to_host", Resource.DEVICE_TO_HOST),
@@ -46,6 +51,11 @@ class Away:
             weights[gradients >= 0 if step.owner[each] < 0 else step.owner[each]] = each
         return cls(gradients, weights)
 
+    @classmethod
+    def none(cls, step: Step) -> Away:
+        """All are on the device."""
+        return cls(*(np.full(len(step.parameters), -1, np.int32) for _ in range(2)))
+
 
 def optimizer_on_ssd(step: Step, ahead: int, slots: int = 1, away: Away | None = None) -> Step:
     """`step` with the optimizer's ops replaced by reads, native updates and writes.
@@ -56,39 +66,57 @@ def optimizer_on_ssd(step: Step, ahead: int, slots: int = 1, away: Away | None =
         slots: Places on SSD for each piece, which take turns.
         away: Parameters that are not on the device; None: all are.
     """
+    return _piece_by_piece(step, ahead, slots, away or Away.none(step))
+
+
+def optimizer_in_host_pieces(step: Step, ahead: int, away: Away) -> Step:
+    """As `optimizer_on_ssd`, with weights and state on the host.
+
+    Args:
+        step: Any step.
+        ahead: Gradients that are read ahead, of those that are on SSD.
+        away: Parameters that are not on the device.
+    """
+    return _piece_by_piece(step, ahead, 0, away)
+
+
+def _piece_by_piece(step: Step, ahead: int, slots: int, away: Away) -> Step:
+    """`slots`: 0 for pieces on the host."""
     columns = columns_of(step.parameters)
     on_device = columns.gradient >= 0
-    mine = np.flatnonzero(columns.trainable & (on_device if away is None else on_device | (away.gradients >= 0)))
+    mine = np.flatnonzero(columns.trainable & (on_device | (away.gradients >= 0)))
     optimizer = (step.op_phase == Phase.OPTIMIZER) & (step.op_resource == Resource.COMPUTE)
     if not len(mine) or not optimizer.any():
         return step
     edit = Edit(step)
     edit.drop_ops(optimizer)
-    pieces = Pieces.on_ssd(edit, step, mine, slots)
-    here = on_device[mine]
-    narrow, gradient_bytes = columns.itemsize[mine] != 4, columns.numel[mine] * columns.itemsize[mine].astype(np.int64)
-    up = np.where(here, _UP, _UP if away is None else np.where(step.tier[away.weights[mine]] == Tier.SSD, _KEEP, _COPY))
+    here, narrow = on_device[mine], columns.itemsize[mine] != 4
+    weights = np.where(here, columns.storage[mine], away.weights[mine]).astype(np.int32)
+    waits = np.where(here, Tier.DEVICE, step.tier[weights])
+    is_master = (waits == Tier.HOST) & ~narrow if slots == 0 else np.zeros(len(mine), bool)
+    masters = np.where(is_master, weights, -1)
+    pieces = Pieces.on_ssd(edit, step, mine, slots) if slots else Pieces.on_host(edit, step, mine, masters)
+    gradient_bytes = columns.numel[mine] * columns.itemsize[mine].astype(np.int64)
+    up = np.where(is_master, _NOTHING, np.where(here, _UP, np.where(waits == Tier.SSD, _KEEP, _COPY)))
     traffic = {_READ: pieces.n_bytes, _UPDATE: pieces.update_bytes, _WRITE: pieces.n_bytes, _COPY: 2 * gradient_bytes}
     traffic |= dict.fromkeys((_DOWN, _UP, _KEEP, _GRADIENT), gradient_bytes)
-    kept = np.zeros(len(mine), bool) if away is None else ~here & (step.tier[away.gradients[mine]] == Tier.SSD)
-    rows = _insert(edit, int(np.flatnonzero(optimizer)[0]), traffic, ahead, here, up, kept)
+    kept = ~here & (step.tier[away.gradients[mine]] == Tier.SSD)
+    rows, last = _insert(edit, int(np.flatnonzero(optimizer)[0]), traffic, ahead, _Ways(here, up, kept, slots > 0))
 
-    host = pieces.stream(edit, rows[_READ], rows[_UPDATE], rows[_WRITE])
-    down = _gradients_down(edit, step, mine[here], gradient_bytes[here], rows[:, here])
-    gradients, weights = np.full(len(mine), -1, np.int32), columns.storage[mine]
-    gradients[here] = down
-    new = rows[up, np.arange(len(mine))]
-    if away is not None:
-        landed = ~here
-        gradients[landed], weights = away.gradients[mine[landed]], np.where(here, weights, away.weights[mine])
-        edit.held_until[gradients[landed & ~kept]] = -1
-        gradients[kept] = _gradients_read(edit, gradients[kept], gradient_bytes[kept], rows[_GRADIENT][kept], mine[kept])
-        keeps = landed & narrow & (up == _KEEP)  # written from the gradient's memory, as long as the piece
-        _hold_while_written(edit, gradients, rows[_WRITE], keeps)
+    host = pieces.stream(edit, rows[_READ], rows[_UPDATE], rows[_WRITE]) if slots else pieces.stay(edit, rows[_UPDATE])
+    gradients = away.gradients[mine]
+    gradients[here] = _gradients_down(edit, step, mine[here], gradient_bytes[here], rows[:, here])
+    edit.held_until[gradients[~here & ~kept]] = -1
+    gradients[kept] = _gradients_read(edit, gradients[kept], gradient_bytes[kept], rows[_GRADIENT][kept], mine[kept])
+    handed = np.flatnonzero(up != _NOTHING)
+    new = rows[up[handed], handed]
+    queue = up[handed] >= 0 if slots else up[handed] == _KEEP
+    keeps = narrow[handed] & (up[handed] == _KEEP)  # written from the gradient's memory, as long as the piece
+    _hold_while_written(edit, gradients[handed[queue]], new[queue], keeps[queue], last)
     edit.add_uses(rows[_UPDATE], gradients, mutates=True)
-    edit.add_uses(new, np.where(narrow, gradients, host))
-    edit.add_uses(new, weights, mutates=True)
-    edit.hold_to_the_end_of_step(int(rows[_WRITE][-1]))
+    edit.add_uses(new, np.where(narrow, gradients, host)[handed])
+    edit.add_uses(new, weights[handed], mutates=True)
+    edit.hold_to_the_end_of_step(last)
     return edit.done()
 
 
@@ -110,17 +138,23 @@ def _gradients_read(edit: Edit, gradients: I32, n_bytes: I64, rows: I32, owner: 
     return edit.add_storages(n_bytes, producer=rows, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner.astype(np.int32))
 
 
-def _hold_while_written(edit: Edit, gradients: I32, write: I32, keeps: npt.NDArray[np.bool_]) -> None:
-    """Python lets go of what is written when the write after the next one begins, or all are over."""
-    at = np.flatnonzero(keeps)
-    early, late = at[at + WRITES < len(write)], at[at + WRITES >= len(write)]
-    edit.let_go_before(gradients[early], write[early + WRITES])
-    edit.hold_through(gradients[late], np.full(len(late), write[-1], np.int32))
+def _hold_while_written(edit: Edit, gradients: I32, new: I32, keeps: npt.NDArray[np.bool_], last: int) -> None:
+    """Python lets go of what is written when the write after the next one has begun, or all are over.
+
+    Args:
+        edit: Of the step.
+        gradients: Of what is written, in the order of the writes.
+        new: The op that hands each new weight on.
+        keeps: What is written is the gradient's memory.
+        last: The last op of all.
+    """
+    until = np.append(new[WRITES:], np.full(min(WRITES, len(new)), last, np.int32)).astype(np.int32)
+    edit.hold_through(gradients[keeps], until[keeps])
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Weight and moments of each parameter that is updated, side by side on SSD; one entry each."""
+    """Weight and moments of each parameter that is updated, side by side on SSD, or on the host; one entry each."""
 
     state: I32
     at: npt.NDArray[np.intp]
@@ -134,23 +168,41 @@ class Pieces:
     @classmethod
     def on_ssd(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], slots: int = 1) -> Pieces:
         """Move them there; `slots`: places for each, which take turns."""
+        pieces = cls._on(edit, step, mine, Tier.SSD, np.full(len(mine), -1, np.int32))
+        nowhere, forever = np.full(len(mine), -1, np.int32), np.full(len(mine), FOREVER, np.int32)
+        for _ in range(1, slots):
+            edit.add_storages(
+                pieces.n_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.OPTIMIZER, held_until=forever, owner=pieces.owner
+            )
+        return pieces
+
+    @classmethod
+    def on_host(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], masters: I32) -> Pieces:
+        """Move them there; `masters`: what there is a master weight already, -1 for none."""
+        return cls._on(edit, step, mine, Tier.HOST, masters)
+
+    @classmethod
+    def _on(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], tier: Tier, masters: I32) -> Pieces:
         columns = columns_of(step.parameters)
         state, at = _moments(step, mine)
         numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
         moment_bytes = np.bincount(at, np.full(len(at), 4), len(mine)).astype(np.int64) * numel
-        n_bytes = 4 * numel + moment_bytes
         edit.bytes[state] = 4 * numel[at]
         edit.tier = np.where(step.kind == Kind.OPTIMIZER, np.uint8(Tier.HOST), step.tier).astype(np.uint8)
-        edit.tier[state] = Tier.SSD
-        nowhere, forever = np.full(len(mine), -1, np.int32), np.full(len(mine), FOREVER, np.int32)
-        owner = mine.astype(np.int32)
-        masters = edit.add_storages(
-            4 * numel, producer=nowhere, tier=Tier.SSD, kind=Kind.PARAMETER, held_until=forever, owner=owner
+        edit.tier[state] = tier
+        owner, masters, made = mine.astype(np.int32), masters.astype(np.int32), masters < 0
+        nowhere, forever = np.full(int(made.sum()), -1, np.int32), np.full(int(made.sum()), FOREVER, np.int32)
+        masters[made] = edit.add_storages(
+            4 * numel[made], producer=nowhere, tier=tier, kind=Kind.PARAMETER, held_until=forever, owner=owner[made]
         )
-        for _ in range(1, slots):
-            edit.add_storages(n_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.OPTIMIZER, held_until=forever, owner=owner)
         update_bytes = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel + 2 * moment_bytes
-        return cls(state, at, masters, n_bytes, update_bytes, owner)
+        return cls(state, at, masters, 4 * numel + moment_bytes, update_bytes, owner)
+
+    def stay(self, edit: Edit, update: I32) -> I32:
+        """Each is updated where it is; returns the master weights."""
+        edit.add_uses(update, self.masters, mutates=True)
+        edit.add_uses(update[self.at], self.state, mutates=True)
+        return self.masters
 
     def stream(self, edit: Edit, read: I32, update: I32, write: I32, order: npt.NDArray[np.intp] | None = None) -> I32:
         """Host memory of each from its read until two writes later; `order`: in which they are written. Returns the memory."""
@@ -176,30 +228,44 @@ def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[n
     return state[moments], at[moments]
 
 
-def _insert(
-    edit: Edit, anchor: int, traffic: dict[int, I64], ahead: int, here: npt.NDArray[np.bool_], up: npt.NDArray[np.intp],
-    kept: npt.NDArray[np.bool_],
-) -> I32:  # fmt: skip
-    """The ops in the order of Rules 1 and 2, before the op `anchor`; returns (8, parameters) rows, -1 where there is no op.
+class _Ways(NamedTuple):
+    """What happens to each parameter in the step."""
+
+    here: npt.NDArray[np.bool_]
+    """(parameters,) whether the gradient is on the device."""
+    up: npt.NDArray[np.intp]
+    """(parameters,) where the new weight goes: `_UP`, `_KEEP`, `_COPY` or `_NOTHING`."""
+    kept: npt.NDArray[np.bool_]
+    """(parameters,) whether the gradient is on SSD."""
+    streams: bool
+    """Pieces are read and written."""
+
+    def turns(self, ahead: int) -> list[tuple[int, int]]:
+        """(kind, parameter) of each op in the order of Rules 1 and 2; `ahead`: pieces that are read ahead."""
+        count = len(self.here)
+        read, write = ([_READ], [_WRITE]) if self.streams else ([], [])
+        reads = [[*read, *([_GRADIENT] if kept else [])] for kept in self.kept.tolist()]
+        found = [(kind, i) for i in range(min(ahead, count)) for kind in reads[i]]
+        for i, (down, new) in enumerate(zip(self.here.tolist(), self.up.tolist(), strict=True)):
+            kinds = [*(reads[i] if ahead == 0 else []), *([_DOWN] if down else []), _UPDATE]
+            kinds += [*([new] if new != _NOTHING else []), *write]
+            found += [(kind, i) for kind in kinds]
+            if ahead and i + ahead < count:
+                found += [(kind, i + ahead) for kind in reads[i + ahead]]
+        return found
+
+
+def _insert(edit: Edit, anchor: int, traffic: dict[int, I64], ahead: int, ways: _Ways) -> tuple[I32, int]:
+    """The ops of all turns, before the op `anchor`; returns (8, parameters) rows, -1 where there is no op, and the last op.
 
     Args:
         edit: Of the step.
         anchor: An op.
         traffic: (parameters,) bytes of each op, by its kind.
         ahead: Pieces that are read ahead.
-        here: (parameters,) whether the gradient is on the device.
-        up: (parameters,) where the new weight goes: `_UP`, `_KEEP` or `_COPY`.
-        kept: (parameters,) whether the gradient is on SSD.
+        ways: What there is to do.
     """
-    count = len(here)
-    reads = [[(_READ, i), *([(_GRADIENT, i)] if kept[i] else [])] for i in range(count)]
-    turns = [each for i in range(min(ahead, count)) for each in reads[i]]
-    for i, (down, new) in enumerate(zip(here.tolist(), up.tolist(), strict=True)):
-        turns += reads[i] if ahead == 0 else []
-        turns += [(_DOWN, i)] if down else []
-        turns += [(_UPDATE, i), (new, i), (_WRITE, i)]
-        turns += reads[i + ahead] if ahead and i + ahead < count else []
-    kind, index = np.asarray(turns, np.int32).T
+    kind, index = np.asarray(ways.turns(ahead), np.int32).T
     names = np.asarray([edit.name_id(f"{'aten' if name == 'copy_' else 'memtune'}.{name}.default") for name, _ in _OPS], np.int32)
     rows = edit.add_ops(
         names[kind],
@@ -210,6 +276,6 @@ def _insert(
         stream=(kind == _UP).astype(np.uint8),  # a copy back is complete in stream order
         prefetch=(kind == _DOWN).astype(np.uint8),
     )
-    found = np.full((len(_OPS), count), -1, np.int32)
+    found = np.full((len(_OPS), len(ways.here)), -1, np.int32)
     found[kind, index] = rows
-    return found
+    return found, int(rows[-1])

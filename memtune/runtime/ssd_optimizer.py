@@ -103,6 +103,18 @@ class SsdOptimizer:
     def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
         weight = master_of(to_host_now(local(parameter)), self._master)
         state = {key: state_to_host(value) for key, value in self._optimizer.state.pop(parameter, {}).items()}
+        piece = self._piece(name, parameter, group, weight, state)
+        mine = self._optimizer.state[piece.held]
+        mine.update(state)
+        mine.update(zip(piece.moments, piece.parts(piece.ssd)[1:], strict=True))
+        if self._native.counts_steps and "step" not in mine:
+            with tier(HOST):
+                mine["step"] = torch.tensor(0.0, dtype=torch.float32)
+            mark(mine["step"], HOST)
+        return piece
+
+    def _piece(self, name: str, parameter: nn.Parameter, group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> Piece:
+        """`weight`: the master, on the host as `state` is, which may hold no moments yet."""
         moments = self._native.moment_names(group)
         with tier(HOST):
             parts = [weight, *(state.get(each, torch.zeros_like(weight)) for each in moments)]
@@ -110,15 +122,7 @@ class SsdOptimizer:
         ssd = self._on_ssd(together, name)
         spare = self._on_ssd(together, name) if self._keep else None
         held = held_for(parameter, ssd[: weight.numel()].view(weight.shape))
-        piece = Piece(name, parameter, held, ssd, group, moments, spare)
-        mine = self._optimizer.state[held]
-        mine.update(state)
-        mine.update(zip(moments, piece.parts(ssd)[1:], strict=True))
-        if self._native.counts_steps and "step" not in mine:
-            with tier(HOST):
-                mine["step"] = torch.tensor(0.0, dtype=torch.float32)
-            mark(mine["step"], HOST)
-        return piece
+        return Piece(name, parameter, held, ssd, group, moments, spare)
 
     def _on_ssd(self, host: Tensor, name: str) -> Tensor:
         ssd: Tensor = torch.ops.memtune.to_ssd(host, f"the optimizer state of {name}")
@@ -166,11 +170,22 @@ class SsdOptimizer:
 
     def _read(self, piece: Piece) -> Tensor:
         """Start reading it, and its gradient where that is on SSD."""
-        host: Tensor = torch.ops.memtune.from_ssd(piece.ssd)
+        host = self._brought(piece)
         gradient = piece.held.grad
         if gradient is not None and tier_of(gradient) == SSD:
             self._coming[piece.held] = torch.ops.memtune.from_ssd(gradient)
         return host
+
+    def _brought(self, piece: Piece) -> Tensor:
+        """The piece in host memory once what is under way into that is over."""
+        host: Tensor = torch.ops.memtune.from_ssd(piece.ssd)
+        return host
+
+    def _put_back(self, piece: Piece, host: Tensor) -> None:
+        """The piece is what is in `host`, from now on."""
+        torch.ops.memtune.write_ssd_(piece.target, host)
+        transfer.written(piece.target)
+        self._turn(piece)
 
     def _write(self, piece: Piece, host: Tensor, new: tuple[Tensor, Tensor] | None = None) -> None:
         """Begin to write the piece; `new`: with its weight, which is being written to SSD from there (Rule 4)."""
@@ -203,7 +218,7 @@ class SsdOptimizer:
         elif tier_of(kept) == SSD:
             torch.ops.memtune.write_ssd_(kept, up)
             return kept, up
-        else:
+        elif kept.untyped_storage()._cdata != up.untyped_storage()._cdata:  # where the master is on the host it may be both
             kept.copy_(up)
         return None
 
@@ -261,14 +276,12 @@ class SsdOptimizer:
         """The device's weights are others, and the state that was read is not on SSD yet."""
         self._stale.clear()
         for piece in self._pieces:
-            host = torch.ops.memtune.from_ssd(piece.ssd)
+            host = self._brought(piece)
             transfer.finish(host)
             weight, *moments = piece.parts(host)
             weight.copy_(self._weight(piece))
             self._adopt(piece, self._optimizer.state[piece.held], moments)
-            torch.ops.memtune.write_ssd_(piece.target, host)
-            transfer.written(piece.target)
-            self._turn(piece)
+            self._put_back(piece, host)
         if self._last is not None:
             self._last.complete(steps=0)
 

@@ -1,9 +1,10 @@
-"""Blocks' parameters kept on SSD or on the host beside an optimizer whose state is on SSD (ZeRO-Infinity, section 5.1 and 6.2).
+"""Blocks' parameters kept on SSD or on the host, updated piece by piece in the step (ZeRO-Infinity, section 5.1 and 6.2).
 
-Four rules on top of those of `runtime.store` and `runtime.ssd_optimizer`:
+Five rules on top of those of `runtime.store`, and of `runtime.ssd_optimizer` or, with masters on the host, `runtime.host_pieces`:
 
 Rule 1. A parameter's values are kept once more, in its own type and apart from its master weight and moments: backward and
-        forward read only them. A parameter that is not trained is kept there alone.
+        forward read only them. Where they are to be on the host, and a master of that type is there, they are the master's
+        own. A parameter that is not trained is kept there alone.
 Rule 2. Three deep: while a moment computes, units of the next moments come up from the host (the residency's window), and those
         that come up within the `ahead` moments after it are read from SSD. What is asked for and not being read is read then.
 Rule 3. What was read is let go on the host when it has come up.
@@ -30,7 +31,7 @@ from memtune.runtime.host_parameters import copy_of
 from memtune.runtime.ssd_gradients import SsdGradients
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.store import ParameterStore
-from memtune.runtime.tiers import HOST, SSD, mark
+from memtune.runtime.tiers import HOST, SSD, mark, tier_of
 from memtune.runtime.transfer import host_like
 from memtune.runtime.tree import local
 
@@ -56,7 +57,7 @@ class KeptParameters(ParameterStore):
     Args:
         context: Its model; hooks are put on its blocks and their parameters.
         residency: Which block is on the device when.
-        optimizer: Of the same model, its state on SSD.
+        optimizer: Of the same model, its state on SSD or on the host.
         ahead: Moments by which a block is read from SSD before it comes up.
         where: Between uses.
         gradients: Where those are from landing until the step.
@@ -94,7 +95,7 @@ class KeptParameters(ParameterStore):
     def _kept(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Rule 1."""
         if self._where == "host":
-            return {parameter: copy_of(parameter) for parameter in mine}
+            return {parameter: _on_host(parameter, context.represented.get(parameter)) for parameter in mine}
         names = {parameter: name for name, parameter in context.model.named_parameters()}
         return {parameter: self._on_ssd(parameter, names[parameter]) for parameter in mine}
 
@@ -253,7 +254,14 @@ class KeptParameters(ParameterStore):
         """Where the blocks' parameters are, and what has been read of them.
 
         Raises:
-            ApplyError: Some are on the device between two steps, or some state is not on SSD.
+            ApplyError: Some are on the device between two steps, or some of the optimizer's state is not where it belongs.
         """
         facts = super().check() | {"parameters_on": self._where, "parameter_bytes_read": self.read_bytes}
         return facts if self._gradients is None else facts | {"gradient_bytes_written": self._gradients.written_bytes}
+
+
+def _on_host(parameter: nn.Parameter, held: nn.Parameter | None) -> Tensor:
+    """Where the values of `parameter` are kept on the host; `held`: what the optimizer has in its place."""
+    if held is not None and tier_of(held) == HOST and held.dtype is parameter.dtype:
+        return held.detach()
+    return copy_of(parameter)

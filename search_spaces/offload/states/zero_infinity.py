@@ -1,4 +1,4 @@
-"""Optimizer state on SSD, parameters there or on the host if wanted (ZeRO-Infinity, Rajbhandari et al. 2021)."""
+"""Any state on any tier: optimizer state on SSD, or on the host; parameters, gradients too (ZeRO-Infinity, 2021)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import nn
 
 from memtune.errors import ApplyError
 from memtune.passes.gathered_rows import gathers_of
+from memtune.passes.host_optimizer import Native
 from memtune.passes.ssd_gradients import gradients_on_ssd
-from memtune.passes.ssd_optimizer import Away, optimizer_on_ssd
+from memtune.passes.ssd_optimizer import Away, optimizer_in_host_pieces, optimizer_on_ssd
 from memtune.passes.stream import stream_parameters
 from memtune.passes.tiled_rows import tile_rows, tileable_rows
 from memtune.passes.tiled_weights import tile_weights, tileable, weights_before_biases
@@ -19,6 +20,8 @@ from memtune.residency import window
 from memtune.runtime import offload_dir
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import is_gathered
+from memtune.runtime.host_optimizer import HostOptimizer
+from memtune.runtime.host_pieces import HostPieces
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_parameters import KeptParameters
 from memtune.runtime.tiled_rows import divided_tiles
@@ -31,7 +34,7 @@ from memtune.search_spaces.offload.states._layers import (
     takes_a_schedule,
     window_of,
 )
-from memtune.search_spaces.offload.states._native_update import no_native_update
+from memtune.search_spaces.offload.states._native_update import no_native_update, updated_on_host
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 
 
@@ -40,24 +43,27 @@ class ZeroInfinity(Technique):
 
     Master weights and moments lie on SSD, each parameter's in one piece. While one native pass updates a parameter, the pieces of
     the next ones are read and those of the last ones written, so host memory holds a few pieces whatever the model's size.
-    24 bytes per parameter cross the drive in a step with AdamW; drives wear, so what is written is shown.
+    24 bytes per parameter cross the drive in a step with AdamW; drives wear, so what is written is shown. With `optimizer: host`
+    they are in host memory and are updated there, in place.
 
     With `parameters: ssd` (or `host`) the blocks' weights come and go: while one block computes, the next comes up from the host
     and the one after that is read from SSD. Each is read for forward and for backward (the last ones of forward stay), and
     written once a step. Their gradients go down as they land and wait on the host, so clipping by norm is noticed and refused.
     With `gradients: ssd` they wait there: each is written once per micro-batch, and read once more in the step, and before every
     further micro-batch is added. On several ranks each has all of that on a host and drive of its own beside `ddp`, and its rows
-    of it beside `fsdp`, which gathers a block's from them. With `tiles` a large layer's weight is never whole there. Not in
-    it: optimizer state on the host beside parameters on SSD.
+    of it beside `fsdp`, which gathers a block's from them. With `tiles` a large layer's weight is never whole there. Optimizer,
+    parameters and gradients are each on a tier of its own. Refused: gradients away from parameters on the device, and optimizer
+    state on the device, since what comes and goes is updated on the host.
 
     Distinguishing test: 12 bytes per parameter are read and 12 written in a step, the read of the third parameter begins before
     the first is updated, and host memory holds no more pieces than are on their way; a block is read from SSD while the one two
-    before it computes; of a weight in tiles, and of its gradient, two tiles at most are on the device.
+    before it computes; of a weight in tiles, and of its gradient, two tiles at most are on the device. With the optimizer on the
+    host no byte of it crosses the drive, and what does is each block's weight and gradient, where those are there.
     """
 
     kind: Literal["zero_infinity"] = "zero_infinity"
     slot: ClassVar[str] = "offload.states"
-    title: ClassVar[str] = "Optimizer state on SSD, updated on the host"
+    title: ClassVar[str] = "Any state on any tier, updated on the host"
     source: ClassVar[str] = (
         "Rajbhandari et al. 2021, ZeRO-Infinity: Breaking the GPU Memory Wall, arXiv:2104.07857, section 5.2.2"
     )
@@ -66,8 +72,11 @@ class ZeroInfinity(Technique):
     update: Literal["native", "master"] = "native"
     """`native` is for float32 parameters and has the bits of torch's fused AdamW; `master` keeps float32 masters for bfloat16
     parameters, on SSD as well."""
+    optimizer: Literal["ssd", "host", "device"] = "ssd"
+    """Where master weights and moments are."""
     ahead: Annotated[int, Field(ge=0, le=64)] = 3
-    """Pieces that are read ahead; each takes the bytes of a parameter's state on the host."""
+    """Pieces that are read ahead; each takes the bytes of a parameter's state on the host. With `optimizer: host`: gradients,
+    where those are on SSD."""
     resume: Literal["checkpoint", "last_step"] = "checkpoint"
     """After a crash training goes on from the user's own checkpoint, or from the last complete step: then each piece has two
     slots on SSD, which takes twice the space for the same bytes written, and every step ends with a flush of the drive."""
@@ -89,7 +98,7 @@ class ZeroInfinity(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a directory on a drive, and a type that the native update knows; parameters that come and go as `l2l` does."""
-        if (reason := no_directory(target)) is not None:
+        if self._uses_ssd and (reason := no_directory(target)) is not None:
             return reason
         if (why := self._nonsense()) is not None:
             return why
@@ -120,7 +129,17 @@ class ZeroInfinity(Technique):
         step = program.step
         return Plan(decisions={"tiled": [step.parameters[each].name for each in self._tileable(program)]})
 
+    @property
+    def _uses_ssd(self) -> bool:
+        return "ssd" in (self.optimizer, self.parameters, self.gradients)
+
     def _nonsense(self) -> Reason | None:
+        if self.optimizer == "device":
+            if self.parameters == "device":
+                return Reason("nothing is moved where weights, gradients and optimizer state are on the device", "optimizer: ssd")
+            return Reason("weights that come and go are updated on the host, not on the device", "optimizer: host or ssd")
+        if self.optimizer == "host" and self.keeps_steps():
+            return Reason("the last step is kept on SSD, where the state must be", "optimizer: ssd, or resume: checkpoint")
         if self.tiles > 1 and self.parameters == "device":
             return Reason("weights in tiles come and go", "parameters: host or ssd")
         if self.gradients is None or self.parameters != "device":
@@ -128,7 +147,7 @@ class ZeroInfinity(Technique):
         return Reason("gradients of parameters that stay on the device stay there until the step", "parameters: host or ssd")
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """State and masters to SSD; reads, updates and writes in place of the optimizer's ops."""
+        """State and masters to SSD, or to the host; reads, updates and writes in place of the optimizer's ops."""
         step, away = program.step, None
         if self.parameters != "device":
             read_ahead = self.read_ahead if self.parameters == "ssd" else None
@@ -141,10 +160,14 @@ class ZeroInfinity(Technique):
             if tiled:
                 step = (tile_rows if is_divided else tile_weights)(step, tiled, self.tiles, program.ranks)
             away = Away.of(step)
-        return program.with_step(optimizer_on_ssd(step, self.ahead, 2 if self.keeps_steps() else 1, away))
+        if self.optimizer == "ssd":
+            return program.with_step(optimizer_on_ssd(step, self.ahead, 2 if self.keeps_steps() else 1, away))
+        if away is None:
+            return updated_on_host(program, Native())
+        return program.with_step(optimizer_in_host_pieces(step, self.ahead, away))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Rebind the optimizer to tensors on SSD, then have the blocks' parameters come and go."""
+        """Rebind the optimizer to tensors on SSD or on the host, then have the blocks' parameters come and go."""
         if self.parameters != "device" and context.compiled is not None:
             raise ApplyError(
                 f"zero_infinity with parameters: {self.parameters} does not work with compiled blocks.",
@@ -156,8 +179,12 @@ class ZeroInfinity(Technique):
         if (why := self._nonsense()) is not None:
             raise ApplyError(f"zero_infinity: {why.text}.", fix=why.fix, code="MT315")
         tiled = self._tiled(context, plan)
-        offload_dir.checked()
-        moved = SsdOptimizer(context, master=self.update == "master", ahead=self.ahead, keep=self.keeps_steps())
+        if self._uses_ssd:
+            offload_dir.checked()
+        if self.optimizer == "host" and self.parameters == "device":
+            context.checks["offload.states"] = HostOptimizer(context, self.update).check
+            return
+        moved = self._moved(context)
         context.checks["offload.states"] = moved.check
         if self.parameters != "device":
             where = self.parameters, self.gradients or "host"
@@ -167,6 +194,12 @@ class ZeroInfinity(Technique):
             install(context, tiled, self.tiles, kept, divided_tiles(context, tiled) if tiled and gathered else None)
             context.checks["offload.states"] = kept.check
 
+    def _moved(self, context: Context) -> SsdOptimizer:
+        is_master = self.update == "master"
+        if self.optimizer == "host":
+            return HostPieces(context, master=is_master, ahead=self.ahead)
+        return SsdOptimizer(context, master=is_master, ahead=self.ahead, keep=self.keeps_steps())
+
     def _tiled(self, context: Context, plan: Plan) -> dict[nn.Parameter, nn.Linear]:
         if self.tiles == 1:
             return {}
@@ -175,6 +208,12 @@ class ZeroInfinity(Technique):
             raise ApplyError(
                 "zero_infinity with tiles needs a plan of which weights come in them.",
                 fix="memtune search  writes it with the config; or tiles: 1", code="MT316",
+            )  # fmt: skip
+        if context.by_schedules:
+            raise ApplyError(
+                "zero_infinity with tiles does not work beside what this config has under recompute.",
+                evidence="Schedules run the blocks' ops, and products with weights in tiles are others.",
+                fix="tiles: 1", code="MT315",
             )  # fmt: skip
         return linear_layers(context, names)
 
@@ -188,9 +227,12 @@ class ZeroInfinity(Technique):
         return self.resume == "last_step"
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Tier of the state, and how it is updated."""
-        how: dict[str, Any] = {"optimizer": "ssd", "trigger": "end_of_step", "update": self.update, "ahead": self.ahead}
-        if self.parameters != "device":
+        """Tier of the state, and how it is updated; `optimizer_cpu` where that is all."""
+        how: dict[str, Any] = {"optimizer": self.optimizer, "trigger": "end_of_step", "update": self.update}
+        how |= {"ahead": self.ahead} if "ssd" in (self.optimizer, self.gradients) else {}
+        if self.parameters == "device":
+            how |= {"moments": "float32"} if self.optimizer == "host" else {}
+        else:
             ahead = {"read_ahead": self.read_ahead} if self.parameters == "ssd" else {}
             how |= {"parameters": self.parameters, "on_device": self.on_device, **ahead}
             how |= {"gradients": "ssd"} if self.gradients == "ssd" else {}
@@ -198,8 +240,13 @@ class ZeroInfinity(Technique):
         return {"states.offload": {**how, **({"resume": self.resume} if self.keeps_steps() else {})}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """One way for each type of parameter."""
-        return {"update": ("native", "master"), "parameters": ("device", "host", "ssd"), "tiles": (1, 4)}
+        """One way to update for each type of parameter; tiers of optimizer and parameters; tiles."""
+        tiers = {"optimizer": ("ssd", "host"), "parameters": ("device", "host", "ssd")}
+        return {"update": ("native", "master"), **tiers, "tiles": (1, 4)}
+
+    def least_share_on_host(self) -> float:
+        """All of it, or with the optimizer on SSD none."""
+        return 1.0 if self.optimizer == "host" else 0.0
 
     def exactly(self) -> Exactness:
         """Lossy with masters: it trains as bfloat16 with float32 masters does, not as the user's optimizer."""

@@ -41,6 +41,8 @@ STATES: dict[str, dict[str, Any]] = {
     "zero_infinity": {},
     "zero_infinity, weights on the host": {"parameters": "host"},
     "zero_infinity, all on SSD": {"parameters": "ssd", "gradients": "ssd"},
+    "zero_infinity, all on the host": {"optimizer": "host", "parameters": "host"},
+    "zero_infinity, all but the optimizer on SSD": {"optimizer": "host", "parameters": "ssd", "gradients": "ssd"},
     "lohan": {"bucket_mib": 0.01},
 }
 ACTIVATIONS: dict[str, dict[str, Any]] = {
