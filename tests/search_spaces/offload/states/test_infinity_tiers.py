@@ -14,6 +14,7 @@ from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
 from memtune.autotune.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.space import variants
 from memtune.errors import ApplyError
 from memtune.program import Resource, Step, Tier
 from memtune.read_ahead import WRITES
@@ -208,5 +209,7 @@ def test_what_cannot_be_is_refused_by_name(knobs: dict[str, Any], why: str) -> N
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_a_search_tries_each_tier() -> None:
-    assert ZeroInfinity(kind="zero_infinity").choices()["optimizer"] == ("ssd", "host")
+def test_a_search_tries_each_tier_and_nothing_twice() -> None:
+    tried = {(each.optimizer, each.parameters) for each in variants(ZeroInfinity, target_of()) if isinstance(each, ZeroInfinity)}
+    every = {(optimizer, parameters) for optimizer in ("ssd", "host") for parameters in ("device", "host", "ssd")}
+    assert tried == every - {("host", "device")}
