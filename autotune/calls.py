@@ -84,6 +84,7 @@ _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _KINDS: dict[Any, tuple[str, Callable[..., Options | None]]] = {
     F.scaled_dot_product_attention: ("attention", _attention),
     F.dropout: ("dropout", _dropout),
+    torch.dropout: ("dropout", _dropout),
     torch.lstm: ("lstm", _recurrent),
     torch.gru: ("gru", _recurrent),
     F.rms_norm: ("rms_norm", _rms_norm),

@@ -348,8 +348,8 @@ class Driver:
         """Found anew with each result: what worked after all is struck out no more."""
         refused: dict[str, list[frozenset[Kind]]] = {}
         for each in self.finished:
-            if each.result.status == "unfit" and each.result.reason.startswith("MT"):
-                refused.setdefault(each.result.reason, []).append(kinds(each.job.scored.choice))
+            if each.result.refusal is not None:
+                refused.setdefault(each.result.refusal, []).append(kinds(each.job.scored.choice))
         worked = {kinds(each.job.scored.choice) for each in self.finished if each.result.status == "ok"} if refused else set()
         self._struck = {struck for trials in refused.values() for struck in blamed(trials, worked)}
 

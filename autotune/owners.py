@@ -55,7 +55,7 @@ def _of_lists(owner: I32, storages: list[int], of_nobody: set[int]) -> None:
         storages: That the op touches, each once, in the order of its arguments.
         of_nobody: Storages that ops without a parameter have touched: what counts steps.
     """
-    first = [int(owner[s]) for s in storages]
+    first: list[int] = owner[storages].tolist()
     seen, count = set[int](), len(first)
     for n, each in enumerate(first):
         if each < 0 or each in seen:

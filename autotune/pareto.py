@@ -27,7 +27,7 @@ def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
 def refined_front(scored: Iterable[Scored], refine: Callable[[list[Scored]], list[Scored]], most: int) -> list[Scored]:
     """The front of what is simulated op by op: what was before, and about `most` others.
 
-    Sums of resources are what a step takes at the least, so a row of a front by them may be beaten once it is simulated, and
+    The coarse level says what a step takes at the least, so a row of a front by it may be beaten once it is simulated, and
     those that it had beaten are looked at then.
     """
     best = {each.key: each for each in scored}

@@ -27,7 +27,9 @@ from memtune.technique import Reason
 
 Goal = Literal["throughput", "memory", "batch"]
 EVENTS_FOR = 64
-"""The best this many are simulated again, op by op."""
+"""The best this many are simulated again, op by op, and as many more at a time as may be better than the best of them …"""
+_MOST_EVENTS = 4 * EVENTS_FOR
+"""… but no more than this: of hundreds that promise the same, one is as good as the others."""
 _ALL = ("all",)
 _SMALL = tuple(("small", place) for place in range(4))
 """So many of those that need least memory are looked around, too."""
@@ -293,19 +295,27 @@ class _Found:
 
 
 def _refine(by_key: dict[str, Scored], side_by_side: _SideBySide, budget_bytes: int | None, goal: Goal) -> None:
-    """Simulate the best programs op by op; what became one program shares one prediction object.
+    """Simulate the best programs op by op, until no other may be better: the coarse level promises too much, never too little.
 
-    Its reserved bytes are those under the allocator settings of the simplest of them.
+    What became one program shares one prediction object. Its reserved bytes are those under the allocator settings of the
+    simplest of them.
     """
     programs: dict[int, list[Scored]] = {}
     for each in by_key.values():
         if budget_bytes is None or each.prediction.peak_allocated_bytes <= budget_bytes:
             programs.setdefault(id(each.prediction), []).append(each)
-    best = heapq.nsmallest(EVENTS_FOR, programs.values(), key=lambda group: min(each.rank(goal) for each in group))
-    simplest = [min(group, key=lambda each: each.choice.complexity) for group in best]
-    for group, refined in zip(best, side_by_side.over([Asked(each.choice, each) for each in simplest]), strict=True):
-        assert isinstance(refined, Scored)
-        by_key.update({each.key: replace(each, prediction=refined.prediction) for each in group})
+    ranked = heapq.nsmallest(_MOST_EVENTS, programs.values(), key=lambda group: min(each.rank(goal) for each in group))
+    best: tuple[float, ...] = (math.inf,)
+    for start in range(0, len(ranked), EVENTS_FOR):
+        groups = ranked[start : start + EVENTS_FOR]
+        if best < min(each.rank_among_levels(goal) for each in groups[0]):
+            break
+        simplest = [min(group, key=lambda each: each.choice.complexity) for group in groups]
+        for group, refined in zip(groups, side_by_side.over([Asked(each.choice, each) for each in simplest]), strict=True):
+            assert isinstance(refined, Scored)
+            by_key.update({each.key: replace(each, prediction=refined.prediction) for each in group})
+            if budget_bytes is None or refined.prediction.peak_allocated_bytes <= budget_bytes:
+                best = min(best, refined.rank_among_levels(goal))
 
 
 def predict_again(by_key: dict[str, Scored], scorer: Scorer) -> None:

@@ -36,14 +36,6 @@ ACTIVATIONS = "activations"
 UNCALIBRATED_PEAK = (0.85, 1.15)
 UNCALIBRATED_STEP = (0.4, 2.5)
 
-# What starts in one section may run beside the rest of that section, not beside the next.
-_SECTIONS: tuple[tuple[Phase, ...], ...] = (
-    (Phase.PROLOGUE, Phase.FORWARD),
-    (Phase.RECOMPUTE, Phase.BACKWARD),
-    (Phase.BOUNDARY,),
-    (Phase.OPTIMIZER,),
-)
-
 # On a CPU these are all work of the same cores.
 _ON_CORES = frozenset({Resource.COMPUTE, Resource.HOST_THREADS, Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST})
 
@@ -79,7 +71,7 @@ class Prediction:
     busy_s: dict[str, float]
     """By resource, `host_issue` among them, for one optimizer step; resources that are not used are left out."""
     exposed_s: dict[str, float]
-    """Of `busy_s`, not hidden behind compute; at the coarse level as much as cannot be hidden within its phase."""
+    """Of `busy_s`, not hidden behind compute; at the coarse level as much as cannot be."""
     peak_by_kind: dict[str, int]
     """Device bytes at the peak; they sum up to `peak_allocated_bytes`."""
     peak_op: str
@@ -182,9 +174,10 @@ def simulate(
 ) -> Prediction:
     """Predict peak memory and step time of `program` on `hardware`.
 
-    `coarse` counts live bytes and sums up resources, taking whatever shares a phase to overlap; `events` runs all rank classes
-    together, op by op (`csrc/simulator/machine.h` has the rules), and counts bytes as it goes: a transfer that is late keeps its
-    source alive unless somebody waits for it. The peak is the heaviest rank class's, the time the slowest one's. Beside a GPU
+    `coarse` counts live bytes, and of time what `events` never undercuts: the longest way through what ops wait for, or the
+    busiest resource (`csrc/simulator/least.h`). `events` runs all rank classes together, op by op (`csrc/simulator/machine.h`
+    has the rules), and counts bytes as it goes: a transfer that is late keeps its source alive unless somebody waits for it.
+    The peak is the heaviest rank class's, the time the slowest one's. Beside a GPU
     page-locked host memory counts as it is held (`page_locked`); without `as_held`, which saves a millisecond, as it is used.
 
     Peak reserved on CUDA: at the events level, under the settings of an `allocator`, its replay of several steps that nothing
@@ -265,13 +258,14 @@ def _columns(step: Step, hardware: Hardware, ranks: int, as_held: bool = True) -
 
 
 def _coarse(program: Program, hardware: Hardware, as_held: bool) -> list[_Run]:
+    columns = [_columns(each.step, hardware, program.ranks, as_held) for each in program.rank_classes]
+    on_cpu, stand = hardware.device == "cpu", places(program, hardware)
+    least = _native.least_s(columns, stand, accumulate=program.accumulate, host_computes=on_cpu, shares_cores=on_cpu)
     runs = []
-    for each, (_, sharing) in zip(program.rank_classes, places(program, hardware), strict=True):
-        columns = _columns(each.step, hardware, program.ranks, as_held)
-        live = _native.live(columns, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
+    for each, mine, (_, sharing), least_s in zip(program.rank_classes, columns, stand, least, strict=True):
+        live = _native.live(mine, rounding_bytes=hardware.allocation_rounding_bytes, small_bytes=_SMALL_BYTES)
         crossing = _on_roots(each.step, hardware, program.ranks)
-        shares_cores = hardware.device == "cpu"
-        runs.append(_Run(each.step, live, _coarse_time(live, program, sharing, crossing, shares_cores=shares_cores)))
+        runs.append(_Run(each.step, live, _coarse_time(live, least_s, program, hardware, sharing, crossing)))
     return runs
 
 
@@ -377,34 +371,32 @@ def _communicators(step: Step) -> int:
 
 
 def _coarse_time(
-    live: _native.Live, program: Program, sharing: int, crossing: npt.NDArray[np.float64], *, shares_cores: bool
+    live: _native.Live, least_s: float, program: Program, hardware: Hardware, sharing: int, crossing: npt.NDArray[np.float64]
 ) -> _Time:
-    """Each section of the step takes as long as its busiest resource, and at most as long as all of them together.
+    """What the dependencies of ops allow (`least_s`), and no less than what its resources are busy; at most all of that in turn.
 
     A pipeline waits besides, while forward and backward would run. A PCIe root is a resource as well: for copies of one
-    direction, and for what links send over it (`crossing`, as `_on_roots` has it). So are cores that compute shares with others.
+    direction, and for what links send over it (`crossing`, as `_on_roots` has it). So are cores that compute shares with others,
+    and compute with the part that a link takes of it while it is busy.
     """
-    compute = Resource.COMPUTE
-    on_cores = _ON_CORES if shares_cores else frozenset({compute})
-    total = low = 0.0
-    busy, exposed = [0.0] * len(RESOURCES), [0.0] * len(RESOURCES)
-    used = {i: row for i, row in enumerate(live.busy_s) if i == compute or any(row)}
-    for section in _SECTIONS:
-        times = {phase: program.accumulate if phase in REPEATED else 1 for phase in section}
-        sums = {i: sum(times[phase] * row[phase] for phase in section) for i, row in used.items()}
-        for copies in {Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST} & sums.keys():
-            sums[copies] *= sharing
-        through = sharing * sum(times[phase] * crossing[phase] for phase in section)
-        up, down = (sums.get(copies, 0.0) for copies in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST))
-        cores = sum(seconds for i, seconds in sums.items() if i in on_cores)
-        low += max(cores, *sums.values(), up + through[0], down + through[1])
-        total += sum(sums.values())
-        for i, seconds in sums.items():
-            busy[i] += seconds
-            exposed[i] += seconds if i in on_cores else max(0.0, seconds - sums[compute])
-        waits = program.idle * sums[compute] if section[-1] in REPEATED else 0.0
-        low, total = low + waits, total + waits
-    return _Time(low, low, total, busy, exposed)
+    times = np.where(np.isin(np.arange(len(Phase)), REPEATED), program.accumulate, 1)
+    by_phase = np.array(live.busy_s) * times
+    for copies in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST):
+        by_phase[copies] *= sharing
+    busy = by_phase.sum(1)
+    through = sharing * (crossing * times[:, None]).sum(0)
+    up, down, links = (
+        busy[Resource.HOST_TO_DEVICE],
+        busy[Resource.DEVICE_TO_HOST],
+        busy[[Resource.INTRA_LINK, Resource.INTER_LINK]],
+    )
+    compute = busy[Resource.COMPUTE] + links.max() * hardware.link_slowdown / (1 + hardware.link_slowdown)
+    on_cores = sorted(_ON_CORES) if hardware.device == "cpu" else [Resource.COMPUTE]
+    low = max(least_s, busy.max(), busy[on_cores].sum(), compute, up + through[0], down + through[1])
+    waits = program.idle * by_phase[Resource.COMPUTE, list(REPEATED)].sum()
+    exposed = np.maximum(busy - busy[Resource.COMPUTE], 0.0)
+    exposed[on_cores] = busy[on_cores]
+    return _Time(low + waits, low + waits, busy.sum() + waits, busy.tolist(), exposed.tolist())
 
 
 def _interval(peak: int, reserved: int, time: _Time, calibration: Calibration) -> Interval:

@@ -7,7 +7,6 @@ are there from the start, scratch of CPU kernels goes. Every op that the table d
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.autotune import translation_table as table
+from memtune.autotune.cuda_norms import use_cudnn, widen_statistics
 from memtune.autotune.foreach_phase import counters_on_host, with_foreach
 from memtune.edit import Edit
 from memtune.hardware import Hardware
@@ -89,8 +89,8 @@ class _Context:
         """The same target with nothing counted."""
         return _Context(self.architecture, self.workspace)
 
-    def count(self, kernel: str, *, estimated: bool = False) -> None:
-        self.kernels[kernel] = self.kernels.get(kernel, 0) + 1
+    def count(self, kernel: str, calls: int = 1, *, estimated: bool = False) -> None:
+        self.kernels[kernel] = self.kernels.get(kernel, 0) + calls
         if estimated:
             self.estimated.add(kernel)
 
@@ -130,7 +130,9 @@ def translate_step(step: Step, hints: Hints, context: _Context) -> Step:
         if kernel is not None:
             fusion.fuse(call, kernel)
     _drop_scratch(fusion)
-    _norm_statistics(fusion, hints)
+    widen_statistics(fusion, hints)
+    if on_cudnn := context.architecture.startswith("sm") and use_cudnn(fusion, hints, _ROOM):
+        context.count("cudnn batch norm", on_cudnn, estimated=True)
     step = fusion.done(lambda edit: _add_workspaces(edit, step, hints, context))
     if hints.foreach is not None:
         step = with_foreach(step, hints.foreach)
@@ -415,20 +417,6 @@ def _saves_in_order(step: Step) -> Step:
 def _drop_scratch(fusion: _Fusion) -> None:
     """Scratch of CPU kernels is not there on CUDA."""
     fusion.bytes[fusion.step.kind == Kind.WORKSPACE] = 0
-
-
-def _norm_statistics(fusion: _Fusion, hints: Hints) -> None:
-    """Means and deviations of 16-bit inputs in fp32, wherever CPU kept them in 16 bits."""
-    step = fusion.step
-    for name in table.NORM_STATISTICS.keys() & set(step.names):
-        for op in np.flatnonzero(step.op_name == step.names.index(name)):
-            if op >= len(hints.signatures) or not hints.signatures[op]:
-                continue
-            (dtype, shape, _), axes = json.loads(hints.signatures[op])[1][0]["t"], json.loads(hints.signatures[op])[1][1]
-            rows = int(np.prod(shape[: len(shape) - len(axes)]))
-            made = np.flatnonzero(step.producer == op)[1:]
-            if dtype in ("float16", "bfloat16"):
-                fusion.bytes[made[step.bytes[made] == 2 * rows]] = 4 * rows
 
 
 def _add_workspaces(edit: Edit, step: Step, hints: Hints, context: _Context) -> None:

@@ -269,9 +269,23 @@ RECURRENT: Mapping[str, Recurrent] = {
     ),
 }  # fmt: skip
 
-NORM_STATISTICS = {"aten.native_layer_norm.default": (1, 2)}
+NORM_STATISTICS = {"aten.native_layer_norm.default": (1, 2), "aten.native_batch_norm.default": (1, 2)}
 """Outputs that CUDA keeps in fp32 and CPU in the input's type where weights are 16 bits too."""
-NORM_SOURCE = "aten/src/ATen/native/cuda/layer_norm_kernel.cu layer_norm_cuda: mean and rstd in the accumulation type"
+NORM_SOURCE = (
+    "aten/src/ATen/native/cuda/layer_norm_kernel.cu layer_norm_cuda and cuda/Normalization.cu batch_norm_cuda: mean and rstd in "
+    "the accumulation type"
+)
+
+BATCH_NORM = ("aten.native_batch_norm.default", "aten.native_batch_norm_backward.default")
+CUDNN_BATCH_NORM = ("aten.cudnn_batch_norm.default", "aten.cudnn_batch_norm_backward.default")
+BATCH_NORM_RESERVE = "aten.empty.memory_format"
+"""What torch makes before its own kernel in the place of the reserve that cuDNN's returns."""
+BATCH_NORM_SOURCE = (
+    "aten/src/ATen/native/Normalization.cpp _select_batch_norm_backend, _batch_norm_impl_index (the reserve); "
+    "tools/autograd/derivatives.yaml cudnn_batch_norm: saves the reserve last, and has torch's own backward outside of training; "
+    "the reserve's size is cuDNN's own (cudnnGetBatchNormalizationTrainingExReserveSpaceSize), taken to be none as torch's meta "
+    "registration has it"
+)
 
 CUBLAS_WORKSPACE: tuple[tuple[Callable[[str], bool], int], ...] = (
     (lambda chip: chip in ("sm90", "sm100", "sm103", "sm120", "sm121"), 32 * MIB),
@@ -311,6 +325,42 @@ def attention_of(
         dense=bool(options["dense"]), aligned=bool(options["aligned"]), needs_grad=needs_grad,
         multiprocessors=MULTIPROCESSORS.get(architecture, 108),
     )  # fmt: skip
+
+
+Shaped = tuple[str, Sequence[int], Sequence[int]]
+"""A tensor in an op's arguments: type, shape, strides."""
+
+
+def runs_on_cudnn(x: Shaped, weight: Shaped | None, bias: Shaped | None, mean: Shaped | None, *, training: bool) -> bool:
+    """Whether CUDA answers a batch norm of `x` with cuDNN's kernel, and without laying `x` out anew before.
+
+    Args:
+        x: The input.
+        weight: None where there is none, as `bias`.
+        bias: Likewise.
+        mean: The running mean; the running variance is there or not as it is.
+        training: Statistics are those of the batch.
+    """
+    if weight is None or bias is None or (mean is None and not training):
+        return False
+    dtype, shape, strides = x
+    types = dtype in ("float32", "float64") or (dtype == "float16" and weight[0] == "float32")
+    fits = len(shape) >= 3 and shape[0] <= (880801 if training else 65535) and math.prod(shape) < 2**31 - 1
+    return types and weight[0] != "bfloat16" and fits and _is_dense(shape, strides)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Contiguous, or with the channels last."""
+    last = (0, *range(2, len(shape)), 1)
+    for order in (range(len(shape)), last):
+        sizes, wanted = [shape[dim] for dim in order], 1
+        for size, stride in zip(reversed(sizes), reversed([strides[dim] for dim in order]), strict=True):
+            if size != 1 and stride != wanted:
+                break
+            wanted *= size
+        else:
+            return True
+    return False
 
 
 def padded_mask_bytes(call: Attention) -> int:

@@ -2,6 +2,9 @@
 
 Every round times every contestant once, after an untimed call of the same one: what the one before left running on the cores
 (OpenMP's threads spin for a while) is over by then. Ratios are medians over rounds of the ratios within a round.
+
+Weights, gradients and moments lie as each allocates them: those of the native update, and of the streams, in large pages, where
+the system gives them. Beside that stands the native update in the peers' memory, which compares the loops alone.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ import torch
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune import _native
+from memtune.runtime.huge_pages import in_huge_pages
 
 ADAMW = [1e-3, 0.9, 0.999, 1e-8, 1e-2]
 BYTES = {
     "native": 28,
+    "native, in the peers' memory": 28,
     "native, bf16 in and out": 28,
     "native, bf16 in and out, bf16 moments": 20,
     "native, bf16 in and out, int8 moments": 16,
@@ -56,32 +61,45 @@ WITHOUT_DEEPSPEED = _without_deepspeed()
 
 
 def contestants(numel: int) -> dict[str, Callable[[], None]]:
-    """One call each: an optimizer step, or a stream; they share memory, so that more parameters fit."""
+    """One call each: an optimizer step, or a stream; the peers share memory, and the others do, so that more parameters fit."""
     torch.manual_seed(0)
     weight, gradient = torch.randn(numel), torch.randn(numel).mul_(0.01)
     first, second, step = torch.zeros(numel), torch.zeros(numel), torch.zeros(())
-    narrow = gradient.bfloat16()
-    found = {"native": native(weight, gradient, None, first, second, step)}
-    found["native, bf16 in and out"] = native(weight, narrow, narrow, first, second, step)
-    low = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
-    found["native, bf16 in and out, bf16 moments"] = native(weight, narrow, narrow, *low, step, moments="bfloat16")
-    codes = [each.view(torch.uint8)[:numel] for each in low]  # the same memory: what is in it does not matter for the time
-    scales = [torch.zeros(-(-numel // _native.MOMENT_BLOCK)) for _ in range(2)]
-    found["native, bf16 in and out, int8 moments"] = native(weight, narrow, narrow, *codes, step, moments="int8", scales=scales)
+    found = in_large_pages(weight, gradient, step)
+    found["native, in the peers' memory"] = native(weight, gradient, None, first, second, step)
     parameter = torch.nn.Parameter(weight)
-    parameter.grad = gradient
+    parameter.grad, narrow = gradient, gradient.bfloat16()
     peers: dict[str, torch.optim.Optimizer] = {"torch fused": torch.optim.AdamW([parameter], fused=True)}
     peers["torch fused"].state[parameter] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
     if WITHOUT_DEEPSPEED == "":
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
         peers["deepspeed"] = DeepSpeedCPUAdam([parameter])
+        peers["deepspeed"].state[parameter] = {"step": 0, "exp_avg": first, "exp_avg_sq": second}
     for name, peer in peers.items():
         found[name] = stepping(peer)
         found[f"{name} + casts"] = casting(peer, parameter, narrow)
-    found["stream: triad"] = lambda: void(torch.add(first, second, alpha=2.0, out=gradient))
+    return found
+
+
+def in_large_pages(weight: torch.Tensor, gradient: torch.Tensor, step: torch.Tensor) -> dict[str, Callable[[], None]]:
+    """The native update of copies of these, for each format of gradients and moments, and the streams: memory as memtune's is."""
+
+    def like(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return in_huge_pages(torch.empty(x.shape, dtype=dtype)).copy_(x)
+
+    master, down, narrow = like(weight), like(gradient), like(gradient, torch.bfloat16)
+    first, second = like(weight).zero_(), like(weight).zero_()
+    low = [like(weight, torch.bfloat16).zero_() for _ in range(2)]
+    codes = [each.view(torch.uint8)[: weight.numel()] for each in low]  # the same memory: its values do not matter for the time
+    scales = [torch.zeros(-(-weight.numel() // _native.MOMENT_BLOCK)) for _ in range(2)]
+    found = {"native": native(master, down, None, first, second, step)}
+    found["native, bf16 in and out"] = native(master, narrow, narrow, first, second, step)
+    found["native, bf16 in and out, bf16 moments"] = native(master, narrow, narrow, *low, step, moments="bfloat16")
+    found["native, bf16 in and out, int8 moments"] = native(master, narrow, narrow, *codes, step, moments="int8", scales=scales)
+    found["stream: triad"] = lambda: void(torch.add(first, second, alpha=2.0, out=down))
     found["stream: triad in place"] = lambda: void(first.add_(second, alpha=2.0))
-    found["stream: copy"] = lambda: void(gradient.copy_(first))
+    found["stream: copy"] = lambda: void(down.copy_(first))
     found["stream: read"] = lambda: void(torch.dot(first, second))
     return found
 
@@ -152,6 +170,7 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, Any]:
     for peer in ("torch fused", "deepspeed"):
         if peer in seconds:
             found[f"float32 against {peer} (aim 1.0)"] = of(peer, "native")
+            found[f"float32 against {peer}, in its memory"] = of(peer, "native, in the peers' memory")
             found[f"bf16 in and out against {peer} + casts (aim 1.4)"] = of(f"{peer} + casts", "native, bf16 in and out")
     streams = [name for name in seconds if name.startswith("stream")]
     fastest = min(streams, key=lambda name: statistics.median(seconds[name]) / BYTES[name])

@@ -14,7 +14,8 @@ Status = Literal["ok", "oom", "timeout", "crash", "unfit"]
 
 NO_ROOM = ("MT362", "MT366")
 """Errors of the environment that are no fault of it: a config asks for more than there is on SSD or in host memory."""
-
+OF_AMOUNTS = (*NO_ROOM, "MT337")
+"""Refusals for how much there is of something: other knobs of the same techniques may do with it."""
 
 ECHO = "MT377"
 """What a rank says whose collective failed because another one had ended."""
@@ -68,6 +69,8 @@ class TrialResult(BaseModel):
     """One line for people: what ran out, which rank failed with what, how long it hung."""
     code: str = ""
     """Of the error of memtune's that ended it (`MT366`), empty for all else."""
+    raised_at: str = ""
+    """Where in memtune that error was raised, as module and line."""
     exit_code: int = 0
     """Of that error, where the config was not at fault but a drive or the machine; 0 for all else."""
     log_tail: str = ""
@@ -94,6 +97,15 @@ class TrialResult(BaseModel):
     """Bytes moved per step and rank by link: host_to_device, device_to_host, collective."""
     wall_s: float = 0.0
     retried: bool = False
+
+    @property
+    def refusal(self) -> str | None:
+        """What all refusals of the live model for one reason have in common, whatever numbers and names their messages hold.
+
+        None where nothing was refused, or only how much of something there is.
+        """
+        refused = self.status == "unfit" and self.code and self.code not in OF_AMOUNTS
+        return f"{self.code} {self.raised_at}" if refused else None
 
     @property
     def spread_s(self) -> float:

@@ -31,6 +31,7 @@ class RankRecord(BaseModel):
     status: Status
     reason: str = ""
     code: str = ""
+    raised_at: str = ""
     exit_code: int = 0
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -138,6 +139,7 @@ def failed(trial: Trial, failure: Failure, tail: str, wall_s: float) -> TrialRes
         status=failure.status,
         reason=(who + " ".join(failure.reason.split()))[:REASON_CHARS],
         code=record.code,
+        raised_at=record.raised_at,
         exit_code=record.exit_code,
         log_tail=shorten(tail),
         peak_allocated_bytes=record.peak_allocated_bytes,

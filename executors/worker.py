@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from memtune._apply import Tuned, apply, begins_with_shards
 from memtune.batches import split_batch
 from memtune.config import TunedConfig, load_config
-from memtune.errors import ApplyError, MemtuneError
+from memtune.errors import ApplyError, MemtuneError, raised_at
 from memtune.executors.base import NO_ROOM, Trial
 from memtune.executors.evidence import GradientRecord, gradient_records, gradients_of, record_of, sha256_of, sha256_of_all
 from memtune.out_of_memory import is_out_of_memory
@@ -292,12 +292,13 @@ def main() -> int:
         result = run(rank)
     except torch.OutOfMemoryError as error:
         result = {"status": "oom", "reason": bytes_in_words(str(error).split("\n")[0])}
-    except MemtuneError as error:  # says what, why and how to go on; where in memtune it was raised helps nobody
+    except MemtuneError as error:  # says what, why and how to go on; a traceback helps nobody
         print(error, file=sys.stderr)
         # A technique saw on the live model what the recording does not show, or there is no room on the host or on SSD.
         refused = isinstance(error, ApplyError) or error.code in NO_ROOM
         fault = {} if refused else {"exit_code": error.exit_code}
         result = {"status": "unfit" if refused else "crash", "reason": " ".join(str(error).split()), "code": error.code, **fault}
+        result["raised_at"] = raised_at(error)
     except Exception as error:  # user code may raise anything; the log has the traceback, the record its last line
         first_line = str(error).strip().splitlines()[0] if str(error) else ""
         out_of_memory = is_out_of_memory(error)

@@ -96,6 +96,11 @@ class OptimizerNumbers:
 
     def __init__(self, *, decay: float = 0.0, first: float = 0.0, second: float = 0.0, rest: float = 0.0, ahead: float = 0.0, correction: float = 1.0, eps: float = 0.0, rate: float = 0.0, sign: float = 1.0, from_gradient: bool = False, seed: int = 0) -> None: ...
 
+def wish_huge_pages(memory: int, bytes: int) -> bool:
+    """
+    Asks the kernel for large pages in the whole ones within `bytes` at the address `memory`; False: there are none.
+    """
+
 MOMENT_BLOCK: int = 256
 
 def optimizer_isa() -> str:
@@ -284,6 +289,11 @@ class Timeline:
 def live(columns: StepColumns, rounding_bytes: int = 1, small_bytes: int = 0) -> Live:
     """
     Live bytes of a step by tier and kind, and how long it needs each resource.
+    """
+
+def least_s(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], accumulate: int = 1, host_computes: bool = True, shares_cores: bool = False) -> list[float]:
+    """
+    By rank class the seconds after which one optimizer step is over at the earliest; `schedule` never says less.
     """
 
 def schedule(classes: Sequence[StepColumns], places: Sequence[tuple[int, int]], accumulate: int = 1, host_computes: bool = True, link_slowdown: float = 0.0, rounding_bytes: int = 1, small_bytes: int = 0, copies_in_turn: bool = False, shares_cores: bool = False, link_of_root: tuple[float, float] = (0.0, 0.0)) -> Timeline:

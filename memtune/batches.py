@@ -41,10 +41,12 @@ def batch_size_of(batch: Any) -> int | None:
     return int(sizes.most_common(1)[0][0]) if sizes else None
 
 
-def to_device(batch: Any, device: torch.device | str) -> Any:
-    """`batch` with its tensors on `device`; leaves that bring their own `.to` (a PyG batch, a PackedSequence) use it."""
+def to_device(batch: Any, device: torch.device | str, copy: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """`batch` on `device`: tensors by `copy`, by default `.to`; leaves with a `.to` (a PyG batch, a PackedSequence) by that."""
 
     def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and copy is not None:
+            return copy(leaf)
         return leaf.to(device) if isinstance(leaf, Tensor) or callable(getattr(leaf, "to", None)) else leaf
 
     return _map(batch, move)

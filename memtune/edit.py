@@ -31,6 +31,7 @@ class Edit:
         self.n_storages = step.n_storages
         # Columns of the step at hand that may be changed or replaced.
         self.bytes, self.tier, self.kind, self.op_resource = step.bytes.copy(), step.tier, step.kind.copy(), step.op_resource
+        self.op_traffic_bytes = step.op_traffic_bytes
         self.use_storage = step.use_storage
         self.save_storage, self.save_before = step.save_storage, step.save_before
         self.save_until, self.save_used_until = step.save_until, step.save_used_until

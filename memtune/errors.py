@@ -6,6 +6,8 @@ An error carries a stable code (`MT101`) and the process exit code that `memtune
 
 from __future__ import annotations
 
+import traceback
+
 
 class MemtuneError(Exception):
     """Root of all errors memtune raises on purpose.
@@ -61,3 +63,13 @@ class EnvironmentFault(MemtuneError):
 
 class ApplyError(UsageError):
     """`memtune.apply` could not do what the config says; the model is as it was (exit code 2)."""
+
+
+def raised_at(error: BaseException) -> str:
+    """Module and line of memtune's that raised `error`, empty where none did: a rule has one place, whatever it names."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("memtune."):
+            found = f"{module}:{line}"
+    return found

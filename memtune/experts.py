@@ -51,6 +51,11 @@ def experts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Expert, ...]:
     return find_experts([name for name, _ in named], shapes, [block_of.get(id(parameter), -1) for _, parameter in named])
 
 
+def is_in_expert(name: str) -> bool:
+    """Whether the parameter `name` is in a list of experts: not every sample, and so not every rank, calls what it is of."""
+    return _split(name) is not None
+
+
 def _split(name: str) -> tuple[str, str, str] | None:
     """Path of the list, number in it, and the rest of a parameter's name; None where it is in no list of experts."""
     parts = name.split(".")

@@ -160,6 +160,8 @@ class Step:
     """How often the whole model's forward ran; `enter` is that of the first one, `leave` that of the last."""
     lazy_values: bool = False
     """Whether an op of forward or backward was given a tensor that torch conjugates or negates as it is read: complex numbers."""
+    by_schedules: bool = False
+    """Whether blocks run by schedules: what they save is what these keep, and what runs again does so op by op."""
     block_outputs: tuple[str, ...] = ()
     """What each block returns (`block_outputs.form_of`), its last call if it has several."""
 

@@ -179,6 +179,11 @@ def scheduled(graph: OpGraph, forward: Iterable[int | Do], backward: Iterable[in
     return Schedule(graph.sha256, first, second, made_by)
 
 
+def forward_alone(graph: OpGraph, schedule: Schedule) -> Schedule:
+    """The forward of `schedule` without what backward would need: every value is let go after its last reader in forward."""
+    return scheduled(graph, [step for step in schedule.forward if step.action == Action.COMPUTE], (), made_by=schedule.made_by)
+
+
 def plain_schedule(graph: OpGraph) -> Schedule:
     """Every op once, in the order of the plain model."""
     return scheduled(graph, range(graph.n_forward), range(graph.n_forward, graph.n_ops), made_by="plain")

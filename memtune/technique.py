@@ -169,7 +169,7 @@ class Technique(BaseModel):
     layer_major: ClassVar[bool] = False
     """It runs packs of blocks, one after the other, each over all micro-batches."""
 
-    def packs_in(self, plan: Plan) -> tuple[tuple[int, int], ...]:
+    def packs_in(self, plan: Plan, blocks: int) -> tuple[tuple[int, int], ...]:
         """Where it is layer-major: first block and the one after the last of each pack that runs backward, in forward order."""
         return ()
 
@@ -178,7 +178,7 @@ class Technique(BaseModel):
 
         A schedule of the whole model would run past it; a schedule for each block leaves the blocks' calls alone.
         """
-        return self.averages_blocks or self.averages_landed
+        return self.averages_blocks or self.averages_landed or self.layer_major
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         """Of `ranks`, the consecutive ones that hold one copy of the model together, each a part of it."""

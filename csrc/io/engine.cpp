@@ -7,6 +7,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "huge_pages.h"
 #include "io/checksum.h"
 
 namespace memtune::io {
@@ -24,9 +25,7 @@ Engine::Engine(const std::string& which, std::uint32_t depth, std::uint32_t bloc
   const std::size_t bytes = std::size_t{slots} * block_bytes_;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("there is no memory for the buffers");
-#ifdef MADV_HUGEPAGE
-  madvise(memory, bytes, MADV_HUGEPAGE);  // fewer pieces for the drive to collect; a wish, which may be refused
-#endif
+  wish_huge_pages(memory, bytes);  // fewer pieces for the drive to collect
   memory_ = {static_cast<unsigned char*>(memory), Unmap{bytes}};
   if (which != "threads") backend_ = make_ring({memory_.get(), slots, block_bytes_}, refused_);
   if (backend_ == nullptr && which == "io_uring") throw std::runtime_error(refused_);

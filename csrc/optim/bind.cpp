@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "huge_pages.h"
 #include "optim/update.h"
 
 namespace nb = nanobind;
@@ -95,6 +96,9 @@ void bind_optim(nb::module_& m) {
            },
            nb::kw_only(), "decay"_a = 0.0, "first"_a = 0.0, "second"_a = 0.0, "rest"_a = 0.0, "ahead"_a = 0.0,
            "correction"_a = 1.0, "eps"_a = 0.0, "rate"_a = 0.0, "sign"_a = 1.0, "from_gradient"_a = false, "seed"_a = 0);
+  m.def("wish_huge_pages", [](std::uintptr_t memory, std::size_t bytes) { return memtune::wish_huge_pages(reinterpret_cast<void*>(memory), bytes); },
+        "memory"_a, "bytes"_a,
+        "Asks the kernel for large pages in the whole ones within `bytes` at the address `memory`; False: there are none.");
   m.attr("MOMENT_BLOCK") = optim::kBlock;
   m.def("optimizer_isa", [] { return std::string(optim::best_name()); }, "The instruction set that `optimizer_update` uses here.");
   m.def("optimizer_update", &update, "rule"_a, "moments"_a, "weight"_a, "gradient"_a, "out"_a.none(), "first"_a.none(),

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "columns.h"
+#include "simulator/least.h"
 #include "simulator/live.h"
 #include "simulator/machine.h"
 
@@ -61,15 +62,38 @@ memtune::Live live(const Columns& columns, std::int64_t rounding_bytes, std::int
   return memtune::live(step, {rounding_bytes, small_bytes});
 }
 
-memtune::Timeline schedule(const std::vector<const Columns*>& classes, const std::vector<std::pair<std::int32_t, std::int32_t>>& places,
-                           std::int64_t accumulate, bool host_computes, double link_slowdown, std::int64_t rounding_bytes,
-                           std::int64_t small_bytes, bool copies_in_turn, bool shares_cores,
-                           const std::pair<double, double>& link_of_root) {
-  if (rounding_bytes < 1) throw std::invalid_argument("rounding_bytes must be at least 1");
+using Places = std::vector<std::pair<std::int32_t, std::int32_t>>;
+
+std::vector<memtune::Step> steps_of(const std::vector<const Columns*>& classes) {
   std::vector<memtune::Step> steps;
   for (const Columns* columns : classes) steps.push_back(columns->step());
-  std::vector<memtune::Place> stand;
-  for (const auto& [root, ranks_on_root] : places) stand.push_back({root, ranks_on_root});
+  return steps;
+}
+
+std::vector<memtune::Place> places_of(const Places& places) {
+  std::vector<memtune::Place> found;
+  for (const auto& [root, ranks_on_root] : places) found.push_back({root, ranks_on_root});
+  return found;
+}
+
+std::vector<double> least_s(const std::vector<const Columns*>& classes, const Places& places, std::int64_t accumulate,
+                            bool host_computes, bool shares_cores) {
+  const std::vector<memtune::Step> steps = steps_of(classes);
+  const std::vector<memtune::Place> stand = places_of(places);
+  nb::gil_scoped_release released;
+  memtune::Rules rules;
+  rules.accumulate = accumulate;
+  rules.host_computes = host_computes;
+  rules.shares_cores = shares_cores;
+  return memtune::least_s(steps, stand, rules);
+}
+
+memtune::Timeline schedule(const std::vector<const Columns*>& classes, const Places& places, std::int64_t accumulate,
+                           bool host_computes, double link_slowdown, std::int64_t rounding_bytes, std::int64_t small_bytes,
+                           bool copies_in_turn, bool shares_cores, const std::pair<double, double>& link_of_root) {
+  if (rounding_bytes < 1) throw std::invalid_argument("rounding_bytes must be at least 1");
+  const std::vector<memtune::Step> steps = steps_of(classes);
+  const std::vector<memtune::Place> stand = places_of(places);
   nb::gil_scoped_release released;
   const memtune::AllocatorRules allocator{rounding_bytes, small_bytes};
   return memtune::schedule(steps, stand, {accumulate, host_computes, link_slowdown, allocator, copies_in_turn, shares_cores,
@@ -141,6 +165,8 @@ void bind_simulator(nb::module_& m) {
                    "Rank class, op, whether it is the host that issues the op, start, stop; in order, without gaps from 0 to `step_s`.");
   m.def("live", &live, "columns"_a, "rounding_bytes"_a = 1, "small_bytes"_a = 0,
         "Live bytes of a step by tier and kind, and how long it needs each resource.");
+  m.def("least_s", &least_s, "classes"_a, "places"_a, "accumulate"_a = 1, "host_computes"_a = true, "shares_cores"_a = false,
+        "By rank class the seconds after which one optimizer step is over at the earliest; `schedule` never says less.");
   m.def("schedule", &schedule, "classes"_a, "places"_a, "accumulate"_a = 1, "host_computes"_a = true, "link_slowdown"_a = 0.0,
         "rounding_bytes"_a = 1, "small_bytes"_a = 0, "copies_in_turn"_a = false, "shares_cores"_a = false,
         "link_of_root"_a = std::pair(0.0, 0.0),

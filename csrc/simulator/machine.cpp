@@ -13,7 +13,6 @@ namespace memtune {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr std::size_t kQueues = std::size_t{kHostThreads} + kStreams;  // the resources' own streams, then the side streams
 
 // A device resource: what runs on it, or holds it until the classes it is matched with have come.
 struct Slot {
@@ -39,12 +38,6 @@ struct Rank {
   std::array<Queue, kQueues> queues{};
 };
 
-std::size_t queue_of(const Step& step, std::int32_t op) {
-  const std::uint8_t stream = step.op_stream[op];
-  if (stream == kOwnStream) return step.op_resource[op];
-  return stream == kComputeStream ? std::size_t{kCompute} : std::size_t{kHostThreads} + stream;
-}
-
 // By op whether it uses device memory.
 std::vector<bool> uses_device(const Step& step) {
   std::vector<bool> found(step.n_ops());
@@ -69,7 +62,7 @@ class Machine {
       memories_.emplace_back(steps[c], rules.allocator, rules.accumulate);
       for (std::int32_t t = graph_.first_task[c]; t < graph_.first_task[c + 1]; ++t) {
         const std::int32_t op = graph_.tasks[t].op;
-        if (steps[c].op_resource[op] != kNothing) ranks_[c].queues[queue_of(steps[c], op)].tasks.push_back(t);
+        if (steps[c].op_resource[op] != kNothing) ranks_[c].queues[steps[c].queue(op)].tasks.push_back(t);
       }
     }
     rates_vary_ = rules.link_slowdown > 0 || rules.shares_cores || steps.size() > 1 || rules.link_of_root[0] > 0;

@@ -21,6 +21,8 @@ enum Resource : std::uint8_t {
 // Values of op_stream; further ones are side streams.
 enum Stream : std::uint8_t { kOwnStream = 0, kComputeStream = 1, kStreams = 8 };
 
+inline constexpr std::size_t kQueues = std::size_t{kHostThreads} + kStreams;  // the resources' own streams, then the side streams
+
 struct Step {
   // ops, n rows each
   std::span<const std::uint8_t> op_phase;
@@ -50,6 +52,12 @@ struct Step {
   bool computes(std::size_t op) const {  // whether the op keeps the order of the compute stream
     if (op_resource[op] == kNothing) return false;
     return op_stream[op] == kComputeStream || (op_stream[op] == kOwnStream && op_resource[op] == kCompute);
+  }
+
+  std::size_t queue(std::size_t op) const {  // the stream whose order the op keeps, below kQueues
+    const std::uint8_t stream = op_stream[op];
+    if (stream == kOwnStream) return op_resource[op];
+    return stream == kComputeStream ? std::size_t{kCompute} : std::size_t{kHostThreads} + stream;
   }
 
   // Per storage the op after which it is freed; -1 where it never exists, n or more where it outlives the step.

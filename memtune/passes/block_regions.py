@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from memtune.passes.region import Region, added_gradients, region_with
 from memtune.passes.schedule import run_schedule
-from memtune.program import I32, Kind, Phase, Step
+from memtune.program import I32, Kind, Phase, Step, Tier
 from memtune.schedule import Action, Do, OpGraph, Schedule, plain_schedule, scheduled, wrong_with
 
 
@@ -179,7 +180,65 @@ def run_blocks(step: Step, regions: BlockRegions, schedules: Sequence[Schedule])
         regions: Of its blocks.
         schedules: One for each block in the order of `regions.blocks`, right for its graph; forwards are in plain order.
     """
-    return run_schedule(step, regions.together, _joined(regions, schedules))
+    return _kept_by_schedules(run_schedule(step, regions.together, _joined(regions, schedules), by_readers=True))
+
+
+def _kept_by_schedules(new: Step) -> Step:
+    """`new`, whose blocks run by schedules, with what a block's schedule keeps for its backward as what it saves.
+
+    That is every value of forward that the block's ops of backward read, or those that run again there; so passes that put
+    blocks, or what they keep, elsewhere treat it as they treat what autograd saves. How long values live stays as it was.
+    """
+    later = (new.use_phase == Phase.BACKWARD) | (new.use_phase == Phase.RECOMPUTE)
+    block = new.op_block[new.use_op]
+    producer = new.producer[new.use_storage]
+    kept = later & (block >= 0) & (producer >= 0) & (new.op_phase[producer] == Phase.FORWARD)
+    kept &= new.tier[new.use_storage] == Tier.DEVICE
+    rows = np.flatnonzero(kept)
+    pairs, first, of = np.unique(
+        block[rows].astype(np.int64) * new.n_storages + new.use_storage[rows], return_index=True, return_inverse=True
+    )
+    of_block, storage = (each.astype(np.int32) for each in np.divmod(pairs, new.n_storages))
+    until = np.zeros(len(pairs), np.int32)
+    np.maximum.at(until, of, new.use_op[rows])
+    before = _after_last_use(new, storage, of_block)
+    asked = new.use_op[rows[first]]
+    entered = _argument_of(new, of_block, storage)
+    alike = storage, np.where(entered < 0, new.producer[storage], entered), entered < 0  # arguments first, as the runtime does
+    order, by_asked = np.lexsort((*alike, before)), np.lexsort((*alike, asked))
+    turn = np.argsort(by_asked)
+    columns: dict[str, Any] = {
+        "save_storage": storage, "save_before": before, "save_until": until, "save_used_until": until,
+        "save_asked": asked, "save_turn": turn, "save_is_output": np.zeros(len(pairs)),
+        "save_call": of_block,
+    }  # fmt: skip
+    there = new.columns("save_")
+    saves: dict[str, Any] = {
+        name: np.concatenate([there[name], np.asarray(columns[name])[order].astype(there[name].dtype)]) for name in columns
+    }
+    return replace(new, **saves, by_schedules=True)
+
+
+def _argument_of(step: Step, block: I32, storage: I32) -> I32:
+    """(n,) which of a block's arguments each storage is, -1 for none."""
+    found = {
+        pair: at for at, pair in reversed([*enumerate(zip(step.input_block.tolist(), step.input_storage.tolist(), strict=True))])
+    }
+    return np.array([found.get(pair, -1) for pair in zip(block.tolist(), storage.tolist(), strict=True)], np.int32)
+
+
+def _after_last_use(step: Step, storage: I32, block: I32) -> I32:
+    """The op before which each block has done in forward with each storage."""
+    forward = (step.use_phase == Phase.FORWARD) & (step.op_block[step.use_op] >= 0)
+    key = step.op_block[step.use_op[forward]].astype(np.int64) * step.n_storages + step.use_storage[forward]
+    mine = block.astype(np.int64) * step.n_storages + storage
+    last = np.where(step.op_block[step.producer[storage]] == block, step.producer[storage], step.enter[block] - 1)
+    found = np.full(len(mine), -1, np.int64)
+    at = np.searchsorted(mine, key)
+    hit = (at < len(mine)) & (mine[np.minimum(at, len(mine) - 1)] == key)
+    np.maximum.at(found, at[hit], step.use_op[forward][hit])
+    result: I32 = (np.maximum(found, last) + 1).astype(np.int32)
+    return result
 
 
 def _joined(regions: BlockRegions, schedules: Sequence[Schedule]) -> Schedule:

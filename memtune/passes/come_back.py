@@ -116,7 +116,7 @@ def shelve(edit: Edit, n_bytes: I64, host: I32, write: I32, asked: I32, back: I3
 
 def hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
     """While outputs that were kept come back in place of an op, the second run holds what the first one held there."""
-    if not (step.op_copy_of >= 0).any():
+    if step.by_schedules or not (step.op_copy_of >= 0).any():
         return
     twin, held = _twins(step), step.held_until.copy()
     forward = step.use_phase == Phase.FORWARD

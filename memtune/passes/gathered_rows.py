@@ -30,6 +30,8 @@ class Gathers:
     """(blocks,) that of backward."""
     begins: I32
     """(2 · blocks,) where FSDP2 begins with each block, forward and back."""
+    copies: I32
+    """(2 · blocks,) what copies a block's parameters out of the buffer they were gathered into, forward and back."""
 
     @property
     def of_moments(self) -> I32:
@@ -56,9 +58,18 @@ def gathers_of(step: Step) -> Gathers | None:
     ):
         return None
     forward, backward, again = forward[-n_blocks:], backward[-n_blocks:][::-1], again[-n_blocks:]
+    copies = np.concatenate([copy[is_forward[1]][-n_blocks:], again]).astype(np.int32)
     # A buffer stands before each gather, a parameter's memory each before what copies it out.
     begins = np.concatenate([forward - 1, again - count[::-1]]).astype(np.int32)
-    return Gathers(forward, backward, begins)
+    return Gathers(forward, backward, begins, copies)
+
+
+def members_of_units(step: Step) -> list[I32]:
+    """By block, its parameters in the order in which FSDP2 has them in a buffer."""
+    block, order = _blocks(step), np.asarray(gathering_order(columns_of(step.parameters).names), np.int32)
+    order = order[np.argsort(block[order], kind="stable")]
+    count = np.bincount(block[block >= 0], minlength=len(step.blocks))
+    return np.split(order[len(order) - int(count.sum()) :], np.cumsum(count)[:-1])
 
 
 def _blocks(step: Step) -> I32:

@@ -169,7 +169,7 @@ class _Moved:
     def seen_by(self, step: Step, storages: I32, blocks: I32) -> I32:
         """Row here of each of `storages` where a block in `blocks` finds it moved; -1 for what stays, or another stage moves."""
         index = self.index(step)[storages]
-        same = self.stage[blocks] == self.stage[self.block[index]]
+        same = (self.stage[blocks] == self.stage[self.block[index]]) & (blocks >= self.block[index])  # one before has kept it
         return np.where(same & self.claimed[blocks], index, -1).astype(np.int32)
 
     def index(self, step: Step) -> I32:

@@ -17,8 +17,11 @@ from memtune.schedule import Action, Schedule
 _COPY = "aten.copy_.default"
 
 
-def run_schedule(step: Step, region: Region, schedule: Schedule) -> Step:
-    """`step` with `region`, which is its own, run as `schedule` says; the schedule must be right for it and move nothing."""
+def run_schedule(step: Step, region: Region, schedule: Schedule, *, by_readers: bool = False) -> Step:
+    """`step` with `region`, which is its own, run as `schedule` says; the schedule must be right for it and move nothing.
+
+    With `by_readers` it lets go of each value with its last reader, so nobody but readers holds it.
+    """
     step = step.without_handing_over(region.rows)
     order, first, let_go, parts = _sequence(step, region, schedule)
     again = first != np.arange(len(order))
@@ -26,7 +29,7 @@ def run_schedule(step: Step, region: Region, schedule: Schedule) -> Step:
     once = np.flatnonzero(~again)
     position[order[once]] = once  # of an op in parts the last row
     begins[order[once[::-1]]] = once[::-1]
-    storages, patches = _storages(step, region, order, again, (begins, position), let_go, parts)
+    storages, patches = _storages(step, region, order, again, (begins, position), [] if by_readers else let_go, parts)
     states = states_of(np.isin(order, region.rows[sorted(region.graph.random)]), again, first)
     storages = {name: np.concatenate([column, states[name]]) for name, column in storages.items()}
     ops = {name: column[order] for name, column in step.columns("op_").items()}

@@ -41,10 +41,10 @@ class Away:
 
     @classmethod
     def of(cls, step: Step) -> Away:
-        """Those of what `passes.stream` made, which left them to the optimizer."""
+        """Those of what `passes.stream` made, which left them to the optimizer, or of what came of that."""
         gradients, weights = (np.full(len(step.parameters), -1, np.int32) for _ in range(2))
         used = np.unique(step.use_storage[step.use_phase == Phase.OPTIMIZER])
-        used = used[(step.kind[used] == Kind.GRADIENT) & (step.tier[used] == Tier.HOST)]
+        used = used[(step.kind[used] == Kind.GRADIENT) & (step.tier[used] != Tier.DEVICE)]
         gradients[step.owner[used]] = used
         kept = np.flatnonzero((step.kind == Kind.PARAMETER) & (step.producer < 0) & (step.tier != Tier.DEVICE)).astype(np.int32)
         for each in kept.tolist():  # pages hold those of all

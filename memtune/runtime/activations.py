@@ -129,6 +129,7 @@ class ActivationTable:
             self._call_ends(region, number)
             return out
 
+        forward.__wrapped__ = original  # type: ignore[attr-defined]
         return forward
 
     def _landing(self, region: Region) -> Callable[..., Any]:
@@ -141,6 +142,7 @@ class ActivationTable:
                 self._call_ends(region, number)
             return out
 
+        forward.__wrapped__ = original  # type: ignore[attr-defined]
         return forward
 
     def _wrap(self, region: Region, forward: Callable[..., Any]) -> None:

@@ -110,6 +110,35 @@ class EarlyUpdated:
         self._raised = False
 
 
+class HalfDone:
+    """Whether an optimizer's step has raised between its first update and its last: further steps would begin with a mixture.
+
+    Args:
+        context: Of the model; what is loaded there replaces the mixture.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.is_it = False
+        context.reloaded.append(self.forget)
+
+    def forget(self) -> None:
+        """All weights and all state are replaced."""
+        self.is_it = False
+
+    def refuse(self) -> None:
+        """Before anything of the next step is done.
+
+        Raises:
+            ApplyError: It has.
+        """
+        if self.is_it:
+            raise ApplyError(
+                "optimizer.step() raised in the middle of an update.",
+                evidence="Some weights, or their state, are updated and others are not, which cannot be taken back.",
+                fix=_LOAD, code="MT368",
+            )  # fmt: skip
+
+
 def never_ended(n_updated: int, what: str, fix: str) -> ApplyError:
     """A step that has updated `n_updated` of `what`, in the singular, inside a backward, and went no further."""
     evidence = f"{n_updated} {what}{'s were' if n_updated > 1 else ' was'} updated inside backward, which cannot be taken back."

@@ -31,6 +31,7 @@ from memtune.errors import ApplyError
 from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.context import Context
 from memtune.runtime.follow_first import FollowFirst
+from memtune.runtime.missing import missing_here
 from memtune.runtime.nodes import count_collective
 from memtune.runtime.parts import same_part
 from memtune.runtime.ranks import require_ranks
@@ -157,7 +158,7 @@ class Buckets:
                 bucket.work.wait()
             bucket.work, bucket.missing = None, set(bucket.parameters)
         # After the buckets: some of which other ranks may have averaged inside backward.
-        for parameter in self._without_gradient() if self._finds_unused else ():
+        for parameter in missing_here(self._parameters, self._group) if self._finds_unused else ():
             parameter.grad = _like(self._bucket_of[parameter].views[parameter], parameter)
         self._next = 0
 
@@ -168,15 +169,6 @@ class Buckets:
                 f"{len(missing)} parameters got no gradient in this step.",
                 evidence=f"One has the shape {tuple(missing[0].shape)}.", fix="find_unused_parameters: true", code="MT346",
             )  # fmt: skip
-
-    def _without_gradient(self) -> list[nn.Parameter]:
-        """Parameters that have no gradient here and one on another rank (rule 3)."""
-        mine = [parameter for parameter in self._parameters if parameter.grad is None]
-        used = torch.tensor([int(p.grad is not None) for p in self._parameters], dtype=torch.int32)
-        used = used.to(self._parameters[0].device)
-        dist.all_reduce(used, group=self._group)
-        somewhere = dict(zip(self._parameters, used.tolist(), strict=True))
-        return [parameter for parameter in mine if somewhere[parameter]]
 
     def _fill(self) -> None:
         """Rule 1."""

@@ -20,14 +20,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from memtune.runtime.known_values import unnoticed
+from memtune.runtime.own_checkpoint import without_hooks
 from memtune.runtime.set_elsewhere import nothing_left
+from memtune.runtime.shown_data import plain_type
 from memtune.runtime.tape import CaptureError, GradientLike, LeavesError, Outside, Recorder, Slot, Tape
 from memtune.schedule import OpGraph
 
 
 def is_plain(tensor: Any) -> bool:
     """`tensor` is an ordinary dense one, real or fake."""
-    return isinstance(tensor, Tensor) and type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.layout == torch.strided
+    return (
+        isinstance(tensor, Tensor) and plain_type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.layout == torch.strided
+    )
 
 
 def named_state(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
@@ -78,8 +82,8 @@ def capture(
         CaptureError: It cannot be captured: the op, and why.
     """
     with (
-        _disable_current_modes(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(), _unchanged(module),
-        nothing_left(module, LeavesError), unnoticed(),
+        _disable_current_modes(), without_hooks(), FakeTensorMode() as fake, torch.enable_grad(), _nothing_drawn(),
+        _unchanged(module), nothing_left(module, LeavesError), unnoticed(),
     ):  # fmt: skip
         recorder = Recorder()
         landed: list[tuple[int, int, Slot]] = []

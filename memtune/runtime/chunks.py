@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     padded_bytes: int = 0
     """Of the memory, where it is more than what is copied."""
     of: tuple[nn.Parameter, ...] = ()
-    """The parameters that lie there, where nobody else moves them (`runtime.let_go`)."""
+    """The parameters that lie there, or whose rows do (`runtime.let_go`)."""
 
     def take(self) -> None:
         """Have the memory.
@@ -84,7 +84,7 @@ def in_chunks(
             hosts[parameter] = place_in(host, local(parameter.detach()), at)
             if parameter in context.represented:
                 context.represented[parameter].data = hosts[parameter]
-        pieces.append(Piece(there, host, of=() if gathered is not None else tuple(parameter for parameter, _ in members)))
+        pieces.append(Piece(there, host, of=tuple(parameter for parameter, _ in members)))
     return pieces
 
 

@@ -40,6 +40,7 @@ class Context:
         averages_experts: The same of what moves experts, before it updates them.
         averages_landed: Whether replicas average each gradient as it lands, since what comes next takes it away.
         follows_calls: Whether what moves states acts when blocks are called and as their gradients land.
+        by_schedules: Whether each block runs by a schedule of its own.
         later: Run when states have been divided, by techniques whose work depends on how.
         checks: Run after `apply` and by every audit; each returns facts or raises ApplyError.
         sync: From "last micro-batch?" to the context in which it runs; set by techniques that reduce gradients.
@@ -52,6 +53,7 @@ class Context:
         runner: The module to call in place of `model` (DDP's wrapper).
         represented: Parameter of the model → what the optimizer holds in its place: a host copy, or this rank's rows of it.
         gather_rows: Brings in the rows of weights that other ranks hold for the optimizer; all ranks call it.
+        gathered: Called when it has.
         compiled: What runs through torch.compile, if anything does.
         before_use: Called with each parameter whose gradient is about to be used, and let go, inside backward, and with that.
         cleared: Called with parameters of the model and what is held in their place whose gradients `zero_grad` has let go of.
@@ -72,6 +74,7 @@ class Context:
     averages_experts: bool = False
     averages_landed: bool = False
     follows_calls: bool = False
+    by_schedules: bool = False
     later: list[Callable[[], None]] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
     sync: Callable[[bool], AbstractContextManager[Any]] | None = None
@@ -83,6 +86,7 @@ class Context:
     runner: nn.Module | None = None
     represented: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     gather_rows: Callable[[], None] | None = None
+    gathered: list[Callable[[], None]] = field(default_factory=list)
     before_use: list[Callable[[nn.Parameter, Tensor], None]] = field(default_factory=list)
     cleared: list[Callable[[Iterable[nn.Parameter]], None]] = field(default_factory=list)
     reloaded: list[Callable[[], None]] = field(default_factory=list)

@@ -48,7 +48,7 @@ from memtune.runtime.gathered_rows import divided_like, is_gathered
 from memtune.runtime.host_optimizer import to_host_now
 from memtune.runtime.kept_experts import KeptBeside, KeptExperts, Staying
 from memtune.runtime.kept_pieces import KeptPieces
-from memtune.runtime.own_step import before_step
+from memtune.runtime.own_step import after_step, before_step
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_piece import Piece
 from memtune.runtime.store import ParameterStore
@@ -107,7 +107,7 @@ class ExpertOptimizer(SsdOptimizer):
         if keep:
             self._optimizer.register_load_state_dict_post_hook(lambda _: self._loaded())
             self._beside = KeptBeside(self._staying(context), self._optimizer)
-            self._optimizer.register_step_post_hook(lambda *_: self._complete())
+            after_step(self._optimizer, lambda *_: self._complete())
             experts_ = KeptPieces(self._pieces, self._optimizer)
             self._keep_steps(context, KeptExperts(experts_, self._pieces, self._beside, self._missed))
 

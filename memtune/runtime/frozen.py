@@ -14,7 +14,10 @@ Rule 4. On several ranks, and where a parameter has hooks, a chain of nodes runs
         when it is there, and calls all hooks, those in C++ too, in the order of the plain backward: what averages or divides
         gradients works as beside the plain model, and ranks may differ in whether the schedule ran.
 Rule 5. What forward was given and what it returned must not be written into before backward has read it.
-Rule 6. Several threads may call the module: who looks up or captures does so alone, and none captures while another one is in
+Rule 6. A forward that has no backward of its own (packs that run forward alone) lets go of every value after its last reader.
+Rule 7. What forward keeps goes through the claims on activations of the block that it is, where there are any: each value once
+        forward has read it for the last time, each argument likewise; it comes back just before backward reads it.
+Rule 8. Several threads may call the module: who looks up or captures does so alone, and none captures while another one is in
         the module's own code (`runtime.capture_lock`).
 """
 
@@ -37,16 +40,17 @@ from memtune.errors import ApplyError
 from memtune.runtime.capture import autocast_state, capture, named_state, no_autocast, shapes_of
 from memtune.runtime.capture_lock import CaptureLock
 from memtune.runtime.checked_code import CheckedCode
-from memtune.runtime.frozen_code import generate, not_by_element, state_read
+from memtune.runtime.frozen_code import Code, generate, not_by_element, state_read
 from memtune.runtime.frozen_nodes import end, land, leave, whole
-from memtune.runtime.gradient_guesses import guesses
+from memtune.runtime.gradient_guesses import guesses, make_alike
 from memtune.runtime.guards import Guards, call_key
+from memtune.runtime.own_checkpoint import hooks_of_table, nothing_stays
 from memtune.runtime.parameter_gradients import is_accumulated, is_hooked, is_watched, put_in_place
 from memtune.runtime.random_state import RandomState
 from memtune.runtime.replaced_forward import ReplacedForward
 from memtune.runtime.tape import CaptureError, GradientLike, LeavesError, Outside, Slot, Tape
 from memtune.runtime.tiers import HOST, tier
-from memtune.schedule import Action, Schedule, wrong_with
+from memtune.schedule import Action, Schedule, forward_alone, wrong_with
 
 _MOST_CAPTURES = 16
 """Of one region; a module that is called with ever new shapes runs as it is from then on."""
@@ -79,6 +83,8 @@ class _Captured:
     """Parameters and buffers that backward reads."""
     reached: dict[Any, frozenset[int]] = field(default_factory=dict)
     """Parameters that have a gradient, by what the gradients look like that flow in; not there: all have."""
+    alone: CheckedCode | None = None
+    """The forward by itself (Rule 6), once it was asked for."""
 
     @property
     def first(self) -> CheckedCode:
@@ -127,11 +133,14 @@ class FrozenRegion(ReplacedForward):
         self._has_said = self.tries_again = False
         """`tries_again`: the last call was refused for what may be otherwise the next time."""
         self._instead, self._says_why = instead or self._plain, instead is None
+        self._is_claimed = False
+        """Rule 7."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward under the schedule, or the plain one (Rules 1 and 2)."""
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
+        self._is_claimed = self._is_claimed or hooks_of_table() is not None
         with self._lock:
             captured = self._find(args, kwargs)
             run = captured if isinstance(captured, str) else self._begun(captured, args, kwargs)
@@ -266,8 +275,19 @@ class FrozenRegion(ReplacedForward):
         return wrong_with(tape.graph, self.schedule) or not_by_element(tape, self.schedule, self._device)
 
     def _coded(self, tape: Tape) -> CheckedCode:
+        return CheckedCode(tape, partial(self._written, schedule=self.schedule, claimed=self._is_claimed))
+
+    def _written(self, tape: Tape, schedule: Schedule, *, claimed: bool = False, checked: bool = False) -> Code:
         random_state = partial(RandomState.kept, self.module)
-        return CheckedCode(tape, partial(generate, schedule=self.schedule, random_state=random_state, device=self._device))
+        return generate(tape, schedule, random_state, self._device, checked=checked, claimed=claimed)
+
+    def alone_code(self, captured: _Captured) -> CheckedCode:
+        """The code whose forward keeps nothing (Rule 6)."""
+        with self._lock:
+            if captured.alone is None:
+                alone = forward_alone(captured.tape.graph, self.schedule)
+                captured.alone = CheckedCode(captured.tape, partial(self._written, schedule=alone))
+            return captured.alone
 
     def code_for(self, captured: _Captured, gradients: dict[int, Tensor]) -> tuple[CheckedCode, frozenset[int] | None]:
         """The code whose backward takes these gradients, and the parameters that they reach (None: all).
@@ -279,7 +299,7 @@ class FrozenRegion(ReplacedForward):
         with self._lock:
             self._capture_with(captured, key, gradients)
         coded = captured.codes.get(key, captured.first)
-        _make_alike(coded.tape, gradients, self._device)
+        make_alike(coded.tape, gradients, self._device)
         return coded, captured.reached.get(key)
 
     def _capture_with(self, captured: _Captured, key: Any, gradients: dict[int, Tensor]) -> None:
@@ -305,6 +325,10 @@ def _same_forward(one: Tape, other: Tape) -> bool:
     return all(map(torch.equal, one.constants, other.constants))
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _is_loss(_: int, out: Tensor) -> bool:
     return out.dim() == 0
 
@@ -316,23 +340,6 @@ def _is_any(_: int, out: Tensor) -> bool:
 def _like(tape: Tape) -> Any:
     slots = [(i, tape.given[Outside("gradient", i)]) for i in tape.asked]
     return tuple(sorted((i, slot.size, slot.stride, slot.dtype) for i, slot in slots))
-
-
-def _make_alike(tape: Tape, gradients: dict[int, Tensor], device: torch.device) -> None:
-    """Give `gradients` the outputs and strides that `tape` was captured with."""
-    unplanned = sorted(set(gradients) - set(tape.asked))
-    if unplanned:
-        raise ApplyError(
-            f"A gradient flows into output {unplanned[0]} of the model, which was not so when its schedule was made.",
-            fix="use the same outputs in the loss in each step, or choose recompute: {kind: full}",
-            code="MT328",
-        )
-    for i in tape.asked:
-        slot = tape.given[Outside("gradient", i)]
-        if i not in gradients:
-            gradients[i] = torch.zeros(slot.size, dtype=slot.dtype, device=device)
-        elif gradients[i].stride() != slot.stride:
-            gradients[i] = torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device=device).copy_(gradients[i])
 
 
 def held_bytes(values: Iterable[Any]) -> int:
@@ -361,6 +368,8 @@ class FrozenRun:
         """Parameters that have a gradient; None: all."""
         self.in_pieces = False
         """A chain of nodes runs its backward (Rule 4)."""
+        self._back: Callable[[Any], Tensor] = _as_it_is
+        """How what was kept comes back (Rule 7)."""
 
     def start(self, inputs: list[Any]) -> Any:
         """Run forward; what it returns has the chain of nodes for its history (Rule 3)."""
@@ -381,9 +390,14 @@ class FrozenRun:
 
     def forward(self) -> None:
         """The schedule's forward."""
+        alone = nothing_stays()
+        code = self.region.alone_code(self._captured) if alone else self._captured.first
         with no_autocast():
-            self.outputs, saved = self._captured.first.forward(self._state, self.inputs)
+            keep, self._back = hooks_of_table() or (_as_it_is, _as_it_is)
+            self.outputs, saved = code.forward(self._state, self.inputs, keep)
         self.inputs = []
+        if alone:
+            return
         self.saved = [saved]
         self._versions = self._sum_of_versions()
 
@@ -454,7 +468,7 @@ class FrozenRun:
         coded, self._reached = self.region.code_for(self._captured, self.gradients)
         flowing = [self.gradients.get(i) for i in range(len(coded.tape.outputs))]
         self.gradients = {}
-        return coded.backward(self._state, self.saved, flowing, self._landed)
+        return coded.backward(self._state, self.saved, flowing, self._landed, self._back)
 
     def _check(self) -> None:
         self._require_first_order()

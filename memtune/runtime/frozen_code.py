@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,15 @@ from memtune.schedule import Action, Do, Schedule, parts_of
 class Code:
     """What runs in place of a region."""
 
-    forward: Callable[[Sequence[Tensor], Sequence[Any]], tuple[tuple[Tensor, ...], tuple[Any, ...]]]
-    """(parameters and buffers, arguments) → (output tensors in their order, what backward needs)."""
-    backward: Callable[[Sequence[Tensor], list[Any], list[Any], list[Tensor]], Generator[int, None, list[Tensor]]]
+    forward: Callable[..., tuple[tuple[Tensor, ...], tuple[Any, ...]]]
+    """(parameters and buffers, arguments) → (output tensors in their order, what backward needs).
+
+    With `claimed` code also what becomes of each value that stays for backward, once forward has read it for the last time.
+    """
+    backward: Callable[..., Generator[int, None, list[Tensor]]]
     """(parameters and buffers, [what forward left], gradients of the outputs, landed) → gradients of the inputs, at the end.
+
+    With `claimed` code also how such a value comes back, just before it is read.
 
     The two lists are emptied. As soon as a parameter's gradient is there it is put into `landed`, which alone holds it, and the
     parameter's number is yielded.
@@ -50,8 +55,9 @@ class LayoutError(Exception):
 
 
 def generate(
-    tape: Tape, schedule: Schedule, random_state: Callable[[], RandomState], device: torch.device, *, checked: bool = False
-) -> Code:
+    tape: Tape, schedule: Schedule, random_state: Callable[[], RandomState], device: torch.device, *, checked: bool = False,
+    claimed: bool = False,
+) -> Code:  # fmt: skip
     """The code of `schedule`, which must be right for the tape's graph (`schedule.wrong_with`).
 
     Args:
@@ -60,8 +66,9 @@ def generate(
         random_state: The state of the generators now.
         device: Where values that were moved to the host come back to.
         checked: Compare what ops really return with the tape, where views are made of it: for the first run.
+        claimed: Somebody else says where what forward keeps is until backward.
     """
-    writer = _Writer(tape, schedule, checked)
+    writer = _Writer(tape, schedule, checked, claimed)
     text = writer.text()
     namespace = {**writer.namespace, "random_state": random_state, "device": device, "check": _check_layout}
     exec(compile(text, "<frozen schedule>", "exec"), namespace)  # the text holds nothing that came from a file
@@ -71,7 +78,7 @@ def generate(
 class _Writer(CallText):
     """Goes through the schedule once, forward then backward, and writes a line for each step."""
 
-    def __init__(self, tape: Tape, schedule: Schedule, checked: bool) -> None:
+    def __init__(self, tape: Tape, schedule: Schedule, checked: bool, claimed: bool) -> None:
         super().__init__(tape)
         self.namespace |= {
             "to_host": torch.ops.memtune.to_host.default, "to_device": torch.ops.memtune.to_device.default, "wait": transfer.wait,
@@ -96,13 +103,15 @@ class _Writer(CallText):
         """Value → how often it is still to be handed out as a gradient."""
         self._held_back: set[int] = set()
         self._due: list[tuple[int, Slot]] = []
+        self._claimed = Claimed.of(tape, schedule) if claimed else NOTHING_CLAIMED
 
     def text(self) -> str:
         """Both functions."""
         forward, backward = self._forward(), self._backward()
         indent = "\n    "
         return (
-            f"def forward(p, x):\n    {indent.join(forward)}\n\ndef backward(p, saved, g, landed):\n    {indent.join(backward)}\n"
+            f"def forward(p, x, keep=None):\n    {indent.join(forward)}\n\n"
+            f"def backward(p, saved, g, landed, back=None):\n    {indent.join(backward)}\n"
         )
 
     def _forward(self) -> list[str]:
@@ -110,17 +119,33 @@ class _Writer(CallText):
         last = {step.of: at for at, step in enumerate(steps) if step.action == Action.FREE}
         for at, step in enumerate(steps):
             if step.action == Action.FREE and last[step.of] == at:
-                for number in self._outputs.get(step.of, ()):  # the caller gets it, whatever the region does with it
-                    self._lines.append(f"o{number} = {self._view(self._slot(number))}.detach()")
-                    self._there[f"o{number}"] = None
+                self._hand_out(step.of)
             self._step(step)
+            self._keep(self._claimed.after.get(at, ()))
         numbers = [number for number, leaf in enumerate(self._tape.outputs) if isinstance(leaf, Slot)]
+        self._keep(self._claimed.after.get(len(steps), ()))
         views = [f"o{n}" if f"o{n}" in self._there else f"{self._view(self._slot(n))}.detach()" for n in numbers]
         lines, self._lines = self._lines, []
         read = self._read_outside(steps) | {self._slot(n).of for n in numbers}
         saved = [*(name for name in self._there if name[0] in "vsh"), *self._inputs_of_backward()]
         self._saved = saved
         return [*_fetched(read), *lines, f"return {tuple_text(views)}, {tuple_text(saved)}"]
+
+    def _hand_out(self, value: int) -> None:
+        """The caller gets it, whatever the region does with it."""
+        for number in self._outputs.get(value, ()):
+            self._lines.append(f"o{number} = {self._view(self._slot(number))}.detach()")
+            self._there[f"o{number}"] = None
+
+    def _keep(self, due: Iterable[int | Outside]) -> None:
+        for each in due:
+            if isinstance(each, int):
+                self._hand_out(each)
+            name = self._name(each)
+            self._lines.append(f"{name} = keep({name})")
+
+    def _name(self, of: int | Outside) -> str:
+        return outside_name(of) if isinstance(of, Outside) else f"v{of}"
 
     def _backward(self) -> list[str]:
         steps = self._schedule.backward
@@ -132,6 +157,8 @@ class _Writer(CallText):
             dict.fromkeys(_kept([*(g for _, _, g in self._tape.landed), *(g for _, g in self._tape.input_gradients)]), -1)
         )
         for at, step in enumerate(steps):
+            names = map(self._name, self._claimed.before.get(at, ()))
+            self._lines += [f"{name} = back({name})" for name in names]
             self._step(step)
             self._lines += [
                 f"del {outside_name(each)}" for each, when in last.items() if when == at and each.kind in ("input", "gradient")
@@ -244,6 +271,56 @@ class _Writer(CallText):
     def _drop(self, name: str) -> None:
         self._lines.append(f"del {name}")
         del self._there[name]
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """What forward keeps for backward, where somebody else says where it is: values, and arguments of the region."""
+
+    after: Mapping[int, Sequence[int | Outside]]
+    """Step of forward → what it was the last to read there; as many as there are steps: what no step reads."""
+    before: Mapping[int, Sequence[int | Outside]]
+    """Step of backward → what it is the first to read there."""
+
+    @classmethod
+    def of(cls, tape: Tape, schedule: Schedule) -> Claimed:
+        """What `schedule` keeps; arguments first, then values in their order."""
+        last, made, first = dict[int | Outside, int](), set[int](), dict[int | Outside, int]()
+        for at, step in enumerate(schedule.forward):
+            if step.action == Action.COMPUTE:
+                last.update(dict.fromkeys((*_arguments(tape, step), *step.reads(tape.graph), *tape.graph.makes[step.of]), at))
+                made.update(tape.graph.makes[step.of])
+            elif step.action == Action.FREE:
+                made.discard(step.of)
+        for at, step in enumerate(schedule.backward):
+            if step.action == Action.COMPUTE:
+                found: list[int | Outside] = [*_arguments(tape, step), *(each for each in step.reads(tape.graph) if each in made)]
+                for each in found:
+                    first.setdefault(each, at)
+                made.difference_update(tape.graph.makes[step.of])
+        ends = _ends_of_computes(schedule.forward)
+        after, before = dict[int, list[int | Outside]](), dict[int, list[int | Outside]]()
+        for each in sorted(first, key=lambda of: (isinstance(of, int), of)):
+            after.setdefault(ends[last[each]] if each in last else len(schedule.forward), []).append(each)
+            before.setdefault(first[each], []).append(each)
+        return cls(after, before)
+
+
+NOTHING_CLAIMED = Claimed({}, {})
+
+
+def _arguments(tape: Tape, step: Do) -> list[Outside]:
+    return [each for op in (*step.along, step.of) for each in _outside(tape.calls[op]) if each.kind == "input"]
+
+
+def _ends_of_computes(steps: Sequence[Do]) -> list[int]:
+    """Of each step the last one before the next op runs: what it lets go is let go by then."""
+    end, found = len(steps) - 1, [0] * len(steps)
+    for at in range(len(steps) - 1, -1, -1):
+        found[at] = end
+        if steps[at].action == Action.COMPUTE:
+            end = at - 1
+    return found
 
 
 def _check_layout(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int, op: str) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from itertools import combinations, islice
 
 import torch
+from torch import Tensor
 
-from memtune.runtime.tape import GradientLike, Slot, Tape
+from memtune.errors import ApplyError
+from memtune.runtime.tape import GradientLike, Outside, Slot, Tape
 
 MOST = 24
 """Guesses for one region."""
@@ -85,3 +87,20 @@ def _like(tape: Tape, i: int, stride: tuple[int, ...]) -> GradientLike:
 
 def _strides_given(tape: Tape, i: int) -> tuple[int, ...]:
     return tuple(torch._prims_common.make_contiguous_strides_for(_slot(tape, i).size))
+
+
+def make_alike(tape: Tape, gradients: dict[int, Tensor], device: torch.device) -> None:
+    """Give `gradients` the outputs and strides that `tape` was captured with."""
+    unplanned = sorted(set(gradients) - set(tape.asked))
+    if unplanned:
+        raise ApplyError(
+            f"A gradient flows into output {unplanned[0]} of the model, which was not so when its schedule was made.",
+            fix="use the same outputs in the loss in each step, or choose recompute: {kind: full}",
+            code="MT328",
+        )
+    for i in tape.asked:
+        slot = tape.given[Outside("gradient", i)]
+        if i not in gradients:
+            gradients[i] = torch.zeros(slot.size, dtype=slot.dtype, device=device)
+        elif gradients[i].stride() != slot.stride:
+            gradients[i] = torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device=device).copy_(gradients[i])

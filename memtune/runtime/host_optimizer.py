@@ -27,12 +27,14 @@ import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
 from memtune.early_updates import Waiting, not_one_by_one, room_bytes
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
+from memtune.runtime.backward_end import HalfDone
 from memtune.runtime.context import Context
 from memtune.runtime.held_parameter import held_for, held_in_place
 from memtune.runtime.hooks import StaysBehind
 from memtune.runtime.host_update import OWN, Moments, NativeUpdate, beside
+from memtune.runtime.huge_pages import in_huge_pages
 from memtune.runtime.late_updates import LateUpdates
-from memtune.runtime.own_step import before_step, replace_step, with_hooks
+from memtune.runtime.own_step import after_step, before_step, replace_step, with_hooks
 from memtune.runtime.settled_state import as_it_is, settle_reads
 from memtune.runtime.tiers import HOST, mark, tier, tier_of
 from memtune.runtime.tree import local
@@ -94,13 +96,14 @@ class HostOptimizer:
         context.cleared.append(self._cleared)
         watch_loads(context, {device for device, _ in self._pairs}, self._loaded, before=self._hosts_change)
         context.model.register_state_dict_pre_hook(StaysBehind(self._join))  # those of blocks that come and go are in it
+        self._half = HalfDone(context)
+        self._begun: dict[nn.Parameter, int] | None = None
+        """Versions of what is updated, from before the first update of a step until its weights are up."""
         self._host = ExitStack()  # open while the optimizer computes, closed even if its step raises
         own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
         replace_step(self._optimizer, self._closing(own))
         before_step(self._optimizer, self._gradients_down, last=True)
-        up = self._optimizer.register_step_post_hook(self._weights_up)
-        hooks: Any = self._optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(up.id, last=False)  # before those that hand the new weights on to other ranks
+        after_step(self._optimizer, self._weights_up)  # before those that hand the new weights on to other ranks
         if late_after is not None:
             self._settle_before_checkpoints(context)
         self._writes = WrittenWeights(context, (device for device, _ in self._pairs))
@@ -123,14 +126,26 @@ class HostOptimizer:
     def _closing(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def closing(*args: Any, **kwargs: Any) -> Any:
             with self._host:
-                return step(*args, **kwargs)
+                try:
+                    return step(*args, **kwargs)
+                except BaseException:  # a hook of the user's after the step finds all of it done
+                    self._half.is_it |= self._has_updated()
+                    raise
+                finally:
+                    self._begun = None
 
         return closing
 
+    def _updates(self) -> dict[nn.Parameter, int]:
+        """Versions of all that a step updates, on the host and on the device."""
+        return {each: each._version for each in (*self._stays, *(host for _, host in self._pairs))}
+
+    def _has_updated(self) -> bool:
+        """In the middle of a step: has anything been updated? Native updates leave versions as they are, and are not to fail."""
+        return self._begun is not None and (self._native is not None or self._updates() != self._begun)
+
     @torch.no_grad()
     def _native_step(self, closure: None = None) -> None:
-        if closure is not None:
-            raise ApplyError("The native update takes no closure.", fix=OWN, code="MT318")
         with as_it_is(self._optimizer):
             self._update_all(self._optimizer)
 
@@ -165,7 +180,10 @@ class HostOptimizer:
         return copy
 
     def _gradients_down(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._half.refuse()
         refuse_others(optimizer, self._stays.union(host for _, host in self._pairs))
+        if self._native is not None and any(each is not optimizer and each is not None for each in (*args, *kwargs.values())):
+            raise ApplyError("The native update takes no closure.", fix=OWN, code="MT318")
         self._take_writes()
         on_the_way: nn.Parameter | None = None
         for parameter, host in self._pairs:
@@ -186,6 +204,7 @@ class HostOptimizer:
             self._source = parameter
         if on_the_way is not None:
             self._arrived(on_the_way)
+        self._begun = self._updates()
         if self._stays:
             self._update_on_device()
         self._host.enter_context(tier(HOST))
@@ -306,6 +325,7 @@ class HostOptimizer:
         self._up(self._gradients, self._updated_now())
         self._gradients = {}
         self._updated.clear()
+        self._begun = None
         for value in self._state():  # made inside `tier(HOST)`; where no native ledger noticed (fake tensors), say so
             if value.device.type == "cpu" and tier_of(value) != HOST:
                 mark(value, HOST)
@@ -449,7 +469,7 @@ def master_of(host: Tensor, narrow_too: bool) -> Tensor:
         return host
     if host.dtype is torch.bfloat16 and narrow_too:
         with tier(HOST):
-            return host.float()
+            return in_huge_pages(torch.empty_like(host, dtype=torch.float32)).copy_(host)
     raise ApplyError(
         f"The native update has no way to update parameters of {host.dtype}.",
         fix="set  update: master  for offload.states" if host.dtype is torch.bfloat16 else OWN,

@@ -118,7 +118,8 @@ class HostParameters:
         host = self._hosts[parameter]
         if self._gathered is None:
             return Piece(parameter.detach(), host, of=(parameter,))
-        return Piece(local(parameter.detach()), host, padded_bytes=self._gathered.rows_of(parameter).nbytes)
+        rows = local(parameter.detach())
+        return Piece(rows, host, padded_bytes=self._gathered.rows_of(parameter).nbytes, of=(parameter,))
 
     def _put_into(self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages) -> list[list[Piece]]:
         """Move the parameters `mine` to where they lie together; returns the units."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from memtune import _native
 from memtune.errors import ApplyError
+from memtune.runtime.huge_pages import in_huge_pages
 from memtune.runtime.tiers import HOST, mark, tier
 
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -300,8 +301,8 @@ class NativeUpdate:
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros that lie as `like` does, without its gaps."""
     if like.is_contiguous():
-        return torch.zeros(like.shape, dtype=dtype)
-    return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return in_huge_pages(torch.zeros(like.shape, dtype=dtype))
+    return in_huge_pages(torch.zeros_like(like, dtype=dtype, requires_grad=False))
 
 
 def no_native_update_for(optimizer: Optimizer) -> str:

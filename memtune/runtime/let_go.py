@@ -4,8 +4,9 @@ Four rules:
 
 Rule 1. While a parameter's memory is given back, or has other values, it is of a class of its own, which looks at every call of
         torch in which it takes part: what asks for its shape, its gradient and the like is answered, all else is refused. What is
-        there is a plain parameter, and costs nothing.
-Rule 2. A `detach` of one, which state dicts are made of, and its `data` are looked at in the same way, for as long as it is gone.
+        there is a plain parameter, and costs nothing. The same holds for a rank's rows of a parameter that FSDP2 divides.
+Rule 2. A `detach` of one, which state dicts are made of, its `data` and its rows are looked at in the same way, for as long as it
+        is gone.
 Rule 3. Memory that the user has put in the place of a parameter's own (`parameter.data = ...`) would never come and go: it is
         noticed when that is given back or taken, and refused.
 Rule 4. Modules with such weights, or with rows of some that FSDP2 gathers, are not copied, nor changed in type or place.
@@ -21,9 +22,11 @@ from typing import Any, Final, SupportsIndex
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from memtune.errors import ApplyError
+from memtune.runtime.shown_data import hide
 from memtune.runtime.tree import local
 
 _ALIASES: Final = frozenset({"data", "detach"})
@@ -49,13 +52,11 @@ class _Looked(Tensor):
         gone = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Looked) and _is_gone(each)]
         with torch._C.DisableTorchFunctionSubclass():
             if gone and kind == "text":
-                return f"a weight of shape {tuple(gone[0].shape)} that is not on the device now"
+                return _text(gone[0])
             if gone and kind == "values":
                 _refuse(name, gone[0])
             found = func(*args, **kwargs)
-            if gone and kind == "alias":
-                found.__class__, found._owner = _Alias, getattr(gone[0], "_owner", gone[0])
-            return found
+            return _alias(found, gone[0]) if gone and kind == "alias" else found
 
 
 class _Alias(_Looked):
@@ -66,6 +67,49 @@ class _Alias(_Looked):
 
 class _LetGo(_Looked, nn.Parameter):
     """Rule 1."""
+
+
+class _LookedRows(_Looked, DTensor):
+    """What of a DTensor is plain Python, which looks at the rows by itself."""
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        if _is_gone(self):
+            rows: Tensor = _alias(self._local_tensor.detach(), self)
+            return rows
+        return super().to_local(grad_placements=grad_placements)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        if _is_gone(self):
+            _refuse("redistribute", self)
+        return super().redistribute(*args, **kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        if _is_gone(self):
+            _refuse("full_tensor", self)
+        return super().full_tensor(**kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return _text(self) if _is_gone(self) else super().__repr__()  # type: ignore[no-untyped-call]
+
+
+class _RowsAlias(_LookedRows):
+    """Rule 2."""
+
+    _owner: Tensor
+
+
+class _LetGoRows(_LookedRows):
+    """Rule 1, of a parameter that FSDP2 divides."""
+
+
+_GONE: Final[dict[type, type]] = {nn.Parameter: _LetGo, DTensor: _LetGoRows}
+_THERE: Final[dict[type, type]] = {gone: there for there, gone in _GONE.items()}
+
+
+def _alias(found: Any, of: Tensor) -> Any:
+    found.__class__ = _RowsAlias if isinstance(found, DTensor) else _Alias
+    found._owner = getattr(of, "_owner", of)
+    return found
 
 
 def _called(func: Any) -> tuple[str, str]:
@@ -81,7 +125,11 @@ def _called(func: Any) -> tuple[str, str]:
 
 
 def _is_gone(tensor: _Looked) -> bool:
-    return isinstance(tensor._owner if isinstance(tensor, _Alias) else tensor, _LetGo)
+    return type(tensor._owner if isinstance(tensor, _Alias | _RowsAlias) else tensor) in _THERE
+
+
+def _text(tensor: Tensor) -> str:
+    return f"a weight of shape {tuple(tensor.shape)} that is not on the device now"
 
 
 def _refuse(name: str, tensor: Tensor) -> None:
@@ -95,15 +143,16 @@ def _refuse(name: str, tensor: Tensor) -> None:
 def let_go(parameters: Iterable[nn.Parameter]) -> None:
     """Their memory has been given back, or others' values come to it (Rule 1); other classes stay what they are."""
     for each in parameters:
-        if type(each) is nn.Parameter:
-            each.__class__ = _LetGo
+        hide(each)
+        if type(each) in _GONE:
+            each.__class__ = _GONE[type(each)]  # type: ignore[assignment]
 
 
 def are_back(parameters: Iterable[nn.Parameter]) -> None:
     """They have memory, and are about to have their values."""
     for each in parameters:
-        if type(each) is _LetGo:
-            each.__class__ = nn.Parameter  # type: ignore[assignment]
+        if type(each) in _THERE:
+            each.__class__ = _THERE[type(each)]  # type: ignore[assignment]
 
 
 def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> None:
@@ -113,7 +162,7 @@ def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> No
         ApplyError: One of `parameters` is not in that of `memory`.
     """
     own = memory.untyped_storage()._cdata
-    wrong = [each for each in parameters if each.untyped_storage()._cdata != own]
+    wrong = [each for each in parameters if getattr(each, "_local_tensor", each).untyped_storage()._cdata != own]
     if wrong:
         raise ApplyError(
             f"The memory of a weight of shape {tuple(wrong[0].shape)} was replaced, as  parameter.data = ...  does.",
@@ -134,7 +183,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs
         probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         if fn(probe) is not probe:
             _refuse_module("changed in type or place", "model.double(), .to(...) or the like before memtune.apply")
-    gone = [each for each in self.parameters() if type(each) is _LetGo]
+    gone = [each for each in self.parameters() if type(each) in _THERE]
     are_back(gone)  # for calls that change nothing
     try:
         module: nn.Module = type(self)._apply(self, fn, *args, **kwargs)
@@ -161,7 +210,7 @@ def _reduce(self: nn.Module, protocol: SupportsIndex) -> Any:
 
 def _gone_of(module: nn.Module) -> list[nn.Parameter]:
     found = (each for each in module.parameters() if not isinstance(local(each.detach()), FakeTensor))
-    return [each for each in found if type(each) is _LetGo or (each.numel() and not _local_bytes(each))]
+    return [each for each in found if type(each) in _THERE or (each.numel() and not _local_bytes(each))]
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import memtune.ops  # noqa: F401  (defines torch.ops.memtune)
-from memtune.batches import map_tensors
+from memtune.batches import to_device
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 SyncContext = Callable[[bool], AbstractContextManager[Any]]
@@ -36,7 +36,7 @@ class Order(Protocol):
 
 def upload(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor copied to `device` through the seam; on CPU that is a copy from the host tier."""
-    return map_tensors(batch, lambda tensor: torch.ops.memtune.to_device(tensor, device))
+    return to_device(batch, device, lambda tensor: torch.ops.memtune.to_device(tensor, device))
 
 
 def accumulate(

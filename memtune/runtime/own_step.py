@@ -1,7 +1,8 @@
 """An optimizer's `step` replaced on the object: hooks, profilers and learning rate schedulers find what they look for.
 
 The user's hooks before a step, whenever they were registered, run before memtune's: those look for changed gradients, bring them
-down and let them go.
+down and let them go. The user's hooks after a step run after memtune's, which bring the new weights to where they belong. So one
+that raises finds, and leaves, what it would beside the plain optimizer: nothing is updated yet, or all is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from types import MethodType
 from typing import Any, Final
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 _MARK: Final = "_wrapped_by_lr_sched"
 _OWN: Final = "_memtune_step"
@@ -35,6 +37,14 @@ def before_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None
     hooks.move_to_end(optimizer.register_step_pre_hook(_OwnHook(hook)).id, last=last)
     if _OWN not in vars(getattr(optimizer.step, "__func__", optimizer.step)):
         replace_step(optimizer, optimizer.step)
+
+
+def after_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> RemovableHandle:
+    """Call `hook` when the optimizer's step has updated: before the user's, and before those given here so far."""
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def _order_hooks(optimizer: Optimizer) -> None:

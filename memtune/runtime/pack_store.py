@@ -166,7 +166,12 @@ class PackStore(LateBlocks):
         self._release(self._of_block[index])
 
     def step_starts(self) -> None:
-        """Forward of the first micro-batch comes next."""
+        """Forward of the first micro-batch comes next.
+
+        Raises:
+            ApplyError: A step before has updated packs, and `optimizer.step()` did not end it: a hook of the user's has raised.
+        """
+        self._updated.step_begins()
         self.is_stepping = True
         self.start_late()
 

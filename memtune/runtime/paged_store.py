@@ -88,14 +88,12 @@ class PagedStore(ParameterStore):
 
     def _gives_way(self, page: int) -> None:
         self._there.discard(page)
-        if self._gathered is None:
-            let_go(self._on_page[page])
+        let_go(self._on_page[page])
 
     def _fetch_block(self, block: int) -> None:
-        mine = self._blocks[block] if self._gathered is None else []
-        require_own_memory(mine, self._in_frames.frames)
+        require_own_memory(self._blocks[block], self._in_frames.frames)
         super()._fetch_block(block)
-        are_back(mine)
+        are_back(self._blocks[block])
 
     def _bring_for_gathers(self, gathered: GatheredBlocks, index: int) -> None:
         gathered.before_gathers(index, lambda: self._fetch_block(index), lambda: [])  # frames are never given back

@@ -40,6 +40,7 @@ from memtune.runtime.activations import ActivationTable
 from memtune.runtime.context import Context
 from memtune.runtime.elsewhere import Elsewhere, NormAlone, keep_own
 from memtune.runtime.loop import LossFunction
+from memtune.runtime.missing import fill_missing
 from memtune.runtime.own_outputs import OwnOutputs
 from memtune.runtime.ranks import are_there, require_groups, require_ranks
 from memtune.runtime.sharding import meshes
@@ -251,7 +252,11 @@ class Pipeline:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.ops.memtune.all_reduce_(gradient, self._tied.group_name, 2, "sum")
                 parameter.grad = gradient
-            if self._copies is not None and not self._context.averaged and parameter.grad is not None:
+        if self._copies is None or self._context.averaged:
+            return
+        fill_missing([parameter for _, parameter in own], self._copies)
+        for _, parameter in own:
+            if parameter.grad is not None:
                 torch.ops.memtune.all_reduce_(parameter.grad, self._copies.group_name, self._copies.size(), "avg")
 
     def _share_norms(self, held: Elsewhere) -> None:

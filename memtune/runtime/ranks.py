@@ -119,6 +119,12 @@ def require_whole_parameters(context: Context, what: str, *, ahead: bool = False
             evidence="It runs ops of all blocks, and parameters or gradients of a block are moved with its own calls alone.",
             fix="memtune search  or  memtune trial --config  makes a plan for each block", code="MT315",
         )  # fmt: skip
+    if any(region.move for region in context.activations.regions):
+        raise ApplyError(
+            f"{what} does not work beside what this config has under offload.activations.",
+            evidence="It runs ops of all blocks, and what a block keeps is moved with its own calls alone.",
+            fix="memtune search  or  memtune trial --config  makes a plan for each block", code="MT315",
+        )  # fmt: skip
     runner = context.runner
     if ahead and isinstance(runner, DistributedDataParallel) and runner.find_unused_parameters:
         raise ApplyError(

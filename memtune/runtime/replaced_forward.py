@@ -37,5 +37,9 @@ class ReplacedForward:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the module's forward is this one's."""
-        return bool(vars(self.module).get("forward") == self.forward)
+        """Whether the module's forward is this one's, or one that stands around it."""
+        forward = vars(self.module).get("forward")
+        while forward is not None and forward != self.forward:
+            around = getattr(forward, "__self__", None)
+            forward = around._original if isinstance(around, ReplacedForward) else getattr(forward, "__wrapped__", None)
+        return forward is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,12 +58,26 @@ class Replicas:
         average = weakref.WeakMethod(self._average)
         self.wrapper.register_comm_hook(None, lambda state, bucket: average()(bucket))  # type: ignore[misc]
         vars(self.wrapper)["_memtune_replicas"] = self
+        self._whole_bytes = sum(p.nbytes for p in self.wrapper._module_parameters if p.requires_grad)
         context.runner = self.wrapper
         context.sync, context.averaged = self._sync, True
         context.checks["sharding.states"] = self._check
 
     def _sync(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if last else self.wrapper.no_sync()
+        return self._all_averaged() if last else self.wrapper.no_sync()
+
+    @contextmanager
+    def _all_averaged(self) -> Iterator[None]:
+        """The last micro-batch of a step. torch says in the next one alone that buckets were not full, and so not averaged."""
+        before = self._averaged_bytes
+        yield
+        averaged_bytes = self._averaged_bytes - before
+        if averaged_bytes < self._whole_bytes:
+            raise ApplyError(
+                "Some parameters got no gradient in the last micro-batch of this step, and others were not averaged with them.",
+                evidence=f"{averaged_bytes} of {self._whole_bytes} bytes of gradients were.",
+                fix="find_unused_parameters: true", code="MT346",
+            )  # fmt: skip
 
     def _average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average one bucket in place: what DDP does itself, with every byte counted."""

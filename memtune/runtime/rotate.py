@@ -1,6 +1,6 @@
 """Weights that go round the ranks: each rank has its own samples and a shard of every rotated weight, and no rank a whole one.
 
-Five rules:
+Six rules:
 
 1. A weight of n rows is a DTensor of the plain shape, n/ranks rows on each rank. In a forward the shards go round the ring once,
    and each rank computes with the one in hand while the next is on its way: a linear layer's outputs, an embedding's rows.
@@ -12,6 +12,8 @@ Five rules:
 5. What is not rotated is whole on every rank; its gradient is averaged after the last backward, as are those of the rotated
    weights between groups (a ring is consecutive ranks). Where states are divided among the ranks that hold the same shards
    (`runtime.parts`), that averages between the rings, and what is whole is averaged inside a ring, once a step.
+6. All ranks of a ring call the same layers in the same order, or a rank would get a shard of another weight. So experts, which
+   the samples choose, stay whole.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from memtune.errors import ApplyError
+from memtune.experts import is_in_expert
 from memtune.runtime.context import Context
 from memtune.runtime.deferred import keep_only
 from memtune.runtime.ranks import require_groups, require_ranks
@@ -159,7 +162,7 @@ _ROTATED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: RotatedLinear, nn
 def rotatable(model: nn.Module, degree: int) -> tuple[list[str], list[str]]:
     """The layers of `model` whose weights can go round `degree` ranks, and a line on each other linear layer and embedding."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
-    refused = {name: why for name, module in layers.items() if (why := _not_plain(module, degree))}
+    refused = {name: why for name, module in layers.items() if (why := _not_plain(name, module, degree))}
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(name)
@@ -176,9 +179,11 @@ def rotatable(model: nn.Module, degree: int) -> tuple[list[str], list[str]]:
     return list(weights), [f"{name} {why}" for name, why in refused.items()]
 
 
-def _not_plain(module: nn.Module, degree: int) -> str:
+def _not_plain(name: str, module: nn.Module, degree: int) -> str:
     if type(module) not in _ROTATED:
         return f"is a {type(module).__name__}"
+    if is_in_expert(f"{name}.weight"):
+        return "is of an expert, which a rank whose samples go to others does not call"
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return "has hooks or a forward of its own"
     if isinstance(module, nn.Embedding):

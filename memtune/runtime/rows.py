@@ -192,7 +192,7 @@ class Rows:
         used = []
         for index, part in enumerate(bucket.parts):
             self.set_aside(part)
-            gradient = None if part in bucket.missing else part.parameter.grad
+            gradient = part.parameter.grad  # earlier micro-batches may have left one that the last has not
             used.append(gradient is not None or part.sum is not None)
             if gradient is None:
                 gradient = torch.zeros_like(local(part.parameter))

@@ -22,6 +22,7 @@ from memtune.runtime.context import Context, Landed
 from memtune.runtime.copies import OncePerStep
 from memtune.runtime.deferred import fill_shards
 from memtune.runtime.fsdp_errors import go_on_after_errors
+from memtune.runtime.fsdp_unused import reduce_alike
 from memtune.runtime.mesh_dims import dim_by_dim
 from memtune.runtime.parts import PARTS, Divided, divided, leave_plain, part_of, see_whole
 from memtune.runtime.ranks import require_ranks
@@ -138,6 +139,7 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(SeamAllGather())
             module.set_custom_reduce_scatter(SeamReduceScatter())
+    reduce_alike(context, (module for module, _ in units_of(context.model)))
     if not in_stages:
         go_on_after_errors(context)
     context.averaged = True

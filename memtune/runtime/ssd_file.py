@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -46,7 +47,11 @@ class Extent:
 
 
 class Ticket:
-    """A transfer under way; `result` returns when it is over."""
+    """A transfer under way; `result` returns when it is over.
+
+    What is raised is a copy of the error that is kept: an error knows the frames that it went through, and those the graph whose
+    tensors on SSD keep their file, which has the ticket. Nothing of that would ever go.
+    """
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -65,9 +70,9 @@ class Ticket:
                 try:
                     finish()
                 except EnvironmentFault as error:
-                    self._error = error
+                    self._error = copy(error)
         if self._error is not None:
-            raise self._error
+            raise copy(self._error)
 
 
 @dataclass

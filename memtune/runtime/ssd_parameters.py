@@ -33,6 +33,7 @@ from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.store import ParameterStore
 from memtune.runtime.tiers import HOST, SSD, mark, tier_of
 from memtune.runtime.transfer import host_like
+from memtune.runtime.tree import local
 
 Where = Literal["host", "ssd"]
 
@@ -79,6 +80,7 @@ class KeptParameters(ParameterStore):
     ) -> None:
         self._gradients: SsdGradients | None = None
         self._tiled, self._is_whole = {id(each) for each in tiled}, False
+        self._tiled_on_host: set[int] = set()
         self._sources: dict[Tensor, Tensor] = {}  # of tiles, by what is on SSD
         self._down: list[tuple[Tensor, Tensor]] = []  # the tile on its way, and the gradient that it becomes part of
         self._where, self._ahead = where, reads_ahead(residency, ahead)
@@ -86,6 +88,7 @@ class KeptParameters(ParameterStore):
         self.read_bytes = 0
         super().__init__(context, residency, AtTheEnd(optimizer), early=False, copy=self._up)
         optimizer.keep_in(self._hosts)
+        self._tiled_on_host = {id(self._hosts[each]) for each in tiled}
         if gradients == "ssd":
             self._gradients = SsdGradients(self._trained, {p: name for name, p in context.model.named_parameters()})
 
@@ -150,10 +153,7 @@ class KeptParameters(ParameterStore):
         pieces = list(pieces)
         if self._where == "ssd":
             self._read(pieces)
-        super()._bring_pieces(each for each in pieces if self._is_whole or not self._is_tiled(each))
-
-    def _is_tiled(self, piece: Piece) -> bool:
-        return any(id(each) in self._tiled for each in piece.of)
+        super()._bring_pieces(each for each in pieces if self._is_whole or id(each.host) not in self._tiled_on_host)
 
     def _bring_all(self) -> None:
         self._is_whole = True
@@ -161,10 +161,12 @@ class KeptParameters(ParameterStore):
         super()._bring_all()
 
     def _release(self, units: Any) -> None:
-        for unit in list(units) if self._sources else ():
-            for piece in self._units[unit]:
-                self._sources.pop(piece.host, None)
         super()._release(units)
+        if not self._sources:
+            return
+        now = min(self._moment, self._end - 1 - self._moment)  # rows of a block are let go before it computes (`gathered_rows`)
+        kept = {piece.host for unit in (*self._there, *self._of_block[now][: now >= 0]) for piece in self._units[unit]}
+        self._sources = {host: source for host, source in self._sources.items() if host in kept}
 
     # -- tiles -------------------------------------------------------------------------------------------------------------
 
@@ -182,18 +184,21 @@ class KeptParameters(ParameterStore):
     @torch.no_grad()
     def tile_landed(self, weight: nn.Parameter, rows: slice, gradient: Tensor) -> None:
         """Rule 3 of `runtime.tiled_weights`."""
+        self._averaged.add(weight)
         before, whole = self._down.pop() if self._down else (None, None)
         if whole is None:
-            whole = host_like(weight)
+            whole = host_like(local(weight))
             mark(whole, HOST)
         transfer.finish(whole)
         del before
-        is_last = rows.stop == len(weight)
+        is_last = rows.stop == len(whole)
         if is_last:
             self._arrive_all(self._on_the_way.let_go(gradient.nbytes))
         torch.ops.memtune.copy_to_host_(whole[rows], gradient)
         if is_last:
             self._on_the_way.put((weight, gradient, whole), gradient.nbytes)
+            if self._gradients is not None:
+                self._gradients.starts_down(weight)
         else:
             self._down.append((gradient, whole))
 
@@ -204,6 +209,7 @@ class KeptParameters(ParameterStore):
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Rule 4."""
+        self._sources.clear()
         while self._reading:
             transfer.abandon(self._reading.popitem()[1])
         super()._step_begins(optimizer, args, kwargs)
@@ -219,6 +225,7 @@ class KeptParameters(ParameterStore):
     @torch.no_grad()
     def _fetch_whole(self, block: int) -> None:
         """Through the mapping: `Tuned.load` has read into it, past the checksums, which `_keep` makes anew."""
+        self._sources.clear()
         self._release(self._of_block[block] if self._tiled else ())
         if self._where == "host":
             self._is_whole = True

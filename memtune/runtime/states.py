@@ -28,6 +28,7 @@ from memtune.errors import ApplyError
 from memtune.factors import Factors
 from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.context import Context, Landed
+from memtune.runtime.own_step import after_step, before_step
 from memtune.runtime.partition import Hop, Partition
 from memtune.runtime.parts import PARTS, Divided, divided
 from memtune.runtime.ranks import require_ranks
@@ -138,7 +139,7 @@ class _Levels:
     """The divisions that are not FSDP2's, from the outside in; see the top of this file."""
 
     def __init__(self, context: Context, factors: Factors, before: dict[str, nn.Parameter], bucket_cap_mb: int) -> None:
-        self._factors = factors
+        self._factors, self._gathered = factors, context.gathered
         self._at_end = BackwardEnd(self._end, self._give_up)
         self.rows: list[Rows] = []
         absent = {} if context.elsewhere is None else context.elsewhere.absent
@@ -161,8 +162,8 @@ class _Levels:
         finals = dict(zip(held, inputs, strict=True))
         rebind(context.optimizer, before, {name: finals.get(name, p) for name, p in context.model.named_parameters()})
         context.represented.update({held[name]: final for name, final in finals.items()})
-        context.optimizer.register_step_pre_hook(self._before_step)
-        context.optimizer.register_step_post_hook(lambda *_: self._gather())
+        before_step(context.optimizer, self._before_step)
+        after_step(context.optimizer, lambda *_: self._gather())
         context.gather_rows = self._gather
         others = context.checks.get("sharding.states")
         context.checks["sharding.states"] = lambda: (others() if others is not None else {}) | self._check()
@@ -231,6 +232,8 @@ class _Levels:
         """Gather what the other ranks have updated, from the inside out."""
         for level in reversed(self.rows):
             level.gather()
+        for told in self._gathered:
+            told()
 
     def _check(self) -> dict[str, Any]:
         apart = sum(level.strays() for level in self.rows)

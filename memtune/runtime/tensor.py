@@ -35,6 +35,7 @@ from memtune.linear_pairs import Pair
 from memtune.runtime.backward_end import BackwardEnd
 from memtune.runtime.context import Context
 from memtune.runtime.deferred import Piece, keep_only
+from memtune.runtime.missing import fill_missing
 from memtune.runtime.ranks import require_groups, require_ranks
 from memtune.runtime.sharding import meshes, rebind
 from memtune.runtime.tree import local
@@ -309,6 +310,7 @@ class Average:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        fill_missing(self._parameters, self._group)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 torch.ops.memtune.all_reduce_(local(parameter.grad), self._group.group_name, self._group.size(), "avg")

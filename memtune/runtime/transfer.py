@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime import disk
+from memtune.runtime.huge_pages import in_huge_pages
 from memtune.runtime.page_locked import page_locked
 from memtune.runtime.ssd_file import Ticket
 from memtune.runtime.tiers import HOST, tier
@@ -89,7 +90,8 @@ def _upload_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _like(x: Tensor, locked: bool) -> Tensor:
-    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=locked)
+    memory = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=locked)
+    return memory if locked else in_huge_pages(memory)  # what is locked has been backed already
 
 
 def _start(host: Tensor, x: Tensor) -> None:

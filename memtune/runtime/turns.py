@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memtune.batches import map_leaves, map_tensors
+from memtune.batches import map_leaves, map_tensors, to_device
 from memtune.errors import ApplyError
 from memtune.runtime.loop import upload
 from memtune.runtime.tiers import HOST, tier
@@ -82,12 +82,11 @@ class Turns:
     def upload(self, turn: Turn, device: torch.device) -> Any:
         """The micro-batch on `device`, sent by its owner; what is drawn from here on follows from its seed."""
         torch.manual_seed(turn.seed)
-        mine = turn.owner == self._group.rank()
-        here = (
-            upload(turn.batch, device)
-            if mine
-            else map_leaves(turn.batch, lambda leaf: leaf.empty(device) if isinstance(leaf, _Like) else leaf)
-        )
+        if turn.owner == self._group.rank():
+            here = upload(turn.batch, device)
+        else:
+            empty = map_leaves(turn.batch, lambda leaf: leaf.empty(device) if isinstance(leaf, _Like) else leaf)
+            here = to_device(empty, device)
         map_tensors(here, lambda tensor: self._send(tensor, turn.owner))
         return here
 

@@ -35,7 +35,7 @@ from memtune.errors import ApplyError
 from memtune.runtime.backward_end import BackwardEnd, never_ended
 from memtune.runtime.context import Context
 from memtune.runtime.hooks import weakly
-from memtune.runtime.own_step import before_step
+from memtune.runtime.own_step import after_step, before_step
 from memtune.runtime.witness import Witness
 
 _PLAIN = "execution: {order: {kind: program}}"
@@ -71,7 +71,7 @@ class UpdateAtGradient:
         context.sync = self.sync
         context.reloaded.append(self._reloaded)
         before_step(context.optimizer, self._step_begins)
-        context.undo.callback(context.optimizer.register_step_post_hook(self._step_ends).remove)
+        context.undo.callback(after_step(context.optimizer, self._step_ends).remove)
 
     def _reloaded(self) -> None:
         self._begun = False  # what was updated has been replaced

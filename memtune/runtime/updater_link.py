@@ -14,6 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +47,7 @@ class UpdaterLink:
     def __init__(self, domain: int, directory: str, told: dict[str, Any]) -> None:
         self._again = "start again: the last complete step is kept" if told["keep"] else "go on from a checkpoint"
         self._what = f"The updater of storage domain {domain} in {directory}"
-        self._broken: EnvironmentFault | None = None
+        self._broken: EnvironmentFault | None = None  # raised as a copy, as `runtime.ssd_file.Ticket` has it
         self._lines: list[bytes] = []
         self._rest = b""
         self.number = next(_numbers)
@@ -99,7 +100,7 @@ class UpdaterLink:
             EnvironmentFault: The updater has ended, now or before; nothing it was asked for may be used.
         """
         if self._broken is not None:
-            raise self._broken
+            raise copy(self._broken)
         try:
             self._socket.sendall((what if isinstance(what, str) else json.dumps(what)).encode() + b"\n")
         except OSError:
@@ -113,13 +114,13 @@ class UpdaterLink:
             EnvironmentFault: The updater has ended, or says that it must.
         """
         if self._broken is not None:
-            raise self._broken
+            raise copy(self._broken)
         line = self._line()
         what, more = json.loads(line) if line else ("end", {})
         if what == expected:
             return more
         self._broken = self._gave_up(more) if what == "fault" else self._ended()
-        raise self._broken
+        raise copy(self._broken)
 
     def _gave_up(self, why: dict[str, str]) -> EnvironmentFault:
         return EnvironmentFault(

@@ -214,8 +214,10 @@ class Updaters:
         if any(self._optimizer.state.values()):  # somebody put state there
             self._store()
         self._refuse_stale()
-        self._update_all()
-        self._know_weights()
+        try:
+            self._update_all()
+        finally:  # also where an updater has ended: what the others brought up nobody else wrote
+            self._know_weights()
 
     def _know_weights(self) -> None:
         for each in self._parameters:

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from memtune.hardware import Hardware
-from memtune.program import I32, Program, RankClass, Step
+from memtune.program import I32, I64, Program, RankClass, Step
 from memtune.remembered import remembered
 from memtune.search_spaces import NULL_KINDS, PASS_ORDER
 from memtune.search_spaces._passes import judged, made, parts_seen, run
@@ -94,7 +94,7 @@ class Told:
     """Where activations move: who decides what runs again, since that is no block's business then to bring back ahead."""
 
 
-_NOTHING = Told()
+NOTHING_TOLD = Told()
 
 
 def told_later(target: Target) -> Told:
@@ -105,7 +105,7 @@ def told_later(target: Target) -> Told:
     return Told(budget, recompute)
 
 
-def plain_bytes(program: Program, later: tuple[Technique, ...], hardware: Hardware, told: Told = _NOTHING) -> int:
+def plain_bytes(program: Program, later: tuple[Technique, ...], hardware: Hardware, told: Told = NOTHING_TOLD) -> int:
     """The peak of `program`, in which everything is kept, after every pass of `later`; it needs no plan to be looked for."""
     return _plain_bytes(
         program.step, later, hardware, program.ranks, program.micro_batch, program.accumulate, told
@@ -115,7 +115,7 @@ def plain_bytes(program: Program, later: tuple[Technique, ...], hardware: Hardwa
 @lru_cache(maxsize=256)
 def _plain_bytes(
     step: Step, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
-    told: Told = _NOTHING,
+    told: Told = NOTHING_TOLD,
 ) -> int:  # fmt: skip
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
     return int(live_bytes(after_later(program, later, hardware, told).step, hardware).max(initial=0))
@@ -133,7 +133,7 @@ def later_techniques(target: Target, after: str = "recompute") -> tuple[Techniqu
     return later if parallel is None or parallel.ranks_of_a_copy(target.ranks) == 1 else (parallel, *later)
 
 
-def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware, told: Told = _NOTHING) -> Program:
+def after_later(program: Program, later: tuple[Technique, ...], hardware: Hardware, told: Told = NOTHING_TOLD) -> Program:
     """`program` after every pass of `later` that fits it; sets of techniques that begin alike share their first passes.
 
     What is left to the end is not done: sums inside a group are made in place once a step, and a pipeline has `steps_of_stages`.
@@ -208,7 +208,7 @@ def _acts(technique: Technique) -> bool:
 @lru_cache(maxsize=64)
 def _within(
     step: Step, budget: Budget, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
-    told: Told = _NOTHING,
+    told: Told = NOTHING_TOLD,
 ) -> Solution:  # fmt: skip
     search = _search(step, budget.host, later, hardware, ranks, micro_batch, accumulate, told)
     smallest, plain = search.smallest_bytes, search.plain_bytes
@@ -250,7 +250,7 @@ class _Search:
         target = Target(self._hardware, program.ranks, self._told.budget_bytes, {each.slot: each for each in self._later})
         if packs is None or packs.fits(program, target) is not None:
             return ()
-        return packs.packs_in(packs.plan(program, target))
+        return packs.packs_in(packs.plan(program, target), len(program.step.blocks))
 
     def peak_of(self, row: int) -> int:
         """Peak of plan `row` after every pass."""
@@ -332,7 +332,21 @@ class _Search:
         return after_later(self._program.with_step(step), self._later, self._hardware, self._told)
 
 
-def best_row(frontier: AnyFrontier, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES) -> int:
+class Rows(Protocol):
+    """Plans worth having: peaks ascending, seconds descending."""
+
+    @property
+    def peak_bytes(self) -> I64:
+        """(plans,) as priced."""
+
+    def __len__(self) -> int:
+        """Number of plans."""
+
+    def at(self, budget_bytes: int) -> int:
+        """Row of the fastest plan that is priced within the budget, -1 if there is none."""
+
+
+def best_row(frontier: Rows, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES) -> int:
     """Row of the fastest plan found within the budget, by true peaks as `peak_of` gives them; the smallest one if none is."""
     low, high, best = 0, len(frontier) - 1, 0
     row = max(frontier.at(budget_bytes + (budget_bytes >> 10)), 0)  # prices may be a little too high
@@ -363,7 +377,7 @@ def _mover(later: tuple[Technique, ...]) -> Technique | None:
 @lru_cache(maxsize=64)
 def _search(
     step: Step, host: bool, later: tuple[Technique, ...], hardware: Hardware, ranks: int, micro_batch: int, accumulate: int,
-    told: Told = _NOTHING,
+    told: Told = NOTHING_TOLD,
 ) -> _Search:  # fmt: skip
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
     return _Search(levels(step, hardware, ranks, host, _mover(later)), later, program, hardware, told)

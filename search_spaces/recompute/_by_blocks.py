@@ -27,8 +27,10 @@ from memtune.runtime.frozen import FrozenRegion
 from memtune.runtime.ranks import require_whole_layers
 from memtune.runtime.tape import COLLECTIVE_INSIDE
 from memtune.schedule import Schedule
+from memtune.search_spaces import null
+from memtune.search_spaces.recompute._block_levels import LevelSearch
 from memtune.search_spaces.recompute._block_options import BlockOption, Source, options_of
-from memtune.search_spaces.recompute._budget import best_row
+from memtune.search_spaces.recompute._budget import best_row, packs_of
 from memtune.search_spaces.recompute._frontier import Frontier, Problem, solve
 from memtune.search_spaces.recompute._levels import live_bytes
 from memtune.search_spaces.recompute._place import Place, schedules_nothing
@@ -129,12 +131,8 @@ class BlockSearch:
         """Peak of plan `row` after every pass."""
         if row not in self._peaks:
             step = under_blocks(self._place.step, self.schedules(row))
-            self._peaks[row] = _peak(self._place.after(step), self._place.hardware)
+            self._peaks[row] = int(live_bytes(self._place.after(step), self._place.hardware).max(initial=0))
         return self._peaks[row]
-
-
-def _peak(step: Step, hardware: Hardware) -> int:
-    return int(live_bytes(step, hardware).max(initial=0))
 
 
 def _own_bytes(option: BlockOption, while_op: I64, after_op: I64) -> int:
@@ -176,11 +174,15 @@ def _live_of(step: Step, storages: I32, hardware: Hardware) -> I64:
 
 
 @lru_cache(maxsize=32)
-def search_blocks(place: Place, sources: tuple[Source, ...]) -> BlockSearch:
+def search_blocks(place: Place, sources: tuple[Source, ...]) -> BlockSearch | LevelSearch:
     """The plans for the blocks of a place; `cannot_freeze` has seen to it that there are regions."""
     regions = block_regions_of(place.step)
     assert not isinstance(regions, str), regions
-    return BlockSearch(place, regions, sources)
+    if not any(each.layer_major or each.slot == "offload.activations" for each in place.later):
+        return BlockSearch(place, regions, sources)
+    sorts = range(len(regions.graphs))
+    options = [options_of(place.step, regions, sort, place.hardware, sources) for sort in sorts]
+    return LevelSearch(place, regions, [options[sort] for sort in regions.sort.tolist()], under_blocks)
 
 
 @lru_cache(maxsize=64)
@@ -196,7 +198,7 @@ def found_by_blocks(place: Place, sources: tuple[Source, ...], budget_bytes: int
     search = search_blocks(place, sources)
     if budget_bytes is None:
         smallest = search.peak_of(0)
-        budget_bytes = smallest + round((place.plain_live_bytes - smallest) * share)
+        budget_bytes = smallest + round(max(place.plain_live_bytes - smallest, 0) * share)
     row = best_row(search.frontier, search.peak_of, budget_bytes, _TRIES)
     peak_bytes = search.peak_of(row)
     smallest_bytes = peak_bytes if peak_bytes <= budget_bytes else search.peak_of(0)
@@ -216,12 +218,14 @@ def surely_slower(place: Place, sources: tuple[Source, ...], budget_bytes: int, 
 
 def cannot_run_blocks(program: Program, target: Target) -> Reason | None:
     """Why the blocks cannot each run by a schedule of their own."""
-    reason = schedules_nothing(target)
+    reason = schedules_nothing(target) or _not_in_packs(program, target)
     if reason is not None:
         return reason
     split = target.chosen.get("split")
     if split is not None and dict(split.knobs()).get("mlp", 1) > 1:
         return Reason(f"a schedule runs a block's ops, and MLPs in parts {_OWN_GRAPHS}", "split: {kind: tiled, mlp: 1}")
+    if dict(target.chosen.get("offload.states", null("offload.states")).knobs()).get("tiles", 1) > 1:
+        return Reason("a schedule runs a block's ops, and products with weights in tiles are others", "tiles: 1")
     step, regions = program.step, block_regions_of(program.step)
     if isinstance(regions, str):
         return Reason(f"blocks cannot run by schedules of their own: {regions}", "recompute: {kind: planned}")
@@ -229,6 +233,12 @@ def cannot_run_blocks(program: Program, target: Target) -> Reason | None:
     if odd:
         return Reason(odd, "recompute: {kind: planned}")
     return None
+
+
+def _not_in_packs(program: Program, target: Target) -> Reason | None:
+    """Why blocks do not run pack by pack, known before schedules are looked for."""
+    packs = packs_of(target)
+    return None if packs is None else packs.fits(program, target)
 
 
 @remembered
@@ -327,6 +337,7 @@ def install_blocks(plan: Plan, context: Context, kind: str) -> None:
     for name, schedule in zip(context.blocks, schedules, strict=True):
         found[name] = FrozenRegion(context.model.get_submodule(name), schedule, context.device)
         found[name].install()
+    context.by_schedules = True
     context.checks["recompute"] = lambda: _check(found)
 
 

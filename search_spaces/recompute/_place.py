@@ -21,13 +21,21 @@ from memtune.program import Program, RankClass, Step, Tier
 from memtune.remembered import remembered
 from memtune.schedule import Schedule
 from memtune.search_spaces import NULL_KINDS
-from memtune.search_spaces.recompute._budget import after_later, later_techniques, packs_of, plain_bytes
+from memtune.search_spaces.recompute._budget import (
+    NOTHING_TOLD,
+    Told,
+    after_later,
+    later_techniques,
+    packs_of,
+    plain_bytes,
+    told_later,
+)
 from memtune.technique import NO_PLAN, Reason, Target, Technique
 from memtune.units import format_bytes
 
-_ALONE = ("split", "sharding.parallel", "sharding.communication", "offload.activations")
+_ALONE = ("split", "sharding.parallel", "sharding.communication")
 """Axes whose mechanisms work inside the model's forward or its gradients, which a frozen schedule runs itself."""
-_ALONE_IN_BLOCKS = ("sharding.parallel", "offload.activations")
+_ALONE_IN_BLOCKS = ("sharding.parallel",)
 """Those that do so inside the blocks."""
 
 
@@ -45,6 +53,8 @@ class Place:
     micro_batch: int = 1
     accumulate: int = 1
     later: tuple[Technique, ...] = ()
+    told: Told = NOTHING_TOLD
+    """What these look at besides each other."""
 
     @property
     def region(self) -> Region:
@@ -95,7 +105,7 @@ class Place:
     @property
     def plain_live_bytes(self) -> int:
         """The same as the allocator counts them."""
-        return plain_bytes(self._program(self.step), self.later, self.hardware)
+        return plain_bytes(self.program(self.step), self.later, self.hardware, self.told)
 
     def below(self, budget_bytes: int) -> Reason | None:
         """Why no schedule at all stays within `budget_bytes`: known before any is looked for."""
@@ -118,9 +128,13 @@ class Place:
         """`step` after the later passes."""
         if not self.later:
             return step
-        return after_later(self._program(step), self.later, self.hardware).step
+        return self.program_after(step).step
 
-    def _program(self, step: Step) -> Program:
+    def program_after(self, step: Step) -> Program:
+        """The program with `step` after the later passes."""
+        return after_later(self.program(step), self.later, self.hardware, self.told)
+
+    def program(self, step: Step) -> Program:
         return Program((RankClass(self.ranks, step),), self.micro_batch, self.accumulate)
 
 
@@ -135,14 +149,17 @@ def under_schedule(step: Step, schedule: Schedule) -> Step:
 def place_of(program: Program, target: Target) -> Place:
     """Where a schedule of `program` is put: the same object for equal ones."""
     if program.ranks == 1 and not comes_and_goes(program, target):
-        return _place(program.step, target.hardware, 1, 1, 1, ())
+        return _place(program.step, target.hardware, 1, 1, 1, (), NOTHING_TOLD)
     later = later_techniques(target)
-    return _place(program.step, target.hardware, program.ranks, program.micro_batch, program.accumulate, later)
+    run = program.ranks, program.micro_batch, program.accumulate
+    return _place(program.step, target.hardware, *run, later, told_later(target))
 
 
 @remembered
-def _place(step: Step, hardware: Hardware, ranks: int, micro_batch: int, accumulate: int, later: tuple[Technique, ...]) -> Place:
-    return Place(step, hardware, ranks, micro_batch, accumulate, later)
+def _place(
+    step: Step, hardware: Hardware, ranks: int, micro_batch: int, accumulate: int, later: tuple[Technique, ...], told: Told
+) -> Place:  # fmt: skip
+    return Place(step, hardware, ranks, micro_batch, accumulate, later, told)
 
 
 def cannot_freeze(program: Program, target: Target, *, online: bool = False) -> Reason | None:
@@ -165,8 +182,6 @@ def schedules_nothing(target: Target, alone: tuple[str, ...] = _ALONE_IN_BLOCKS)
     """Why no schedule, of a block if left out, runs beside what else is chosen: nothing may be chosen of the axes in `alone`."""
     if target.compiled:
         return Reason("a frozen schedule takes the place of the model's code, compiled or not", "execution.compile: false")
-    if packs_of(target) is not None:
-        return Reason("schedules do not hold for packs, which run one after the other", "recompute: {kind: planned}")
     for slot in alone:
         if slot in target.chosen and target.chosen[slot].kind != NULL_KINDS[slot]:
             kind = target.chosen[slot].kind
@@ -175,8 +190,11 @@ def schedules_nothing(target: Target, alone: tuple[str, ...] = _ALONE_IN_BLOCKS)
 
 
 def comes_and_goes(program: Program, target: Target) -> bool:
-    """Whether parameters, or their gradients, come and go with a block's own calls: by hooks, which nothing else calls."""
-    return _is_gathered(program, target) or _follows_calls(target) is not None
+    """Whether parameters, their gradients, or what a block keeps come and go with a block's own calls.
+
+    That is by hooks, which nothing else calls; so each block has a schedule of its own.
+    """
+    return _is_gathered(program, target) or _follows_calls(target) is not None or _moves(target) is not None
 
 
 def not_asked_for(program: Program, target: Target, kind: str) -> Reason | None:
@@ -184,7 +202,7 @@ def not_asked_for(program: Program, target: Target, kind: str) -> Reason | None:
 
     Searches ask for the target's budget under each micro-batch and each such technique, which takes seconds.
     """
-    offload = packs_of(target) or (None if _is_gathered(program, target) else _follows_calls(target))
+    offload = packs_of(target) or (None if _is_gathered(program, target) else _follows_calls(target)) or _moves(target)
     if offload is None:
         return None
     fix = f"recompute: {{kind: {kind}, budget_bytes: {target.budget_bytes or 20_000_000_000}}}"
@@ -197,8 +215,12 @@ def not_of_all_blocks(program: Program, target: Target, what: str, otherwise: st
         kind = target.chosen["sharding.states"].kind
         why = f"{what}, and {kind} gathers a block's parameters for its own calls alone"
         return Reason(why, f"{otherwise}, or sharding.states: {{kind: zero1}}")
-    offload = _follows_calls(target)
-    assert offload is not None, "the caller has asked `comes_and_goes`"
+    offload, moves = _follows_calls(target), _moves(target)
+    if offload is None:
+        assert moves is not None, "the caller has asked `comes_and_goes`"
+        return Reason(
+            f"{what}, and {moves.kind} moves what each block keeps", f"{otherwise}, or offload.activations: {{kind: none}}"
+        )
     why = f"{what}, and {offload.kind} moves a block's parameters or gradients with its own calls alone"
     return Reason(why, f"{otherwise}, or offload.states: {{kind: optimizer_cpu}}")
 
@@ -211,6 +233,11 @@ def _is_gathered(program: Program, target: Target) -> bool:
         return states.divides_parameters(program.ranks, NO_PLAN)
     except ApplyError:  # its own plan says so, which is made after this one
         return True
+
+
+def _moves(target: Target) -> Technique | None:
+    moves = target.chosen.get("offload.activations")
+    return None if moves is None or moves.kind == NULL_KINDS[moves.slot] else moves
 
 
 def _follows_calls(target: Target) -> Technique | None:

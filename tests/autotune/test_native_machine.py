@@ -39,6 +39,11 @@ class Case:
             columns, places, self.times, self.host_computes, float(self.slowdown), shares_cores=self.shares_cores
         )
 
+    def least_s(self) -> list[float]:
+        columns = [columns_of(each.step, each.op_s, each.issue_s) for each in self.classes]
+        places = [(each.root, each.ranks_on_root) for each in self.classes]
+        return _native.least_s(columns, places, self.times, self.host_computes, self.shares_cores)
+
     def reference(self) -> Machine:
         return Machine(self.classes, self.times, self.host_computes, Fraction(self.slowdown), self.shares_cores)
 
@@ -139,6 +144,21 @@ def test_no_step_is_shorter_than_its_busiest_resource(case: Case) -> None:
         return
     _, _, _, start, stop = found.critical_path
     assert found.step_s >= sum(stop - start) >= max(max(each.busy_s) for each in found.classes)
+
+
+@given(cases(max_classes=3), st.integers(1, 9))
+@settings(max_examples=300, deadline=None)
+def test_no_step_is_shorter_than_what_its_ops_wait_for(case: Case, times: int) -> None:
+    case.times = times
+    try:
+        found = case.run()
+    except ValueError:
+        return
+    least = case.least_s()
+    assert all(bound <= each.finish_s * (1 + 1e-9) for bound, each in zip(least, found.classes, strict=True))
+    one_stream_each = all((each.step.op_stream == 0).all() for each in case.classes)
+    if len(case.classes) == 1 and one_stream_each and times <= 4 and not case.slowdown and not case.shares_cores:
+        assert least[0] >= found.step_s * (1 - 1e-9)  # nothing shares anything
 
 
 @given(cases(max_classes=1, resources=[COMPUTE]), st.data())

@@ -360,7 +360,8 @@ def test_a_technique_that_refuses_the_live_model_twice_is_not_tried_again():
 
     def refusing(trial: Trial) -> TrialResult:
         if "copy_out" in str(trial.config):
-            return TrialResult(number=trial.number, status="unfit", reason="MT309 it cannot be run a second time.")
+            reason = f"MT309 it cannot be run a second time: tensor {trial.number}."  # as it names what it met, no two are equal
+            return TrialResult(number=trial.number, status="unfit", reason=reason, code="MT309", raised_at="memtune.x:1")
         return honest(trial)
 
     run(options, refusing)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from same_graph import assert_same_graph
 from zoo_paths import ZOO
 
 from memtune.autotune import translation_table as table
@@ -21,8 +22,7 @@ from memtune.autotune.translate import translate, unknown_ops
 from memtune.hardware import find
 from memtune.passes.by_data import not_foreseen
 from memtune.passes.region import region_of
-from memtune.program import Kind, Phase, Recording, Step, Tier
-from memtune.runtime.capture import capture, shapes_of
+from memtune.program import Kind, Phase, Recording, Tier
 from memtune.workload import Workload
 
 MODEL = """
@@ -171,20 +171,6 @@ def test_a_mask_is_made_and_padded_by_ops_of_its_own(tmp_path: Path, seq: int, m
         )
     )
     assert_same_graph(translate(record(Workload.load(plain), target="cuda"), find("a100")).step, cuda)
-
-
-def assert_same_graph(step: Step, path: Path) -> None:
-    """The model's region of `step` against a capture of the model in `path`."""
-    workload = Workload.load(path)
-    model, batch = workload.build_model(), workload.make_batch(2)
-    arguments = shapes_of((batch if isinstance(batch, tuple) else (batch,), {}))
-    live = capture(model, model.forward, arguments, [], lambda _, tensor: tensor.is_floating_point()).graph
-    region = region_of(step)
-    assert not isinstance(region, str), region
-    ours = region.graph
-    for column in ("names", "makes", "reads", "writes"):
-        assert getattr(ours, column) == getattr(live, column), column
-    assert (ours.n_forward, ours.random, ours.once, ours.sha256) == (live.n_forward, live.random, live.once, live.sha256)
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("head", "flash_attention"), ("lstm", "_cudnn_rnn")])

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from memtune.executors.base import NO_ROOM, Trial
+from memtune.executors.base import NO_ROOM, OF_AMOUNTS, Trial
 from memtune.executors.outcome import Ended, Failure, RankRecord, choose, failed, failure_of_end, failure_of_record, merge
 from memtune.executors.shim import free_memory, oom_kills
 
@@ -48,6 +48,22 @@ def test_the_code_of_an_error_is_kept_however_many_ranks(ranks):
     failure = failure_of_record(1, record)
     assert failure is not None
     assert failed(Trial(number=1, workload="m.py", config={}, ranks=ranks), failure, "", 1.0).code in NO_ROOM
+
+
+def test_refusals_are_told_apart_by_code_and_place_and_never_by_numbers():
+    def refusal(reason, code, place="memtune.runtime.activations:295", status="unfit"):
+        record = RankRecord(status=status, reason=reason, code=code, raised_at=place)
+        failure = failure_of_record(1, record)
+        assert failure is not None
+        return failed(Trial(number=1, workload="m.py", config={}, ranks=2), failure, "", 1.0).refusal
+
+    first = refusal("MT309 saved 12 tensors", "MT309")
+    assert first is not None
+    assert first == refusal("MT309 saved 7 tensors", "MT309")
+    assert first != refusal("MT309 saved 12 tensors", "MT310")
+    assert first != refusal("MT309 saved 12 tensors", "MT309", "memtune.runtime.states:96")
+    assert {refusal("too little", code) for code in (*OF_AMOUNTS, "")} == {None}
+    assert refusal("MT309 saved 12 tensors", "MT309", status="crash") is None
 
 
 def test_memory_of_the_host_is_read():

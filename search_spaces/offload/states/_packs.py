@@ -25,10 +25,13 @@ from memtune.runtime.ranks import require_ranks
 from memtune.search_spaces.offload.states._layers import cannot_run
 from memtune.technique import Plan, Reason, Target
 
-_BY_BLOCK = ("full", "every_nth", "selective", "attention_output", "balanced", "planned")
+_BY_BLOCK = (
+    "full", "every_nth", "selective", "attention_output", "balanced", "planned", "attention_boundary", "checkmate", "dtr",
+    "megtaichi", "coop",
+)  # fmt: skip
 """Ways to recompute that say of each block what runs again: the blocks of a pack do so as they would in a plain step."""
 _ALONE = {
-    "recompute": "schedules, and what moves activations, do not hold for packs, which run one after the other",
+    "recompute": "what moves activations does not hold for packs, which run one after the other",
     "offload.activations": "what a pack saves is used at once",
     "split": "the model's own code runs once more up to the first block",
 }
@@ -129,7 +132,6 @@ def require_packs_alone(context: Context, kind: str) -> None:
     regions, checks = context.activations.regions, context.checks
     wrong = {
         "offload.activations": any(region.move for region in regions),
-        "recompute": "recompute" in checks,
         "split": any(slot.startswith("split") for slot in checks),
         "sharding.states": "sharding.states" in checks,
     }

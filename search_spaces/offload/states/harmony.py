@@ -132,7 +132,7 @@ class Harmony(Technique):
         widest = max(last - first for first, last in backward)
         return (f"{len(backward)} packs of up to {widest} blocks over all micro-batches, {format_bytes(swapped)} moved per step",)
 
-    def packs_in(self, plan: Plan) -> tuple[Span, ...]:
+    def packs_in(self, plan: Plan, blocks: int) -> tuple[Span, ...]:
         """Of one rank, or of all."""
         return spans_of(plan)
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from memtune.packs import Packs, spans
+from memtune.packs import Packs, Span, spans
 from memtune.program import Program
 from memtune.runtime.context import Context
 from memtune.search_spaces.offload.states._layers import EAGER_ONLY, apply_layers, cannot_run_on_ranks, in_layers, window_of
@@ -61,6 +61,15 @@ class L2L(Technique):
     def averages(self) -> bool:  # type: ignore[override]
         """Together, each gradient is averaged before it leaves, as of packs."""
         return self._together
+
+    @property
+    def layer_major(self) -> bool:  # type: ignore[override]
+        """Together, in packs of one block."""
+        return self._together
+
+    def packs_in(self, plan: Plan, blocks: int) -> tuple[Span, ...]:
+        """Each block by itself, together."""
+        return spans([1] * blocks) if self._together else ()
 
     @property
     def averages_blocks(self) -> bool:  # type: ignore[override]

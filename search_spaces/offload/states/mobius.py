@@ -134,7 +134,7 @@ class Mobius(Technique):
             return ()
         return (f"{stages} stages over all micro-batches, {format_bytes(moved)} of weights and gradients moved per step", *rest)
 
-    def packs_in(self, plan: Plan) -> tuple[Span, ...]:
+    def packs_in(self, plan: Plan, blocks: int) -> tuple[Span, ...]:
         """Of one rank, or of all."""
         return spans_of(plan)
 

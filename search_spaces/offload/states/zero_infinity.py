@@ -8,10 +8,12 @@ from pydantic import Field
 from torch import nn
 
 from memtune.errors import ApplyError
+from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.host_optimizer import Native, optimizer_on_host
 from memtune.passes.ssd_gradients import gradients_on_ssd
 from memtune.passes.ssd_optimizer import Away, optimizer_in_host_pieces, optimizer_on_ssd
 from memtune.passes.stream import stream_parameters
+from memtune.passes.tiled_rows import tile_rows, tileable_rows
 from memtune.passes.tiled_weights import tile_weights, tileable, weights_before_biases
 from memtune.program import Kind, Program
 from memtune.residency import window
@@ -22,6 +24,7 @@ from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.host_pieces import HostPieces
 from memtune.runtime.ssd_optimizer import SsdOptimizer
 from memtune.runtime.ssd_parameters import KeptParameters
+from memtune.runtime.tiled_rows import divided_tiles
 from memtune.runtime.tiled_weights import install, linear_layers
 from memtune.search_spaces.offload.states._layers import (
     EAGER_ONLY,
@@ -89,7 +92,8 @@ class ZeroInfinity(Technique):
 
     tiles: Annotated[int, Field(ge=1, le=64)] = 1
     """Parts in which the weights of large linear layers come, where parameters come and go: at most two of them, and of their
-    gradients, are on the device at once (section 5.1.3). 1 brings weights whole, with their block."""
+    gradients, are on the device at once (section 5.1.3), also beside `fsdp`, where a part is gathered from all ranks. 1 brings
+    weights whole, with their block."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Needs a directory on a drive, and a type that the native update knows; parameters that come and go as `l2l` does."""
@@ -105,20 +109,22 @@ class ZeroInfinity(Technique):
         return cannot_run_on_ranks(program, target, natively=False) or self._no_tiles(program)
 
     def _no_tiles(self, program: Program) -> Reason | None:
-        if self.tiles == 1:
+        if self.tiles == 1 or self._tileable(program):
             return None
-        if program.ranks > 1:
-            return Reason("weights come in tiles on one rank only", "tiles: 1")
-        if not tileable(program.step, self.tiles):
-            return Reason("no weight of a block is that of a plain linear layer with so many outputs", "tiles: 1")
-        return None
+        evenly = "" if gathers_of(program.step) is None else ", and a multiple of the ranks,"
+        return Reason(f"no weight of a block is that of a plain linear layer with so many{evenly} outputs", "tiles: 1")
+
+    def _tileable(self, program: Program) -> tuple[int, ...]:
+        if gathers_of(program.step) is None:
+            return tileable(program.step, self.tiles)
+        return tileable_rows(program.step, self.tiles, program.ranks)
 
     def plan(self, program: Program, target: Target) -> Plan:
         """Which weights come in tiles."""
         if self.tiles == 1:
             return Plan()
         step = program.step
-        return Plan(decisions={"tiled": [step.parameters[each].name for each in tileable(step, self.tiles)]})
+        return Plan(decisions={"tiled": [step.parameters[each].name for each in self._tileable(program)]})
 
     @property
     def _uses_ssd(self) -> bool:
@@ -131,10 +137,8 @@ class ZeroInfinity(Technique):
             return Reason("weights that come and go are updated on the host, not on the device", "optimizer: host or ssd")
         if self.optimizer == "host" and self.keeps_steps():
             return Reason("the last step is kept on SSD, where the state must be", "optimizer: ssd, or resume: checkpoint")
-        if self.tiles > 1 and (self.parameters == "device" or self.gradients == "ssd"):
-            return Reason(
-                "weights in tiles come and go, and their gradients wait on the host", "parameters: host or ssd, gradients: host"
-            )
+        if self.tiles > 1 and self.parameters == "device":
+            return Reason("weights in tiles come and go", "parameters: host or ssd")
         if self.gradients is None or self.parameters != "device":
             return None
         return Reason("gradients of parameters that stay on the device stay there until the step", "parameters: host or ssd")
@@ -145,13 +149,14 @@ class ZeroInfinity(Technique):
         if self.parameters != "device":
             read_ahead = self.read_ahead if self.parameters == "ssd" else None
             residency = window_of(program, min(self.on_device, len(step.blocks)))
-            tiled = tileable(step, self.tiles) if self.tiles > 1 else ()
-            step = weights_before_biases(step, tiled) if tiled else step
+            tiled, is_divided = self._tileable(program) if self.tiles > 1 else (), gathers_of(step) is not None
+            step = weights_before_biases(step, tiled) if tiled and not is_divided else step
             step = stream_parameters(step, residency, early=False, read_ahead=read_ahead, ranks=replicas(program))
-            step = tile_weights(step, tiled, self.tiles) if tiled else step
-            away = Away.of(step)
             if self.gradients == "ssd":
-                step, away = gradients_on_ssd(step, away)
+                step, _ = gradients_on_ssd(step, Away.of(step))
+            if tiled:
+                step = (tile_rows if is_divided else tile_weights)(step, tiled, self.tiles, program.ranks)
+            away = Away.of(step)
         if self.optimizer == "ssd":
             return program.with_step(optimizer_on_ssd(step, self.ahead, 2 if self.keeps_steps() else 1, away))
         on_host = optimizer_on_host(step, Native()) if away is None else optimizer_in_host_pieces(step, self.ahead, away)
@@ -182,7 +187,7 @@ class ZeroInfinity(Technique):
             blocks, gathered = len(context.blocks), is_gathered(context.model)
             residency = window(blocks, min(self.on_device, blocks), gathered=gathered)
             kept = KeptParameters(context, residency, moved, self.read_ahead, *where, tiled)
-            install(context, tiled, self.tiles, kept)
+            install(context, tiled, self.tiles, kept, divided_tiles(context, tiled) if tiled and gathered else None)
             context.checks["offload.states"] = kept.check
 
     def _moved(self, context: Context) -> SsdOptimizer:
@@ -200,8 +205,12 @@ class ZeroInfinity(Technique):
                 "zero_infinity with tiles needs a plan of which weights come in them.",
                 fix="memtune search  writes it with the config; or tiles: 1", code="MT316",
             )  # fmt: skip
-        if context.ranks > 1:
-            raise ApplyError("Weights come in tiles on one rank only.", fix="tiles: 1", code="MT315")
+        if context.by_schedules:
+            raise ApplyError(
+                "zero_infinity with tiles does not work beside what this config has under recompute.",
+                evidence="Schedules run the blocks' ops, and products with weights in tiles are others.",
+                fix="tiles: 1", code="MT315",
+            )  # fmt: skip
         return linear_layers(context, names)
 
     @property

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune.passes.experts import experts_in
 from memtune.passes.replicate import Replication, replicate
 from memtune.program import Program
 from memtune.runtime.average_landed import AverageLanded
@@ -41,7 +42,7 @@ class Ddp(Technique):
     """Search every step for parameters that get no gradient; needed where the graph changes, slower elsewhere."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Needs two ranks, and to be told when some trainable parameter gets no gradient."""
+        """Needs two ranks, and to be told when some trainable parameter gets no gradient; of experts, some may get none."""
         if target.ranks < 2:
             return Reason("there is only one rank", "--gpus or --workers 2 and more")
         unused = [p.name for p in program.step.parameters if p.trainable and p.gradient < 0]
@@ -49,7 +50,7 @@ class Ddp(Technique):
             return Reason(
                 f"{len(unused)} trainable parameters get no gradient, {unused[0]} first", "find_unused_parameters: true"
             )
-        if self.find_unused_parameters and not unused:
+        if self.find_unused_parameters and not unused and not experts_in(program.step):
             return Reason("every trainable parameter gets a gradient", "find_unused_parameters: false")
         return None
 

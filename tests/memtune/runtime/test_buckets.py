@@ -12,6 +12,7 @@ from memtune.errors import ApplyError
 from memtune.runtime.activations import ActivationTable
 from memtune.runtime.buckets import Buckets
 from memtune.runtime.context import Context
+from memtune.runtime.tensor import Average
 
 CPU = torch.device("cpu")
 
@@ -29,17 +30,18 @@ class Branches(nn.Module):
         return x.sum()
 
 
-def branches(steps: list[list[list[int]]]) -> list[list[list[float] | None]]:
-    """What each expert's gradient adds up to after each step, and on this rank alone, times its part of the average."""
+def branches(steps: list[list[list[int]]], in_buckets: bool) -> list[list[list[float] | None]]:
+    """What each expert's gradient is after each step, averaged in buckets or one by one."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model, found = Branches(), []
     context = Context(model, torch.optim.SGD(model.parameters()), [], CPU, ActivationTable(model, []))
-    Buckets(context, bucket_cap_mb=0, find_unused_parameters=True)
-    assert context.sync is not None
+    if in_buckets:
+        Buckets(context, bucket_cap_mb=0, find_unused_parameters=True)
+    sync = context.sync or Average(context, dist.distributed_c10d._get_default_group(), list(model.parameters())).sync
     for used in steps:
         model.zero_grad()
-        with context.sync(True):
+        with sync(True):
             model(torch.full((1, 2), rank + 1.0), used[rank]).backward()
         found.append([None if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()])
     return found
@@ -62,10 +64,11 @@ def alone(steps: list[list[list[int]]]) -> list[list[list[float] | None]]:
     return found
 
 
-def test_other_branches_on_other_ranks() -> None:
+@pytest.mark.parametrize("in_buckets", [True, False])
+def test_other_branches_on_other_ranks(in_buckets: bool) -> None:
     steps = [[[0], [1]], [[0], [1]], [[0, 1], [0]], [[1], [0, 1]], [[1, 0], [0, 1]], [[2], [2]]]
     wanted = alone(steps)
-    for found in run_ranks(branches, 2, steps):
+    for found in run_ranks(branches, 2, steps, in_buckets):
         for here, there in zip(found, wanted, strict=True):
             assert [each is None for each in here] == [each is None for each in there]
             for one, other in zip(here, there, strict=True):

@@ -264,3 +264,22 @@ def test_no_tensor_is_made_in_a_file_that_was_cut_off(disk: Disk) -> None:
     assert caught.value.code == "MT364"
     assert "layer.bias" in caught.value.what
     assert disk.used_bytes == kept.numel() * 4 + 96  # filled up to a block of the file
+
+
+class _Held:
+    """Something that a frame holds."""
+
+
+def test_a_ticket_that_keeps_its_error_keeps_no_frames(disk: Disk) -> None:
+    """Else what failed would keep the graph whose tensors on SSD keep their file, and the engine would outlive the process."""
+    ssd = stored(disk, torch.randn(1000))
+    os.truncate(disk.path, 0)
+    ticket = disk.load(torch.empty(1000), ssd)
+
+    def asked() -> weakref.ref[_Held]:
+        held = _Held()
+        with pytest.raises(EnvironmentFault, match="cut off"):
+            ticket.result()
+        return weakref.ref(held)
+
+    assert [asked()(), asked()()] == [None, None]

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from upset_loops import STORES, Net, assert_equal, batch, build, loss, made, plain, step, weights
 
 from memtune._apply import apply
+from memtune.autotune.fake_ranks import fake_ranks
 from memtune.errors import ApplyError
 from memtune.runtime import offload_dir
 
@@ -29,6 +31,14 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "numpy": lambda weight: weight.detach().numpy(),
     "copy": copy.deepcopy,
     "replaced": lambda weight: setattr(weight, "data", torch.zeros_like(weight)),
+}
+ROW_READS: dict[str, Callable[[DTensor], Any]] = {
+    "rows": lambda weight: weight.to_local().sum(),
+    "rows as they are": lambda weight: torch.no_grad()(weight.to_local)().sum(),
+    "rows of data": lambda weight: weight.data.to_local().mul_(2),  # type: ignore[attr-defined]
+    "gathered": lambda weight: weight.full_tensor(),
+    "divided otherwise": lambda weight: weight.redistribute(placements=weight.placements),
+    "saved": lambda weight: torch.save(weight, io.BytesIO()),
 }
 
 
@@ -57,6 +67,32 @@ def test_who_reads_or_writes_what_is_let_go_is_told_so(name: str) -> None:
     assert isinstance(weight, nn.Parameter)
     step(model, optimizer, 1)
     assert_equal(weights(model), plain(2))
+
+
+@pytest.mark.parametrize("name", SORTS)
+def test_rows_of_divided_weights_are_looked_at_as_whole_ones_are(name: str) -> None:
+    """On ranks that are not there: what FSDP2 divides, which ended the process."""
+    with fake_ranks(2):
+        model, optimizer = build()
+        settings, plan = STORES[name]
+        chosen = {"sharding": {"states": {"kind": "fsdp"}}, "offload": {"states": settings}}
+        config = {"settings": chosen, "plan": {"offload.states": plan} if plan else {}}
+        apply(model, optimizer, config, loss=loss, strict=False)
+        step(model, optimizer, 0)
+        weight = weight_of(model)
+        assert isinstance(weight, DTensor)
+        assert isinstance(weight, nn.Parameter)
+        for read in (*READS.values(), *ROW_READS.values()):
+            with pytest.raises(ApplyError, match="MT364 A weight of shape"):
+                read(weight)
+        assert (weight.shape, weight.to_local().shape, weight.grad, weight.requires_grad) == ((16, 8), (8, 8), None, True)
+        assert "not on the device" in repr(weight)
+        assert model.state_dict()["blocks.1.up.weight"].to_local().shape == (8, 8)
+        for upset in (copy.deepcopy, lambda module: module.double()):
+            with pytest.raises(ApplyError, match="let go on the device"):
+                upset(model)
+        model.to("cpu").float()
+        step(model, optimizer, 1)
 
 
 @pytest.mark.parametrize("name", SORTS)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import upset_loops
+from gloo import run_ranks
 from torch import Tensor, nn
 from zoo_paths import ZOO
 
@@ -127,9 +128,13 @@ def test_a_rate_that_is_set_after_a_load_is_used(technique: Technique) -> None:
 @torch.no_grad()
 def write(model: upset_loops.Net, inside: bool) -> None:
     model.first.weight.mul_(0.5)
+    model.first.bias.data[1:3].add_(0.25)  # one row of what is shown, which has a version of its own
     model.last.weight.data = model.last.weight.clamp(-0.1, 0.1)
+    model.last.bias.data = model.last.bias.clone()
+    model.last.bias.data.mul_(0.5)
     if inside:
         model.blocks[1].up.weight.zero_()  # type: ignore[union-attr, operator]
+        model.blocks[2].norm.weight.data.mul_(0.5)  # type: ignore[union-attr, operator]
 
 
 def trained(model: upset_loops.Net, optimizer: torch.optim.Optimizer, tuned: Tuned | None, inside: bool) -> dict[str, Tensor]:
@@ -152,7 +157,7 @@ def test_updates_begin_with_what_was_written(name: str) -> None:
 
 def test_updaters_in_processes_of_their_own_refuse_the_next_step() -> None:
     model, optimizer, tuned = upset_loops.made("smart_infinity")
-    with pytest.raises(ApplyError, match=r"MT318 2 weights were loaded(.|\n)*or written on the device"):
+    with pytest.raises(ApplyError, match=r"MT318 4 weights were loaded(.|\n)*or written on the device"):
         trained(model, optimizer, tuned, False)
 
 
@@ -164,5 +169,35 @@ def test_weights_whose_update_is_late_are_not_to_be_written() -> None:
     write(model, True)  # its update is over
     tuned.step([upset_loops.batch(1)])
     write(model, True)
-    with pytest.raises(ApplyError, match="MT318 3 weights were written on the device while an update of theirs is under way"):
+    with pytest.raises(ApplyError, match="MT318 6 weights were written on the device while an update of theirs is under way"):
         tuned.step([upset_loops.batch(2)])
+
+
+# -- on gloo ranks -----------------------------------------------------------------------------------------------------
+
+
+def kept(states: str) -> list[str]:
+    """Weights that are others than on one rank, after steps between which each rank writes them."""
+    model, optimizer = upset_loops.build()
+    settings = {"sharding": {"states": {"kind": states}}, "offload": {"states": {"kind": "optimizer_cpu"}}}
+    tuned = apply(model, optimizer, {"settings": settings}, loss=upset_loops.loss, strict=False)
+    for index in range(3):
+        upset_loops.step(model, optimizer, index)
+        with torch.no_grad():
+            for weight in (model.first.weight, model.blocks[1].up.weight):  # type: ignore[union-attr]
+                weight.mul_(0.5)  # type: ignore[operator]
+            model.last.weight.data.mul_(0.5)
+    plain, others = upset_loops.build()
+    for index in range(3):
+        upset_loops.step(plain, others, index)
+        with torch.no_grad():
+            for weight in (plain.first.weight, plain.blocks[1].up.weight, plain.last.weight):  # type: ignore[union-attr]
+                weight.mul_(0.5)  # type: ignore[operator]
+    found, wanted = tuned.state_dict()["model"], upset_loops.weights(plain)
+    return [name for name in wanted if not torch.allclose(found[name], wanted[name], rtol=0, atol=1e-6)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", ["zero1", "zero2", "fsdp"])
+def test_ranks_begin_with_what_was_written(states: str) -> None:
+    assert run_ranks(kept, 2, states) == [[], []]

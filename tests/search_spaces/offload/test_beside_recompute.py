@@ -88,12 +88,11 @@ STORES = (
 )  # fmt: skip
 PACKS = ("mobius", "harmony", "harmony, a pipeline")
 ACTIVATIONS = ("copy_out", "copy_out, half to SSD", "pipelined", "tsplit")
-BY_BLOCK = ("full", "selective", "every_nth", "planned")
+BY_BLOCK = ("full", "selective", "every_nth", "planned", "checkmate")
 RANKS = ("ddp", "zero2", "fsdp", "zero3")
 REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
-    ("a frozen schedule runs the model without offload.activations", ACTIVATIONS, DIVISIONS, ("checkmate",)),
+    ("nothing could be let go that is worth computing again", ("copy_out",), DIVISIONS, ("checkmate",)),
     ("everything fits into the budget as it is", ("tsplit",), ("zero2",), ("full",)),
-    ("schedules do not hold for packs", PACKS, DIVISIONS, ("checkmate",)),
     ("draws random numbers, and their order would be another", PACKS, ("one rank",), BY_BLOCK),
     ("packs average their gradients themselves", PACKS, RANKS, BY_BLOCK),
     ("whole on each, or gathered from all", STORES, ("zero2",), tuple(RECOMPUTES)),
@@ -102,7 +101,7 @@ REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
 ]
 """Why, which offload, under which division of states, beside which recompute. The first reason that holds is the one given."""
 BRIEFLY = {
-    "one rank": [("stronghold", "checkmate"), ("pipelined", "planned")],
+    "one rank": [("stronghold", "checkmate"), ("pipelined", "planned"), ("pipelined", "checkmate")],
     "fsdp": [("zero_infinity, all on SSD", "planned")],
 }
 """What a short run trains."""
@@ -275,6 +274,18 @@ def test_a_schedule_of_the_whole_model_is_refused_by_apply(row: str) -> None:
     workload, model, optimizer = build(MODEL)
     with pytest.raises(ApplyError, match=r"checkmate.* does not work beside what this config has under offload.states"):
         apply(model, optimizer, {"settings": settings, "plan": plan}, loss=workload.loss, strict=False)
+
+
+def test_weights_in_tiles_beside_schedules_are_refused_twice() -> None:
+    """By `fits`, before any schedule is looked for, and by `apply`."""
+    whole = states("zero_infinity", parameters="host")
+    tiled = whole.model_copy(update={"tiles": 2})
+    assert "weights in tiles" in str(CHECKMATE.fits(plain_program(MODEL, SAMPLES), target_of(CHECKMATE, tiled)))
+    plans = planned(MODEL, CHECKMATE, whole)[1]
+    plan = {slot: each.decisions for slot, each in plans.items()} | {"offload.states": {"tiled": []}}
+    workload, model, optimizer = build(MODEL)
+    with pytest.raises(ApplyError, match="with tiles does not work beside what this config has under recompute"):
+        apply(model, optimizer, {"settings": settings_of(CHECKMATE, tiled), "plan": plan}, loss=workload.loss, strict=False)
 
 
 def test_online_is_refused_where_gradients_leave_with_calls() -> None:

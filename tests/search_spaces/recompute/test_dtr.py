@@ -10,9 +10,9 @@ from zoo_paths import ZOO
 
 from memtune._apply import apply
 from memtune.errors import ApplyError
-from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute._place import place_of
 from memtune.search_spaces.recompute.dtr import Dtr
+from memtune.search_spaces.split.tiled import Tiled
 from memtune.technique import NO_PLAN
 from memtune.testing import TechniqueSuite
 from memtune.testing.drift import plain_program, target_of
@@ -84,8 +84,8 @@ class TestDtr(TechniqueSuite):
 
     def test_refused_beside_what_works_inside_the_model(self) -> None:
         technique = Dtr(ratio=0.5)
-        reason = technique.fits(plain_program(ZOO["gpt"]), target_of(technique, CopyOut()))
-        assert "without offload.activations: copy_out" in str(reason)
+        reason = technique.fits(plain_program(ZOO["gpt"]), target_of(technique, Tiled()))
+        assert "without split: tiled" in str(reason)
 
     def test_a_config_without_its_schedule_is_refused(self) -> None:
         _, model, optimizer = build(ZOO["cnn_bn"])

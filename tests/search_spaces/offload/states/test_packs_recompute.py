@@ -23,13 +23,14 @@ from memtune.config import TunedConfig
 from memtune.edit import accumulate_gradients
 from memtune.errors import ApplyError
 from memtune.program import I32, Phase, Program, RankClass, Resource, Step, Tier
-from memtune.runtime import own_checkpoint, shim
+from memtune.runtime import frozen, own_checkpoint, shim
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces import find
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.states.harmony import Harmony
+from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.search_spaces.offload.states.mobius import Mobius
 from memtune.search_spaces.recompute._budget import Budget, Solution, after_later, within
 from memtune.search_spaces.recompute._levels import rewritten as levels_rewritten
@@ -43,6 +44,7 @@ PAIRS = Harmony(kind="harmony", backward=2)
 UNEVEN = Harmony(kind="harmony", backward=2, forward=3, packing="greedy", boundaries="host", prefetch=True)
 GROUPS = Harmony(kind="harmony", backward=2, group=2)
 WHOLE = Harmony(kind="harmony", backward=6)
+LAYERS = L2L(kind="l2l", micro_batches="together")
 STAGES = Mobius(kind="mobius", stages=3)
 IN_TURN = Mobius(kind="mobius", stages=4)
 PIPELINE = Harmony(kind="harmony", across="pipeline", backward=2)
@@ -58,8 +60,11 @@ def recompute(kind: str, **knobs: Any) -> Technique:
 FULL, SELECTIVE, EVERY_NTH = recompute("full"), recompute("selective"), recompute("every_nth", n=2)
 PLANNED = recompute("planned", share=0.5)
 BY_BLOCK = (FULL, SELECTIVE, EVERY_NTH, recompute("attention_output"), recompute("balanced"), PLANNED)
-ALL = [(packs, again) for packs in (PAIRS, UNEVEN, GROUPS, WHOLE, STAGES) for again in BY_BLOCK]
-QUICK = [(STAGES, FULL), (PAIRS, PLANNED)]
+SCHEDULE = recompute("dtr", ratio=0.3)
+SCHEDULES = (SCHEDULE, recompute("checkmate", share=0.3), recompute("attention_boundary"), recompute("megtaichi", ratio=0.5))
+"""Each block by one of its own."""
+ALL = [(packs, again) for packs in (PAIRS, UNEVEN, GROUPS, WHOLE, STAGES, LAYERS) for again in (*BY_BLOCK, *SCHEDULES)]
+QUICK = [(STAGES, FULL), (PAIRS, PLANNED), (PAIRS, SCHEDULE)]
 
 
 def named(each: Any) -> str:
@@ -147,6 +152,28 @@ class TestOneRank:
         assert counted["host_to_device"] == total(step, Resource.HOST_TO_DEVICE)
         assert counted["device_to_host"] == total(step, Resource.DEVICE_TO_HOST)
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("packs", [PAIRS, STAGES], ids=named)
+    def test_schedules_are_planned_for_the_packs(self, packs: Technique) -> None:
+        """Peaks that are planned are those after the packs, within the budget; more room is never slower."""
+        known = list[tuple[int, float]]()
+        for ratio in (0.0, 0.25, 0.5, 0.75):
+            found = planned(packs, recompute("dtr", ratio=ratio))
+            told = found.plans["recompute"].decisions
+            assert (
+                max(each.step.peak_bytes() for each in found.program.rank_classes) == told["peak_bytes"] <= told["budget_bytes"]
+            )
+            known.append((told["peak_bytes"], told["again_s"]))
+        assert [seconds for _, seconds in known] == sorted((seconds for _, seconds in known), reverse=True)
+        assert len(set(known)) > 2
+
+    @pytest.mark.slow
+    def test_schedules_of_a_forward_pack_keep_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The mechanism: without it, what backward would need is held until the pack has run forward."""
+        monkeypatch.setattr(frozen, "nothing_stays", lambda: False)
+        with pytest.raises(AssertionError):
+            check_ops(PAIRS, SCHEDULE)
+
     @pytest.mark.parametrize("packs", [PAIRS, STAGES], ids=named)
     def test_planned_prices_packs_as_they_are(self, packs: Technique) -> None:
         """The mechanism: packs do not share the budget. Plans priced as those of a plain step, where blocks do, meet none."""
@@ -199,7 +226,7 @@ class TestOneRank:
     @pytest.mark.parametrize(
         ("other", "why"),
         [
-            (recompute("dtr", ratio=0.6), "do not hold for packs"),
+            (recompute("dtr", ratio=0.6, online=True), "with its own calls alone"),
             (find("offload.activations", "copy_out")(kind="copy_out", min_bytes=0), "used at once"),
         ],
         ids=lambda each: getattr(each, "kind", ""),
@@ -208,14 +235,13 @@ class TestOneRank:
     def test_others_are_refused_by_name_twice(self, packs: Technique, other: Technique, why: str) -> None:
         """By `fits`, and by `apply` of a config that says it all the same."""
         assert why in str(rewritten(packs, other))
-        assert "do not hold for packs" in str(rewritten(packs, recompute("planned", share=0.5, by_schedule=True)))
         alone = rewritten(recompute("none"), other)
         assert isinstance(alone, Candidate)
         plans = planned(packs).plans | alone.plans
         document = {"settings": settings_of(packs, other), "plan": {slot: plan.decisions for slot, plan in plans.items()}}
         workload, model, optimizer = build(CHAIN)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(ApplyError, match=f"{packs.kind}.*does not work beside"):
+        with pytest.raises(ApplyError, match="does not work beside"):
             apply(model, optimizer, document, loss=workload.loss, strict=False)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -288,7 +314,7 @@ def _beyond(candidate: Candidate, run: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize("packs", [IN_TURN, PIPELINE, PAIRS], ids=["mobius", "pipeline", "data"])
 def test_on_two_ranks(packs: Technique) -> None:
     """With each rank's own samples; `test_in_turn` and `test_harmony` hold the plain ones to one rank that has all."""
-    check_on_ranks(packs, (FULL, SELECTIVE, EVERY_NTH, PLANNED))
+    check_on_ranks(packs, (FULL, SELECTIVE, EVERY_NTH, PLANNED, SCHEDULE))
 
 
 @pytest.mark.slow

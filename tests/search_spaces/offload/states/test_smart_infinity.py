@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -289,12 +290,15 @@ class TestSmartInfinity(TechniqueSuite):
         assert torch.equal(got[0], wanted[0])
         assert all(torch.equal(after[name], value) for name, value in net.state_dict().items())
 
-    def test_an_updater_that_is_killed_ends_training_with_its_name(self) -> None:
-        """Nothing wrong is computed: the step and every later one raise."""
+    @pytest.mark.parametrize("within_step", [False, True])
+    def test_an_updater_that_is_killed_ends_training_with_its_name(self, within_step: bool) -> None:
+        """Nothing wrong is computed: the step and every later one raise, also where weights of other domains have come up."""
         workload, net, optimizer, tuned = tuned_with(SMALL)
         one_step(workload, net, optimizer, tuned, seed=SEED)
         victim = updaters(tuned)[1].process
-        victim.send_signal(signal.SIGKILL)
+        victim.send_signal(signal.SIGSTOP if within_step else signal.SIGKILL)
+        if within_step:
+            threading.Timer(0.5, victim.kill).start()
         for _ in range(2):
             with pytest.raises(EnvironmentFault, match=r"updater of storage domain 1 .* has ended by SIGKILL") as caught:
                 one_step(workload, net, optimizer, tuned, seed=SEED + 1)

@@ -103,10 +103,11 @@ def test_gradients_on_ssd_have_the_bits_of_those_on_the_host(micro_batches: int)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ssd")
+@pytest.mark.parametrize("tiles", [1, 3])
 @pytest.mark.parametrize("parameters", ["host", "ssd"])
-def test_a_later_micro_batch_is_as_predicted(parameters: str) -> None:
+def test_a_later_micro_batch_is_as_predicted(parameters: str, tiles: int) -> None:
     """The sums are read, added to and written again, op by op."""
-    technique = GRADIENTS_TOO.model_copy(update={"parameters": parameters})
+    technique = GRADIENTS_TOO.model_copy(update={"parameters": parameters, "tiles": tiles})
     recording, target = recording_of(ZOO["tied"]), target_of(technique)
     program = Program((RankClass(1, accumulate_gradients(recording.at(2))),), 2, 2)
     session = start_session(Workload.load(ZOO["tied"]), recording.rung)

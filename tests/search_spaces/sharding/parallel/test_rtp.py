@@ -88,6 +88,10 @@ def changed(change: Any) -> list[str]:
         ),
         (lambda model: model.head.register_forward_hook(lambda *_: None), "head has hooks"),
         (lambda model: setattr(model.ln_f, "weight", model.h[0].attn.q_proj.weight), "shares its weight with ln_f.weight"),
+        (
+            lambda model: setattr(model, "experts", nn.ModuleList(nn.Linear(32, 32) for _ in range(2))),
+            "experts.0 is of an expert, which a rank whose samples go to others does not call",
+        ),
         (lambda model: setattr(model, "more", nn.Bilinear(2, 2, 2)), ""),
     ],
 )

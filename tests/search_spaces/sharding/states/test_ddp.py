@@ -13,6 +13,7 @@ from sharding_program import program, step, target, with_parameter
 from torch import Tensor, nn
 
 from memtune._apply import apply
+from memtune.errors import ApplyError
 from memtune.passes.replicate import Replication, replicate
 from memtune.program import FOREVER, Kind, Phase, Step
 from memtune.search_spaces.sharding.states.ddp import Ddp
@@ -47,6 +48,7 @@ def test_a_parameter_without_gradient_must_be_looked_for() -> None:
     assert "1 trainable parameters get no gradient" in str(Ddp().fits(unused, target(2)))
     assert Ddp(find_unused_parameters=True).fits(unused, target(2)) is None
     assert "every trainable parameter" in str(Ddp(find_unused_parameters=True).fits(program(), target(2)))
+    assert Ddp(find_unused_parameters=True).fits(program("moe"), target(2)) is None  # a batch may leave experts out
 
 
 def test_buckets_hold_all_gradients_for_ever() -> None:
@@ -143,6 +145,24 @@ def gated() -> dict[str, Any]:
         "moved": {name: p.detach() - before[name] for name, p in model.named_parameters()},
         "names": list(tuned.state_dict()["model"]),
     }
+
+
+def not_looked_for() -> list[str]:
+    model = Gated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"sharding": {"states": {"kind": "ddp"}}}
+    tuned = apply(model, optimizer, {"settings": settings}, loss=lambda model, x: model(x).square().mean(), strict=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    said = []
+    try:
+        tuned.step([torch.ones(2, 4), -torch.ones(2, 4)])  # the last one leaves `sometimes` out
+    except ApplyError as error:
+        said += [error.code, error.fix]
+    return said if all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) else ["updated"]
+
+
+def test_a_bucket_that_was_not_full_is_an_error_in_the_step_itself() -> None:
+    assert run_ranks(not_looked_for, 2) == [["MT346", "find_unused_parameters: true"]] * 2
 
 
 def test_unused_parameters_are_found() -> None:

@@ -1,0 +1,260 @@
+"""The pass of `runtime.tiled_rows`: weights that FSDP2 divides are gathered tile by tile, on what `passes.stream` has made."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from memtune.edit import Edit
+from memtune.parameters import columns_of
+from memtune.passes.gathered_rows import gathers_of, members_of_units
+from memtune.passes.tile_turns import Turn, made_by, used_by
+from memtune.passes.tiled_weights import Layer, is_linear, large_ones, products_of, without_wholes
+from memtune.program import I32, READS, WRITES, Kind, Phase, Resource, Step
+
+_PACK = "fsdp.chunk_cat.default"
+_REDUCES_AFTER = 2
+"""Rows from what packs a unit's gradients to what reduces them (`passes.reductions`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Wholes:
+    """Of a step that FSDP2 divides: what it gathers and reduces of each parameter; (parameters,) each, -1 for none."""
+
+    forward: I32
+    """The whole parameter in forward."""
+    backward: I32
+    raw: I32
+    """The whole gradient that this micro-batch makes."""
+    pack: I32
+    """What packs that."""
+
+    @classmethod
+    def of(cls, step: Step) -> _Wholes:
+        """Those of the blocks of `step`."""
+        gathers, count = gathers_of(step), len(step.parameters)
+        assert gathers is not None
+        one_of = np.full(step.n_ops, -1, np.int32)
+        there = np.flatnonzero(step.producer >= 0)
+        one_of[step.producer[there]] = there
+        forward, backward, raw, pack = (np.full(count, -1, np.int32) for _ in range(4))
+        n_blocks = len(step.blocks)
+        for block, members in enumerate(members_of_units(step)):
+            places = np.arange(-len(members), 0)  # each parameter's memory is taken right before what copies all out
+            forward[members] = one_of[gathers.copies[block] + places]
+            backward[members] = one_of[gathers.copies[2 * n_blocks - 1 - block] + places]
+        if _PACK in step.names:
+            packed = (step.op_name[step.use_op] == step.names.index(_PACK)) & (step.use_mutates == READS)
+            rows = np.flatnonzero(packed & (step.owner[step.use_storage] >= 0))
+            owner = step.owner[step.use_storage[rows]]
+            raw[owner], pack[owner] = step.use_storage[rows], step.use_op[rows]
+        return cls(forward, backward, raw, pack)
+
+
+@functools.lru_cache(maxsize=8)
+def tileable_rows(step: Step, tiles: int, ranks: int) -> tuple[int, ...]:
+    """As `tileable`, of a step that FSDP2 divides over `ranks` ranks, each of which has as many rows of the weight.
+
+    Each block keeps a trained parameter that FSDP2 gathers and reduces.
+    """
+    columns, wholes, product = columns_of(step.parameters), _Wholes.of(step), products_of(step)
+    two = np.asarray([len(shape) == 2 and shape[0] >= tiles for shape in columns.shapes], bool)
+    mine = np.flatnonzero(two & (columns.block >= 0) & (wholes.raw >= 0) & (columns.gradient >= 0))
+    readers = _readers(step, np.concatenate([wholes.forward[mine], wholes.backward[mine], wholes.raw[mine]]))
+    found = []
+    for p in mine.tolist():
+        raw, (rows, deep) = int(wholes.raw[p]), columns.shapes[p]
+        uses = np.concatenate([readers[int(each)] for each in (wholes.forward[p], wholes.backward[p])])
+        even = int(step.bytes[raw]) == ranks * rows * deep * int(columns.itemsize[p])
+        if (
+            even and product[uses].all() and product[step.producer[raw]] and len(readers[raw]) == 1
+            and columns.names[p].rpartition(".")[0] not in step.blocks
+            and is_linear(step, p, uses, raw, (ranks * rows, deep))
+        ):  # fmt: skip
+            found.append(p)
+    large = large_ones(step, found)
+    kept = np.zeros(len(step.blocks), bool)
+    rest = np.setdiff1d(np.flatnonzero(wholes.raw >= 0), large)
+    kept[columns.block[rest[columns.block[rest] >= 0]]] = True
+    return tuple(p for p in large if kept[columns.block[p]])
+
+
+def _readers(step: Step, storages: I32) -> dict[int, I32]:
+    """By storage, the ops that read it, in order; what copies a unit's parameters out writes them."""
+    wanted = np.zeros(step.n_storages + 1, bool)
+    wanted[storages] = True
+    rows = np.flatnonzero(wanted[step.use_storage] & (step.use_mutates == READS))
+    rows = rows[np.argsort(step.use_storage[rows], kind="stable")]
+    start = np.searchsorted(step.use_storage[rows], storages)
+    stop = np.searchsorted(step.use_storage[rows], storages, side="right")
+    return {each: step.use_op[rows[i:j]] for each, i, j in zip(storages.tolist(), start.tolist(), stop.tolist(), strict=True)}
+
+
+def tile_rows(step: Step, weights: tuple[int, ...], tiles: int, ranks: int) -> Step:
+    """`step`, made by `passes.stream`, with these parameters in `tiles` tiles, each a share of every rank's rows.
+
+    Args:
+        step: In which FSDP2 gathers the weights with their blocks.
+        weights: What `tileable_rows` found.
+        tiles: At least 2.
+        ranks: Over which it is divided.
+    """
+    edit, wholes = Edit(step), _Wholes.of(step)
+    edit.op_traffic_bytes = step.op_traffic_bytes.copy()
+    of = list(weights)
+    readers = _readers(step, np.concatenate([wholes.forward[of], wholes.backward[of]]))
+    layers = [_Layer(step, edit, p, tiles, ranks, wholes, readers) for p in weights]
+    layers.sort(key=lambda layer: layer.product)
+    for layer in layers:
+        layer.runs_in_tiles()
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        layer.lets_go(following)
+    return without_wholes(step, edit, layers)
+
+
+class _Turn(Turn):
+    """Of a tile gathered from R ranks; bytes are of this rank's share, a part of the weight."""
+
+    def __init__(self, step: Step, edit: Edit, anchor: int, ranks: int, *, waited: bool, staged: bool, given_bytes: int) -> None:
+        super().__init__(step, edit, anchor, ranks)
+        self._waited, self._staged, self._given_bytes = waited, staged, given_bytes
+        self._columns = 0
+        self._tile_bytes = 0
+
+    def bring(self, n_bytes: int, source: int, owner: int, *, ahead: bool) -> int:
+        """Rule 2 of `runtime.tiled_rows`."""
+        mine = super().bring(n_bytes, source, owner, ahead=ahead)
+        tile = self.storage(self.op("aten.new_empty.default", Resource.NOTHING), self._ranks * n_bytes, owner, Kind.COMMUNICATION)
+        self._message("memtune.all_gather_into_.default", mine, tile, n_bytes, waited=self._waited or not ahead)
+        return tile
+
+    def _message(self, name: str, given: int, taken: int, n_bytes: int, *, waited: bool) -> int:
+        op = self.op(name, Resource.INTRA_LINK, traffic=self._ranks * n_bytes, side="now" if waited else "", group=self._ranks)
+        self.uses(op, (given,), (taken,))
+        return op
+
+    def forward(self, like: int, part: float, tile: int) -> None:
+        """Rule 3."""
+        out = made_by(self._step, like)
+        n_bytes = int(part * self._step.bytes[out])
+        op = self.like(self.name_of(like), like, part)
+        columns = self.storage(op, n_bytes, -1, Kind.TEMPORARY)
+        self.uses(op, (tile,))
+        self.uses(self._copy("aten.copy_.default", n_bytes), (columns,), (out,))
+
+    def _copy(self, name: str, n_bytes: int) -> int:
+        return self.op(name, Resource.COMPUTE, traffic=2 * n_bytes)
+
+    def _given(self, like: int, part: float) -> int:
+        """The tile's columns of the output's gradient, which `like` reads."""
+        n_bytes = int(part * self._given_bytes)
+        op = self._copy("aten.clone.default", n_bytes)
+        reads = used_by(self._step, like)
+        self.uses(op, tuple(reads[self._step.kind[reads] != Kind.COMMUNICATION].tolist()))
+        return self.storage(op, n_bytes, -1, Kind.TEMPORARY)
+
+    def back(self, like: int, part: float, tile: int, *, is_first: bool) -> None:
+        """As there, from columns in the order of the tile's rows."""
+        self._columns = self._given(like, part)
+        super().back(like, part, tile, is_first=is_first)
+        self.uses(len(self._ops) - 1, (self._columns,))
+
+    def gradient(self, like: int, part: float, n_bytes: int, storage: int | None) -> int:
+        """Rule 4."""
+        columns, self._columns = self._columns or self._given(like, part), 0
+        owner = int(self._step.owner[made_by(self._step, like)])
+        op = self.like("aten.mm.default", like, part)
+        self.uses(op, (columns,))
+        tile = self.storage(op, self._ranks * n_bytes, owner, Kind.TEMPORARY)
+        mine = self.storage(self.op("aten.new_empty.default", Resource.NOTHING), n_bytes, owner, Kind.TEMPORARY)
+        reduce = self._message("memtune.reduce_scatter_into_.default", tile, mine, n_bytes, waited=True)
+        if self._staged:
+            self.storage(reduce, self._ranks * n_bytes, -1, Kind.WORKSPACE)
+        return mine
+
+
+class _Layer(Layer):
+    """One weight of which this rank has C rows."""
+
+    def __init__(
+        self, step: Step, edit: Edit, parameter: int, tiles: int, ranks: int, wholes: _Wholes, readers: dict[int, I32]
+    ) -> None:
+        super().__init__(step, edit, parameter, tiles, ranks)
+        self._wholes, self._readers = wholes, readers
+        self._raw, self.pack = int(wholes.raw[parameter]), int(wholes.pack[parameter])
+        self.product, self._reduce = int(step.producer[self._raw]), self.pack + _REDUCES_AFTER
+        self.lands = np.empty(0, np.int32)
+        """The last tile's gradient."""
+        self._staging = np.flatnonzero((step.producer == self._reduce) & (step.kind == Kind.WORKSPACE))
+
+    def turn(self, anchor: int) -> Turn:
+        """Of ops before the op `anchor`."""
+        step, itemsize = self.step, int(columns_of(self.step.parameters).itemsize[self.owner])
+        deep = self.row_bytes // itemsize
+        return _Turn(
+            step, self.edit, anchor, self._ranks, waited=int(step.op_stream[self._reduce]) == 1, staged=len(self._staging) > 0,
+            given_bytes=round(step.op_flops[self.product] / (2 * deep) * itemsize),
+        )  # fmt: skip
+
+    def runs_in_tiles(self) -> None:
+        """Forward, what runs again, and backward; FSDP2 gathers and reduces the rest of the block."""
+        step, gathers = self.step, gathers_of(self.step)
+        assert gathers is not None
+        source_of: dict[int, int] = {}
+        for there in self.there.tolist():
+            source, users = self.let_go(there)
+            source_of |= dict.fromkeys(users, source)
+        block, n_blocks = int(columns_of(step.parameters).block[self.owner]), len(step.blocks)
+        is_read = False
+        for gather, copy, whole in (
+            (gathers.forward[block], gathers.copies[block], self._wholes.forward[self.owner]),
+            (gathers.backward[block], gathers.copies[2 * n_blocks - 1 - block], self._wholes.backward[self.owner]),
+        ):
+            self._not_gathered(int(gather), int(copy), int(whole))
+            for user in self._readers[int(whole)].tolist():
+                back = step.op_phase[user] == Phase.BACKWARD
+                is_read |= back
+                self.run(user, source_of[int(gather)], self.product if back else -1, None)
+        if not is_read:
+            self.run(-1, -1, self.product, None)
+        self._not_reduced()
+        self.replaced += [self.product, self.down]
+        self.lands = self.last_down(self.product, after=np.asarray([self._after_bias()], np.int32))
+        source = source_of[int(gathers.backward[block])]
+        if step.producer[source] >= 0:  # until the next block's moment begins
+            self.edit.hold_through(np.asarray([source], np.int32), np.asarray([self._reduce], np.int32))
+
+    def _not_gathered(self, gather: int, copy: int, whole: int) -> None:
+        step, edit, n_bytes = self.step, self.edit, int(self.step.bytes[whole])
+        uses = slice(*np.searchsorted(step.use_op, (gather, gather + 1)))
+        written = step.use_storage[uses][step.use_mutates[uses] == WRITES]
+        edit.bytes[written] -= n_bytes
+        edit.op_traffic_bytes[gather] -= n_bytes
+        edit.op_traffic_bytes[copy] -= 2 * n_bytes
+        self.replaced.append(int(step.producer[whole]))
+        self.whole.append(whole)
+
+    def _not_reduced(self) -> None:
+        step, edit, n_bytes = self.step, self.edit, int(self.step.bytes[self._raw])
+        for op, more in ((self.pack, 2), (self._reduce, 1)):
+            uses = slice(*np.searchsorted(step.use_op, (op, op + 1)))
+            written = step.use_storage[uses][step.use_mutates[uses] == WRITES]
+            edit.bytes[written] -= n_bytes if op == self.pack else n_bytes // self._ranks
+            edit.op_traffic_bytes[op] -= more * n_bytes
+        edit.bytes[self._staging] -= n_bytes
+        self.whole.append(self._raw)
+
+    def _after_bias(self) -> int:
+        """The op after which the last tile's gradient starts down."""
+        step, columns = self.step, columns_of(self.step.parameters)
+        bias = columns.names[self.owner].removesuffix("weight") + "bias"
+        raw = int(self._wholes.raw[columns.names.index(bias)]) if bias in columns.names else -1
+        return max(self.product, int(step.producer[raw]) if raw >= 0 else -1)
+
+    def lets_go(self, following: _Layer | None) -> None:
+        """Of the last tile's gradient, when the next one lands: of the `following` weight, or of the rest of the block."""
+        is_next = following is not None and following.pack == self.pack
+        at = following.lands if following is not None and is_next else np.asarray([self._reduce + 1], np.int32)
+        self.edit.let_go_before(np.asarray([self.last], np.int32), at)
