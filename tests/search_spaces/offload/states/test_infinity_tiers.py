@@ -128,7 +128,7 @@ class TestOptimizerOnHost(LayersSuite):
         on_ssd = master.model_copy(update={"optimizer": "ssd"})
         assert not differences(train(ZOO["tobf16"], master), train(ZOO["tobf16"], on_ssd))
 
-    @pytest.mark.parametrize("name", ["host", "ssd"])
+    @pytest.mark.parametrize("name", ["host", "ssd", "all"])
     def test_tiles(self, name: str) -> None:
         tiled = WAYS[name].model_copy(update={"tiles": 4})
         self.check_drift("tied", tiled)
@@ -172,6 +172,13 @@ class TestOptimizerOnHost(LayersSuite):
 def test_every_tier_trains_as_one_rank(tmp_path: Path, states: Technique, parts: int) -> None:
     techniques = {name: (states, each, NATIVE) for name, each in WAYS.items()}
     check_on_ranks(techniques, tmp_path, parts=parts, bitwise=parts == 1 or states.kind == "fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [Ddp(), Fsdp(kind="fsdp")], ids=lambda each: each.kind)
+def test_tiles_train_as_one_rank(tmp_path: Path, states: Technique) -> None:
+    tiled = {name: WAYS[name].model_copy(update={"tiles": 3}) for name in ("host", "all")}
+    check_on_ranks({name: (states, each, NATIVE) for name, each in tiled.items()}, tmp_path, bitwise=False)
 
 
 def test_weights_that_stay_are_the_native_update_on_the_host() -> None:
