@@ -286,7 +286,7 @@ class NativeUpdate:
                 value = state.get(name)
                 dtype = DTYPES[self._moments]
                 if value is None:
-                    state[name] = _zeros(parameter, dtype)
+                    state[name] = zeros_in_order_of(parameter, dtype)
                 elif (
                     value.dtype is not dtype
                 ):  # made by the optimizer itself, or loaded: torch loads state in the parameter's type
@@ -298,7 +298,7 @@ class NativeUpdate:
                 mark(value, HOST)
 
 
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+def zeros_in_order_of(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros that lie as `like` does, without its gaps."""
     if like.is_contiguous():
         return in_huge_pages(torch.zeros(like.shape, dtype=dtype))
