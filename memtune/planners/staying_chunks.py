@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,10 +29,15 @@ class OnDevice:
 
     def taken(self, moments: int) -> I64:
         """(parameters + 1, moments) bytes of the first 0, 1, ... parameters."""
-        lands = moments - 1 - np.asarray(self.block, np.int64)
-        landed = np.where(np.arange(moments) >= lands[:, None], np.asarray(self.landed_bytes, np.int64)[:, None], 0)
-        each = np.asarray(self.always_bytes, np.int64)[:, None] + landed
-        return np.vstack([np.zeros((1, moments), np.int64), np.cumsum(each, 0)])
+        return _taken(self, moments)
+
+
+@functools.lru_cache(maxsize=64)
+def _taken(there: OnDevice, moments: int) -> I64:
+    lands = moments - 1 - np.asarray(there.block, np.int64)
+    landed = np.where(np.arange(moments) >= lands[:, None], np.asarray(there.landed_bytes, np.int64)[:, None], 0)
+    each = np.asarray(there.always_bytes, np.int64)[:, None] + landed
+    return np.vstack([np.zeros((1, moments), np.int64), np.cumsum(each, 0)])
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Seconds:
     """Of each that stays: the update."""
 
 
+@functools.lru_cache(maxsize=256)
 def staying_of(chunks: Chunks) -> I64:
     """(chunks,) parameters in the first 0, 1, ... of `chunks`; all of them never stay."""
     found: I64 = np.searchsorted(chunks.chunk, np.arange(chunks.count)).astype(np.int64)
@@ -108,44 +114,69 @@ def cheapest_split(
     Source: Huang et al. 2022, Elixir (arXiv:2212.05339), what is left of the device is split between more blocks of the rCache
     and chunks that stay with their optimizer state, by seconds saved per byte. There the chunk size is searched for before.
     """
-    taken, most = there.taken(len(room)), len(n_bytes) if most is None else most
-    host_s, device_s = (np.concatenate([[0.0], np.cumsum(each)]) for each in (seconds.host, seconds.device))
-    best: tuple[tuple[float, int, int], ChunkPlan] | None = None
-    sizes = all_packings(n_bytes, block, gathered) if chunk_bytes is None else (pack(n_bytes, block, chunk_bytes, gathered),)
-    for chunks in sizes:
-        found = _best_of(chunks, room, ahead, taken, most, (host_s[-1] - host_s) + device_s, seconds.up_bytes_per_s)
-        if found is None or (best is not None and found[0] >= best[0]):
-            continue
-        price, kept, slots = found
-        plan = ChunkPlan(chunks, (slots,) * len(room))
-        staying = int(staying_of(chunks)[kept])
-        best = price, replace(plan, chunks=without_first(n_bytes, block, plan, staying), staying=staying)
-    return None if best is None else best[1]
-
-
-def _best_of(
-    chunks: Chunks, room: Units, ahead: int, taken: I64, most: int, update_s: F64, up_bytes_per_s: float
-) -> tuple[tuple[float, int, int], int, int] | None:
-    """The price of the best split of `chunks`, how many of them stay, and slots for the others."""
-    staying, kept = staying_of(chunks), np.arange(chunks.count)
-    slots = np.minimum((np.asarray(room) - taken[staying]).min(1) // chunks.chunk_bytes, chunks.count - kept)
-    moves, least = _moves_by_kept(chunks, ahead)
-    fits = (slots >= least) & (staying <= most)
-    if not fits.any():
+    if min(room) < max(n_bytes):
         return None
-    kept, slots, staying = kept[fits], slots[fits], staying[fits]
-    found = moves[kept, slots]
-    enough = (moves[kept] > found[:, None]).sum(1)  # moves fall with slots
-    enough = np.maximum(enough, least[fits])
-    paid_s = found * (chunks.chunk_bytes / up_bytes_per_s) + update_s[staying]
-    n_bytes = enough * chunks.chunk_bytes + taken[staying].max(1)
-    at = int(np.lexsort((n_bytes, paid_s))[0])
-    return (float(paid_s[at]), int(n_bytes[at]), chunks.chunk_bytes), int(kept[at]), int(enough[at])
+    taken = there.taken(len(room))
+    left = (np.asarray(room, np.int64) - taken).min(1)
+    host_s, device_s = (np.concatenate([[0.0], np.cumsum(each)]) for each in (seconds.host, seconds.device))
+    update_s = (host_s[-1] - host_s) + device_s
+    sizes = all_packings(n_bytes, block, gathered) if chunk_bytes is None else (pack(n_bytes, block, chunk_bytes, gathered),)
+    tried = [_Size(chunks, left, taken[:, -1], update_s, seconds.up_bytes_per_s, most) for chunks in sizes]
+    best: tuple[tuple[float, int, int], Chunks, int, int] | None = None
+    for size in sorted(tried, key=lambda each: each.least_s):
+        if best is not None and size.least_s > best[0][0]:
+            break
+        found = size.best(ahead)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found[0], size.chunks, *found[1:]
+    if best is None:
+        return None
+    _, chunks, staying, slots = best
+    rest = without_first(n_bytes, block, ChunkPlan(chunks, ()), staying)
+    return ChunkPlan(rest, (slots,) * len(room), staying)
+
+
+class _Size:
+    """One way to pack, with what is left of the device and what updates take by how many parameters stay."""
+
+    def __init__(
+        self, chunks: Chunks, left: I64, taken: I64, update_s: F64, up_bytes_per_s: float, most: int | None
+    ) -> None:  # fmt: skip
+        self.chunks, self._load_s = chunks, chunks.chunk_bytes / up_bytes_per_s
+        staying, kept = staying_of(chunks), np.arange(chunks.count)
+        slots = np.minimum(left[staying] // chunks.chunk_bytes, chunks.count - kept)
+        fits = (slots > 0) & (staying <= (most if most is not None else len(left)))
+        self._kept, self._staying, self._slots = kept[fits], staying[fits], slots[fits]
+        self._update_s, self._taken = update_s[self._staying], taken[self._staying]
+        comes = chunks.count - self._kept
+        again = comes - self._slots - (len(chunks.of_block[-1]) if chunks.gathered else 0)
+        loaded_s = (comes + np.maximum(again, 0)) * self._load_s + self._update_s
+        self.least_s = float(loaded_s.min()) if len(loaded_s) else float("inf")
+        """No split takes less: each chunk that does not stay comes in, and once more if it is used in backward, when all but a
+        cache of them have gone."""
+
+    def best(self, ahead: int) -> tuple[tuple[float, int, int], int, int] | None:
+        """The price of the best split, how many parameters stay, and slots; None where the cache has not what a moment uses."""
+        moves, enough, least = _moves_by_kept(self.chunks, ahead)
+        fits = self._slots >= least[self._kept]
+        if not fits.any():
+            return None
+        kept, slots = self._kept[fits], self._slots[fits]
+        slots_s = moves[kept, slots] * self._load_s + self._update_s[fits]
+        slots = np.maximum(enough[kept, slots], least[kept])
+        n_bytes = slots * self.chunks.chunk_bytes + self._taken[fits]
+        at = int(np.lexsort((n_bytes, slots_s))[0])
+        price = float(slots_s[at]), int(n_bytes[at]), self.chunks.chunk_bytes
+        return price, int(self._staying[fits][at]), int(slots[at])
 
 
 @functools.lru_cache(maxsize=256)
-def _moves_by_kept(chunks: Chunks, ahead: int) -> tuple[I64, I64]:
-    """(chunks, chunks + 1) by chunks that stay and slots, how many of the others come in under LRU; (chunks,) the fewest slots.
+def _moves_by_kept(chunks: Chunks, ahead: int) -> tuple[I64, I64, I64]:
+    """By how many chunks stay, what an LRU cache of the others does.
+
+    Returns:
+        (chunks, chunks + 1) by slots, how many come in, and the fewest slots with which no more do; (chunks,) the most that a
+        moment uses.
 
     `residency.lru_moves` of the uses without those of the first chunks, for all numbers of them in one walk: a chunk's stack
     distance is how many of those that do not stay have been used since.
@@ -165,4 +196,6 @@ def _moves_by_kept(chunks: Chunks, ahead: int) -> tuple[I64, I64]:
         least = np.maximum(least, asked.sum(0))
         latest[mine] = moment * count + np.arange(len(mine))  # of one moment's the larger numbers are the latest
     moves = np.cumsum(missed.reshape(count, count + 1)[:, ::-1], 1)[:, ::-1]
-    return moves, least
+    falls = np.diff(moves, axis=1, prepend=moves[:, :1] + 1) < 0
+    enough = np.maximum.accumulate(np.where(falls, np.arange(count + 1), 0), 1)
+    return moves, enough, least

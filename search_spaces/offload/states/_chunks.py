@@ -15,7 +15,7 @@ from memtune.passes.averaged_there import averaged_there
 from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.pieces import in_blocks
-from memtune.passes.stays import cannot_part, updated_first
+from memtune.passes.stays import updated_first
 from memtune.passes.stream import bytes_beside_chunks, sizes_in_blocks, stream_parameters
 from memtune.planners.chunks import ChunkPlan, as_few_as_used, chunk_sizes
 from memtune.program import Program, Step
@@ -93,9 +93,9 @@ def in_blocks_of(before: Step, step: Step) -> Step:
     return replace(step, parameters=replace(columns_of(step.parameters), block=block))
 
 
-def can_stay(program: Program, target: Target) -> bool:
-    """Whether some parameters of blocks can stay and be updated on the device, the others on the host."""
-    return not (cannot_part(program.step) or (target.optimizer is not None and target.optimizer.not_one_by_one))
+def can_stay(target: Target) -> bool:
+    """Whether `target` has a budget, and an optimizer that can update some parameters on the device and others on the host."""
+    return target.budget_bytes is not None and (target.optimizer is None or not target.optimizer.not_one_by_one)
 
 
 def are_rows(program: Program) -> bool:

@@ -9,9 +9,10 @@ import numpy as np
 from memtune.hardware import Hardware
 from memtune.parameters import columns_of
 from memtune.passes.pieces import in_blocks
+from memtune.passes.stays import cannot_part
 from memtune.passes.stream import sizes_in_blocks
 from memtune.planners.chunks import ChunkPlan
-from memtune.planners.staying_chunks import OnDevice, Seconds, all_there, cheapest_split, most_in_margin
+from memtune.planners.staying_chunks import OnDevice, Seconds, all_there, cheapest_split, most_in_margin, staying_of
 from memtune.program import I64, Kind, Program, Step
 from memtune.residency import Units
 from memtune.search_spaces.offload.states._chunks import are_rows, beside, in_chunks
@@ -22,23 +23,29 @@ def with_margin(program: Program, found: ChunkPlan, budget_bytes: int) -> ChunkP
 
     No more of them stay within the budget, each looked at as the pass writes it.
     """
-    room, there = _room(program, budget_bytes), on_device(program.step).taken(len(found.slots))
+    sizes, there = sizes_in_blocks(program.step), on_device(program.step)
+    room, taken = _room(program, budget_bytes), there.taken(len(found.slots))
 
-    def over_bytes(kept: int) -> int:
-        return _over_bytes(program, all_there(*sizes_in_blocks(program.step), found, kept), budget_bytes)
+    def spare_bytes(kept: int) -> int:
+        return -_over_bytes(program, all_there(*sizes, found, kept), budget_bytes)
 
-    kept = most_in_margin(found.chunks, room, there)
-    if kept < 0:
+    kept = most_in_margin(found.chunks, room, taken)
+    if kept < 0 or cannot_part(program.step):
         return found
-    while kept > 0 and (over := over_bytes(kept)) > 0:
-        kept = max(min(most_in_margin(found.chunks, [each - over for each in room], there), kept - 1), 0)
-    while kept + 1 < found.chunks.count and over_bytes(kept + 1) <= 0:
+    while kept > 0 and (spare := spare_bytes(kept)) < 0:
+        kept = max(min(most_in_margin(found.chunks, [each + spare for each in room], taken), kept - 1), 0)
+    spare = spare_bytes(kept) if kept else max(budget_bytes, 0)
+    always = np.append(0, np.cumsum(there.always_bytes))[staying_of(found.chunks)]
+    while kept + 1 < found.chunks.count and always[kept + 1] - always[kept] - found.chunks.chunk_bytes <= spare:
+        spare = spare_bytes(kept + 1)  # no less than that is added: a chunk of weights goes, they and their state are there
+        if spare < 0:
+            break
         kept += 1
-    return all_there(*sizes_in_blocks(program.step), found, kept) if kept else found
+    return all_there(*sizes, found, kept) if kept else found
 
 
 def split(program: Program, hardware: Hardware, budget_bytes: int, chunk_bytes: int | None, ahead: int) -> ChunkPlan | None:
-    """What `cheapest_split` finds within the budget, chunks of `chunk_bytes` (None: of any size); None where nothing fits."""
+    """What `cheapest_split` finds within the budget; None where nothing fits, or nothing can stay."""
     step, most = program.step, None
     there, seconds, room = on_device(step), seconds_of(step, hardware), _room(program, budget_bytes)
     while True:
@@ -47,6 +54,8 @@ def split(program: Program, hardware: Hardware, budget_bytes: int, chunk_bytes: 
         )
         if found is None or not found.staying:
             return found
+        if cannot_part(program.step):
+            return None
         over = _over_bytes(program, found, budget_bytes, ahead)
         if over <= 0:
             return found

@@ -71,7 +71,7 @@ class Elixir(Technique):
     def plan(self, program: Program, target: Target) -> Plan:
         """The size of a chunk, how many the cache holds, and what stays."""
         budget_bytes, found = target.budget_bytes, None
-        if self.device_updates and budget_bytes is not None and can_stay(program, target):
+        if self.device_updates and budget_bytes is not None and can_stay(target):
             found = split(program, target.hardware, budget_bytes, self.chunk_bytes, self.ahead)
         return plan_of(found or _solved(program, budget_bytes, self.chunk_bytes, self.ahead))
 

@@ -68,7 +68,7 @@ class PatrickStar(Technique):
     def plan(self, program: Program, target: Target) -> Plan:
         """The size of a chunk, how many are there in each moment, and what is updated on the device."""
         found = _solved(program, target.budget_bytes, self.chunk_bytes)
-        if self.device_updates and target.budget_bytes is not None and can_stay(program, target):
+        if self.device_updates and target.budget_bytes is not None and can_stay(target):
             found = with_margin(program, found, target.budget_bytes)
         return plan_of(found)
 
