@@ -22,6 +22,8 @@ class ChunkPlan:
     slots: Units
     staying: int = 0
     """Parameters that are in none of them: those used first stay on the device, with their optimizer state."""
+    in_place: bool = False
+    """Gradients leave from where their weights were in the chunks."""
 
 
 @functools.lru_cache(maxsize=64)

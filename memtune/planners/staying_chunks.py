@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def all_there(n_bytes: Units, block: Units, plan: ChunkPlan, kept: int) -> Chunk
     """`plan` with its first `kept` chunks staying and slots for all others in every moment."""
     staying = int(staying_of(plan.chunks)[kept])
     rest = without_first(n_bytes, block, plan, staying)
-    return ChunkPlan(rest, (rest.count,) * len(plan.slots), staying)
+    return replace(plan, chunks=rest, slots=(rest.count,) * len(plan.slots), staying=staying)
 
 
 def most_in_margin(chunks: Chunks, room: Sequence[int], taken: I64) -> int:

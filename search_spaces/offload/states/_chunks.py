@@ -11,7 +11,7 @@ import numpy as np
 from memtune.chunks import pack
 from memtune.errors import ApplyError
 from memtune.parameters import columns_of
-from memtune.passes.averaged_there import averaged_there
+from memtune.passes.block_landings import averaged_there
 from memtune.passes.gathered_rows import gathers_of
 from memtune.passes.host_optimizer import optimizer_on_host
 from memtune.passes.pieces import in_blocks
@@ -23,6 +23,7 @@ from memtune.remembered import remembered
 from memtune.residency import Rule, Units, cached
 from memtune.runtime.context import Context
 from memtune.runtime.gathered_rows import bytes_in_chunks, is_gathered
+from memtune.runtime.gradients_in_place import GradientsInPlace
 from memtune.runtime.host_optimizer import HostOptimizer
 from memtune.runtime.store import ParameterStore
 from memtune.search_spaces.offload.states._layers import cannot_run_on_ranks, replicas, require_replicas
@@ -43,7 +44,8 @@ def cannot_chunk(program: Program, target: Target, chunk_bytes: int | None) -> R
 def plan_of(found: ChunkPlan) -> Plan:
     """As plain data."""
     staying = {"staying": found.staying} if found.staying else {}
-    return Plan(decisions={"chunk_bytes": found.chunks.chunk_bytes, "slots": list(found.slots), **staying})
+    in_place = {"gradients": "in place"} if found.in_place else {}
+    return Plan(decisions={"chunk_bytes": found.chunks.chunk_bytes, "slots": list(found.slots), **staying, **in_place})
 
 
 def explain(plan: Plan) -> tuple[str, ...]:
@@ -59,10 +61,10 @@ def explain(plan: Plan) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def beside(program: Program) -> Units:
+def beside(program: Program, in_place: bool = False) -> Units:
     """(moments,) most bytes of the device in each moment that are no chunk's: what a warm-up iteration would trace."""
     chunks = pack(*sizes_in_blocks(program.step), chunk_sizes(*sizes_in_blocks(program.step))[0], are_rows(program))
-    return bytes_beside_chunks(in_chunks(program, ChunkPlan(chunks, as_few_as_used(chunks)), "belady").step)
+    return bytes_beside_chunks(in_chunks(program, ChunkPlan(chunks, as_few_as_used(chunks)), "belady").step, in_place)
 
 
 @remembered
@@ -70,7 +72,7 @@ def in_chunks(program: Program, how: ChunkPlan, rule: Rule, ahead: int = 0) -> P
     """The program with its blocks' parameters in chunks that come and go, and the optimizer on the host but for what stays."""
     residency = cached(how.chunks.uses(ahead), how.slots, rule)
     step, ops = staying_first(program.step, how.staying, replicas(program))
-    step = stream_parameters(step, residency, how.chunks, early=False, ranks=replicas(program))
+    step = stream_parameters(step, residency, how.chunks, early=False, ranks=replicas(program), in_place=how.in_place)
     step = optimizer_on_host(step, stay=ops)
     return program.with_step(in_blocks_of(program.step, step) if how.staying else step)
 
@@ -113,7 +115,8 @@ def planned(n_bytes: Units, block: Units, plan: Plan, gathered: bool = False) ->
     if not 0 <= staying < len(n_bytes):
         raise ValueError(f"{staying} of {len(n_bytes)} parameters stay")
     chunks = pack(n_bytes[staying:], block[staying:], int(plan.decisions["chunk_bytes"]), gathered)
-    return ChunkPlan(chunks, tuple(int(n) for n in plan.decisions["slots"]), staying)
+    in_place = plan.decisions.get("gradients", "apart") == "in place"
+    return ChunkPlan(chunks, tuple(int(n) for n in plan.decisions["slots"]), staying, in_place)
 
 
 def sizes_of(context: Context) -> tuple[Units, Units]:
@@ -146,8 +149,14 @@ def apply_chunks(context: Context, kind: str, plan: Plan, rule: Rule, ahead: int
     blocks = [list(context.model.get_submodule(name).parameters()) for name in context.blocks]
     stays = set([each for block in blocks for each in block][: how.staying])
     members = [[each for each in block if each not in stays] for block in blocks] if stays else None
+    if how.in_place and is_gathered(context.model):
+        raise no_plan(context, kind, plan)  # FSDP2 reduces gradients when their rows may have gone
     optimizer = HostOptimizer(context, "own", stays=stays)
-    store = ParameterStore(context, residency, optimizer, chunks=how.chunks, early=False, members=members)
+    store: ParameterStore
+    if how.in_place:
+        store = GradientsInPlace(context, residency, optimizer, chunks=how.chunks, members=members)
+    else:
+        store = ParameterStore(context, residency, optimizer, chunks=how.chunks, early=False, members=members)
     context.checks["offload.states"] = functools.partial(_check, store, how)
 
 

@@ -24,7 +24,7 @@ def with_margin(program: Program, found: ChunkPlan, budget_bytes: int) -> ChunkP
     No more of them stay within the budget, each looked at as the pass writes it.
     """
     sizes, there = sizes_in_blocks(program.step), on_device(program.step)
-    room, taken = _room(program, budget_bytes), there.taken(len(found.slots))
+    room, taken = _room(program, budget_bytes, found.in_place), there.taken(len(found.slots))
 
     def spare_bytes(kept: int) -> int:
         return -_over_bytes(program, all_there(*sizes, found, kept), budget_bytes)
@@ -69,8 +69,8 @@ def _over_bytes(program: Program, how: ChunkPlan, budget_bytes: int, ahead: int 
     return rewritten.step.peak_bytes() - budget_bytes
 
 
-def _room(program: Program, budget_bytes: int) -> Units:
-    return tuple(budget_bytes - other for other in beside(program))
+def _room(program: Program, budget_bytes: int, in_place: bool = False) -> Units:
+    return tuple(budget_bytes - other for other in beside(program, in_place))
 
 
 @functools.lru_cache(maxsize=64)

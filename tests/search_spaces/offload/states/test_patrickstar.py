@@ -17,10 +17,10 @@ from memtune.errors import ApplyError
 from memtune.passes.stream import bytes_beside_chunks, moment_of_ops, sizes_in_blocks
 from memtune.planners.chunks import ChunkPlan
 from memtune.planners.staying_chunks import all_there, staying_of
-from memtune.program import Kind, Resource, Tier
+from memtune.program import Kind, Phase, Resource, Tier
 from memtune.residency import cached
 from memtune.runtime.transfer import COUNTERS
-from memtune.search_spaces.offload.states._chunks import in_chunks
+from memtune.search_spaces.offload.states._chunks import beside, in_chunks
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
 from memtune.technique import Plan
 from memtune.testing import rewritten
@@ -130,6 +130,30 @@ class TestPatrickStar(LayersSuite):
         up = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE)
         assert up == (chunks.count - max(fitting)) * 70_000 + outside  # each of the others comes in once
         check_staying(ZOO["gpt"], SMALL, plan, step)
+
+    def test_gradients_leave_from_the_chunks_of_their_weights(self) -> None:
+        """The mechanism (reuse of a chunk): what autograd made goes when it is in place, for the same bytes on links."""
+        apart = DEFAULT.model_copy(update={"gradients": "apart"})
+        step, other = rewritten(ZOO["tied"], DEFAULT), rewritten(ZOO["tied"], apart)
+        assert step.peak_bytes() < other.peak_bytes()
+        for link in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST):
+            assert total(step, link) == total(other, link)
+        found = []
+        for each in (step, other):
+            downs = (each.op_resource == Resource.DEVICE_TO_HOST) & (each.op_phase == Phase.BACKWARD)
+            left = each.use_storage[downs[each.use_op]]
+            found.append(set(each.kind[left].tolist()))
+            assert len(left) == 18  # three blocks of six parameters
+        assert found == [{Kind.COMMUNICATION}, {Kind.TEMPORARY}]
+        self.check_drift("tied", apart)
+
+    def test_what_is_beside_the_chunks_is_known_for_both_ways_from_one(self) -> None:
+        program = plain_program(ZOO["tied"])
+        chunks = pack(*sizes_in_blocks(program.step), 70_000)
+        apart, in_place = (beside(program, each) for each in (False, True))
+        assert max(in_place) < max(apart)
+        plan = ChunkPlan(chunks, (2,) * 6, in_place=True)
+        assert bytes_beside_chunks(in_chunks(program, plan, "belady").step) == in_place
 
     def test_without_a_margin_all_updates_are_on_the_host(self) -> None:
         assert "staying" not in with_budget(SMALL)
