@@ -32,9 +32,8 @@ def with_margin(program: Program, found: ChunkPlan, budget_bytes: int) -> ChunkP
     kept = most_in_margin(found.chunks, room, taken)
     if kept < 0 or cannot_part(program.step):
         return found
-    while kept > 0 and (spare := spare_bytes(kept)) < 0:
+    while (spare := spare_bytes(kept) if kept else max(budget_bytes, 0)) < 0:
         kept = max(min(most_in_margin(found.chunks, [each + spare for each in room], taken), kept - 1), 0)
-    spare = spare_bytes(kept) if kept else max(budget_bytes, 0)
     always = np.append(0, np.cumsum(there.always_bytes))[staying_of(found.chunks)]
     while kept + 1 < found.chunks.count and always[kept + 1] - always[kept] - found.chunks.chunk_bytes <= spare:
         spare = spare_bytes(kept + 1)  # no less than that is added: a chunk of weights goes, they and their state are there
