@@ -431,7 +431,8 @@ def _refuse_parts(optimizer: Optimizer) -> None:
         raise ApplyError(
             f"{type(optimizer).__name__} cannot update some parameters on the device and others on the host.",
             evidence=f"{why}.",
-            fix="ratio: 1.0 (zero_offload) or  device_cache: false (angel_ptm)  for offload.states", code="MT318",
+            fix="ratio: 1.0 (zero_offload), device_cache: false (angel_ptm) or  device_updates: false (patrickstar, elixir)  for "
+            "offload.states", code="MT318",
         )  # fmt: skip
 
 
