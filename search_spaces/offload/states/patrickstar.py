@@ -45,8 +45,9 @@ class PatrickStar(Technique):
     those used first, weights and gradients stay on the device too, and the user's own optimizer updates them there.
 
     A gradient takes the place of its weight in the chunk when it lands, since the host has the values, and leaves from there:
-    nothing that autograd made waits for the link. That is the paper's reuse of a chunk. What it saves there, 2 bytes per
-    parameter, is a second set of chunks, which is not needed here: gradients leave as they land.
+    nothing that autograd made waits for the link. Where the fullest moment gets no more room so, it is spared the copy. That is
+    the paper's reuse of a chunk. What it saves there, 2 bytes per parameter, is a second set of chunks, which is not needed
+    here: gradients leave as they land.
 
     Distinguishing test: the chunks there in a moment are as many as the budget then leaves room for, not one number for the
     whole step, no rule of eviction moves less (brute force), no chunk size wastes less (brute force), and of the chunks that are
@@ -65,8 +66,9 @@ class PatrickStar(Technique):
     chunk_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bytes of a chunk; none given: the size that wastes least."""
     gradients: Literal["in_place", "apart"] = "in_place"
-    """`in_place`: each takes the place of its weight in the chunk, and leaves from there; not under `fsdp`, nor where the
-    recorded step reads a weight after its gradient has landed. `apart`: it leaves from where autograd made it."""
+    """`in_place`: each takes the place of its weight in the chunk, and leaves from there, where that leaves more room in the
+    fullest moment; not under `fsdp`, nor where the recorded step reads a weight after its gradient has landed. `apart`: it
+    leaves from where autograd made it."""
     device_updates: bool = True
     """Chunks whose optimizer state has room on the device stay and are updated there."""
 
@@ -76,7 +78,7 @@ class PatrickStar(Technique):
 
     def plan(self, program: Program, target: Target) -> Plan:
         """The size of a chunk, how many are there in each moment, and what is updated on the device."""
-        in_place = self.gradients == "in_place" and weights_are_free(program.step)
+        in_place = self.gradients == "in_place" and _leaves_more_room(program)
         found = _solved(program, target.budget_bytes, self.chunk_bytes, in_place)
         if self.device_updates and target.budget_bytes is not None and can_stay(target):
             found = with_margin(program, found, target.budget_bytes)
@@ -103,6 +105,11 @@ class PatrickStar(Technique):
         how: dict[str, Any] = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or "least waste", "evict": "belady"}
         how |= {"slots": "by moment", "gradients": self.gradients, "device_updates": self.device_updates}
         return {"states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how}}
+
+
+def _leaves_more_room(program: Program) -> bool:
+    """Whether gradients can be in place, and the fullest moment, whose room says what moves, then has more: a copy each."""
+    return weights_are_free(program.step) and max(beside(program, in_place=True)) < max(beside(program))
 
 
 @functools.lru_cache(maxsize=64)

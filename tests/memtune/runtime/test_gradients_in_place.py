@@ -13,6 +13,7 @@ from torch import Tensor
 from zoo_paths import ZOO
 
 from memtune._apply import Tuned, apply
+from memtune.passes.block_landings import weights_are_free
 from memtune.search_spaces.offload.states.patrickstar import PatrickStar
 from memtune.testing.drift import plain_program, target_of
 from memtune.testing.training import build, settings_of, train, train_under
@@ -87,6 +88,7 @@ def test_backward_may_run_again_over_a_kept_graph() -> None:
 def test_where_a_weight_is_needed_later_gradients_leave_from_where_they_are(late_reader: Path) -> None:
     config = document(late_reader)
     assert "gradients" not in config["plan"]["offload.states"]
+    assert [weights_are_free(plain_program(each).step) for each in (late_reader, ZOO["tied"])] == [False, True]
     got, wanted = train_under(late_reader, config), train(late_reader, OWN)
     assert all(np.array_equal(got.weights[name], value) for name, value in wanted.weights.items())
 

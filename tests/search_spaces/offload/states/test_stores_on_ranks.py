@@ -15,11 +15,13 @@ from stores_on_ranks import candidate, check_on_ranks, started
 
 from memtune.errors import ApplyError
 from memtune.parameters import columns_of
+from memtune.passes.block_landings import weights_are_free
 from memtune.passes.gathered_rows import gathers_of
 from memtune.program import Kind, Resource, Tier
 from memtune.residency import order_of_use, window
 from memtune.search_spaces import find
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
+from memtune.search_spaces.offload.states import patrickstar
 from memtune.search_spaces.offload.states.elixir import Elixir
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
@@ -125,6 +127,16 @@ def test_chunks_that_stay_are_updated_on_the_device(tmp_path: Path, states: Tech
         state = (step.kind == Kind.OPTIMIZER) & (step.bytes > 4)
         assert 0 < int(step.bytes[state & (step.tier == Tier.DEVICE)].sum()) < int(step.bytes[state].sum())
         assert step.peak_bytes() <= AMPLE_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 3])
+def test_replicas_average_gradients_before_they_are_in_place(tmp_path: Path, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no moment gains by it."""
+    monkeypatch.setattr(patrickstar, "_leaves_more_room", lambda program: weights_are_free(program.step))
+    found = candidate((REPLICAS, PatrickStar()), parts, RANKS).plans["offload.states"].decisions
+    assert found["gradients"] == "in place"
+    check_on_ranks(under(REPLICAS, "patrickstar"), tmp_path, parts=parts, bitwise=parts == 1)
 
 
 def test_rows_come_in_where_they_are_gathered() -> None:
