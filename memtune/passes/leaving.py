@@ -82,7 +82,7 @@ def _deciding_rows(step: Step, claim_of: dict[int, MoveClaim], stages: Stages | 
     if stages is not None:
         stage, producer = stage_of(step, stages), step.producer[step.save_storage[rows]]
         rows = rows[(producer >= 0) & (stage[step.op_block[producer]] == stage[step.save_block[rows]])]
-    least = np.full(len(step.blocks), FOREVER, np.int64)  # (blocks,) bytes of the smallest tensor that moves
+    least = np.full(len(step.blocks), np.iinfo(np.int64).max)  # (blocks,) bytes of the smallest tensor that moves
     for block, claim in claim_of.items():
         least[block] = max(claim.min_bytes, 1)
     rows = rows[step.bytes[step.save_storage[rows]] >= least[step.save_block[rows]]]
