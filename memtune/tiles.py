@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 
 
+@functools.lru_cache(maxsize=256)
 def split_rows(count: int, parts: int) -> tuple[slice, ...]:
     """`count` rows in `parts` runs in order, whose lengths differ by one at most; fewer where there are fewer rows."""
     parts = min(parts, count)

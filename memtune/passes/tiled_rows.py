@@ -10,9 +10,18 @@ import numpy as np
 from memtune.edit import Edit
 from memtune.parameters import columns_of
 from memtune.passes.gathered_rows import gathers_of, members_of_units
-from memtune.passes.tile_turns import Turn, made_by, used_by
-from memtune.passes.tiled_weights import Layer, is_linear, large_ones, products_of, without_wholes
-from memtune.program import I32, READS, WRITES, Kind, Phase, Resource, Step
+from memtune.passes.tile_turns import Turn, Turns
+from memtune.passes.tiled_weights import (
+    BACKWARD,
+    Layer,
+    Whereabouts,
+    is_linear,
+    large_ones,
+    products_of,
+    run_in_tiles,
+    without_wholes,
+)
+from memtune.program import I32, READS, Kind, Resource, Step
 
 _PACK = "fsdp.chunk_cat.default"
 _REDUCES_AFTER = 2
@@ -30,6 +39,8 @@ class _Wholes:
     """The whole gradient that this micro-batch makes."""
     pack: I32
     """What packs that."""
+    bias: I32
+    """The whole gradient of the bias beside a weight."""
 
     @classmethod
     def of(cls, step: Step) -> _Wholes:
@@ -50,7 +61,15 @@ class _Wholes:
             rows = np.flatnonzero(packed & (step.owner[step.use_storage] >= 0))
             owner = step.owner[step.use_storage[rows]]
             raw[owner], pack[owner] = step.use_storage[rows], step.use_op[rows]
-        return cls(forward, backward, raw, pack)
+        bias = _biases(columns_of(step.parameters).names)
+        return cls(forward, backward, raw, pack, np.where(bias >= 0, raw[bias], -1).astype(np.int32))
+
+
+@functools.lru_cache(maxsize=8)
+def _biases(names: tuple[str, ...]) -> I32:
+    """(parameters,) the bias beside each weight, -1 for none."""
+    index = {name: i for i, name in enumerate(names)}
+    return np.asarray([index.get(f"{name.removesuffix('weight')}bias", -1) for name in names], np.int32)
 
 
 @functools.lru_cache(maxsize=8)
@@ -101,32 +120,36 @@ def tile_rows(step: Step, weights: tuple[int, ...], tiles: int, ranks: int) -> S
         tiles: At least 2.
         ranks: Over which it is divided.
     """
-    edit, wholes = Edit(step), _Wholes.of(step)
+    edit, wholes, of = Edit(step), _Wholes.of(step), Whereabouts(step, weights)
     edit.op_traffic_bytes = step.op_traffic_bytes.copy()
-    of = list(weights)
-    readers = _readers(step, np.concatenate([wholes.forward[of], wholes.backward[of]]))
-    layers = [_Layer(step, edit, p, tiles, ranks, wholes, readers) for p in weights]
+    some = list(weights)
+    readers = _readers(step, np.concatenate([wholes.forward[some], wholes.backward[some]]))
+    turns = Turns(step, edit)
+    layers = [_Layer(turns, of, p, tiles, ranks, wholes, readers) for p in weights]
     layers.sort(key=lambda layer: layer.product)
-    for layer in layers:
-        layer.runs_in_tiles()
-    for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        layer.lets_go(following)
-    return without_wholes(step, edit, layers)
+    copies = run_in_tiles(turns, layers)
+    # The last tile's gradient is let go when the next one lands: of the weight that follows, or of the rest of the block.
+    pack, after = np.asarray([(each.pack, each.reduce + 1) for each in layers], np.int32).T
+    follows = np.append(pack[1:] == pack[:-1], False)
+    edit.let_go_before(np.asarray([each.last for each in layers], np.int32), np.where(follows, np.append(copies[1:], -1), after))
+    read = [(each.source, each.reduce) for each in layers if step.producer[each.source] >= 0]
+    if read:  # until the next block's moment begins
+        edit.hold_through(*np.asarray(read, np.int32).T)
+    return without_wholes(edit, layers)
 
 
 class _Turn(Turn):
     """Of a tile gathered from R ranks; bytes are of this rank's share, a part of the weight."""
 
-    def __init__(self, step: Step, edit: Edit, anchor: int, ranks: int, *, waited: bool, staged: bool, given_bytes: int) -> None:
-        super().__init__(step, edit, anchor, ranks)
+    def __init__(self, turns: Turns, ranks: int, *, waited: bool, staged: bool, given_bytes: int) -> None:
+        super().__init__(turns, ranks)
         self._waited, self._staged, self._given_bytes = waited, staged, given_bytes
         self._columns = 0
-        self._tile_bytes = 0
 
-    def bring(self, n_bytes: int, source: int, owner: int, *, ahead: bool) -> int:
+    def bring(self, n_bytes: int, source: int, *, ahead: bool) -> int:
         """Rule 2 of `runtime.tiled_rows`."""
-        mine = super().bring(n_bytes, source, owner, ahead=ahead)
-        tile = self.storage(self.op("aten.new_empty.default", Resource.NOTHING), self._ranks * n_bytes, owner, Kind.COMMUNICATION)
+        mine = super().bring(n_bytes, source, ahead=ahead)
+        tile = self.storage(self.op("aten.new_empty.default", Resource.NOTHING), self._ranks * n_bytes, Kind.COMMUNICATION)
         self._message("memtune.all_gather_into_.default", mine, tile, n_bytes, waited=self._waited or not ahead)
         return tile
 
@@ -137,10 +160,10 @@ class _Turn(Turn):
 
     def forward(self, like: int, part: float, tile: int) -> None:
         """Rule 3."""
-        out = made_by(self._step, like)
+        out = self._turns.made_by(like)
         n_bytes = int(part * self._step.bytes[out])
         op = self.like(self.name_of(like), like, part)
-        columns = self.storage(op, n_bytes, -1, Kind.TEMPORARY)
+        columns = self.storage(op, n_bytes, Kind.TEMPORARY, owned=False)
         self.uses(op, (tile,))
         self.uses(self._copy("aten.copy_.default", n_bytes), (columns,), (out,))
 
@@ -151,110 +174,99 @@ class _Turn(Turn):
         """The tile's columns of the output's gradient, which `like` reads."""
         n_bytes = int(part * self._given_bytes)
         op = self._copy("aten.clone.default", n_bytes)
-        reads = used_by(self._step, like)
-        self.uses(op, tuple(reads[self._step.kind[reads] != Kind.COMMUNICATION].tolist()))
-        return self.storage(op, n_bytes, -1, Kind.TEMPORARY)
+        self.uses(op, self.reads(like))
+        return self.storage(op, n_bytes, Kind.TEMPORARY, owned=False)
 
     def back(self, like: int, part: float, tile: int, *, is_first: bool) -> None:
         """As there, from columns in the order of the tile's rows."""
         self._columns = self._given(like, part)
         super().back(like, part, tile, is_first=is_first)
-        self.uses(len(self._ops) - 1, (self._columns,))
+        self.uses(len(self.ops) - 1, (self._columns,))
 
     def gradient(self, like: int, part: float, n_bytes: int, storage: int | None) -> int:
         """Rule 4."""
         columns, self._columns = self._columns or self._given(like, part), 0
-        owner = int(self._step.owner[made_by(self._step, like)])
         op = self.like("aten.mm.default", like, part)
         self.uses(op, (columns,))
-        tile = self.storage(op, self._ranks * n_bytes, owner, Kind.TEMPORARY)
-        mine = self.storage(self.op("aten.new_empty.default", Resource.NOTHING), n_bytes, owner, Kind.TEMPORARY)
+        tile = self.storage(op, self._ranks * n_bytes, Kind.TEMPORARY)
+        mine = self.storage(self.op("aten.new_empty.default", Resource.NOTHING), n_bytes, Kind.TEMPORARY)
         reduce = self._message("memtune.reduce_scatter_into_.default", tile, mine, n_bytes, waited=True)
         if self._staged:
-            self.storage(reduce, self._ranks * n_bytes, -1, Kind.WORKSPACE)
+            self.storage(reduce, self._ranks * n_bytes, Kind.WORKSPACE, owned=False)
         return mine
 
 
 class _Layer(Layer):
     """One weight of which this rank has C rows."""
 
-    def __init__(
-        self, step: Step, edit: Edit, parameter: int, tiles: int, ranks: int, wholes: _Wholes, readers: dict[int, I32]
-    ) -> None:
-        super().__init__(step, edit, parameter, tiles, ranks)
-        self._wholes, self._readers = wholes, readers
-        self._raw, self.pack = int(wholes.raw[parameter]), int(wholes.pack[parameter])
-        self.product, self._reduce = int(step.producer[self._raw]), self.pack + _REDUCES_AFTER
-        self.lands = np.empty(0, np.int32)
-        """The last tile's gradient."""
-        self._staging = np.flatnonzero((step.producer == self._reduce) & (step.kind == Kind.WORKSPACE))
+    lands_after = True
 
-    def turn(self, anchor: int) -> Turn:
-        """Of ops before the op `anchor`."""
+    def __init__(
+        self, turns: Turns, of: Whereabouts, parameter: int, tiles: int, ranks: int, wholes: _Wholes, readers: dict[int, I32]
+    ) -> None:
+        super().__init__(turns, of, parameter, tiles, ranks)
+        self._wholes, self._readers = wholes, readers
+        self.raw, self.pack = int(wholes.raw[parameter]), int(wholes.pack[parameter])
+        self.product, self.reduce = int(self.step.producer[self.raw]), self.pack + _REDUCES_AFTER
+        self._waited = int(self.step.op_stream[self.reduce]) == 1
+        self.source = -1
+        """Where its tiles come from in backward."""
+        bias = int(wholes.bias[parameter])
+        self.lands_at = max(self.product, int(self.step.producer[bias]) if bias >= 0 else -1)
+
+    def turn(self) -> Turn:
+        """An empty one."""
         step, itemsize = self.step, int(columns_of(self.step.parameters).itemsize[self.owner])
-        deep = self.row_bytes // itemsize
-        return _Turn(
-            step, self.edit, anchor, self._ranks, waited=int(step.op_stream[self._reduce]) == 1, staged=len(self._staging) > 0,
-            given_bytes=round(step.op_flops[self.product] / (2 * deep) * itemsize),
-        )  # fmt: skip
+        deep, (waited, staged) = self.row_bytes // itemsize, self._how()
+        given_bytes = round(step.op_flops[self.product] / (2 * deep) * itemsize)
+        return _Turn(self.turns, self.ranks, waited=waited, staged=staged, given_bytes=given_bytes)
+
+    def kind(self) -> tuple[int, ...]:
+        """As in `Layer`."""
+        return *super().kind(), *map(int, self._how())
+
+    def _how(self) -> tuple[bool, bool]:
+        """Whether compute waits for messages, and whether reductions copy them first."""
+        return self._waited, self.turns.made_by(self.reduce) >= 0
 
     def runs_in_tiles(self) -> None:
         """Forward, what runs again, and backward; FSDP2 gathers and reduces the rest of the block."""
-        step, gathers = self.step, gathers_of(self.step)
+        step, gathers, is_read = self.step, gathers_of(self.step), False
         assert gathers is not None
         source_of: dict[int, int] = {}
-        for there in self.there.tolist():
+        for there in self.there:
             source, users = self.let_go(there)
             source_of |= dict.fromkeys(users, source)
         block, n_blocks = int(columns_of(step.parameters).block[self.owner]), len(step.blocks)
-        is_read = False
         for gather, copy, whole in (
             (gathers.forward[block], gathers.copies[block], self._wholes.forward[self.owner]),
             (gathers.backward[block], gathers.copies[2 * n_blocks - 1 - block], self._wholes.backward[self.owner]),
         ):
             self._not_gathered(int(gather), int(copy), int(whole))
             for user in self._readers[int(whole)].tolist():
-                back = step.op_phase[user] == Phase.BACKWARD
+                back = bool(step.op_phase[user] == BACKWARD)
                 is_read |= back
                 self.run(user, source_of[int(gather)], self.product if back else -1, None)
         if not is_read:
             self.run(-1, -1, self.product, None)
         self._not_reduced()
         self.replaced += [self.product, self.down]
-        self.lands = self.last_down(self.product, after=np.asarray([self._after_bias()], np.int32))
-        source = source_of[int(gathers.backward[block])]
-        if step.producer[source] >= 0:  # until the next block's moment begins
-            self.edit.hold_through(np.asarray([source], np.int32), np.asarray([self._reduce], np.int32))
+        self.source = source_of[int(gathers.backward[block])]
 
     def _not_gathered(self, gather: int, copy: int, whole: int) -> None:
         step, edit, n_bytes = self.step, self.edit, int(self.step.bytes[whole])
-        uses = slice(*np.searchsorted(step.use_op, (gather, gather + 1)))
-        written = step.use_storage[uses][step.use_mutates[uses] == WRITES]
-        edit.bytes[written] -= n_bytes
+        edit.bytes[self.turns.written_by(gather)] -= n_bytes
         edit.op_traffic_bytes[gather] -= n_bytes
         edit.op_traffic_bytes[copy] -= 2 * n_bytes
         self.replaced.append(int(step.producer[whole]))
         self.whole.append(whole)
 
     def _not_reduced(self) -> None:
-        step, edit, n_bytes = self.step, self.edit, int(self.step.bytes[self._raw])
-        for op, more in ((self.pack, 2), (self._reduce, 1)):
-            uses = slice(*np.searchsorted(step.use_op, (op, op + 1)))
-            written = step.use_storage[uses][step.use_mutates[uses] == WRITES]
-            edit.bytes[written] -= n_bytes if op == self.pack else n_bytes // self._ranks
-            edit.op_traffic_bytes[op] -= more * n_bytes
-        edit.bytes[self._staging] -= n_bytes
-        self.whole.append(self._raw)
-
-    def _after_bias(self) -> int:
-        """The op after which the last tile's gradient starts down."""
-        step, columns = self.step, columns_of(self.step.parameters)
-        bias = columns.names[self.owner].removesuffix("weight") + "bias"
-        raw = int(self._wholes.raw[columns.names.index(bias)]) if bias in columns.names else -1
-        return max(self.product, int(step.producer[raw]) if raw >= 0 else -1)
-
-    def lets_go(self, following: _Layer | None) -> None:
-        """Of the last tile's gradient, when the next one lands: of the `following` weight, or of the rest of the block."""
-        is_next = following is not None and following.pack == self.pack
-        at = following.lands if following is not None and is_next else np.asarray([self._reduce + 1], np.int32)
-        self.edit.let_go_before(np.asarray([self.last], np.int32), at)
+        edit, n_bytes = self.edit, int(self.step.bytes[self.raw])
+        edit.bytes[self.turns.written_by(self.pack)] -= n_bytes
+        edit.bytes[self.turns.written_by(self.reduce)] -= n_bytes // self.ranks
+        edit.op_traffic_bytes[self.pack] -= 2 * n_bytes
+        edit.op_traffic_bytes[self.reduce] -= n_bytes
+        if (staging := self.turns.made_by(self.reduce)) >= 0:
+            edit.bytes[staging] -= n_bytes
+        self.whole.append(self.raw)

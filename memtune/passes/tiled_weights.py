@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from memtune.edit import Edit
 from memtune.parameters import columns_of
+from memtune.passes.block_landings import adding
 from memtune.passes.shares import raw_gradients
-from memtune.passes.stream import adding
-from memtune.passes.tile_turns import PRODUCTS, Turn, made_by, used_by
+from memtune.passes.tile_turns import PRODUCTS, Group, Turn, Turns
 from memtune.program import I32, WRITES, Kind, Phase, Resource, Step, Tier
 from memtune.tiles import split_rows
 
+BACKWARD = np.uint8(Phase.BACKWARD)
+_OF_THE_HOST = (int(Resource.HOST_THREADS), int(Resource.SSD_WRITE), int(Resource.SSD_READ))
 _LARGE = 2
 """Weights of at least one part in so many of the largest one's bytes come in tiles; smaller ones decide no peak."""
 
@@ -111,19 +114,73 @@ def tile_weights(step: Step, weights: tuple[int, ...], tiles: int, ranks: int = 
         tiles: At least 2.
         ranks: That have all weights, and average each tile's gradient before it leaves.
     """
-    edit = Edit(step)
-    layers = [Layer(step, edit, p, tiles, ranks) for p in weights]
+    edit, of = Edit(step), Whereabouts(step, weights)
+    turns = Turns(step, edit)
+    layers = [Layer(turns, of, p, tiles, ranks) for p in weights]
+    run_in_tiles(turns, layers)
+    return without_wholes(edit, layers)
+
+
+class Whereabouts:
+    """Of some weights that come and go whole, in what `passes.stream` made; by parameter."""
+
+    def __init__(self, step: Step, weights: Sequence[int]) -> None:
+        wanted = np.zeros(len(step.parameters) + 1, bool)  # the last one serves -1
+        wanted[list(weights)] = True
+        mine = wanted[step.owner]
+        self.there: dict[int, list[int]] = {p: [] for p in weights}
+        """Its storages on the device, and …"""
+        self.users: dict[int, list[int]] = {}
+        """… of each, the ops that use it; the first one fills it."""
+        there = np.flatnonzero(mine & (step.kind == Kind.COMMUNICATION) & (step.tier == Tier.DEVICE))
+        for each, p in zip(there.tolist(), step.owner[there].tolist(), strict=True):
+            self.there[p].append(each)
+            self.users[each] = []
+        is_there = np.zeros(step.n_storages, bool)
+        is_there[there] = True
+        uses = np.flatnonzero(is_there[step.use_storage])
+        for each, op in zip(step.use_storage[uses].tolist(), step.use_op[uses].tolist(), strict=True):
+            self.users[each].append(op)
+        lands = step.names.index("memtune.to_host.default")
+        down = np.flatnonzero(mine & (step.kind == Kind.GRADIENT) & (step.tier == Tier.HOST) & (step.producer >= 0))
+        down = down[step.op_name[step.producer[down]] == lands]
+        self.on_host: dict[int, int] = dict(zip(step.owner[down].tolist(), down.tolist(), strict=True))
+        """Its gradient there, in this micro-batch."""
+        sent = np.flatnonzero((step.op_resource[step.use_op] == Resource.INTRA_LINK) & (step.use_mutates == WRITES))
+        self.averaged: dict[int, int] = dict(zip(step.use_storage[sent].tolist(), step.use_op[sent].tolist(), strict=True))
+        """By storage, the op that averages it."""
+
+
+def run_in_tiles(turns: Turns, layers: Sequence[Layer]) -> I32:
+    """Have these layers do so; returns the ops by which the last tiles' gradients go down."""
     for layer in layers:
         layer.runs_in_tiles()
-    return without_wholes(step, edit, layers)
+    turns.done()
+    step, edit = turns.step, turns.edit
+    down, at = (np.asarray([getattr(each, name) for each in layers], np.int32) for name in ("down", "lands_at"))
+    copies = edit.add_ops(
+        "memtune.copy_to_host_.default", before=None if layers[0].lands_after else at,
+        after=at if layers[0].lands_after else None, phase=Phase.BACKWARD, resource=Resource.DEVICE_TO_HOST,
+        traffic_bytes=np.asarray([each.bytes_of(each.rows[-1]) for each in layers], np.int64), call=step.op_call[down],
+        prefetch=1,
+    )  # fmt: skip
+    edit.add_uses(copies, np.asarray([each.last for each in layers], np.int32))
+    edit.add_uses(copies, np.asarray([each.sum for each in layers], np.int32), mutates=True)
+    gone = np.asarray([each.gone_at for each in layers], np.int32)
+    edit.let_go_before(np.asarray([each.last_but_one for each in layers], np.int32), np.where(gone < 0, copies, gone))
+    until = np.asarray([each.reads_sum for each in layers], np.int32)
+    inputs = [turns.used_by(each.product) for each in layers]  # its node still has them
+    until = np.where(until < 0, copies, until).repeat([len(each) for each in inputs])
+    edit.hold_through(np.asarray([x for each in inputs for x in each], np.int32), until.astype(np.int32))
+    return copies
 
 
-def without_wholes(step: Step, edit: Edit, layers: Sequence[Layer]) -> Step:
+def without_wholes(edit: Edit, layers: Sequence[Layer]) -> Step:
     """What came of `edit`, in which these layers run in tiles."""
+    step = layers[0].step
     dropped, whole = np.zeros(step.n_ops, bool), np.zeros(step.n_storages, bool)
-    for layer in layers:
-        dropped[layer.replaced] = True
-        whole[layer.whole] = True
+    dropped[[op for layer in layers for op in layer.replaced]] = True
+    whole[[each for layer in layers for each in layer.whole]] = True
     edit.drop_ops(dropped)
     edit.drop_uses(whole[step.use_storage])
     return edit.done()
@@ -132,122 +189,129 @@ def without_wholes(step: Step, edit: Edit, layers: Sequence[Layer]) -> Step:
 class Layer:
     """One weight W (N, K) in tiles, all of which is on this rank's host; M = tokens."""
 
-    def __init__(self, step: Step, edit: Edit, parameter: int, tiles: int, ranks: int = 1) -> None:
+    lands_after: ClassVar[bool] = False
+    """Whether the last tile's gradient goes down after the op `lands_at`; else before."""
+
+    def __init__(self, turns: Turns, of: Whereabouts, parameter: int, tiles: int, ranks: int = 1) -> None:
+        step = turns.step
         columns = columns_of(step.parameters)
         wide, deep = columns.shapes[parameter]
-        self.step, self.edit, self.owner, self._ranks = step, edit, parameter, ranks
+        self.turns, self.step, self.edit, self.owner, self.ranks = turns, step, turns.edit, parameter, ranks
         self.row_bytes = deep * int(columns.itemsize[parameter])
         self.rows = split_rows(wide, tiles)
-        self._wide = wide
-        mine = step.owner == parameter
-        self.there = np.flatnonzero(mine & (step.kind == Kind.COMMUNICATION) & (step.tier == Tier.DEVICE))
-        on_host = np.flatnonzero(mine & (step.kind == Kind.GRADIENT) & (step.tier == Tier.HOST) & (step.producer >= 0))
-        lands = step.names.index("memtune.to_host.default")
-        self._sum = int(on_host[step.op_name[step.producer[on_host]] == lands][0])
-        self.down = int(step.producer[self._sum])
+        self._wide, self._of = wide, of
+        self.there = of.there[parameter]
+        self.sum = of.on_host[parameter]
+        self.down = int(step.producer[self.sum])
         """The op that brought the whole gradient to the host."""
-        self.last = self._last_but_one = -1  # the gradients of these tiles
+        self.raw = turns.used_by(self.down)[0]
+        self.product = int(step.producer[self.raw])
+        self.lands_at, self.gone_at, self.reads_sum = self.down, -1, -1
+        self._made: tuple[Group, int] | None = None
         self.replaced: list[int] = []
         """Ops of the step that others take the place of."""
-        self.whole: list[int] = self.there.tolist()
+        self.whole: list[int] = list(self.there)
         """Storages that nobody uses any more."""
 
-    def turn(self, anchor: int) -> Turn:
-        """Of ops before the op `anchor`."""
-        return Turn(self.step, self.edit, anchor, self._ranks)
+    @property
+    def last(self) -> int:
+        """The last tile's gradient."""
+        assert self._made is not None
+        group, member = self._made
+        return group.real(member, group.turn.last)
+
+    @property
+    def last_but_one(self) -> int:
+        """The gradient of the tile before."""
+        assert self._made is not None
+        group, member = self._made
+        return group.real(member, group.turn.last_but_one)
+
+    def turn(self) -> Turn:
+        """An empty one."""
+        return Turn(self.turns, self.ranks)
+
+    def kind(self) -> tuple[int, ...]:
+        """What its turns follow from, beside products and their storages."""
+        return self.row_bytes, self._wide, len(self.rows)
 
     def runs_in_tiles(self) -> None:
         """Forward, what runs again, and backward."""
-        step = self.step
-        gradient = int(used_by(step, self.down)[0])
-        product, is_read = int(step.producer[gradient]), False
-        for there in self.there.tolist():
+        step, is_read = self.step, False
+        for there in self.there:
             source, users = self.let_go(there)
             for user in users:
-                back = step.op_phase[user] == Phase.BACKWARD
+                back = bool(step.op_phase[user] == BACKWARD)
                 is_read |= back
-                self.run(user, source, product if back else -1, gradient)
+                self.run(user, source, self.product if back else -1, self.raw)
         if not is_read:
-            self.run(-1, -1, product, gradient)
-        self.replaced += [product, self.down, *self._averages(gradient)]
-        self.edit.bytes[gradient] = self.bytes_of(self.rows[-1])
-        self.last_down(product, before=np.asarray([self.down], np.int32))
-
-    def _averages(self, gradient: int) -> list[int]:
-        """Of the whole gradient among replicas."""
-        step = self.step
-        if self._ranks == 1:
-            return []
-        writes = step.use_op[(step.use_storage == gradient) & (step.use_mutates == WRITES)]
-        return [int(op) for op in writes if step.op_resource[op] == Resource.INTRA_LINK]
+            self.run(-1, -1, self.product, self.raw)
+        self.replaced += [self.product, self.down]
+        if self.ranks > 1:
+            self.replaced.append(self._of.averaged[self.raw])
+        self.edit.bytes[self.raw] = self.bytes_of(self.rows[-1])
+        self.gone_at = self._first_arrival()
+        if step.names[step.op_name[self.down + 1]] == "memtune.from_ssd.default":
+            self.reads_sum = self.down + 1
 
     def let_go(self, there: int) -> tuple[int, list[int]]:
         """The whole weight does not come in. Returns where it comes from, which is held as long as it was, and who uses it."""
         step = self.step
-        uses = np.flatnonzero(step.use_storage == there)
-        load = int(step.use_op[uses[step.use_mutates[uses] == WRITES][0]])
-        source = next(int(each) for each in used_by(step, load) if each != there)
+        load, *users = self._of.users[there]
+        source = next(each for each in self.turns.used_by(load) if each != there)
         if step.producer[source] >= 0:
             self.edit.held_until[source] = max(int(self.edit.held_until[source]), int(step.held_until[there]))
         self.replaced += [int(step.producer[there]), load]
-        return source, [int(op) for op in step.use_op[uses] if op != load]
+        return source, users
 
     def bytes_of(self, rows: slice) -> int:
         """Of those on this rank."""
         return int(rows.stop - rows.start) * self.row_bytes
 
-    def last_down(self, product: int, *, before: I32 | None = None, after: I32 | None = None) -> I32:
-        """The last tile's gradient goes down in the place of all when the one before is there; its node still has its inputs."""
-        step, edit, n_bytes = self.step, self.edit, self.bytes_of(self.rows[-1])
-        copy = edit.add_ops(
-            "memtune.copy_to_host_.default", before=before, after=after, phase=Phase.BACKWARD, resource=Resource.DEVICE_TO_HOST,
-            traffic_bytes=n_bytes, call=int(step.op_call[self.down]), prefetch=1,
-        )  # fmt: skip
-        edit.add_uses(copy, np.asarray([self.last], np.int32))
-        edit.add_uses(copy, np.asarray([self._sum], np.int32), mutates=True)
-        first = self.down if before is None else self._first_arrival()
-        gone = copy if first == self.down else np.asarray([first], np.int32)
-        edit.let_go_before(np.asarray([self._last_but_one], np.int32), gone)
-        inputs, after_copy = used_by(step, product), self.down + 1
-        reads_sum = before is not None and step.names[step.op_name[after_copy]] == "memtune.from_ssd.default"
-        edit.hold_through(inputs, np.repeat(np.int32(after_copy) if reads_sum else copy, len(inputs)))
-        return copy
-
     def _first_arrival(self) -> int:
-        """What the host does with gradients that came before this one's copy begins."""
+        """What the host does with gradients that came before this one's copy begins, -1 for nothing."""
         op, resource = self.down, self.step.op_resource
-        while resource[op - 1] in (Resource.HOST_THREADS, Resource.SSD_WRITE, Resource.SSD_READ):
+        while resource[op - 1] in _OF_THE_HOST:
             op -= 1
-        return op
+        return op if op < self.down else -1
 
     def run(self, user: int, source: int, product: int, gradient: int | None) -> None:
         """In the place of `user` (-1: nobody reads W here) and of `product`, which makes the gradient of W (-1: not here).
 
         `gradient`: the step's storage that the last tile's is; None: a new one.
         """
-        turn = self.turn(user if user >= 0 else product)
+        turns, ops = self.turns, [op for op in (user, product) if op >= 0]
+        slots = [source, turns.made_by(user)] if user >= 0 else []
+        slots += [self.sum, *([] if gradient is None else [gradient])] if product >= 0 else []
+        slots += [each for op in ops for each in turns.reads(op)]
+        kind = (user >= 0, product >= 0, *self.kind())
+        made = turns.join(kind, ops, self.owner, slots, lambda: self._turn(user, source, product, gradient))
         if user >= 0:
             self.replaced.append(user)
-            turn.allocate(made_by(self.step, user))
-            tile = turn.bring(self.bytes_of(self.rows[0]), source, self.owner, ahead=False)
+        if product >= 0:
+            self._made = made
+
+    def _turn(self, user: int, source: int, product: int, gradient: int | None) -> Turn:
+        """As in `run`."""
+        turn = self.turn()
+        if user >= 0:
+            turn.allocate(self.turns.made_by(user))
+            tile = turn.bring(self.bytes_of(self.rows[0]), source, ahead=False)
         sent: int | None = None
         for i, rows in enumerate(self.rows):
             part, is_last = (rows.stop - rows.start) / self._wide, i + 1 == len(self.rows)
             if user >= 0:
-                coming = -1 if is_last else turn.bring(self.bytes_of(self.rows[i + 1]), source, self.owner, ahead=True)
+                coming = -1 if is_last else turn.bring(self.bytes_of(self.rows[i + 1]), source, ahead=True)
                 if product >= 0:
                     turn.back(user, part, tile, is_first=i == 0)
                 else:
                     turn.forward(user, part, tile)
                 tile = coming
             if product >= 0:
-                made = turn.gradient(product, part, self.bytes_of(rows), gradient if is_last else None)
+                turn.last = turn.gradient(product, part, self.bytes_of(rows), gradient if is_last else None)
             if product >= 0 and not is_last:  # it starts down, when the one before has come there and is let go
                 if i == 0:
-                    turn.allocate(self._sum, "aten.empty_strided.default")
-                turn.send(made, self._sum, self.bytes_of(rows), sent)
-                sent = made
-        new = turn.done()
-        if product >= 0 and sent is not None:
-            self.last = made if made >= 0 else int(new[-made - 1])
-            self._last_but_one = int(new[-sent - 1])
+                    turn.allocate(self.sum, "aten.empty_strided.default")
+                turn.send(turn.last, self.sum, self.bytes_of(rows), sent)
+                sent = turn.last_but_one = turn.last
+        return turn

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Literal
@@ -303,6 +303,16 @@ def zeros_in_order_of(like: Tensor, dtype: torch.dtype) -> Tensor:
     if like.is_contiguous():
         return in_huge_pages(torch.zeros(like.shape, dtype=dtype))
     return in_huge_pages(torch.zeros_like(like, dtype=dtype, requires_grad=False))
+
+
+def refuse_closure(closures: Iterable[object], fix: str = OWN) -> None:
+    """Refuse what a native update was given besides the optimizer, if that is anything.
+
+    Raises:
+        ApplyError: It is: a closure would run forward and backward when gradients have left the device.
+    """
+    if any(each is not None for each in closures):
+        raise ApplyError("The native update takes no closure.", fix=fix, code="MT318")
 
 
 def no_native_update_for(optimizer: Optimizer) -> str:

@@ -31,6 +31,7 @@ from memtune.search_spaces.offload.states._layers import (
     cannot_run_on_ranks,
     replicas,
     require_replicas,
+    takes_a_schedule,
     window_of,
 )
 from memtune.search_spaces.offload.states._native_update import no_native_update
@@ -106,9 +107,11 @@ class ZeroInfinity(Technique):
             return Reason("the optimizer has no state to move")
         if (reason := no_native_update(step, self.update, target)) is not None or self.parameters == "device":
             return reason
-        return cannot_run_on_ranks(program, target, natively=False) or self._no_tiles(program)
+        return cannot_run_on_ranks(program, target, natively=False) or self._no_tiles(program, target)
 
-    def _no_tiles(self, program: Program) -> Reason | None:
+    def _no_tiles(self, program: Program, target: Target) -> Reason | None:
+        if self.tiles > 1 and takes_a_schedule(target):
+            return Reason("a schedule runs the ops of blocks on whole weights", "tiles: 1, or recompute: {kind: full}")
         if self.tiles == 1 or self._tileable(program):
             return None
         evenly = "" if gathers_of(program.step) is None else ", and a multiple of the ranks,"

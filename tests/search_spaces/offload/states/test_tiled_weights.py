@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packs_suite import CHAIN
 from zoo_paths import ZOO
 
 from memtune._apply import apply
@@ -21,6 +22,7 @@ from memtune.program import Kind, Resource, Step, Tier
 from memtune.runtime.ledger import Ledger
 from memtune.runtime.tiers import HOST, tier
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
+from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
 from memtune.search_spaces.recompute.full import Full
 from memtune.technique import Technique
 from memtune.testing import drift, rewritten, train
@@ -178,3 +180,12 @@ def test_what_it_cannot_do_is_refused() -> None:
         apply(model, optimizer, settings(TILED, plan=plan), loss=workload.loss, strict=False)
     with fake_ranks(2), pytest.raises(ApplyError):
         apply(model, optimizer, config_of(ZOO["tied"], TILED), loss=workload.loss, strict=False)
+
+
+def test_a_schedule_of_a_block_is_refused() -> None:
+    """It would run without the schedule, which is not what was planned."""
+    boundary = AttentionBoundary(kind="attention_boundary")
+    assert "a schedule runs" in str(TILED.fits(plain_program(CHAIN), target_of(TILED, boundary)))
+    workload, model, optimizer = build(CHAIN)
+    with pytest.raises(ApplyError, match="cannot come in tiles"):
+        apply(model, optimizer, config_of(CHAIN, TILED, boundary), loss=workload.loss, strict=False)
