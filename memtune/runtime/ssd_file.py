@@ -118,12 +118,17 @@ class SsdFile:
         self, path: Path, *, engine: str = "auto", depth: int = 16, block_bytes: int = MIB, checksums: bool = True
     ) -> None:
         self.path = path
-        self.engine = _native.IoEngine(which=engine, depth=depth, block_bytes=block_bytes, checksums=checksums)
+        self._engine = [_native.IoEngine(which=engine, depth=depth, block_bytes=block_bytes, checksums=checksums)]
         self._fd, self.direct = _opened(path)
         self._bytes = self.used_bytes = 0
         self._free, self._lock = _Free(), threading.RLock()  # a tensor may be let go while another is made
         self._under_way: dict[int, tuple[Bytes, Extent]] = {}  # by the engine's ticket
-        weakref.finalize(self, _close, self.engine, self._fd, self._under_way)
+        weakref.finalize(self, _close, self._engine, self._fd, self._under_way)
+
+    @property
+    def engine(self) -> _native.IoEngine:
+        """Serves the file until it, or the process, ends: a file that something keeps for ever keeps no engine then."""
+        return self._engine[0]
 
     # -- space -------------------------------------------------------------------------------------------------------------
 
@@ -224,8 +229,9 @@ _FAILURES: Final[dict[int, tuple[str, str, str]]] = {
 }
 
 
-def _close(engine: _native.IoEngine, file: int, under_way: dict[int, tuple[Bytes, Extent]]) -> None:
-    engine.close()
+def _close(engine: list[_native.IoEngine], file: int, under_way: dict[int, tuple[Bytes, Extent]]) -> None:
+    engine[0].close()
+    engine.clear()
     under_way.clear()  # not before: its thread writes checksums, and what it reads, into this memory
     os.close(file)
 

@@ -283,3 +283,15 @@ def test_a_ticket_that_keeps_its_error_keeps_no_frames(disk: Disk) -> None:
         return weakref.ref(held)
 
     assert [asked()(), asked()()] == [None, None]
+
+
+def test_a_file_that_something_keeps_for_ever_keeps_no_engine(tmp_path: Path) -> None:
+    """As an error in a nested backward does, which torch keeps with the frames that it went through."""
+    script = f"""
+import ctypes
+from pathlib import Path
+from memtune.runtime.disk import Disk
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(Disk(Path({str(tmp_path / "tensors")!r}))))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "leaked" not in done.stderr
