@@ -81,9 +81,10 @@ class _Reduction:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _compare(self) -> None:
-        if not self._others:
+        gathered = {name: each for name, each in self._others.items() if hasattr(each, "_unsharded_param")}  # not in tiles
+        if not gathered:
             return
-        names, others = list(self._others), list(self._others.values())
+        names, others = list(gathered), list(gathered.values())
         found = apart(_there(others), self._ranks, others[0].sharded_param)
         if found:
             raise ApplyError(
